@@ -1,0 +1,74 @@
+# The one door. `make` alone says what there is.
+#
+# The environment lies in .venv. A stamp in it says what was installed; it is installed anew only when setup.py,
+# pyproject.toml or constraints.txt changed. Another interpreter: `make test PYTHON=python3.12` after `make clean`.
+
+PYTHON ?= python3
+SHELL := /bin/bash
+
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGE := setup.py pyproject.toml constraints.txt
+SOURCES := $(shell find raysgd operators -name '*.py')
+PAGES := $(shell find docs -name '*.md') docs/conf.py
+
+# Of pip's talk, only what explains a wait: big downloads, builds, the unpacking. Warnings and errors pass untouched.
+TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloading " $$2 " " $$3 $$4; fflush() } \
+	/Building wheel for/ { print "  pip: building " $$4; fflush() } \
+	/^Installing collected/ { print "  pip: unpacking " NF - 3 " packages"; fflush() }'
+PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
+	--constraint constraints.txt
+
+.PHONY: help demo test check fix docs clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo   train on scikit-learn's digits with 2 workers (makes an environment first)"
+	@echo "make test   run every test; ARGS='-k name' picks some"
+	@echo "make check  lint, format, types, docs"
+	@echo "make fix    repair lint and format where that is mechanical"
+	@echo "make docs   build the documentation into docs/_build/html"
+	@echo "make clean  remove everything made here, the environment too"
+
+demo: $(VENV)/demo.stamp
+	@$(BIN)/python examples/quickstart.py
+
+test: $(VENV)/dev.stamp
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(VENV)/dev.stamp
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(MAKE) --no-print-directory docs
+
+fix: $(VENV)/dev.stamp
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+docs: docs/_build/stamp
+
+docs/_build/stamp: $(VENV)/dev.stamp $(PAGES) $(SOURCES)
+	@echo "Building the documentation in docs/_build/html"
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@touch $@
+
+$(VENV)/made.stamp:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("raysgd needs Python 3.10 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.11 ...")'
+	@echo "Making an environment in $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/demo.stamp: $(VENV)/made.stamp $(PACKAGE)
+	@echo "Installing raysgd, Ray, PyTorch and scikit-learn (some hundred MB: minutes, once)"
+	@$(PIP_INSTALL) --editable '.[torch]' scikit-learn | $(TELL)
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/made.stamp $(PACKAGE)
+	@echo "Installing raysgd and all that its tests, checks and documentation need (some hundred MB: minutes, once)"
+	@$(PIP_INSTALL) --editable '.[dev]' | $(TELL)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,107 @@
+"""Quickstart: a class says what is trained, two workers train it, and one of them dies without stopping it.
+
+The data are scikit-learn's handwritten digits, which come with that package. After the last ordinary epoch,
+one more begins, and in the middle of it one worker process is killed, as by `kill -9`. The other goes
+on where it is, the epoch still uses every sample once, and a new worker joins when it is ready.
+
+    python examples/quickstart.py
+    python examples/quickstart.py --no-kill --num-workers 4
+"""
+
+import argparse
+import os
+import signal
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TorchTrainer, TrainingOperator
+
+KILL_AT_BATCH = 10
+
+
+class Digits(TrainingOperator):
+    """All that training needs: a model, an optimizer, a loss and data."""
+
+    def setup(self, config):
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss()
+        )
+        train_data, validation_data = digits()
+        self.register_data(
+            train_loader=DataLoader(train_data, batch_size=config["batch_size"], shuffle=True),
+            validation_loader=DataLoader(validation_data, batch_size=config["batch_size"]),
+        )
+
+
+class MortalDigits(Digits):
+    """For the demonstration only: the worker named as victim kills itself, so surely in mid-epoch."""
+
+    def train_batch(self, batch, batch_info):
+        if batch_info.get("victim") == os.getpid() and batch_info["batch_idx"] == KILL_AT_BATCH:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train_batch(batch, batch_info)
+
+
+def digits():
+    """Training and validation data; every fifth digit is held out."""
+    source = load_digits()
+    pixels = torch.tensor(source.data, dtype=torch.float32) / 16
+    labels = torch.tensor(source.target)
+    held_out = torch.arange(len(labels)) % 5 == 0
+    train_data = TensorDataset(pixels[~held_out], labels[~held_out])
+    return train_data, TensorDataset(pixels[held_out], labels[held_out])
+
+
+def print_row(train, val):
+    print(
+        f"{train['epoch']:>5.0f}  {train['num_samples']:>7}  {train['train_loss']:>10.4f}"
+        f"  {val['val_loss']:>8.4f}  {val['val_accuracy']:>12.1%}",
+        flush=True,
+    )
+
+
+def train_while_one_dies(trainer):
+    before = trainer.apply_all_workers(os.getpid)
+    victim = before[-1]
+    print(
+        f"\nOne more epoch. Of the workers {before}, {victim} is killed at its batch {KILL_AT_BATCH}.",
+        flush=True,
+    )
+    # Whatever stands in `info` reaches every train_batch as part of batch_info.
+    train = trainer.train(info={"victim": victim})
+    print_row(train, trainer.validate())
+    print(f"recoveries: {trainer.recoveries}")
+    print(f"samples in that epoch: {train['num_samples']} of {len(digits()[0])}")
+    print(f"workers now: {trainer.apply_all_workers(os.getpid)}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--no-kill", action="store_true", help="leave every worker alive")
+    parser.add_argument("--smoke", action="store_true", help="fewer epochs")
+    args = parser.parse_args()
+
+    with TorchTrainer(
+        training_operator_cls=MortalDigits,
+        num_workers=args.num_workers,
+        config={"lr": 0.05, "batch_size": 32},
+        use_tqdm=True,
+    ) as trainer:
+        print("epoch  samples  train_loss  val_loss  val_accuracy", flush=True)
+        for _ in range(2 if args.smoke else args.epochs):
+            print_row(trainer.train(), trainer.validate())
+        if args.num_workers < 2 and not args.no_kill:
+            print("With one worker nobody would be left to go on, so none is killed.")
+        elif not args.no_kill:
+            train_while_one_dies(trainer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""A generative adversarial network: two models and two optimizers in one operator.
+
+Example:
+    from raysgd import TorchTrainer
+    from raysgd.operators.gan import GANOperator
+
+    with TorchTrainer(training_operator_cls=GANOperator, num_workers=2) as trainer:
+        result = trainer.train()
+        print(result["loss_d"], result["loss_g"])
+        images = trainer.apply_all_operators(lambda operator: operator.generate(16))[0]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd.torch import TrainingOperator
+from raysgd.utils import BATCH_SIZE
+
+__all__ = ["GANOperator", "digit_images"]
+
+
+class GANOperator(TrainingOperator):
+    """A generator turns noise into images, a discriminator learns to tell them from real ones.
+
+    Reported in training: `loss_d` and `loss_g`, and what the discriminator thinks of real and of generated
+    images as a probability, `p_real` and `p_fake` (both near 0.5: it cannot tell them apart). In validation
+    the same with `val_` in front.
+
+    Everything in `config` is optional; what a setting cannot say, an overridden `make_` method can:
+
+    - `generator`, `discriminator`: called without arguments, return the modules. One maps noise
+      (n, latent_size) to images, the other images to one logit each (default: two layers each)
+    - `train_data`, `validation_data`: a dataset whose samples start with an image, or a callable that makes
+      it on the worker (default: the 8x8 digits that ship with scikit-learn, in [-1, 1])
+    - `latent_size` (32), `lr` (0.0002), `batch_size` per worker (64; a global `BATCH_SIZE` goes before it)
+    """
+
+    def setup(self, config: Mapping[str, Any]) -> None:
+        self.latent_size: int = config.get("latent_size", 32)
+        train_data, validation_data = self.make_data(config)
+        models = self.make_models(config, train_data)
+        optimizers = self.make_optimizers(*models, config)
+        (self.generator, self.discriminator), (self.optimizer_g, self.optimizer_d) = self.register(
+            models=models, optimizers=optimizers
+        )
+        size = config.get(BATCH_SIZE, config.get("batch_size", 64))
+        self.register_data(
+            train_loader=DataLoader(train_data, batch_size=size, shuffle=True),
+            validation_loader=None
+            if validation_data is None
+            else DataLoader(validation_data, batch_size=size),
+        )
+
+    def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The training and the validation dataset; the second may be None."""
+        train_data, validation_data = config.get("train_data"), config.get("validation_data")
+        if train_data is None:
+            train_data, digits = digit_images()
+            validation_data = digits if validation_data is None else validation_data
+        return (
+            train_data() if callable(train_data) else train_data,
+            validation_data() if callable(validation_data) else validation_data,
+        )
+
+    def make_models(self, config: Mapping[str, Any], train_data: Any) -> tuple[nn.Module, nn.Module]:
+        """The generator and the discriminator."""
+        if "generator" in config and "discriminator" in config:
+            return config["generator"](), config["discriminator"]()
+        shape = train_data[0][0].shape
+        generator = nn.Sequential(
+            nn.Linear(self.latent_size, 128),
+            nn.ReLU(),
+            nn.Linear(128, shape.numel()),
+            nn.Tanh(),
+            nn.Unflatten(1, shape),
+        )
+        discriminator = nn.Sequential(
+            nn.Flatten(), nn.Linear(shape.numel(), 128), nn.LeakyReLU(0.2), nn.Linear(128, 1)
+        )
+        return generator, discriminator
+
+    def make_optimizers(
+        self, generator: nn.Module, discriminator: nn.Module, config: Mapping[str, Any]
+    ) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        """The optimizers of the generator and of the discriminator."""
+        lr = config.get("lr", 2e-4)
+        return (
+            torch.optim.Adam(generator.parameters(), lr=lr, betas=(0.5, 0.999)),
+            torch.optim.Adam(discriminator.parameters(), lr=lr, betas=(0.5, 0.999)),
+        )
+
+    def train_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> dict[str, Any]:
+        real = batch[0]
+        with self.autocast():
+            fake = self.generator(self.noise(real))
+            loss_d, p_real, p_fake = self.judge(real, fake.detach())
+        self.optimizer_d.zero_grad()
+        self.backward(loss_d)
+        self.step(self.optimizer_d)
+
+        with self.autocast():
+            loss_g = self.fool(fake)
+        self.optimizer_g.zero_grad()
+        # This reaches the discriminator too; what it leaves there is dropped by the next zero_grad above.
+        self.backward(loss_g)
+        self.step(self.optimizer_g)
+        return {
+            "loss_d": loss_d.detach(),
+            "loss_g": loss_g.detach(),
+            "p_real": p_real,
+            "p_fake": p_fake,
+            "num_samples": real.size(0),
+        }
+
+    def validate_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> dict[str, Any]:
+        real = batch[0]
+        with self.autocast():
+            fake = self.generator(self.noise(real))
+            loss_d, p_real, p_fake = self.judge(real, fake)
+            loss_g = self.fool(fake)
+        return {
+            "val_loss_d": loss_d,
+            "val_loss_g": loss_g,
+            "val_p_real": p_real,
+            "val_p_fake": p_fake,
+            "num_samples": real.size(0),
+        }
+
+    def judge(self, real: torch.Tensor, fake: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The discriminator's loss, and its mean opinion of the real and of the generated images."""
+        # One forward pass for both halves: a second one before backward would change buffers under the first.
+        logits = self.discriminator(torch.cat([real, fake])).float()
+        truth = torch.cat([torch.ones_like(logits[: len(real)]), torch.zeros_like(logits[len(real) :])])
+        loss = binary_cross_entropy_with_logits(logits, truth)
+        opinion = logits.detach().sigmoid()
+        return loss, opinion[: len(real)].mean(), opinion[len(real) :].mean()
+
+    def fool(self, fake: torch.Tensor) -> torch.Tensor:
+        """The generator's loss: how far the discriminator is from taking its images for real."""
+        logits = self.discriminator(fake).float()
+        return binary_cross_entropy_with_logits(logits, torch.ones_like(logits))
+
+    def noise(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.size(0), self.latent_size, device=like.device)
+
+    @torch.no_grad()
+    def generate(self, count: int) -> torch.Tensor:
+        """Some new images, on the CPU, made with the generator in evaluation mode."""
+        training = self.generator.training
+        self.generator.eval()
+        images = self.generator(self.to_device(torch.randn(count, self.latent_size)))
+        self.generator.train(training)
+        result: torch.Tensor = images.float().cpu()
+        return result
+
+
+def digit_images() -> tuple[TensorDataset, TensorDataset]:
+    """Scikit-learn's digits as images in [-1, 1], without labels; every fifth is held out for validation."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError(
+            "The default data are the digits inside scikit-learn, which is not installed. Run "
+            '`pip install scikit-learn`, or give your own data as config["train_data"].'
+        ) from error
+    images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    held_out = torch.arange(len(images)) % 5 == 0
+    return TensorDataset(images[~held_out]), TensorDataset(images[held_out])

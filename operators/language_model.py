@@ -1,0 +1,204 @@
+"""Language modelling: a small GPT in plain torch learns to predict the next token.
+
+Example:
+    from raysgd import TorchTrainer
+    from raysgd.operators.language_model import LanguageModelOperator
+
+    config = {"train_data": token_ids, "validation_data": other_token_ids, "vocabulary": 50257, "width": 256}
+    with TorchTrainer(training_operator_cls=LanguageModelOperator, num_workers=2, config=config) as trainer:
+        trainer.train()
+        print(trainer.validate()["val_perplexity"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.data import DataLoader, Dataset
+
+from raysgd.torch import TrainingOperator
+from raysgd.utils import BATCH_SIZE
+
+__all__ = ["GPT", "LanguageModelOperator", "TokenBlocks", "markov_tokens"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class LanguageModelOperator(TrainingOperator):
+    """Next-token prediction on batches `(tokens, tokens one later)`; one sample is one block of tokens.
+
+    Training reports `train_loss` (nats per token); validation `val_loss`, `val_perplexity` and `val_tokens`,
+    over all tokens of all workers.
+
+    Everything in `config` is optional; what a setting cannot say, an overridden `make_` method can:
+
+    - `train_data`, `validation_data`: token ids as one flat tensor, or a dataset of such pairs, or a callable
+      that makes either on the worker (default: a random source whose own perplexity is 4)
+    - `model`: called without arguments, returns the module (default: `GPT`, sized by `vocabulary` (64),
+      `block_size` (32), `width` (64), `heads` (4) and `layers` (2))
+    - `optimizer`: called with the parameters and `lr=` (default: AdamW)
+    - `lr` (0.003), `batch_size` per worker (16; a global `BATCH_SIZE` goes before it)
+    """
+
+    def setup(self, config: Mapping[str, Any]) -> None:
+        model = self.make_model(config)
+        optimizer = self.make_optimizer(model, config)
+        self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
+        train_data, validation_data = self.make_data(config)
+        size = config.get(BATCH_SIZE, config.get("batch_size", 16))
+        self.register_data(
+            train_loader=DataLoader(train_data, batch_size=size, shuffle=True),
+            validation_loader=None
+            if validation_data is None
+            else DataLoader(validation_data, batch_size=size),
+        )
+
+    def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The training and the validation dataset; the second may be None."""
+        train_data, validation_data = config.get("train_data"), config.get("validation_data")
+        if train_data is None:
+            tokens = markov_tokens(vocabulary=config.get("vocabulary", 64))
+            train_data, held_out = tokens[: -len(tokens) // 5], tokens[-len(tokens) // 5 :]
+            validation_data = held_out if validation_data is None else validation_data
+        block_size = config.get("block_size", 32)
+        return as_blocks(train_data, block_size), as_blocks(validation_data, block_size)
+
+    def make_model(self, config: Mapping[str, Any]) -> nn.Module:
+        if "model" in config:
+            model: nn.Module = config["model"]()
+            return model
+        return GPT(
+            vocabulary=config.get("vocabulary", 64),
+            block_size=config.get("block_size", 32),
+            width=config.get("width", 64),
+            heads=config.get("heads", 4),
+            layers=config.get("layers", 2),
+        )
+
+    def make_optimizer(self, model: nn.Module, config: Mapping[str, Any]) -> torch.optim.Optimizer:
+        make = config.get("optimizer", torch.optim.AdamW)
+        optimizer: torch.optim.Optimizer = make(model.parameters(), lr=config.get("lr", 3e-3))
+        return optimizer
+
+    def train_batch(self, batch: Pair, batch_info: Mapping[str, Any]) -> dict[str, Any]:
+        tokens, following = batch
+        with self.autocast():
+            loss = next_token_loss(self.model(tokens), following)
+        self.optimizer.zero_grad()
+        self.backward(loss)
+        self.step(self.optimizer)
+        return {"train_loss": loss.detach(), "num_samples": tokens.size(0)}
+
+    @torch.no_grad()
+    def validate(self, val_iterator: Iterable[Pair], info: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """One pass over the validation data. Perplexity is the exponential of the mean loss, not a mean
+        of exponentials, so the workers add up their losses here before one of them takes it."""
+        self.model.eval()
+        sums = self.to_device(torch.zeros(2, dtype=torch.float64))  # loss, tokens
+        batches = samples = 0
+        for tokens, following in val_iterator:
+            with self.autocast():
+                loss = next_token_loss(self.model(tokens), following)
+            sums[0] += loss * following.numel()
+            sums[1] += following.numel()
+            batches, samples = batches + 1, samples + tokens.size(0)
+        if self.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        mean = sums[0] / sums[1]
+        return {
+            "batch_count": batches,
+            "num_samples": samples,
+            "val_loss": mean,
+            "val_perplexity": mean.exp(),
+            "val_tokens": sums[1],
+        }
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer, normalised before each part, with the output tied to the embedding."""
+
+    def __init__(self, *, vocabulary: int, block_size: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width={width} must be a multiple of heads={heads}; change one of them.")
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(block_size, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        nn.init.normal_(self.token.weight, std=0.02)  # the tied output starts near the uniform distribution
+        nn.init.normal_(self.position.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(tokens.size(1), device=tokens.device)
+        hidden = self.norm(self.blocks(self.token(tokens) + self.position(place)))
+        return nn.functional.linear(hidden, self.token.weight)
+
+
+class Block(nn.Module):
+    """Causal self-attention, then two linear layers, each added to what came in."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.feed_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query_key_value, self.attended = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        # (batch, time, width) -> three times (batch, heads, time, width / heads)
+        joint = self.query_key_value(self.attention_norm(hidden)).unflatten(2, (3, self.heads, -1))
+        query, key, value = joint.permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.attended(mixed.transpose(1, 2).flatten(2))
+        result: torch.Tensor = hidden + self.feed(self.feed_norm(hidden))
+        return result
+
+
+class TokenBlocks(Dataset[Pair]):
+    """A flat tensor of token ids cut into pairs of `block_size` tokens and the same one later."""
+
+    def __init__(self, tokens: torch.Tensor, block_size: int) -> None:
+        if len(tokens) <= block_size:
+            raise ValueError(
+                f"{len(tokens)} tokens are too few for one block of {block_size} and the token after it; "
+                'give more tokens or a smaller config["block_size"].'
+            )
+        self.tokens, self.block_size = tokens.long(), block_size
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.block_size
+
+    def __getitem__(self, index: int) -> Pair:
+        if not 0 <= index < len(self):
+            raise IndexError(f"block {index} of {len(self)}")
+        start = index * self.block_size
+        piece = self.tokens[start : start + self.block_size + 1]
+        return piece[:-1], piece[1:]
+
+
+def as_blocks(data: Any, block_size: int) -> Any:
+    """What the user gave as data, as a dataset of pairs (or None)."""
+    data = data() if callable(data) else data
+    return TokenBlocks(data, block_size) if isinstance(data, torch.Tensor) else data
+
+
+def next_token_loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """Mean nats per token."""
+    return cross_entropy(logits.flatten(0, 1).float(), following.flatten())
+
+
+def markov_tokens(length: int = 20_000, *, vocabulary: int = 64, successors: int = 4) -> torch.Tensor:
+    """Tokens, each followed by one of a few with equal chances: the best perplexity is `successors`."""
+    generator = torch.Generator().manual_seed(0)
+    followers = [
+        torch.randperm(vocabulary, generator=generator)[:successors].tolist() for _ in range(vocabulary)
+    ]
+    token, tokens = 0, []
+    for choice in torch.randint(successors, (length,), generator=generator).tolist():
+        token = followers[token][choice]
+        tokens.append(token)
+    return torch.tensor(tokens)

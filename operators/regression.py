@@ -1,0 +1,128 @@
+"""Regression: fit real-valued targets by least squares.
+
+Example:
+    from raysgd import TorchTrainer
+    from raysgd.operators.regression import RegressionOperator
+
+    with TorchTrainer(training_operator_cls=RegressionOperator, config={"lr": 0.05}) as trainer:
+        trainer.train()
+        print(trainer.validate()["val_r2"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd.torch import TrainingOperator
+from raysgd.utils import BATCH_SIZE
+
+__all__ = ["RegressionOperator", "SameShapeMSELoss", "linear_data"]
+
+
+class RegressionOperator(TrainingOperator):
+    """Least squares on batches `(*features, target)`; validation reports MSE, MAE and R².
+
+    Everything in `config` is optional; what a setting cannot say, an overridden `make_` method can:
+
+    - `model`: called without arguments, returns the module (default: one linear layer, sized by the data)
+    - `train_data`, `validation_data`: a dataset, or a callable that makes it on the worker
+      (default: a noisy linear function of four features)
+    - `optimizer`: called with the parameters and `lr=` (default: `torch.optim.SGD`)
+    - `lr` (0.05), `batch_size` per worker (32; a global `BATCH_SIZE` goes before it)
+    """
+
+    def setup(self, config: Mapping[str, Any]) -> None:
+        train_data, validation_data = self.make_data(config)
+        model = self.make_model(config, train_data)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=self.make_optimizer(model, config), criterion=self.make_criterion(config)
+        )
+        batch_size = config.get(BATCH_SIZE, config.get("batch_size", 32))
+        validation_loader: DataLoader[Any] | None = None
+        if validation_data is not None:
+            validation_loader = DataLoader(validation_data, batch_size=batch_size)
+            self.target_variance = self.to_device(self.measure_variance(validation_loader))
+        self.register_data(
+            train_loader=DataLoader(train_data, batch_size=batch_size, shuffle=True),
+            validation_loader=validation_loader,
+        )
+
+    def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The training and the validation dataset; the second may be None."""
+        train_data, validation_data = config.get("train_data"), config.get("validation_data")
+        if train_data is None:
+            train_data, generated = linear_data()
+            validation_data = generated if validation_data is None else validation_data
+        return (
+            train_data() if callable(train_data) else train_data,
+            validation_data() if callable(validation_data) else validation_data,
+        )
+
+    def make_model(self, config: Mapping[str, Any], train_data: Any) -> nn.Module:
+        if "model" in config:
+            model: nn.Module = config["model"]()
+            return model
+        features, target = train_data[0]
+        return nn.Linear(features.numel(), target.numel())
+
+    def make_optimizer(self, model: nn.Module, config: Mapping[str, Any]) -> torch.optim.Optimizer:
+        make = config.get("optimizer", torch.optim.SGD)
+        optimizer: torch.optim.Optimizer = make(model.parameters(), lr=config.get("lr", 0.05))
+        return optimizer
+
+    def make_criterion(self, config: Mapping[str, Any]) -> nn.Module:
+        return SameShapeMSELoss()
+
+    def measure_variance(self, validation_loader: DataLoader[Any]) -> torch.Tensor:
+        """The variance of each target over the whole validation data: one pass over it, at setup."""
+        targets = torch.cat([target.float() for *_, target in validation_loader])
+        return targets.var(dim=0, correction=0)
+
+    def validate_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> dict[str, Any]:
+        *features, target = batch
+        with self.autocast():
+            prediction = self.model(*features)
+            loss = self.criterion(prediction, target)
+        error = prediction.float() - target.float()
+        squared = error.square().mean(dim=0)
+        return {
+            "val_loss": loss,
+            "val_mse": squared.mean(),
+            "val_mae": error.abs().mean(),
+            # R² needs the variance of *all* targets. Given that, it is linear in the squared error, so
+            # that the mean over batches and workers is exactly the R² of the whole validation data.
+            "val_r2": (1 - squared / self.target_variance).mean(),
+            "num_samples": target.size(0),
+        }
+
+
+class SameShapeMSELoss(nn.MSELoss):
+    """Mean squared error that refuses to broadcast: (32, 1) against (32,) would quietly compare all pairs."""
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if input.shape != target.shape:
+            raise ValueError(
+                f"The model returned shape {tuple(input.shape)} for targets of shape {tuple(target.shape)}; "
+                "they must be equal. Reshape the targets in the dataset or the output in the model."
+            )
+        return super().forward(input, target)
+
+
+def linear_data(
+    size: int = 1000, *, features: int = 4, noise: float = 0.1
+) -> tuple[TensorDataset, TensorDataset]:
+    """Training and validation data (4 to 1) for `y = 1*x1 + 2*x2 + ... + 1`, the same on every worker."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(size, features, generator=generator)
+    weights = torch.arange(1.0, features + 1.0).unsqueeze(1)
+    targets = inputs @ weights + 1 + noise * torch.randn(size, 1, generator=generator)
+    held_out = size // 5
+    return (
+        TensorDataset(inputs[held_out:], targets[held_out:]),
+        TensorDataset(inputs[:held_out], targets[:held_out]),
+    )

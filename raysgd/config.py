@@ -1,0 +1,142 @@
+"""Settings: frozen, and checked where they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raysgd.errors import ConfigError
+
+__all__ = ["ElasticConfig", "Limits", "WorkerResources"]
+
+# A process group meets within seconds or not at all; what takes longer is a wrong address or a firewall.
+JOIN_AT_MOST_S = 60.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Every wait's limit, derived from two numbers the user gives: `timeout_s` and `hang_timeout_s`.
+
+    start_s       for the cluster to have room for the first workers
+    setup_s       for the operator's own `setup`
+    join_s        for the ranks of a generation to meet
+    collective_s  for one collective: below the hang limit, so that a vanished host ends it by itself
+    hang_s        without any batch being finished
+    """
+
+    start_s: float
+    setup_s: float
+    join_s: float
+    collective_s: float
+    hang_s: float
+
+    @classmethod
+    def derive(cls, *, timeout_s: float, hang_timeout_s: float, start_s: float) -> Limits:
+        return cls(
+            start_s=start_s,
+            setup_s=max(timeout_s, hang_timeout_s),
+            join_s=min(timeout_s, JOIN_AT_MOST_S),
+            collective_s=min(timeout_s, 0.9 * hang_timeout_s),
+            hang_s=hang_timeout_s,
+        )
+
+
+Grow = bool | Literal["epoch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """How a trainer lives with machines that come and go. Elasticity is on by default; this only tunes it.
+
+    min_workers      go on with at least this many; with fewer, wait for machines
+    backoff_s        the first wait when there is nothing to go on with; doubles each time, up to backoff_max_s
+    max_attempts     waits in a row before giving up
+    hang_timeout_s   nothing moves for so long: the culprit is killed (a tenth of it: a warning with its stack)
+    grow             True: take replacements in at a batch border; "epoch": between calls; False: never
+    batch            "per_worker": each worker keeps its batch size; "global": all together keep theirs
+    snapshot_every   what fresh processes start from when nobody is left: "epoch", a number of batches,
+                     seconds as a float, or None
+    """
+
+    min_workers: int = 1
+    backoff_s: float = 1.0
+    backoff_max_s: float = 60.0
+    max_attempts: int = 10
+    hang_timeout_s: float = 600.0
+    grow: Grow = True
+    batch: Literal["per_worker", "global"] = "per_worker"
+    snapshot_every: Literal["epoch"] | int | float | None = "epoch"
+
+    def __post_init__(self) -> None:
+        _at_least("min_workers", self.min_workers, 1, whole=True)
+        _at_least("max_attempts", self.max_attempts, 1, whole=True)
+        _at_least("backoff_s", self.backoff_s, 0)
+        _at_least("backoff_max_s", self.backoff_max_s, self.backoff_s)
+        if not _is_real(self.hang_timeout_s) or self.hang_timeout_s <= 0:
+            raise ConfigError(f"hang_timeout_s must be a number of seconds above 0, got {self.hang_timeout_s!r}")
+        if not (isinstance(self.grow, bool) or self.grow == "epoch"):
+            raise ConfigError(f"grow must be True, False or 'epoch', got {self.grow!r}")
+        if self.batch not in ("per_worker", "global"):
+            raise ConfigError(f"batch must be 'per_worker' or 'global', got {self.batch!r}")
+        every = self.snapshot_every
+        if not (every is None or every == "epoch" or (_is_real(every) and float(every) > 0)):
+            raise ConfigError(
+                "snapshot_every must be 'epoch', a whole number of batches, seconds as a float, or None, "
+                f"got {every!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerResources:
+    """What one worker asks of the cluster. `custom` are Ray's own resource names."""
+
+    cpus: float = 1
+    gpus: float = 0
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def parse(
+        cls, num_cpus: Any, use_gpu: bool, resources: Mapping[str, Any] | None, *, gpu_asked: bool | None = None
+    ) -> WorkerResources:
+        """From the trainer's arguments; `resources_per_worker` overrides the single ones, key by key.
+
+        `gpu_asked` is what the user said of GPUs: True, False, or None for "auto".
+        """
+        if resources is not None and not isinstance(resources, Mapping):
+            raise ConfigError(
+                f"resources_per_worker must be a dict such as {{'CPU': 2, 'GPU': 1}}, got {resources!r}"
+            )
+        wanted = dict(resources or {})
+        for name, amount in {"num_cpus_per_worker": num_cpus, **wanted}.items():
+            if not _is_real(amount) or amount < 0:
+                raise ConfigError(f"{name} must be a number of at least 0, got {amount!r}")
+        cpus = wanted.pop("CPU", num_cpus)
+        gpus = wanted.pop("GPU", int(use_gpu))
+        if gpus and gpu_asked is False:
+            raise ConfigError(f"resources_per_worker asks for {gpus} GPU but use_gpu is False: set use_gpu=True")
+        if gpu_asked and not gpus:
+            raise ConfigError("use_gpu is True but resources_per_worker['GPU'] is 0: give it 1 or more, or leave it out")
+        return cls(cpus=cpus, gpus=gpus, custom=wanted)
+
+    def as_dict(self) -> dict[str, float]:
+        named = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}
+        return {name: amount for name, amount in named.items() if amount}
+
+    def fits(self, free: Mapping[str, float]) -> int:
+        """How many such workers a node (or cluster) with `free` could hold."""
+        wanted = self.as_dict()
+        if not wanted:
+            return 1 << 20
+        return min(int((free.get(name, 0.0) + 1e-6) // amount) for name, amount in wanted.items())
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _at_least(name: str, value: Any, least: float, *, whole: bool = False) -> None:
+    good = isinstance(value, int) and not isinstance(value, bool) if whole else _is_real(value)
+    if not good or value < least:
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(f"{name} must be {kind} of at least {least}, got {value!r}")

@@ -1,0 +1,32 @@
+"""The words that operators, results and `info` dictionaries share. No framework is imported here."""
+
+# Keys of result dictionaries.
+NUM_SAMPLES = "num_samples"
+BATCH_COUNT = "batch_count"
+
+# Key of the operator's config: the batch size over all workers. The trainer gives every worker its part.
+BATCH_SIZE = "*batch_size"
+
+# Keys of the `info` dictionary that a training step receives.
+USE_FP16 = "__use_fp16__"
+NUM_STEPS = "__num_steps__"
+
+# Who steps the learning rate schedulers, and when.
+SCHEDULER_STEP = "scheduler_step"
+SCHEDULER_STEP_BATCH = "batch"
+SCHEDULER_STEP_EPOCH = "epoch"
+SCHEDULER_STEP_MANUAL = "manual"
+VALID_SCHEDULER_STEP = frozenset({SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_MANUAL})
+
+__all__ = [
+    "BATCH_COUNT",
+    "BATCH_SIZE",
+    "NUM_SAMPLES",
+    "NUM_STEPS",
+    "SCHEDULER_STEP",
+    "SCHEDULER_STEP_BATCH",
+    "SCHEDULER_STEP_EPOCH",
+    "SCHEDULER_STEP_MANUAL",
+    "USE_FP16",
+    "VALID_SCHEDULER_STEP",
+]

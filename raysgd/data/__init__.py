@@ -1,0 +1,5 @@
+"""Samples that are fetched while training runs."""
+
+from raysgd.data.dataset import Dataset
+
+__all__ = ["Dataset"]

@@ -1,0 +1,225 @@
+"""Who is there, and what they have said. Turns a group's events into the state of its members."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from raysgd.outcomes import Lost, Ok, Outcome
+from raysgd.progress import Progress
+from raysgd.snapshot import Snapshot, SnapshotKeeper
+from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
+
+__all__ = ["Crew", "Group", "Member"]
+
+
+class Group(Protocol):
+    """What the engine needs of workers, in Ray or in this process."""
+
+    elastic: bool
+    listener: Callable[[Event], None]
+
+    def launch(self, count: int) -> list[str]: ...
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int: ...
+    def poll(self, timeout: float) -> list[Event]: ...
+    def tell(self, worker: str, message: dict[str, Any]) -> bool: ...
+    def silent_for(self, worker: str) -> float: ...
+    def kill(self, worker: str) -> None: ...
+    def dismiss(self, worker: str, *, force: bool = False) -> None: ...
+    def pack(self, value: Any) -> Any: ...
+    def room(self) -> int: ...
+    def holds_at_most(self) -> int: ...
+    def wanting(self, count: int) -> str: ...
+    def draining(self) -> set[str]: ...
+    def lives(self, node: str) -> bool: ...
+    def stop(self, *, force: bool = False) -> None: ...
+
+
+@dataclass
+class Member:
+    """One worker as the driver knows it. `holds_state`: it has the group's weights, not just its own first ones."""
+
+    worker: str
+    node: str = ""
+    pid: int = 0
+    rank: int | None = None
+    arrived: bool = False
+    built: bool = False
+    seated: bool = False
+    holds_state: bool = False
+    notice: bool = False
+    progress: Progress = field(default_factory=Progress)
+    partial: dict[str, Any] | None = None
+    moved_at: float = field(default_factory=time.monotonic)
+    gone: Gone | None = None
+    busy: int | None = None
+
+
+class Crew:
+    """Owns the members and their replies. `pump` is the only place where events are taken in."""
+
+    def __init__(self, group: Group, target: int) -> None:
+        self.group = group
+        self.target = target
+        self.current_call = 0
+        self.members: dict[str, Member] = {}
+        self.snapshots = SnapshotKeeper()
+        self.answers: list[Heard] = []
+        self.on_progress: Callable[[Member], None] = lambda member: None
+        self.blame: dict[str, str] = {}
+        self._replies: dict[int, Outcome] = {}
+        self._asked: dict[int, str] = {}
+        group.listener = self._take
+
+    # -- members --------------------------------------------------------------------------------------
+
+    def launch(self, count: int) -> list[str]:
+        workers = self.group.launch(count)
+        for worker in workers:
+            self.members[worker] = Member(worker)
+        return workers
+
+    def dismiss(self, worker: str) -> None:
+        self.members.pop(worker, None)
+        self.group.dismiss(worker, force=True)
+
+    def seated(self) -> list[str]:
+        """The members of the generation that stands, in rank order."""
+        members = [m for m in self.members.values() if m.seated]
+        return [m.worker for m in sorted(members, key=lambda m: m.rank or 0)]
+
+    def fallen(self) -> list[Member]:
+        return [m for m in self.members.values() if m.gone is not None]
+
+    # -- calls ----------------------------------------------------------------------------------------
+
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        member = self.members[worker]
+        member.moved_at = time.monotonic()
+        call = self.group.submit(worker, verb, arguments, generation=generation)
+        self._asked[call] = worker
+        member.busy = call
+        return call
+
+    def reply(self, call: int) -> Outcome | None:
+        """The call's outcome, once; a worker that is gone has lost it."""
+        outcome = self._replies.pop(call, None)
+        if outcome is not None:
+            self._asked.pop(call, None)
+            return outcome
+        member = self.members.get(self._asked.get(call, ""))
+        if member is None or member.gone is not None:
+            self._asked.pop(call, None)
+            return self.lost(member)
+        return None
+
+    def ask(
+        self,
+        workers: Iterable[str],
+        verb: str,
+        arguments: Mapping[str, Any] | Callable[[str], dict[str, Any]],
+        *,
+        limit_s: float,
+        generation: int = 0,
+        on_trouble: Callable[[], None] = lambda: None,
+    ) -> dict[str, Outcome]:
+        """One short call on several workers. Who does not answer within the limit is killed, and lost.
+
+        `on_trouble` is called once, at the first outcome that is not Ok: peers may be waiting for that rank.
+        """
+        calls = {}
+        for worker in workers:
+            given = arguments(worker) if callable(arguments) else dict(arguments)
+            calls[worker] = self.submit(worker, verb, given, generation=generation)
+        outcomes: dict[str, Outcome] = {}
+        deadline = time.monotonic() + limit_s
+        troubled = False
+        while True:
+            for worker, call in calls.items():
+                if worker not in outcomes and (outcome := self.reply(call)) is not None:
+                    outcomes[worker] = outcome
+                    if not isinstance(outcome, Ok) and not troubled:
+                        troubled = True
+                        on_trouble()
+            if len(outcomes) == len(calls):
+                return {worker: outcomes[worker] for worker in calls}
+            if time.monotonic() > deadline:
+                for worker in calls.keys() - outcomes.keys():
+                    self.kill(worker, "hang", f"did not finish '{verb}' within {limit_s:g} s")
+                deadline = time.monotonic() + 10
+            self.pump(0.2)
+
+    def forget(self, calls: Iterable[int]) -> None:
+        """These calls' outcomes are of no interest any more."""
+        for call in calls:
+            self._asked.pop(call, None)
+            self._replies.pop(call, None)
+
+    def kill(self, worker: str, reason: str, why: str) -> None:
+        """Ends a worker that holds the others up; its loss will carry the reason."""
+        self.blame[worker] = f"{reason}|{why}"
+        self.group.kill(worker)
+
+    def lost(self, member: Member | None) -> Lost:
+        if member is None or member.gone is None:
+            return Lost("it was dismissed")
+        reason, _, why = self.blame.get(member.worker, "").partition("|")
+        if not reason:
+            reason, why = member.gone.reason, member.gone.cause
+            if member.node and not self.group.lives(member.node):
+                reason, why = "node loss", f"its node {member.node[:8]} is gone"
+            elif member.notice:
+                reason = "preemption"
+        return Lost(why, reason, member.partial, member.progress)
+
+    # -- events ---------------------------------------------------------------------------------------
+
+    def pump(self, timeout: float) -> int:
+        """Takes in what has happened, waiting up to `timeout` for it; the number of events."""
+        events = self.group.poll(timeout)
+        for event in events:
+            self._take(event)
+        return len(events)
+
+    def _take(self, event: Event) -> None:
+        member = self.members.get(event.worker)
+        if isinstance(event, Heard) and event.message.get("t") == "upload":
+            said = event.message
+            progress = Progress(*said["progress"])
+            self.snapshots.offer(Snapshot(event.body, progress, said["call"], said["partial"]))
+        if member is None:
+            return
+        if isinstance(event, Arrived):
+            member.arrived, member.node, member.pid = True, event.node, event.pid
+            member.moved_at = time.monotonic()
+        elif isinstance(event, Gone):
+            member.gone = event
+        elif isinstance(event, Replied):
+            self._replied(member, event)
+        else:
+            self._heard(member, event)
+
+    def _replied(self, member: Member, event: Replied) -> None:
+        if event.call not in self._asked:
+            return
+        self._replies[event.call] = event.outcome
+        if member.busy == event.call:
+            member.busy = None
+        member.moved_at = time.monotonic()
+        member.progress = event.outcome.progress
+
+    def _heard(self, member: Member, event: Heard) -> None:
+        kind = event.message.get("t")
+        if kind == "progress":
+            told = event.message["progress"]
+            progress = told if isinstance(told, Progress) else Progress(*told)
+            if progress != member.progress:
+                member.moved_at = time.monotonic()
+            member.progress, member.partial = progress, event.message.get("partial")
+            self.on_progress(member)
+        elif kind == "notice":
+            member.notice = True
+        elif kind in ("consent", "stack"):
+            self.answers.append(event)

@@ -1,0 +1,259 @@
+"""The engine: keeps a group of workers alive. The only loop that knows about failure.
+
+    run(job):
+        stand a generation if none stands
+        repeat:
+            fan the call out, and watch it          (watch.py)
+            classify the outcomes                   (elastic.py, pure)
+            done       -> return what the ranks said, piece by piece
+            user error -> raise it as it is; the group stands again at the next call
+            broken     -> decide (elastic.py, pure): rejoin, restart, wait or give up; then go on
+            paused     -> stand a generation with the newcomers in, or the leavers out; then go on
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+from raysgd.config import ElasticConfig, Limits
+from raysgd.elastic import Observation, Recovery, classify
+from raysgd.engine.crew import Crew, Group, Member
+from raysgd.engine.failure import raise_user_error
+from raysgd.engine.hanging import HangGuard
+from raysgd.engine.ledger import Ledger
+from raysgd.engine.membership import Membership
+from raysgd.engine.recovery import Recoverer
+from raysgd.engine.recruiter import Recruiter
+from raysgd.engine.standing import Standing
+from raysgd.engine.watch import Watch
+from raysgd.errors import NotActiveError
+from raysgd.outcomes import Failed, Ok, Outcome
+from raysgd.protocols import Backend
+from raysgd.snapshot import Snapshot
+
+__all__ = ["Engine", "Job", "Piece"]
+
+logger = logging.getLogger("raysgd")
+
+CTRL_C_S = 5.0
+CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of the user's. `again` says what a loss means for it:
+
+    resume   go on where the committed work ends (training)
+    repeat   start it over on the new generation (validation, reading state)
+    keep     what the survivors answered stands (functions of the user's that should not run twice)
+    """
+
+    method: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    again: Literal["resume", "repeat", "keep"] = "repeat"
+    max_losses: int = 3
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What the ranks of one generation said of their part of a job, in rank order."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def values(self) -> list[Any]:
+        """Whole, partial and last known results; a rank that said nothing is left out."""
+        return [value for outcome in self.outcomes if (value := getattr(outcome, "value", None)) is not None]
+
+
+class Engine:
+    """Owns the group and the generation that stands. One thread at a time may call it."""
+
+    def __init__(
+        self,
+        group: Group,
+        backend: Backend,
+        factory: Any,
+        *,
+        hook: Callable[[], Any] | None = None,
+        target: int,
+        elastic: ElasticConfig,
+        limits: Limits,
+        on_progress: Callable[[Member], None] = lambda member: None,
+        on_recovery: Callable[[Recovery], None] = lambda recovery: None,
+    ) -> None:
+        self.group, self._backend, self._limits = group, backend, limits
+        self._crew = Crew(group, target)
+        self._crew.on_progress = on_progress
+        self._ledger = Ledger(on_recovery)
+        self._standing = Standing(self._crew, backend, limits, group.pack(factory), group.pack(hook))
+        self._recruiter = Recruiter(self._crew, self._standing.warm, patience_s=limits.start_s)
+        self._membership = Membership(
+            self._crew, self._standing, self._recruiter, self._ledger, elastic=elastic, limits=limits
+        )
+        self._recoverer = Recoverer(
+            self._crew,
+            self._standing,
+            self._recruiter,
+            self._membership,
+            self._ledger,
+            elastic=elastic,
+            limits=limits,
+            in_place=backend.in_place,
+        )
+        self._active = True
+        self._calls = 0
+        self._snapshot_is_stale = True
+
+    # -- life -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Launches the first workers; an error in the user's set-up is raised as it is, with nothing left behind."""
+        try:
+            self._standing.start()
+        except BaseException:
+            self.stop(force=True)
+            raise
+
+    def stop(self, *, force: bool = False) -> None:
+        """Ends every worker. A second call is fine."""
+        if not self._active:
+            return
+        self._active = False
+        if not force and self._standing.up:
+            self._crew.ask(self._crew.seated(), "close", {}, limit_s=CLOSE_S)
+        self._backend.plan([])
+        self.group.stop(force=force)
+
+    @property
+    def world_size(self) -> int:
+        return len(self._crew.seated())
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        return self._ledger.recoveries
+
+    def resize(self, count: int) -> None:
+        """Sets how many workers there should be: too many leave, missing ones are awaited."""
+        self._be_ready(Job("resize", max_losses=-1), len(self.recoveries))
+        self._membership.resize(count)
+        if self._membership.due():
+            self._change(Job("resize", max_losses=-1), len(self.recoveries))
+
+    def state_changed_by_hand(self, *, replaced: bool = False) -> None:
+        """The newest snapshot is not the whole truth any more; `replaced`: it is none at all."""
+        self._snapshot_is_stale = True
+        if replaced:
+            self._crew.snapshots.forget()
+
+    # -- calls ----------------------------------------------------------------------------------------
+
+    def pack(self, value: Any) -> Any:
+        """A user's object, ready to travel as an argument of a job."""
+        return self.group.pack(value)
+
+    def run(self, job: Job) -> list[Piece]:
+        """Runs one job to its end, whatever dies on the way; the pieces of work it took, in order."""
+        mark = len(self.recoveries)
+        self._calls += 1
+        self._crew.current_call = self._calls
+        self._be_ready(job, mark)
+        if job.again == "resume" and self._membership.due():
+            self._change(job, mark)
+        pieces: list[Piece] = []
+        while True:
+            watch, seen = self._fan_out(job)
+            if seen.kind == "user_error":
+                self._raise_user_error(watch, seen)
+            piece = Piece(tuple(watch.outcomes.values()))
+            pieces = [*pieces, piece] if job.again == "resume" else [piece]
+            if seen.kind == "done":
+                return pieces
+            if seen.kind == "paused":
+                revived = self._change(job, mark)
+            else:
+                since = watch.troubled_at or time.monotonic()
+                revived = self._recoverer.recover(seen, since=since, max_losses=job.max_losses, mark=mark)
+                if job.again == "keep" and (kept := _kept(watch.outcomes)) is not None:
+                    return [kept]
+            if revived is not None:
+                pieces = self._since_snapshot(revived)
+
+    def _since_snapshot(self, revived: Snapshot) -> list[Piece]:
+        """What counts of a call that goes on from a snapshot: what the snapshot itself had counted."""
+        if revived.call != self._calls or revived.partial is None:
+            return []
+        return [Piece((Ok(revived.partial, revived.progress),))]
+
+    def _fan_out(self, job: Job) -> tuple[Watch, Observation]:
+        workers = self._crew.seated()
+
+        def on_deadlock(why: str) -> None:
+            for worker in workers:
+                self._crew.kill(worker, "hang", why)
+
+        watch = Watch(
+            self._crew,
+            HangGuard(self._crew, self._limits.hang_s, on_deadlock),
+            wants_border=lambda: job.again == "resume" and self._membership.wants_border(),
+            on_trouble=lambda: self._standing.former.interrupt(workers),
+        )
+        arguments = dict(job.arguments)
+        if job.again == "resume":
+            arguments |= {"call": self._calls, "snapshot_first": self._snapshot_is_stale}
+            self._snapshot_is_stale = False
+        try:
+            watch.run(workers, job.method, arguments, self._standing.former.generation)
+        except KeyboardInterrupt:
+            self._on_ctrl_c(watch, workers)
+            raise
+        return watch, classify(watch.outcomes)
+
+    def _on_ctrl_c(self, watch: Watch, workers: list[str]) -> None:
+        """Stops the call at the next border. The trainer stays usable; ranks that do not stop in time are ended."""
+        logger.warning("interrupted: stopping %d worker(s) at their next batch", len(workers))
+        self._standing.up = False
+        self._standing.former.interrupt(workers)
+        for worker in watch.settle(CTRL_C_S):
+            self._crew.kill(worker, "worker death", "it did not stop in time after Ctrl-C")
+
+    def _raise_user_error(self, watch: Watch, seen: Observation) -> NoReturn:
+        self._standing.up = False
+        assert seen.culprit is not None
+        outcome = watch.outcomes[seen.culprit]
+        assert isinstance(outcome, Failed)
+        raise_user_error(outcome, self._crew.members[seen.culprit])
+
+    def _be_ready(self, job: Job, mark: int) -> None:
+        """A whole generation stands before a call: what died while idle is a loss like any other."""
+        if not self._active:
+            raise NotActiveError("this trainer was shut down; make a new one to go on (and load what you saved)")
+        while True:
+            while self._crew.pump(0.0):
+                pass
+            fallen = [member for member in self._crew.fallen() if member.seated]
+            if fallen or not self._crew.seated():
+                lost = self._crew.lost(fallen[0] if fallen else None)
+                seen = Observation("broken", tuple(m.worker for m in fallen), None, lost.reason, lost.cause)
+                self._recoverer.recover(seen, since=time.monotonic(), max_losses=job.max_losses, mark=mark)
+            elif self._standing.up or self._standing.form(self._crew.seated()):
+                return
+
+    def _change(self, job: Job, mark: int) -> Snapshot | None:
+        """A planned change of members; should it lose somebody on its way, a recovery."""
+        since, world = time.monotonic(), self.world_size
+        if self._membership.change():
+            return None
+        seen = Observation("broken", reason="preemption", detail="workers left, or were lost, in a planned change")
+        return self._recoverer.recover(seen, since=since, max_losses=job.max_losses, mark=mark, world=world)
+
+
+def _kept(outcomes: Mapping[str, Outcome]) -> Piece | None:
+    """The survivors' answers, when every survivor has one."""
+    kept = tuple(outcome for outcome in outcomes.values() if isinstance(outcome, Ok))
+    interrupted = [o for o in outcomes.values() if not isinstance(o, Ok) and hasattr(o, "asked")]
+    return None if interrupted or not kept else Piece(kept)

@@ -1,0 +1,39 @@
+"""How an error on a worker reaches the user: with its own type, its rank and its remote traceback."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from raysgd.elastic import Recovery
+from raysgd.engine.crew import Member
+from raysgd.errors import RemoteTraceback, TrainingFailedError
+from raysgd.outcomes import Failed
+
+__all__ = ["raise_user_error", "story_of"]
+
+
+def raise_user_error(outcome: Failed, member: Member) -> NoReturn:
+    """Raises what the operator raised. In this process the error still has its own traceback."""
+    error = outcome.error
+    rank = "a new worker" if member.rank is None else f"rank {member.rank}"
+    if error.__traceback__ is not None:
+        raise error
+    error.raysgd_rank = member.rank  # type: ignore[attr-defined]
+    where = f"on {rank} (process {member.pid} on node {member.node[:8]}):"
+    raise error from RemoteTraceback(f"{where}\n{outcome.traceback}")
+
+
+def story_of(why: str, recoveries: list[Recovery]) -> TrainingFailedError:
+    """The whole story of a call that was given up, loss by loss."""
+    lines = [f"training was given up: {why}."]
+    for recovery in recoveries:
+        ranks = ", ".join(map(str, recovery.lost_ranks)) or "none"
+        lines.append(
+            f"  {recovery.reason} in epoch {recovery.epoch}, batch {recovery.batch}, ranks lost: {ranks}"
+            f" ({recovery.world_size_before} -> {recovery.world_size_after} workers): {recovery.detail}"
+        )
+    lines.append(
+        "Give train() a larger max_retries (-1 for no bound) if losses like these are normal here; "
+        "the same batch each time points to the batch or the code."
+    )
+    return TrainingFailedError("\n".join(lines))

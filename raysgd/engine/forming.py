@@ -1,0 +1,117 @@
+"""One try to stand the next generation: leave, agree on the state, meet, set up.
+
+Every step can lose members, also in the middle of another recovery. Then the try is over (False), and whoever
+calls looks at who is left and decides again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from raysgd.config import Limits
+from raysgd.engine.crew import Crew
+from raysgd.engine.failure import raise_user_error
+from raysgd.outcomes import Failed, Ok, Outcome
+from raysgd.progress import most_advanced
+from raysgd.protocols import Backend
+from raysgd.rendezvous import assign_seats
+
+__all__ = ["Former"]
+
+class Former:
+    """Owns the generation's number. Uses the crew; knows nothing of why a new generation is needed."""
+
+    def __init__(self, crew: Crew, backend: Backend, limits: Limits) -> None:
+        self._crew, self._backend, self._limits = crew, backend, limits
+        self.generation = 0
+
+    def interrupt(self, workers: Sequence[str]) -> None:
+        """The generation that stands is over: whoever waits for a peer in it is freed."""
+        for worker in workers:
+            self._crew.group.tell(worker, {"t": "interrupt", "generation": self.generation})
+
+    def form(self, workers: Sequence[str], *, hook: Any, factory: Any) -> bool:
+        """Stands a generation of exactly these workers, in this order of ranks."""
+        members = [self._crew.members[worker] for worker in workers]
+        for member in self._crew.members.values():
+            if member.seated and member.worker not in workers:
+                member.seated = False
+        if not self._leave([m.worker for m in members if m.seated]):
+            return False
+        fresh = [m.worker for m in members if not m.built]
+        if not self._agree_on_state([m.worker for m in members if m.built]):
+            return False
+        if fresh and not self._all_ok(self._ask(fresh, "prepare", {"hook": hook}, self._limits.setup_s)):
+            return False
+        if not self._meet(workers):
+            return False
+        if fresh and not self._build(fresh, factory):
+            return False
+        for rank, member in enumerate(members):
+            member.rank, member.seated, member.built, member.holds_state = rank, True, True, True
+        return True
+
+    def _leave(self, workers: Sequence[str]) -> bool:
+        return self._all_ok(self._ask(workers, "leave", {}, self._limits.hang_s)) if workers else True
+
+    def _agree_on_state(self, workers: Sequence[str]) -> bool:
+        """Whoever is behind, or new, takes the state of the most advanced. Usually nobody is."""
+        members = {worker: self._crew.members[worker] for worker in workers}
+        holders = {worker: m.progress for worker, m in members.items() if m.holds_state}
+        if not holders:
+            return True
+        source = most_advanced(holders)
+        behind = [w for w, m in members.items() if w not in holders or m.progress.order != holders[source].order]
+        if not behind:
+            return True
+        given = self._ask([source], "state", {}, self._limits.setup_s)
+        if not self._all_ok(given):
+            return False
+        outcome = given[source]
+        assert isinstance(outcome, Ok)
+        return self._all_ok(self._ask(behind, "load", {"data": outcome.value}, self._limits.setup_s))
+
+    def _meet(self, workers: Sequence[str]) -> bool:
+        self.generation += 1
+        nodes = [self._crew.members[worker].node for worker in workers]
+        seats = assign_seats(nodes, generation=self.generation)
+        settings = self._backend.plan(seats)
+        places = {w: {"seat": s, "settings": given} for w, s, given in zip(workers, seats, settings, strict=True)}
+
+        def cancel() -> None:
+            self._backend.plan([])
+            self.interrupt(workers)
+
+        outcomes = self._crew.ask(
+            workers,
+            "join",
+            lambda worker: places[worker],
+            limit_s=self._limits.join_s + 10,
+            generation=self.generation,
+            on_trouble=cancel,
+        )
+        return self._all_ok(outcomes)
+
+    def _build(self, fresh: Sequence[str], factory: Any) -> bool:
+        seats = assign_seats([self._crew.members[w].node for w in fresh], generation=self.generation)
+        places = {worker: {"factory": factory, "seat": seat} for worker, seat in zip(fresh, seats, strict=True)}
+        outcomes = self._crew.ask(
+            fresh,
+            "build",
+            lambda worker: places[worker],
+            limit_s=self._limits.setup_s,
+            generation=self.generation,
+            on_trouble=lambda: self.interrupt(fresh),
+        )
+        return self._all_ok(outcomes)
+
+    def _ask(self, workers: Sequence[str], verb: str, arguments: dict[str, Any], limit_s: float) -> dict[str, Outcome]:
+        return self._crew.ask(workers, verb, arguments, limit_s=limit_s, generation=self.generation)
+
+    def _all_ok(self, outcomes: dict[str, Outcome]) -> bool:
+        """True when all went well; the user's own error is raised, a loss is False."""
+        for worker, outcome in outcomes.items():
+            if isinstance(outcome, Failed):
+                raise_user_error(outcome, self._crew.members[worker])
+        return all(isinstance(outcome, Ok) for outcome in outcomes.values())

@@ -1,0 +1,91 @@
+"""Noticing that nothing moves: first a warning with names and stacks, then the end of the culprit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raysgd.engine.crew import Crew
+from raysgd.hang import Report, culprits, describe
+
+__all__ = ["HangGuard"]
+
+logger = logging.getLogger("raysgd")
+
+ANSWER_S = 2.0
+
+
+class HangGuard:
+    """Watches one running call. Asks for stacks, blames, kills; `on_deadlock` when there is nobody to blame."""
+
+    def __init__(self, crew: Crew, limit_s: float, on_deadlock: Callable[[str], None]) -> None:
+        self._crew, self._limit_s, self._on_deadlock = crew, limit_s, on_deadlock
+        self._asked_at: float | None = None
+        self._round = 0
+        self._warned_at = 0.0
+        self._stacks: dict[str, dict[str, Any]] = {}
+
+    def tick(self, running: Sequence[str]) -> None:
+        now = time.monotonic()
+        self._collect()
+        still = min((now - self._crew.members[w].moved_at for w in running), default=0.0)
+        longest = max((now - self._crew.members[w].moved_at for w in running), default=0.0)
+        quiet = longest if self._frozen(running) else still
+        if self._asked_at is None:
+            due = self._limit_s if quiet >= self._limit_s else self._limit_s / 10
+            if quiet >= due and (quiet >= self._limit_s or now - self._warned_at > self._limit_s / 3):
+                self._ask(running)
+            return
+        if len(self._stacks) < len(running) and now - self._asked_at < ANSWER_S:
+            return
+        self._judge(running, quiet)
+        self._asked_at, self._warned_at = None, now
+
+    def _frozen(self, running: Sequence[str]) -> bool:
+        """Has a process stopped answering altogether? Then its own silence counts, however busy the others are."""
+        return any(self._crew.group.silent_for(worker) > 3 * ANSWER_S for worker in running)
+
+    def _ask(self, running: Sequence[str]) -> None:
+        self._round += 1
+        self._stacks = {}
+        self._asked_at = time.monotonic()
+        for worker in running:
+            self._crew.group.tell(worker, {"t": "stack", "id": self._round})
+
+    def _collect(self) -> None:
+        for answer in [a for a in self._crew.answers if a.message["t"] == "stack"]:
+            self._crew.answers.remove(answer)
+            if answer.message["id"] == self._round:
+                self._stacks[answer.worker] = answer.message
+
+    def _judge(self, running: Sequence[str], quiet: float) -> None:
+        reports = {}
+        for worker in running:
+            member, said = self._crew.members[worker], self._stacks.get(worker)
+            reports[worker] = Report(
+                rank=member.rank or 0,
+                node=member.node[:8],
+                phase=said["phase"] if said else member.progress.phase,
+                batch=said["batch"] if said else member.progress.batches,
+                stack=tuple(said["frames"]) if said else None,
+            )
+        guilty = culprits(reports)
+        if quiet < self._limit_s:
+            for worker in guilty or running:
+                logger.warning(
+                    "nothing has moved for %.0f s (limit %.0f s): %s",
+                    quiet,
+                    self._limit_s,
+                    describe(reports[worker]),
+                )
+            return
+        if not guilty:
+            stories = "; ".join(describe(report) for report in reports.values())
+            self._on_deadlock(f"nothing moved for {quiet:.0f} s and nobody can be blamed: {stories}")
+            return
+        for worker in guilty:
+            story = describe(reports[worker])
+            logger.warning("nothing has moved for %.0f s: ending %s", quiet, story)
+            self._crew.kill(worker, "hang", story)

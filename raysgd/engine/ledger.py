@@ -1,0 +1,64 @@
+"""What happened to the membership, for the user, the log and the bound on losses."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from raysgd.elastic import Recovery
+from raysgd.progress import Progress
+
+__all__ = ["Ledger"]
+
+logger = logging.getLogger("raysgd")
+
+PLANNED = ("growth", "shrink", "preemption")
+
+
+class Ledger:
+    """Owns the list of recoveries. A reason among PLANNED is a change, not a loss."""
+
+    def __init__(self, on_recovery: Callable[[Recovery], None] = lambda recovery: None) -> None:
+        self.recoveries: list[Recovery] = []
+        self._on_recovery = on_recovery
+
+    def losses_since(self, mark: int) -> int:
+        return sum(recovery.reason not in PLANNED for recovery in self.recoveries[mark:])
+
+    def note(
+        self,
+        reason: str,
+        *,
+        lost: tuple[int, ...],
+        before: int,
+        after: int,
+        in_place: bool,
+        since: float,
+        at: Progress,
+        redone: int = 0,
+        detail: str = "",
+    ) -> None:
+        recovery = Recovery(
+            reason=reason,
+            lost_ranks=lost,
+            world_size_before=before,
+            world_size_after=after,
+            in_place=in_place,
+            batches_redone=redone,
+            seconds=round(time.monotonic() - since, 4),
+            epoch=at.epoch,
+            batch=at.batches,
+            detail=detail,
+        )
+        self.recoveries.append(recovery)
+        logger.warning(
+            "%s: training goes on with %d worker(s) (were %d), %s, %d batch(es) redone, after %.2f s",
+            reason,
+            after,
+            before,
+            "in place" if in_place else "from a snapshot",
+            redone,
+            recovery.seconds,
+        )
+        self._on_recovery(recovery)

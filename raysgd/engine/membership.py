@@ -1,0 +1,128 @@
+"""Planned changes: newcomers in, leavers out, at a batch border. Nothing is lost, nothing is redone."""
+
+from __future__ import annotations
+
+import time
+
+from raysgd.config import ElasticConfig, Limits
+from raysgd.engine.crew import Crew
+from raysgd.engine.ledger import Ledger
+from raysgd.engine.recruiter import Recruiter
+from raysgd.engine.standing import Standing
+from raysgd.errors import ResourceError
+from raysgd.outcomes import Ok
+from raysgd.snapshot import Snapshot
+from raysgd.workers.blob import Blob
+
+__all__ = ["Membership"]
+
+DRAIN_LOOK_S = 2.0
+
+
+class Membership:
+    """Owns who is to leave. Asks nobody to stop by itself: the watch asks it whether there is a reason to."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        standing: Standing,
+        recruiter: Recruiter,
+        ledger: Ledger,
+        *,
+        elastic: ElasticConfig,
+        limits: Limits,
+    ) -> None:
+        self._crew, self._standing, self._recruiter, self._ledger = crew, standing, recruiter, ledger
+        self._elastic, self._limits = elastic, limits
+        self._leaving: dict[str, str] = {}
+        self._drain_look_at = 0.0
+
+    @property
+    def missing(self) -> int:
+        return self._crew.target - len(self._crew.seated())
+
+    def due(self) -> bool:
+        """Before a call: is there a change to be made right away?"""
+        if self._elastic.grow and self._crew.group.elastic:
+            self._recruiter.look(self.missing)
+        self._look_for_leavers()
+        return bool(self._recruiter.ready) or bool(self._leaving)
+
+    def wants_border(self) -> bool:
+        """During a call, several times a second: is there a reason to stop at a batch border?"""
+        if not self._crew.group.elastic:
+            return False
+        if self._elastic.grow is True:
+            self._recruiter.look(self.missing)
+        self._look_for_leavers()
+        return bool(self._leaving) or (self._elastic.grow is True and self._recruiter.gathered())
+
+    def resize(self, count: int) -> None:
+        """By hand: too many leave now, missing ones are recruited and awaited."""
+        self._crew.target = count
+        seated = self._crew.seated()
+        self._leaving |= dict.fromkeys(seated[count:], "shrink")
+        started = time.monotonic()
+        said = False
+        while len(self._recruiter.ready) < self.missing:
+            self._recruiter.look(self.missing)
+            self._crew.pump(0.1)
+            waited = time.monotonic() - started
+            lacking = self.missing - len(self._recruiter.ready)
+            if waited > self._limits.start_s:
+                self._crew.target = len(seated)
+                raise ResourceError(self._standing.shortage(lacking))
+            said = said or (self._recruiter.starting == 0 and self._standing.say_waiting(lacking, waited))
+
+    def change(self) -> bool:
+        """Everybody stands at a border. False when somebody was lost on the way."""
+        started = time.monotonic()
+        seated = self._crew.seated()
+        leavers = [worker for worker in seated if worker in self._leaving]
+        reason = self._leaving[leavers[0]] if leavers else "growth"
+        stay = [worker for worker in seated if worker not in self._leaving]
+        newcomers = self._recruiter.take()[: max(self._crew.target - len(stay), 0)]
+        self._leaving = {}
+        at = self._crew.members[seated[0]].progress
+        ranks = tuple(self._crew.members[worker].rank or 0 for worker in leavers)
+        if not stay:
+            self._hand_over(leavers[0], newcomers)
+        stood = bool(stay or newcomers) and self._standing.form([*stay, *newcomers])
+        for worker in leavers:
+            self._crew.dismiss(worker)
+        if stood:
+            self._ledger.note(
+                reason,
+                lost=ranks,
+                before=len(seated),
+                after=len(stay) + len(newcomers),
+                in_place=bool(stay),
+                since=started,
+                at=at,
+            )
+        return stood
+
+    def rescue(self, worker: str) -> None:
+        """The last worker that stands is about to go: its state becomes the snapshot."""
+        outcome = self._crew.ask([worker], "state", {}, limit_s=self._limits.setup_s)[worker]
+        if isinstance(outcome, Ok):
+            data, call = bytes(outcome.value.data), self._crew.current_call
+            self._crew.snapshots.offer(Snapshot(data, outcome.progress, call=call))
+
+    def _hand_over(self, leaver: str, newcomers: list[str]) -> None:
+        self.rescue(leaver)
+        snapshot = self._crew.snapshots.latest()
+        if snapshot is None or not newcomers:
+            return
+        outcomes = self._crew.ask(newcomers, "load", {"data": Blob(snapshot.data)}, limit_s=self._limits.setup_s)
+        for worker, outcome in outcomes.items():
+            self._crew.members[worker].holds_state = isinstance(outcome, Ok)
+
+    def _look_for_leavers(self) -> None:
+        now = time.monotonic()
+        seated = [self._crew.members[worker] for worker in self._crew.seated()]
+        self._leaving |= {m.worker: "preemption" for m in seated if m.notice}
+        if self._crew.group.elastic and now >= self._drain_look_at:
+            self._drain_look_at = now + DRAIN_LOOK_S
+            draining = self._crew.group.draining()
+            self._leaving |= {m.worker: "preemption" for m in seated if m.node in draining}

@@ -1,0 +1,189 @@
+"""From a broken generation to one that stands, or to an error that tells the story."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from raysgd.config import ElasticConfig, Limits
+from raysgd.elastic import GiveUp, Observation, Rejoin, Restart, Situation, backoff, decide
+from raysgd.engine.crew import Crew
+from raysgd.engine.failure import story_of
+from raysgd.engine.ledger import PLANNED, Ledger
+from raysgd.engine.membership import Membership
+from raysgd.engine.recruiter import Recruiter
+from raysgd.engine.standing import Standing
+from raysgd.outcomes import Ok
+from raysgd.progress import Progress
+from raysgd.snapshot import Snapshot
+from raysgd.workers.blob import Blob
+
+__all__ = ["Recoverer"]
+
+logger = logging.getLogger("raysgd")
+
+LOOK_S = 0.25
+
+
+class Recoverer:
+    """Carries out what `elastic.decide` decides. Every pass starts from who is there now, so that further deaths,
+    also in the middle of a recovery, only mean another pass."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        standing: Standing,
+        recruiter: Recruiter,
+        membership: Membership,
+        ledger: Ledger,
+        *,
+        elastic: ElasticConfig,
+        limits: Limits,
+        in_place: bool,
+    ) -> None:
+        self._crew, self._standing, self._recruiter = crew, standing, recruiter
+        self._membership, self._ledger = membership, ledger
+        self._elastic, self._limits, self._in_place = elastic, limits, in_place
+
+    def recover(
+        self, seen: Observation, *, since: float, max_losses: int, mark: int, world: int | None = None
+    ) -> Snapshot | None:
+        """Returns the snapshot that training goes on from, or None when survivors carry on in place."""
+        seated = [self._crew.members[worker] for worker in self._crew.seated()]
+        furthest = max((member.progress for member in seated), key=lambda p: p.order, default=Progress())
+        case = _Case(seen, furthest, len(seated) if world is None else world, since, mark)
+        self._standing.up = False
+        while not self._standing.up:
+            self._bury(case)
+            survivors = self._survivors()
+            now = self._situation(case, survivors, max_losses)
+            pause = backoff(case.attempts, self._elastic.backoff_s, self._elastic.backoff_max_s, random.random())
+            decision = decide(now, wait_s=pause)
+            if isinstance(decision, GiveUp):
+                self._give_up(decision.why, case)
+            elif isinstance(decision, Rejoin):
+                newcomers = self._recruiter.take()
+                if not survivors:
+                    case.revived = self._revive(newcomers)
+                self._standing.form([*survivors, *newcomers])
+            elif isinstance(decision, Restart):
+                self._recruiter.launch(decision.count)
+            else:
+                case.attempts += self._recruiter.starting == 0
+                self._wait(decision.seconds, now)
+        self._note(case, after=len(self._crew.seated()))
+        return case.revived
+
+    def _bury(self, case: _Case) -> None:
+        """Takes the dead off the list, and says so once."""
+        for member in self._crew.fallen():
+            if member.seated and member.rank is not None:
+                case.lost.add(member.rank)
+            self._crew.dismiss(member.worker)
+        if not case.said:
+            case.said = True
+            logger.warning(
+                "%s in epoch %d, batch %d: lost rank(s) %s of %d (%s)",
+                case.seen.reason,
+                case.furthest.epoch,
+                case.furthest.batches,
+                sorted(case.lost) or "none",
+                case.world,
+                case.seen.detail,
+            )
+
+    def _survivors(self) -> list[str]:
+        """Members that can go on in place; a backend that cannot rejoin leaves only their state."""
+        survivors = self._crew.seated()
+        if survivors and not self._in_place:
+            self._membership.rescue(survivors[0])
+            for worker in survivors:
+                self._crew.dismiss(worker)
+            survivors = []
+        return survivors
+
+    def _situation(self, case: _Case, survivors: list[str], max_losses: int) -> Situation:
+        least = min(self._elastic.min_workers, self._crew.target)
+        short = len(survivors) + len(self._recruiter.ready) < least or not survivors
+        self._recruiter.tick()
+        return Situation(
+            survivors=len(survivors),
+            ready=len(self._recruiter.ready),
+            starting=self._recruiter.starting,
+            free=self._crew.group.room() if short else 0,
+            target=self._crew.target,
+            min_workers=least,
+            in_place=self._in_place,
+            losses=self._ledger.losses_since(case.mark) + (case.seen.reason not in PLANNED),
+            max_losses=max_losses,
+            attempts=case.attempts,
+            max_attempts=self._elastic.max_attempts,
+        )
+
+    def _revive(self, newcomers: list[str]) -> Snapshot:
+        """Nobody is left: fresh processes take the newest snapshot, or the first one's own beginning."""
+        snapshot = self._crew.snapshots.latest() or Snapshot()
+        if not snapshot.data:
+            self._crew.members[newcomers[0]].holds_state = True
+            return snapshot
+        outcomes = self._crew.ask(newcomers, "load", {"data": Blob(snapshot.data)}, limit_s=self._limits.setup_s)
+        for worker, outcome in outcomes.items():
+            self._crew.members[worker].holds_state = isinstance(outcome, Ok)
+        return snapshot
+
+    def _wait(self, seconds: float, now: Situation) -> None:
+        """Waits for machines, or for recruits that are on their way; ends early when either comes."""
+        deadline = time.monotonic() + seconds
+        if now.starting == 0:
+            logger.warning(
+                "not enough workers to go on (%d stand, %d needed): waiting %.1f s for %s, attempt %d of %d",
+                now.survivors,
+                now.min_workers,
+                seconds,
+                self._crew.group.wanting(max(now.min_workers - now.survivors, 1)),
+                now.attempts + 1,
+                now.max_attempts,
+            )
+        while time.monotonic() < deadline:
+            self._crew.pump(LOOK_S)
+            self._recruiter.tick()
+            if len(self._recruiter.ready) > now.ready or self._recruiter.starting < now.starting:
+                return
+            if now.starting == 0 and self._crew.group.room() > now.free:
+                return
+
+    def _note(self, case: _Case, *, after: int) -> None:
+        base = case.revived.progress.step if case.revived is not None else case.furthest.step
+        self._ledger.note(
+            case.seen.reason,
+            lost=tuple(sorted(case.lost)),
+            before=case.world,
+            after=after,
+            in_place=case.revived is None,
+            since=case.since,
+            at=case.furthest,
+            redone=max(case.furthest.step - base, 0),
+            detail=case.seen.detail,
+        )
+
+    def _give_up(self, why: str, case: _Case) -> NoReturn:
+        self._note(case, after=0)
+        raise story_of(why, self._ledger.recoveries[case.mark :])
+
+
+@dataclass
+class _Case:
+    """What is known of one recovery while it goes on."""
+
+    seen: Observation
+    furthest: Progress
+    world: int
+    since: float
+    mark: int
+    lost: set[int] = field(default_factory=set)
+    attempts: int = 0
+    said: bool = False
+    revived: Snapshot | None = None

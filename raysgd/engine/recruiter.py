@@ -1,0 +1,99 @@
+"""Replacements: started and warmed beside a running group, so that joining takes it no longer than a rejoin."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from raysgd.engine.crew import Crew
+from raysgd.outcomes import Failed, Ok
+
+__all__ = ["Recruiter"]
+
+logger = logging.getLogger("raysgd")
+
+LOOK_EVERY_S = 0.5
+GATHER_S = 3.0
+
+
+class Recruiter:
+    """Owns the workers that do not belong to the group yet. Never touches a member."""
+
+    def __init__(self, crew: Crew, warm: Callable[[], dict[str, Any]], *, patience_s: float) -> None:
+        self._crew, self._warm, self._patience_s = crew, warm, patience_s
+        self._launched: dict[str, float] = {}
+        self._warming: dict[str, int] = {}
+        self.ready: list[str] = []
+        self._ready_at = 0.0
+        self._look_at = 0.0
+        self._pause_s = LOOK_EVERY_S
+
+    @property
+    def starting(self) -> int:
+        return len(self._launched) + len(self._warming)
+
+    def gathered(self) -> bool:
+        """Are those that are ready all that will be ready soon? One rejoin for several is better than several."""
+        waited = time.monotonic() - self._ready_at
+        return bool(self.ready) and (self.starting == 0 or waited > GATHER_S)
+
+    def look(self, missing: int) -> None:
+        """Starts what is missing and fits, now and then; moves the ones on their way along."""
+        self.tick()
+        now = time.monotonic()
+        wanted = missing - self.starting - len(self.ready)
+        if wanted <= 0 or now < self._look_at:
+            return
+        self._look_at = now + self._pause_s
+        room = self._crew.group.room()
+        if room > 0:
+            self.launch(min(wanted, room))
+
+    def launch(self, count: int) -> None:
+        for worker in self._crew.launch(count):
+            self._launched[worker] = time.monotonic()
+
+    def tick(self) -> None:
+        for worker in [*self._launched, *self._warming, *self.ready]:
+            member = self._crew.members.get(worker)
+            if member is None or member.gone is not None:
+                self._drop(worker, "it ended before it was ready")
+        for worker, since in list(self._launched.items()):
+            if self._crew.members[worker].arrived:
+                del self._launched[worker]
+                self._warming[worker] = self._crew.submit(worker, "warm", self._warm())
+            elif time.monotonic() - since > self._patience_s:
+                self._drop(worker, f"its process did not come up within {self._patience_s:g} s")
+        for worker, call in list(self._warming.items()):
+            outcome = self._crew.reply(call)
+            if isinstance(outcome, Ok):
+                del self._warming[worker]
+                self._crew.members[worker].built = True
+                self.ready.append(worker)
+                self._ready_at = time.monotonic()
+                self._pause_s = LOOK_EVERY_S
+            elif outcome is not None:
+                story = outcome.traceback if isinstance(outcome, Failed) else str(outcome)
+                self._drop(worker, f"its set-up failed: {story}")
+
+    def take(self) -> list[str]:
+        """Hands the ready ones over to the group."""
+        taken, self.ready = self.ready, []
+        return taken
+
+    def dismiss_all(self) -> None:
+        for worker in [*self._launched, *self._warming, *self.ready]:
+            self._crew.dismiss(worker)
+        self._launched, self._warming, self.ready = {}, {}, []
+
+    def _drop(self, worker: str, why: str) -> None:
+        self._launched.pop(worker, None)
+        self._warming.pop(worker, None)
+        if worker in self.ready:
+            self.ready.remove(worker)
+        self._crew.dismiss(worker)
+        self._pause_s = min(self._pause_s * 2, 30.0)
+        self._look_at = time.monotonic() + self._pause_s
+        logger.warning("a replacement was given up (%s); the next one in %.1f s", why, self._pause_s)

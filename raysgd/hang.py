@@ -1,0 +1,60 @@
+"""Who is to blame when nothing moves. Pure: it reads reports, it does not ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Report", "culprits", "describe", "in_collective"]
+
+# Where a rank stands when it waits for its peers: (end of the file's path, function), innermost frame first.
+COLLECTIVE_FRAMES = (
+    ("torch/autograd/graph.py", "_engine_run_backward"),
+    ("torch/distributed/distributed_c10d.py", ""),
+    ("torch/nn/parallel/distributed.py", ""),
+    ("torch/distributed/_functional_collectives.py", ""),
+    ("horovod/torch/mpi_ops.py", ""),
+)
+# How far below the innermost frame a collective may stand (logging and timing wrappers lie in between).
+DEPTH = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one silent rank said when it was asked. `stack` is None when it did not answer at all."""
+
+    rank: int
+    node: str = ""
+    phase: str = ""
+    batch: int = 0
+    stack: tuple[str, ...] | None = None
+
+
+def in_collective(stack: Sequence[str]) -> bool:
+    """Frames are "path:line function" lines, innermost first."""
+    for frame in stack[:DEPTH]:
+        place, _, function = frame.rpartition(" ")
+        path = place.rpartition(":")[0].replace("\\", "/")
+        if any(path.endswith(end) and name in ("", function) for end, name in COLLECTIVE_FRAMES):
+            return True
+    return False
+
+
+def culprits(reports: Mapping[str, Report]) -> list[str]:
+    """Ranks that hold the others up: those that do not answer; else those outside any collective.
+
+    When everybody waits in a collective, or nobody does, there is nobody to blame: an empty list.
+    """
+    frozen = [worker for worker, report in reports.items() if report.stack is None]
+    if frozen:
+        return frozen
+    busy = [worker for worker, report in reports.items() if not in_collective(report.stack or ())]
+    return busy if len(busy) < len(reports) else []
+
+
+def describe(report: Report) -> str:
+    """One line (and the stack's top frames) for a log a person reads at night."""
+    where = f"rank {report.rank} on {report.node or 'this machine'}, in {report.phase or '?'}, batch {report.batch}"
+    if report.stack is None:
+        return f"{where}: does not answer (stopped, or its machine is gone)"
+    return "\n    ".join([f"{where}, at", *report.stack[:6]])

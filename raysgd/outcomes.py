@@ -1,0 +1,50 @@
+"""What one rank answers to one call: a value, with how far the rank has got."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.progress import Progress
+
+__all__ = ["Failed", "Interrupted", "Lost", "Ok", "Outcome"]
+
+
+@dataclass(frozen=True)
+class Ok:
+    """The call ended as it should."""
+
+    value: Any = None
+    progress: Progress = field(default_factory=Progress)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The rank's own code raised. `error` keeps the user's type where it can be pickled."""
+
+    error: BaseException
+    traceback: str = ""
+    progress: Progress = field(default_factory=Progress)
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The rank is fine but had to stop: a peer left, or it was asked to. `value` is what it had so far."""
+
+    value: Any = None
+    cause: str = ""
+    progress: Progress = field(default_factory=Progress)
+    asked: bool = False
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The process or its node is gone. `value` is what its last progress message said."""
+
+    cause: str
+    reason: str = "worker death"
+    value: Any = None
+    progress: Progress = field(default_factory=Progress)
+
+
+Outcome = Ok | Failed | Interrupted | Lost

@@ -1,0 +1,72 @@
+"""Which rank takes which part of an epoch. Pure arithmetic on positions.
+
+An epoch is one order of its units (sample indices, or whole batches where the user has a batch sampler).
+What is committed is always a prefix of that order: `offset` units. One step takes the next `size` units and
+deals them over the ranks, so the rest of an epoch can be dealt to any other number of ranks at any border.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Deal", "Share"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's units of one step: order[start:stop]. `fresh` is False when another rank has them too."""
+
+    start: int
+    stop: int
+    fresh: bool = True
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How a world of ranks shares the rest of an epoch.
+
+    `step_size` is what all ranks take together in one full step. The last, smaller step is dealt out evenly;
+    when fewer units than ranks remain, the ranks without one repeat one (`pad=True`, training: every rank has to
+    take part in the all-reduce) or sit it out (`pad=False`, validation).
+    """
+
+    total: int
+    step_size: int
+    world_size: int
+    drop_last: bool = False
+    pad: bool = True
+
+    def steps_left(self, offset: int) -> int:
+        left = max(self.total - offset, 0)
+        return left // self.step_size if self.drop_last else -(-left // self.step_size)
+
+    def advance(self, offset: int) -> int:
+        """The offset after the step that begins at `offset`."""
+        return min(offset + self.step_size, self.total)
+
+    def shares(self, offset: int) -> list[Share]:
+        """Every rank's share of the step that begins at `offset`, in rank order."""
+        units = self.advance(offset) - offset
+        if units <= 0:
+            return []
+        base, extra = divmod(units, self.world_size)
+        shares = []
+        start = offset
+        for rank in range(self.world_size):
+            size = base + (rank < extra)
+            if size:
+                shares.append(Share(start, start + size))
+            elif self.pad:
+                again = offset + rank % units
+                shares.append(Share(again, again + 1, fresh=False))
+            else:
+                shares.append(Share(start, start, fresh=False))
+            start += size
+        return shares
+
+    def of(self, rank: int, offset: int) -> Iterator[Share]:
+        """One rank's shares from `offset` to the end of the epoch, one for each step."""
+        for _ in range(self.steps_left(offset)):
+            yield self.shares(offset)[rank]
+            offset = self.advance(offset)

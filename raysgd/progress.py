@@ -1,0 +1,146 @@
+"""How far a rank has got, and the desk where a running call hears that it should stop.
+
+Committed means: the optimizer's step of that batch is applied. Ranks of one generation can differ by one step,
+because one may have finished its all-reduce when another's peer died.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+__all__ = ["Control", "Progress", "most_advanced"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Committed counts of one rank. `step` grows for ever; the other counts belong to the running call.
+
+    `expected` is how many batches the call will have, where that is known (0 otherwise).
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batches: int = 0
+    expected: int = 0
+    finished: bool = False
+    phase: str = "idle"
+
+    @property
+    def order(self) -> tuple[int, int, bool]:
+        """Sorts ranks by how much they have committed."""
+        return (self.step, self.epoch, self.finished)
+
+    def at(self, phase: str) -> Progress:
+        return replace(self, phase=phase)
+
+
+def most_advanced(progress: dict[str, Progress]) -> str:
+    """The worker whose state the others take; the first one (the lowest rank) of equals."""
+    return max(progress, key=lambda worker: progress[worker].order)
+
+
+Uploader = Callable[[dict[str, Any], Any], None]
+Publisher = Callable[[Progress, dict[str, Any] | None], None]
+
+
+def _nobody(progress: Progress, partial: dict[str, Any] | None) -> None:
+    """The publisher of a replica that nobody watches."""
+
+
+class Control:
+    """Where the thread that trains meets the thread that listens.
+
+    Owns: the stop signs of one worker, its phase (for a hang's report) and the last published progress. `upload`
+    sends a snapshot to the driver, where there is one that wants it. Never blocks the listener, and costs
+    the training thread one attribute read per batch while nothing is asked of it.
+
+    A planned stop is agreed on in two phases. The listener sets `stop_at` and then reads `begun`; the trainer
+    writes `begun` and then reads `stop_at`. So at least one of them sees the other, and a proposal that came
+    too late is refused (`propose` returns False) instead of being half kept. A trainer that reaches the agreed
+    step waits until the driver has everybody's consent (`confirm`), moves the border, or interrupts.
+    """
+
+    def __init__(self, publish: Publisher = _nobody, *, interval_s: float = 0.1) -> None:
+        self.attention = False
+        self.begun = 0
+        self.notice = False
+        self.phase = "idle"
+        self.batch = 0
+        self.upload: Uploader | None = None
+        self._publish = publish
+        self._interval_s = interval_s
+        self._next_publish = 0.0
+        self._stop_at: int | None = None
+        self._confirmed = False
+        self._interrupted = False
+        self._changed = threading.Condition()
+        self.progress = Progress()
+
+    # -- the listener's side --------------------------------------------------------------------------
+
+    def propose(self, step: int) -> bool:
+        """Asks to stop before step number `step` + 1 begins; False when that step has begun already."""
+        with self._changed:
+            self._stop_at, self._confirmed, self.attention = step, False, True
+            self._changed.notify_all()
+        return self.begun <= step
+
+    def confirm(self) -> None:
+        """Everybody agreed: the rank that stands at the border may leave its loop."""
+        with self._changed:
+            self._confirmed = True
+            self._changed.notify_all()
+
+    def interrupt(self) -> None:
+        """The generation is over: stop at the next border, whatever was agreed."""
+        with self._changed:
+            self._interrupted = self.attention = True
+            self._changed.notify_all()
+
+    def withdraw(self) -> None:
+        """The planned stop is off: whoever stands at the border goes on."""
+        with self._changed:
+            self._stop_at, self._confirmed = None, False
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """A new call or generation begins: old signs mean nothing any more."""
+        with self._changed:
+            self._stop_at, self._confirmed, self._interrupted, self.attention = None, False, False, False
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupted
+
+    # -- the trainer's side ---------------------------------------------------------------------------
+
+    def begin(self, step: int) -> bool:
+        """Called before each batch with its step number; False means: do not begin it, leave the loop."""
+        self.begun = step
+        if not self.attention:
+            return True
+        with self._changed:
+            while not self._interrupted and self._stop_at is not None and step > self._stop_at:
+                self.begun = step - 1
+                if self._confirmed:
+                    return False
+                self._changed.wait(0.5)
+            if self._interrupted:
+                self.begun = step - 1
+                return False
+            self.begun = step
+        return True
+
+    def due(self) -> bool:
+        """Is it time for another progress message? One clock read per batch."""
+        return time.monotonic() >= self._next_publish
+
+    def report(self, progress: Progress, partial: dict[str, Any] | None = None) -> None:
+        """Publishes what is committed; `partial` are the metric sums that would be lost with this process."""
+        self.progress = progress
+        self._next_publish = time.monotonic() + self._interval_s
+        self._publish(progress, partial)

@@ -1,0 +1,134 @@
+"""Stop-watches for named parts of a step. Standard library only."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+
+class TimerStat:
+    """The durations of the last `window_size` runs of a `with` block.
+
+    One thread at a time may use it, and not within its own block:
+        timer = TimerStat()
+        with timer:
+            batch = next(batches)
+            timer.push_units_processed(len(batch))
+        timer.mean, timer.mean_throughput
+    """
+
+    def __init__(self, window_size: int = 10) -> None:
+        if window_size < 1:
+            raise ValueError(f"window_size is how many runs to remember, at least 1, not {window_size!r}")
+        self._samples: deque[float] = deque(maxlen=window_size)
+        self._units: deque[float] = deque(maxlen=window_size)
+        self._started_at: float | None = None
+
+    def __enter__(self) -> TimerStat:
+        if self._started_at is not None:
+            raise RuntimeError("this timer is already running; use a second TimerStat for a nested block")
+        self._started_at = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._started_at is not None:
+            self.push(time.perf_counter() - self._started_at)
+            self._started_at = None
+
+    def push(self, time_delta: float) -> None:
+        """Add a duration in seconds that was measured elsewhere."""
+        self._samples.append(time_delta)
+
+    def push_units_processed(self, n: float) -> None:
+        """Say how much work one run did."""
+        self._units.append(n)
+
+    def reset(self) -> None:
+        """Forget all runs; one that is under way still counts when it ends."""
+        self._samples.clear()
+        self._units.clear()
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self._samples) if self._samples else math.nan
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self._samples) if self._samples else math.nan
+
+    @property
+    def sum(self) -> float:
+        return math.fsum(self._samples)
+
+    @property
+    def max(self) -> float:
+        return max(self._samples, default=math.nan)
+
+    @property
+    def first(self) -> float | None:
+        """The oldest duration in the window; None when there is none."""
+        return self._samples[0] if self._samples else None
+
+    @property
+    def last(self) -> float | None:
+        """The newest duration; None when there is none."""
+        return self._samples[-1] if self._samples else None
+
+    @property
+    def size(self) -> int:
+        return len(self._samples)
+
+    @property
+    def mean_units_processed(self) -> float:
+        return statistics.fmean(self._units) if self._units else math.nan
+
+    @property
+    def mean_throughput(self) -> float:
+        """Units per second over the window; 0 while no time was measured."""
+        seconds = self.sum
+        return math.fsum(self._units) / seconds if seconds else 0.0
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class TimerCollection:
+    """Timers by name, which can be switched off as a whole: `record` then hands out an empty block."""
+
+    def __init__(self) -> None:
+        self._timers: dict[str, TimerStat] = {}
+        self._enabled = True
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def reset(self) -> None:
+        for timer in self._timers.values():
+            timer.reset()
+
+    def record(self, key: str) -> AbstractContextManager[TimerStat | None]:
+        """The block to time: `with timers.record("fwd"): ...`."""
+        if not self._enabled:
+            return _NOTHING
+        if key not in self._timers:
+            self._timers[key] = TimerStat()
+        return self._timers[key]
+
+    def stats(self, mean: bool = True, last: bool = False) -> dict[str, float]:
+        """`mean_<key>_s` and, if asked for, `last_<key>_s` of every timer that ran since the last reset."""
+        result: dict[str, float] = {}
+        for key, timer in self._timers.items():
+            if mean and timer.last is not None:
+                result[f"mean_{key}_s"] = timer.mean
+            if last and timer.last is not None:
+                result[f"last_{key}_s"] = timer.last
+        return result

@@ -1,0 +1,58 @@
+"""The shared words again, and two limits that the environment may set.
+
+`NCCL_TIMEOUT_S` and `SGD_PLACEMENT_GROUP_TIMEOUT_S` are read from the environment each time they are asked
+for as `constants.NAME`; `from ... import NAME` keeps the value of that moment.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from raysgd.constants import (
+    BATCH_COUNT,
+    BATCH_SIZE,
+    NUM_SAMPLES,
+    NUM_STEPS,
+    SCHEDULER_STEP,
+    SCHEDULER_STEP_BATCH,
+    SCHEDULER_STEP_EPOCH,
+    SCHEDULER_STEP_MANUAL,
+    USE_FP16,
+    VALID_SCHEDULER_STEP,
+)
+
+if TYPE_CHECKING:
+    NCCL_TIMEOUT_S: int
+    SGD_PLACEMENT_GROUP_TIMEOUT_S: int
+
+__all__ = [
+    "BATCH_COUNT",
+    "BATCH_SIZE",
+    "NCCL_TIMEOUT_S",
+    "NUM_SAMPLES",
+    "NUM_STEPS",
+    "SCHEDULER_STEP",
+    "SCHEDULER_STEP_BATCH",
+    "SCHEDULER_STEP_EPOCH",
+    "SCHEDULER_STEP_MANUAL",
+    "SGD_PLACEMENT_GROUP_TIMEOUT_S",
+    "USE_FP16",
+    "VALID_SCHEDULER_STEP",
+]
+
+_DEFAULT_SECONDS = {"NCCL_TIMEOUT_S": 1800, "SGD_PLACEMENT_GROUP_TIMEOUT_S": 100}
+
+
+def __getattr__(name: str) -> int:
+    if name not in _DEFAULT_SECONDS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    text = os.environ.get(name, "")
+    if not text:
+        return _DEFAULT_SECONDS[name]
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise ValueError(
+            f"the environment variable {name} is {text!r}; it must be a whole number of seconds above 0. "
+            f"Correct it, or unset it for the default of {_DEFAULT_SECONDS[name]}."
+        )
+    return int(text)

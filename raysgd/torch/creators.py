@@ -1,0 +1,189 @@
+"""An operator from creator functions, the way models were described before operators."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from raysgd.errors import ConfigError
+from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.parts import as_list
+
+__all__ = ["CreatorOperator", "operator_from_creators"]
+
+Creator = Callable[..., Any]
+
+
+class CreatorOperator(TrainingOperator):
+    """Calls data, model, optimizer, scheduler and loss creators, in this order, and registers what they give."""
+
+    _model_creator: ClassVar[Creator]
+    _optimizer_creator: ClassVar[Creator]
+    _data_creator: ClassVar[Creator | None] = None
+    _loss_creator: ClassVar[Creator | None] = None
+    _scheduler_creator: ClassVar[Creator | None] = None
+    _serialize_data_creation: ClassVar[bool] = True
+
+    def setup(self, config: dict[str, Any]) -> None:
+        maker = type(self).__dict__.get("_makers") or type(self)._makers_of()
+        if maker["data"] is not None:
+            with _one_at_a_time() if maker["serialize"] else contextlib.nullcontext():
+                train, validation = _loaders(maker["data"](config))
+            self.register_data(train_loader=train, validation_loader=validation)
+        models = maker["model"](config)
+        optimizers = maker["optimizer"](models, config)
+        parts: dict[str, Any] = {"models": models, "optimizers": optimizers}
+        if maker["scheduler"] is not None:
+            parts["schedulers"] = maker["scheduler"](optimizers, config)
+        if maker["loss"] is not None:
+            parts["criterion"] = _loss(maker["loss"], config)
+        self.register(**parts)
+        self._models = self._parts.wrapped
+'''
+cat > creators.py <<'E'
+"""An operator from creator functions, the way models were described before operators."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from raysgd.errors import ConfigError
+from raysgd.torch.operator import TrainingOperator
+
+__all__ = ["CreatorOperator", "Creators", "operator_from_creators"]
+
+Creator = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Creators:
+    """The user's functions."""
+
+    model: Creator
+    optimizer: Creator
+    data: Creator | None = None
+    loss: Creator | None = None
+    scheduler: Creator | None = None
+    one_at_a_time: bool = True
+
+
+class CreatorOperator(TrainingOperator):
+    """Calls the creators of data, model, optimizer, scheduler and loss, in this order, and registers what they give."""
+
+    creators: ClassVar[Creators]
+
+    def setup(self, config: dict[str, Any]) -> None:
+        creators = self.creators
+        if creators.data is not None:
+            with _one_at_a_time() if creators.one_at_a_time else contextlib.nullcontext():
+                train, validation = _loaders(creators.data(config))
+            self.register_data(train_loader=train, validation_loader=validation)
+        models = creators.model(config)
+        optimizers = creators.optimizer(models, config)
+        parts: dict[str, Any] = {"models": models, "optimizers": optimizers}
+        if creators.scheduler is not None:
+            parts["schedulers"] = creators.scheduler(optimizers, config)
+        if creators.loss is not None:
+            parts["criterion"] = _loss(creators.loss, config)
+        self.register(**parts)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return self._parts.wrapped
+
+    @property
+    def model(self) -> nn.Module:
+        return _first(self._parts.wrapped, "model")
+
+    @property
+    def optimizers(self) -> list[Any]:
+        return self._parts.optimizers
+
+    @property
+    def optimizer(self) -> Any:
+        return _first(self._parts.optimizers, "optimizer")
+
+    @property
+    def schedulers(self) -> list[Any]:
+        return self._parts.schedulers
+
+    @property
+    def scheduler(self) -> Any:
+        return _first(self._parts.schedulers, "scheduler")
+
+    @property
+    def criterion(self) -> Any:
+        if self._parts.criterion is None:
+            raise AttributeError("there is no criterion: pass a loss_creator, or override train_batch")
+        return self._parts.criterion
+
+
+def operator_from_creators(
+    model_creator: Creator,
+    optimizer_creator: Creator,
+    data_creator: Creator | None = None,
+    loss_creator: Creator | None = None,
+    scheduler_creator: Creator | None = None,
+    serialize_data_creation: bool = True,
+) -> type[CreatorOperator]:
+    """A `CreatorOperator` subclass that holds these functions."""
+    needed = {"model_creator": model_creator, "optimizer_creator": optimizer_creator}
+    optional = {
+        "data_creator": data_creator,
+        "loss_creator": loss_creator,
+        "scheduler_creator": scheduler_creator,
+    }
+    for name, given in {**needed, **{k: v for k, v in optional.items() if v is not None}}.items():
+        if not callable(given):
+            raise ConfigError(f"{name} must be a function that takes the config, got {given!r}")
+    creators = Creators(
+        model_creator, optimizer_creator, data_creator, loss_creator, scheduler_creator, serialize_data_creation
+    )
+    return type("CustomCreatorOperator", (CreatorOperator,), {"creators": creators})
+
+
+def _loaders(made: Any) -> tuple[Any, Any]:
+    """One loader, or a sequence of one or two."""
+    if not isinstance(made, Sequence):
+        return made, None
+    if not 1 <= len(made) <= 2:
+        raise ConfigError(f"data_creator must return one loader or (train, validation), got {len(made)} things")
+    return made[0], made[1] if len(made) == 2 else None
+
+
+def _loss(creator: Creator, config: dict[str, Any]) -> Any:
+    is_loss_class = isinstance(creator, type) and issubclass(creator, nn.Module)
+    return creator() if is_loss_class else creator(config)
+
+
+def _first(parts: list[Any], name: str) -> Any:
+    if not parts:
+        raise AttributeError(f"there is no {name}: the {name}_creator gave none")
+    return parts[0]
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Workers of one machine make the data in turn: the first one downloads, the others find it there."""
+    import fcntl  # not on Windows, where workers of one machine are not kept apart either
+
+    with open(Path(tempfile.gettempdir()) / f"raysgd-data-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)

@@ -1,0 +1,187 @@
+"""Where a rank's batches come from, in an epoch that can be dealt anew to another world at any border."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from raysgd.plan import Deal
+from raysgd.rendezvous import Seat
+from raysgd.torch.sampling import (
+    Order,
+    Picker,
+    agree,
+    epoch_order,
+    evened,
+    following,
+    has_own_batches,
+    set_epoch,
+    unit_size,
+)
+from raysgd.torch.sharding import shard_live
+
+__all__ = ["Drawn", "LiveSource", "PlannedSource", "Source", "StreamSource", "close"]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One batch; where the epoch stands once it is committed; and whether its samples are new (not a repeat)."""
+
+    batch: Any
+    offset: int
+    fresh: bool = True
+
+
+class PlannedSource:
+    """A map-style loader. Every sample once per epoch, over any number of resizes.
+
+    Owns the epoch's order; the offset is the caller's, since only committed batches count.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, pad: bool, global_batch: int | None = None) -> None:
+        self._loader, self._pad = loader, pad
+        self._global_batch = global_batch
+        self._own_batches = own = has_own_batches(loader)
+        self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
+        self._twin = following(loader, self._picker)
+        self.order: Order = range(0)
+        self._open: tuple[Seat, int, Iterator[Drawn]] | None = None
+
+    def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
+        """A new epoch: its order is rank 0's, from the user's own sampler."""
+        set_epoch(self._loader, epoch)
+        if not shared or seat.world_size == 1:
+            self.order = epoch_order(self._loader)
+            return
+        sampler = self._loader.sampler
+        if isinstance(sampler, torch.utils.data.SequentialSampler) and not has_own_batches(self._loader):
+            self.order = epoch_order(self._loader)
+        else:
+            self.order = agree(epoch_order(self._loader) if seat.world_rank == 0 else None)
+
+    def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
+        """This rank's part of the rest of the epoch; the running iterator where the last call stopped at `offset`."""
+        if self._open is not None and self._open[:2] == (seat, offset):
+            return self._open[2]
+        fresh = self._generate(seat, offset)
+        self._open = (seat, offset, fresh)
+        return fresh
+
+    def _generate(self, seat: Seat, offset: int) -> Iterator[Drawn]:
+        if self._pad and self._own_batches and self._global_batch is None:
+            self.order = evened(self.order, seat.world_size, offset)
+        self._picker.follow(self.order, self._deal(seat), seat.world_rank, offset)
+        for (after, share), batch in zip(self._picker.steps(), self._twin, strict=True):
+            assert self._open is not None
+            self._open = (seat, after, self._open[2])
+            yield Drawn(batch, after, share.fresh)
+        self._open = None
+
+    def steps_left(self, seat: Seat, offset: int) -> int:
+        """How many more batches the epoch has for every rank."""
+        return self._deal(seat).steps_left(offset)
+
+    def _deal(self, seat: Seat) -> Deal:
+        size = unit_size(self._loader)
+        step = self._global_batch or size * seat.world_size
+        return Deal(
+            total=len(self.order),
+            step_size=max(step, seat.world_size) if self._pad else step,
+            world_size=seat.world_size,
+            drop_last=bool(getattr(self._loader, "drop_last", False)) and self._pad,
+            pad=self._pad,
+        )
+
+
+class LiveSource:
+    """Anything that is iterated: an IterableDataset's loader, a list of batches, a generator, a user's own sharding.
+
+    Its position is its own live iterator's. When `together`, an epoch ends on all ranks with the shortest share.
+    """
+
+    order: Order = range(0)
+
+    def __init__(self, loader: Iterable[Any], *, shard: bool, together: bool) -> None:
+        self._loader, self._shard, self._together = loader, shard, together
+        self._live: Iterator[Any] | None = None
+        self._last: Drawn | None = None
+        self._votes: Any = None
+
+    def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
+        set_epoch(self._loader, epoch)
+        self._live = self._last = None
+
+    def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
+        if self._live is None:
+            self._live = shard_live(self._loader, seat) if self._shard else iter(self._loader)
+        vote = self._vote if self._together and seat.world_size > 1 else _mine
+        if self._last is not None and self._last.offset == offset + 1:
+            offset += 1  # drawn before a peer was lost, and not committed: its turn again
+            yield self._last
+        while True:
+            batch = next(self._live, _END)
+            if not vote(batch is not _END):
+                self._live = None
+                return
+            offset += 1
+            self._last = Drawn(batch, offset)
+            yield self._last
+
+    def _vote(self, mine: bool) -> bool:
+        """Do all ranks have another batch? Over gloo, so that a GPU never waits for the answer."""
+        if self._votes is None or self._votes[0] is not dist.group.WORLD:
+            group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
+            self._votes = (dist.group.WORLD, group)
+        answer = torch.tensor([int(mine)])
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._votes[1])
+        return bool(answer.item())
+
+
+class StreamSource:
+    """A `raysgd.data.Dataset` passed to one call: its stream is dealt by position, so it survives resizes too."""
+
+    order: Order = range(0)
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
+        """A stream has no epochs."""
+
+    def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
+        self._dataset.set_num_shards(seat.world_size)
+        step = self._dataset.batch_size * seat.world_size
+        for pairs in self._dataset.get_shard(seat.world_rank, start=offset):
+            offset += step
+            yield Drawn(tuple(_joined(column) for column in zip(*pairs, strict=True)), offset)
+
+
+def _joined(items: tuple[Any, ...]) -> Any:
+    """Rows (1, ...) are concatenated, as v1 did; anything else becomes a batch the way a DataLoader does it."""
+    if all(isinstance(item, torch.Tensor) and item.dim() > 0 and item.shape[0] == 1 for item in items):
+        return torch.cat(items)
+    return torch.utils.data.default_collate(list(items))
+
+
+Source = PlannedSource | LiveSource | StreamSource
+_END = object()
+
+
+def _mine(answer: bool) -> bool:
+    return answer
+
+
+def close(source: Source | None) -> None:
+    """Ends loader processes that persist over epochs."""
+    twin = getattr(source, "_twin", None)
+    iterator = getattr(twin, "_iterator", None)
+    with contextlib.suppress(AttributeError):
+        iterator._shutdown_workers()
+
+

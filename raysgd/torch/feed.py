@@ -1,0 +1,144 @@
+"""The iterator that a train or validation loop runs over: it deals batches, and counts what is committed.
+
+A batch is committed when the loop comes back for the next one, or, if the loop is cut short, when an optimizer has
+stepped in it. So it works the same for the default loop and for one of the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from raysgd.progress import Control
+from raysgd.rendezvous import Seat
+from raysgd.torch.cursor import Cursor
+from raysgd.torch.data import Drawn, PlannedSource, Source
+
+__all__ = ["Feed", "MembershipChange"]
+
+
+class MembershipChange(BaseException):
+    """Raised inside a user's own `train_epoch` to end it at a batch border; it is called again for the rest.
+
+    Not an Exception, so that a loop that handles errors of its batches lets it pass.
+    """
+
+
+class Feed:
+    """Owns the batch that is being worked on. `epoch_ended` and `fresh` tell the default loop what it needs."""
+
+    def __init__(
+        self,
+        source: Source,
+        cursor: Cursor,
+        seat: Seat,
+        control: Control,
+        *,
+        limit: int | None,
+        shared: bool,
+        prepare: Callable[[Any], Any],
+        on_commit: Callable[[], None],
+        unwind: bool = False,
+    ) -> None:
+        self._source, self._cursor, self._seat, self._control = source, cursor, seat, control
+        self._limit, self._shared, self._unwind = limit, shared, unwind
+        self._prepare, self._on_commit = prepare, on_commit
+        self._drawn: Iterator[Drawn] | None = None
+        self._pending: Drawn | None = None
+        self._stepped = False
+        self._empty_epochs = 0
+        self.fresh = True
+        self.epoch_ended = False
+        self.stopped = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._commit()
+        control, cursor = self._control, self._cursor
+        if self.stopped or cursor.call_done:
+            raise StopIteration
+        if self._limit is not None and cursor.call_batches >= self._limit:
+            self._finish()
+            raise StopIteration
+        if not control.begin(cursor.step + 1):
+            self._stop()
+        control.phase = "loading data"
+        drawn = self._draw()
+        if drawn is None:
+            raise StopIteration
+        control.phase = "in a batch"
+        self._pending, self._stepped, self.fresh = drawn, False, drawn.fresh
+        return self._prepare(drawn.batch)
+
+    def stepped(self, *_: Any) -> None:
+        """An optimizer has applied its step: the batch in work counts, whatever comes after."""
+        self._stepped = True
+
+    def cut_short(self) -> None:
+        """The loop was left by an error. What was applied is committed, what was not will be done again."""
+        if self._pending is not None and self._stepped:
+            self._commit()
+        self._pending = None
+
+    def leave(self) -> None:
+        """The loop ended by itself. One that left before the feed's end has done the batch it was in."""
+        self._commit()
+
+    def _draw(self) -> Drawn | None:
+        """The next batch; over the border of an epoch only when a number of steps is asked for."""
+        cursor = self._cursor
+        while True:
+            if cursor.ended:
+                if self._limit is None and cursor.epoch >= cursor.call_epoch:
+                    self._finish()  # this call's epoch was ended before a peer was lost
+                    return None
+                self._begin_epoch()
+            if self._drawn is None:
+                self._drawn = self._source.batches(self._seat, cursor.offset)
+                self._expect()
+            drawn = next(self._drawn, None)
+            if drawn is not None:
+                self._empty_epochs = 0
+                return drawn
+            cursor.ended = self.epoch_ended = True
+            self._drawn = None
+            self._empty_epochs += 1
+            if self._limit is None or self._empty_epochs > 1:
+                self._finish()
+                return None
+
+    def _expect(self) -> None:
+        """How long this call will be, for whoever shows its progress."""
+        if self._limit is not None:
+            self._cursor.call_expected = self._limit
+        elif isinstance(self._source, PlannedSource):
+            left = self._source.steps_left(self._seat, self._cursor.offset)
+            self._cursor.call_expected = self._cursor.call_batches + left
+
+    def _begin_epoch(self) -> None:
+        self._source.begin(self._cursor.epoch, self._seat, self._shared)
+        self._cursor.epoch += 1
+        self._cursor.offset, self._cursor.ended = 0, False
+
+    def _commit(self) -> None:
+        drawn = self._pending
+        if drawn is None:
+            return
+        self._pending = None
+        cursor = self._cursor
+        cursor.offset = drawn.offset
+        cursor.step += 1
+        cursor.call_batches += 1
+        self._control.batch = cursor.call_batches
+        self._on_commit()
+
+    def _finish(self) -> None:
+        self._cursor.call_done = True
+
+    def _stop(self) -> None:
+        self.stopped = True
+        if self._unwind:
+            raise MembershipChange
+        raise StopIteration

@@ -1,0 +1,243 @@
+"""The user's side of training: a class that says what its parts are, and what a batch means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.constants import NUM_SAMPLES, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
+from raysgd.errors import ConfigError
+from raysgd.meters import AverageMeterCollection
+from raysgd.torch.base import OperatorBase
+from raysgd.torch.parts import as_list, like
+
+__all__ = ["TrainingOperator"]
+
+
+class TrainingOperator(OperatorBase):
+    """What a model, a batch, an epoch and a validation are.
+
+        class Digits(TrainingOperator):
+            def setup(self, config):
+                model = Net()
+                optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+                self.model, self.optimizer, self.criterion = self.register(
+                    models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss())
+                self.register_data(train_loader=..., validation_loader=...)
+
+    The loop around it, in every worker:
+
+        operator.setup(config)                          once, after the ranks have met
+        for each trainer.train():
+            operator.train_epoch(iterator, info)        until the epoch ends, or `num_steps` batches are done
+                operator.train_batch(batch, batch_info) once for each batch; its numbers are averaged
+        for each trainer.validate():
+            operator.validate(iterator, info)
+                operator.validate_batch(batch, batch_info)
+
+    Override any of them. Owns the registered parts; never knows of processes, checkpoints or losses of workers.
+    """
+
+    model: Any
+    optimizer: Any
+    criterion: Any
+
+    def train_epoch(
+        self,
+        iterator: Iterable[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """One pass over `iterator`; returns what to report. Ends early when the group of workers changes."""
+        scheduler = self._own_scheduler()
+        per_batch = self.scheduler_step_freq == SCHEDULER_STEP_BATCH and scheduler is not None
+        common = dict(info or {}, epoch_idx=epoch_idx)
+        self._meter = meter = AverageMeterCollection()
+        for model in self._parts.wrapped:
+            model.train()
+        for batch_idx, batch in enumerate(iterator):
+            batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
+            metrics = self.train_batch(batch, batch_info=batch_info)
+            if per_batch:
+                scheduler.step()
+            self._count(iterator, metrics, meter)
+            self.global_step += 1
+        if self.scheduler_step_freq == SCHEDULER_STEP_EPOCH and scheduler is not None:
+            if getattr(iterator, "epoch_ended", True):
+                scheduler.step()
+        return dict(meter.summary())
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """One step on one batch `(*features, target)`: forward, loss, backward, optimizer."""
+        self._need("train_batch", "model", "optimizer", "criterion")
+        *features, target = self._unpack(batch)
+        with self.timers.record("fwd"), self.autocast():
+            output = self.model(*features)
+            loss = self.criterion(output, target)
+        with self.timers.record("grad"):
+            self.optimizer.zero_grad()
+            self.backward(loss)
+        with self.timers.record("apply"):
+            self.step(self.optimizer)
+        return {"train_loss": loss.detach(), NUM_SAMPLES: target.size(0)}
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One pass without gradients, in eval mode; returns what to report."""
+        self._meter = meter = AverageMeterCollection()
+        for model in self._parts.wrapped:
+            model.eval()
+        with torch.no_grad():
+            for batch_idx, batch in enumerate(val_iterator):
+                metrics = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
+                self._count(val_iterator, metrics, meter)
+        return dict(meter.summary())
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Loss and arg-max accuracy of one batch `(*features, target)`."""
+        self._need("validate_batch", "model", "criterion")
+        *features, target = self._unpack(batch)
+        with self.timers.record("eval_fwd"), self.autocast():
+            output = self.model(*features)
+            loss = self.criterion(output, target)
+        result = {"val_loss": loss.detach(), NUM_SAMPLES: target.size(0)}
+        if output.dim() > 1 and target.shape == output.shape[:1] + output.shape[2:]:
+            result["val_accuracy"] = (output.argmax(dim=1) == target).float().mean()
+        else:
+            result["val_accuracy"] = 0.0
+        return result
+
+    def state_dict(self) -> Any:
+        """Extra state of your own that belongs into checkpoints; plain values and tensors load without `trusted`."""
+        return None
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Takes back what `state_dict` returned."""
+
+    def resized(self, old_world_size: int, new_world_size: int) -> None:
+        """Called on every rank after the number of workers changed; the place to rescale a learning rate."""
+
+    # -- registration ---------------------------------------------------------------------------------
+
+    def register(
+        self,
+        *,
+        models: Any,
+        optimizers: Any,
+        criterion: Any = None,
+        schedulers: Any = None,
+        ddp_args: Mapping[str, Any] | None = None,
+        apex_args: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Takes the parts of training; gives them back ready to use (on the device, in the precision, wrapped in DDP),
+        each in the container it came in. An absent criterion or scheduler is left out of the answer."""
+        bare = as_list(models)
+        if not bare or not all(isinstance(model, nn.Module) for model in bare):
+            raise ConfigError(f"models must be a torch.nn.Module or a list or tuple of them, got {models!r}")
+        for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
+            if given is not None and not isinstance(given, Mapping):
+                raise ConfigError(f"{name} must be a dict of keyword arguments, got {given!r}")
+        if schedulers is not None and self.scheduler_step_freq is None:
+            raise ConfigError(
+                "a scheduler is registered but nothing says when it steps: pass scheduler_step_freq='batch', 'epoch' "
+                "or 'manual' to the trainer"
+            )
+        parts = self._parts
+        bare = [model.to(self.device) for model in bare]
+        if isinstance(criterion, nn.Module):
+            criterion = criterion.to(self.device)
+        parts.models, parts.optimizers = self._precision.prepare(bare, as_list(optimizers), dict(apex_args or {}))
+        parts.criterion, parts.schedulers = criterion, as_list(schedulers)
+        parts.wrapped = list(parts.models)
+        if self._is_distributed and self._settings.wrap_ddp:
+            parts.ddp_args = {"device_ids": self.device_ids, "gradient_as_bucket_view": True, **(ddp_args or {})}
+            parts.wrapped = self._configure_ddp(parts.models, self.device_ids, dict(ddp_args or {}))
+        parts.registered = True
+        answer = [like(models, parts.wrapped), like(optimizers, parts.optimizers)]
+        if criterion is not None:
+            answer.append(criterion)
+        if schedulers is not None:
+            answer.append(schedulers if not isinstance(schedulers, (tuple, list)) else like(schedulers, parts.schedulers))
+        return tuple(answer)
+
+    def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
+        """Takes the data: DataLoaders (dealt out over the workers unless add_dist_sampler=False) or any iterables."""
+        for name, loader in {"train_loader": train_loader, "validation_loader": validation_loader}.items():
+            if loader is not None and not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+                raise ConfigError(f"{name} must be a DataLoader or another iterable of batches, got {loader!r}")
+        self._parts.train_loader = train_loader
+        self._parts.validation_loader = validation_loader
+
+    def register_metrics(self, *, train: Any = None, validation: Any = None) -> Any:
+        """Takes TorchMetrics objects (a Metric or MetricCollection each). Update them in your batch methods; they are
+        computed over all workers, reported by name, and reset for each call. Gives them back, on the device."""
+        metrics = {"train": train, "validation": validation}
+        self._parts.metrics = {name: metric.to(self.device) for name, metric in metrics.items() if metric is not None}
+        given = list(self._parts.metrics.values())
+        return given[0] if len(given) == 1 else tuple(given)
+
+    def _configure_ddp(
+        self, models: list[nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
+    ) -> list[nn.Module]:
+        """Wraps models; a place to override. Models without gradients need no wrapper."""
+        return [
+            DistributedDataParallel(model, **self._parts.ddp_args)
+            if any(parameter.requires_grad for parameter in model.parameters())
+            else model
+            for model in models
+        ]
+
+    def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection) -> None:
+        if not isinstance(metrics, dict):
+            raise TypeError(f"train_batch and validate_batch must return a dict of metrics, got {metrics!r}")
+        samples = metrics.get(NUM_SAMPLES, 1)
+        weight = samples if getattr(iterator, "fresh", True) else 0
+        meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)
+
+    def _own_scheduler(self) -> Any:
+        """The one the default loop steps: `self.scheduler`, or the only one registered."""
+        own = getattr(self, "scheduler", None)
+        if own is None and len(self._parts.schedulers) == 1:
+            own = self._parts.schedulers[0]
+        return own if callable(getattr(own, "step", None)) else None
+
+    def _need(self, method: str, *names: str) -> None:
+        for name in names:
+            if not hasattr(self, name):
+                raise RuntimeError(
+                    f"the default {method} needs self.{name}: set it in setup "
+                    f"(self.model, self.optimizer, self.criterion = self.register(...)), or override {method}"
+                )
+
+    @staticmethod
+    def _unpack(batch: Any) -> Any:
+        if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+            return batch
+        raise TypeError(
+            f"the default batch methods take (*features, target), got a {type(batch).__name__}: override train_batch "
+            "and validate_batch for other kinds of batches"
+        )
+
+    @classmethod
+    def from_creators(cls, *creators: Any, **named: Any) -> type[TrainingOperator]:
+        """An operator class from creator functions, in this order or by name: model_creator, optimizer_creator,
+        data_creator, loss_creator, scheduler_creator."""
+        # Late and by name: that module's class is a subclass of this one.
+        made: type[TrainingOperator] = import_module("raysgd.torch.creators").operator_from_creators(*creators, **named)
+        return made
+
+    @classmethod
+    def from_ptl(
+        cls, lightning_module_cls: Any, train_dataloader: Any = None, val_dataloader: Any = None
+    ) -> type[TrainingOperator]:
+        """An operator class from a LightningModule class (extra: lightning)."""
+        module = import_module("raysgd.torch.lightning")
+        made: type[TrainingOperator] = module.operator_from_lightning(
+            lightning_module_cls, train_dataloader, val_dataloader
+        )
+        return made

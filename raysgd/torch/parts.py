@@ -1,0 +1,94 @@
+"""What an operator registered: models bare and wrapped, optimizers, schedulers, criterion, loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from raysgd.errors import ConfigError
+
+__all__ = ["Parts", "as_list", "like", "move"]
+
+
+@dataclass
+class Parts:
+    """Filled by `register` and `register_data`. `models` are bare; `wrapped` is what the operator trains with."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    wrapped: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    criterion: Any = None
+    ddp_args: dict[str, Any] = field(default_factory=dict)
+    train_loader: Any = None
+    validation_loader: Any = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    registered: bool = False
+
+    def rewrap(self) -> None:
+        """A new generation stands: every DDP wrapper starts over in place, so that all who hold it keep it.
+
+        The old reducer must go first: it holds hooks on the parameters, and the old process group.
+        """
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for wrapper, model in zip(self.wrapped, self.models, strict=True):
+            if isinstance(wrapper, DistributedDataParallel):
+                mode = wrapper.training
+                for name in ("reducer", "logger"):
+                    wrapper.__dict__.pop(name, None)
+                DistributedDataParallel.__init__(wrapper, model, **self.ddp_args)
+                wrapper.train(mode)
+
+
+def as_list(value: Any, kind: type | tuple[type, ...] | None = None) -> list[Any]:
+    """A list of one for a single thing. `nn.Sequential` and optimizers that can be iterated are single things."""
+    if value is None:
+        return []
+    if isinstance(value, (nn.Module, Optimizer)) or (kind is not None and isinstance(value, kind)):
+        return [value]
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)) and not hasattr(value, "step"):
+        return list(value)
+    return [value]
+
+
+def like(given: Any, values: list[Any]) -> Any:
+    """`values` in the container in which `given` came: single, tuple or list."""
+    if isinstance(given, (nn.Module, Optimizer)) or hasattr(given, "step"):
+        return values[0]
+    if isinstance(given, tuple):
+        return tuple(values)
+    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, dict)):
+        return list(values)
+    return values[0]
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """A batch on the device: tensors, tuples, lists, dicts, and anything with `.to(device)`."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        moved = {key: move(value, device) for key, value in batch.items()}
+        return moved if type(batch) is dict else _rebuilt(type(batch), moved)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(move(value, device) for value in batch)
+    to: Callable[..., Any] | None = getattr(batch, "to", None)
+    return to(device) if callable(to) else batch
+
+
+def _rebuilt(kind: type, content: dict[Any, Any]) -> Any:
+    """Subclasses of dict (transformers' BatchEncoding, OrderedDict) are made from their content."""
+    try:
+        return kind(content)
+    except TypeError as error:
+        raise ConfigError(
+            f"a batch of type {kind.__name__} cannot be rebuilt from its content; give it a .to(device)"
+        ) from error

@@ -1,0 +1,339 @@
+"""One operator with its data, counters and state, living in one worker. No Ray inside."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from raysgd.errors import ConfigError
+from raysgd.meters import AverageMeterCollection
+from raysgd.outcomes import Interrupted
+from raysgd.progress import Control, Progress
+from raysgd.rendezvous import Seat
+from raysgd.torch import states
+from raysgd.torch.cursor import Cursor
+from raysgd.torch.data import LiveSource, PlannedSource, Source, StreamSource, close
+from raysgd.torch.feed import Feed, MembershipChange
+from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.parts import move
+from raysgd.torch.sampling import is_planned, unit_size
+from raysgd.torch.settings import ReplicaSettings
+from raysgd.torch.snapshots import Snapshotter
+from raysgd.torch.tolerant import call_with
+
+__all__ = ["TorchReplica", "TorchReplicaFactory"]
+
+PREFIX = {"train": "train_", "validation": "val_"}
+
+
+class TorchReplicaFactory:
+    """Makes a replica in a worker; picklable, and the only thing of a trainer's that travels there."""
+
+    def __init__(self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: ReplicaSettings) -> None:
+        self.operator_cls, self.config, self.settings = operator_cls, config, settings
+
+    def __call__(self, seat: Seat, control: Control) -> TorchReplica:
+        if self.settings.threads is not None:
+            torch.set_num_threads(self.settings.threads)
+        operator = self.operator_cls(self.config, settings=self.settings, seat=seat)
+        if not operator._parts.registered:
+            raise ConfigError(
+                f"{self.operator_cls.__name__}.setup did not call self.register(models=..., optimizers=...): "
+                "without it there is nothing to train, to wrap or to save"
+            )
+        return TorchReplica(operator, self.settings, seat, control)
+
+
+class TorchReplica:
+    """Owns the operator, its sources and the cursor. Each public call of the trainer is a method `_run_<name>`."""
+
+    def __init__(self, operator: TrainingOperator, settings: ReplicaSettings, seat: Seat, control: Control) -> None:
+        self.operator, self._settings, self._seat, self._control = operator, settings, seat, control
+        self._cursor, self._val_cursor = Cursor(), Cursor()
+        self._feed: Feed | None = None
+        self._train: Source | None = None
+        self._validation: Source | None = None
+        self._snapshots = Snapshotter(settings.snapshot_every, control)
+        self._moves = operator.device.type != "cpu"
+        for optimizer in operator._parts.optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):
+                optimizer.register_step_post_hook(self._on_step)
+
+    @property
+    def progress(self) -> Progress:
+        return self._cursor.progress(self._control.phase)
+
+    def run(self, method: str, **arguments: Any) -> Any:
+        run: Callable[..., Any] = getattr(self, f"_run_{method}")
+        self._control.phase = method
+        try:
+            return run(**arguments)
+        finally:
+            self._control.phase = "idle"
+
+    # -- training -------------------------------------------------------------------------------------
+
+    def _run_train(
+        self,
+        call: int,
+        num_steps: int | None,
+        profile: bool,
+        info: dict[str, Any] | None,
+        dataset: Any = None,
+        snapshot_first: bool = False,
+    ) -> Any:
+        """The trainer's `train`: the rest of the epoch, or of `num_steps`, from where the cursor stands."""
+        cursor, operator = self._cursor, self.operator
+        if call != cursor.call:
+            self._reset_metrics("train")
+        if not cursor.open_call(call):
+            return {"epoch": cursor.epoch}
+        if snapshot_first:
+            self._snapshots.take(self)
+        source = self._train_source(dataset)
+        own_loop = type(operator).train_epoch is not TrainingOperator.train_epoch
+        self._time(profile)
+        operator._meter = AverageMeterCollection()
+        operator.global_step = cursor.step
+        self._feed = feed = self._make_feed(source, cursor, num_steps, shared=True, unwind=own_loop)
+        try:
+            with operator.timers.record("train_epoch"):
+                result = call_with(
+                    operator.train_epoch, feed, info=info, num_steps=num_steps, epoch_idx=cursor.call_epoch - 1
+                )
+        except MembershipChange:
+            result = {}
+        feed.leave()
+        if feed.stopped:
+            asked = not self._control.interrupted
+            return Interrupted(self.partial(result), "stopped at a batch border", self.progress, asked=asked)
+        report = self._reported(result, profile, "train", cursor)
+        self._feed = None
+        cursor.call_done = True
+        cursor.unpark()
+        self._snapshots.call_ended(self)
+        return report
+
+    def _make_feed(
+        self, source: Source, cursor: Cursor, num_steps: int | None, *, shared: bool, unwind: bool = False
+    ) -> Feed:
+        return Feed(
+            source,
+            cursor,
+            self._seat,
+            self._control,
+            limit=num_steps,
+            shared=shared and self._settings.distributed,
+            prepare=self._prepare,
+            on_commit=self._on_commit if cursor is self._cursor else self._on_validated,
+            unwind=unwind,
+        )
+
+    def _prepare(self, batch: Any) -> Any:
+        return move(batch, self.operator.device) if self._moves else batch
+
+    def _on_step(self, *_: Any) -> None:
+        if self._feed is not None:
+            self._feed.stepped()
+
+    def _on_commit(self) -> None:
+        self.operator._precision.batch_done()
+        control = self._control
+        if control.due():
+            control.report(self._cursor.progress("train"), self.partial())
+        self._snapshots.batch_done(self)
+
+    def _on_validated(self) -> None:
+        if self._control.due():
+            told = replace(self._cursor.progress("validate"), batches=self._val_cursor.call_batches)
+            self._control.report(told, self.partial())
+
+    # -- validation -----------------------------------------------------------------------------------
+
+    def _run_validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None) -> Any:
+        """The trainer's `validate`; no rank waits for another in it."""
+        operator, cursor = self.operator, self._val_cursor
+        if operator._parts.validation_loader is None:
+            raise ConfigError(
+                f"validate() needs data: give self.register_data(validation_loader=...) in {type(operator).__name__}.setup"
+            )
+        if self._validation is None:
+            self._validation = self._source(operator._parts.validation_loader, training=False)
+        cursor.open_call(cursor.call + 1)
+        kept = cursor.as_dict()
+        self._time(profile)
+        self._reset_metrics("validation")
+        feed = self._make_feed(self._validation, cursor, num_steps, shared=True)
+        quiet = [model for model in operator._parts.wrapped if hasattr(model, "require_forward_param_sync")]
+        for model in quiet:
+            model.require_forward_param_sync = False  # type: ignore[assignment]
+        try:
+            with operator.timers.record("validation"):
+                result = call_with(operator.validate, feed, info=info)
+        except BaseException:
+            cursor.adopt(kept)
+            raise
+        finally:
+            for model in quiet:
+                model.require_forward_param_sync = True  # type: ignore[assignment]
+        feed.leave()
+        if feed.stopped:
+            cursor.adopt(kept)
+            return Interrupted(None, "a peer was lost", self.progress)
+        return self._reported(result, profile, "validation", None)
+
+    # -- sources --------------------------------------------------------------------------------------
+
+    def _train_source(self, dataset: Any) -> Source:
+        if dataset is not None:
+            self._cursor.park()
+            return StreamSource(dataset)
+        if self._train is None:
+            loader = self.operator._parts.train_loader
+            if loader is None:
+                raise ConfigError(
+                    f"train() needs data: give self.register_data(train_loader=...) in {type(self.operator).__name__}.setup, "
+                    "or pass train(dataset=..., num_steps=...)"
+                )
+            self._train = self._source(loader, training=True)
+        return self._train
+
+    def _source(self, loader: Any, *, training: bool) -> Source:
+        shared = self._settings.distributed and self._settings.add_dist_sampler
+        if is_planned(loader) and (shared or not self._settings.distributed):
+            whole = unit_size(loader) * self._settings.num_workers if self._settings.batch == "global" else None
+            return PlannedSource(loader, pad=training, global_batch=whole if training else None)
+        return LiveSource(loader, shard=shared, together=training)
+
+    # -- results --------------------------------------------------------------------------------------
+
+    def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What the running call has so far."""
+        own = result or self.operator._meter.summary()
+        return {"epoch": self._cursor.epoch, **own}
+
+    def _reported(self, result: Any, profile: bool, phase: str, cursor: Cursor | None) -> dict[str, Any]:
+        if not isinstance(result, dict):
+            raise TypeError(f"train_epoch and validate must return a dict of results, got {result!r}")
+        report: dict[str, Any] = {} if cursor is None else {"epoch": cursor.epoch}
+        report |= result
+        metric = self.operator._parts.metrics.get(phase)
+        if metric is not None:
+            value = metric.compute()
+            report |= value if isinstance(value, dict) else {PREFIX[phase] + _snake(type(metric).__name__): value}
+        if profile:
+            report["profile"] = self.operator.timers.stats()
+        return report
+
+    def _reset_metrics(self, phase: str) -> None:
+        metric = self.operator._parts.metrics.get(phase)
+        if metric is not None:
+            metric.reset()
+
+    def _time(self, profile: bool) -> None:
+        timers = self.operator.timers
+        timers.reset()
+        if profile:
+            timers.enable()
+        else:
+            timers.disable()
+
+    # -- other calls ----------------------------------------------------------------------------------
+
+    def _run_apply_operator(self, function: Callable[[Any], Any]) -> Any:
+        return function(self.operator)
+
+    def _run_apply(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def _run_update_scheduler(self, metric: Any) -> None:
+        schedulers = self.operator._parts.schedulers
+        if not schedulers:
+            raise TypeError("update_scheduler needs a scheduler: register one with self.register(schedulers=...)")
+        for scheduler in schedulers:
+            scheduler.step(metric)
+
+    def _run_get_model(self) -> list[Any]:
+        """Bare models on the CPU, as copies: the training models stay where they are."""
+        return [copy.deepcopy(model).cpu() for model in self.operator._parts.models]
+
+    def _run_random_state(self) -> dict[str, Any]:
+        return states.random_state()
+
+    def _run_checkpoint(self, ranks: list[Any]) -> Any:
+        """The whole checkpoint as bytes, on rank 0; `ranks` are the random states of all."""
+        return states.dump({**self.whole(), "rng": ranks}) if self._seat.world_rank == 0 else None
+
+    def _run_check(self, data: Any, trusted: bool) -> None:
+        states.check(self.operator, states.parse(data.data, trusted=trusted))
+
+    def _run_restore(self, data: Any, trusted: bool) -> None:
+        state = states.parse(data.data, trusted=trusted)
+        self._adopt(state)
+        ranks = state.get("rng") or []
+        if self._seat.world_rank < len(ranks):
+            states.restore_random(ranks[self._seat.world_rank])
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    def whole(self) -> dict[str, Any]:
+        """Operator and position; tensors are shared with the live ones."""
+        cursor = self._cursor
+        state = states.gather(self.operator)
+        state["epoch"] = cursor.epoch
+        state["position"] = cursor.as_dict()
+        state["validation_position"] = self._val_cursor.as_dict()
+        if self._train is not None and not cursor.ended:
+            state["order"] = self._train.order if isinstance(self._train.order, (torch.Tensor, list)) else None
+        return state
+
+    def state(self) -> memoryview:
+        return states.dump(self.whole())
+
+    def load(self, data: Any) -> None:
+        """Another replica's state, from this very trainer: trusted, and it fits."""
+        self._adopt(torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
+
+    def _adopt(self, state: dict[str, Any]) -> None:
+        states.restore(self.operator, state)
+        old = {"epoch": state.get("epoch", 0), "step": state.get("global_step", 0)}
+        self._cursor.adopt(state.get("position") or old)
+        self._val_cursor.adopt(state.get("validation_position") or {})
+        self._val_cursor.ended = True
+        self._feed = None
+        loader = self.operator._parts.train_loader
+        if loader is not None and not self._cursor.ended:
+            self._train = self._source(loader, training=True)
+            order = state.get("order")
+            self._train.order = order if order is not None else self._natural_order()
+
+    def _natural_order(self) -> Any:
+        loader = self.operator._parts.train_loader
+        return range(len(loader.dataset)) if is_planned(loader) else range(0)
+
+    def seated(self, seat: Seat) -> None:
+        """A new generation: fresh wrappers, a fresh deal; who was cut short forgets the batch in work."""
+        old, self._seat = self._seat, seat
+        if self._feed is not None:
+            self._feed.cut_short()
+            self._feed = None
+        self.operator._seat = seat
+        self.operator._precision.abandon()
+        self.operator._parts.rewrap()
+        if old.world_size != seat.world_size and not old.solo:
+            self.operator.resized(old.world_size, seat.world_size)
+
+    def close(self) -> None:
+        close(self._train)
+        close(self._validation)
+        self._snapshots.close()
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -1,0 +1,134 @@
+"""The order of an epoch, as the user's own sampler gives it, and loaders that follow a plan through it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from raysgd.errors import ConfigError
+from raysgd.plan import Deal, Share
+
+__all__ = ["Order", "Picker", "agree", "epoch_order", "evened", "following", "has_own_batches", "is_planned", "set_epoch", "unit_size"]
+
+# The units of an epoch in their order: sample indices (a range, a tensor) or whole batches of a user's batch sampler.
+Order = range | torch.Tensor | list[Any]
+
+
+def is_planned(loader: Any) -> bool:
+    """Can an epoch of it be dealt by index? (A map-style DataLoader: anything else is iterated live.)"""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def has_own_batches(loader: DataLoader[Any]) -> bool:
+    """A batch sampler of the user's own: its batches stay whole."""
+    return loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+
+
+def unit_size(loader: DataLoader[Any]) -> int:
+    """How many units one rank takes in one step."""
+    return 1 if has_own_batches(loader) or loader.batch_size is None else int(loader.batch_size)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tells every part of the loader that wants to know."""
+    for part in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))):
+        teller = getattr(part, "set_epoch", None)
+        if callable(teller):
+            teller(epoch)
+
+
+def epoch_order(loader: DataLoader[Any]) -> Order:
+    """What the user's sampler says, whole. A DistributedSampler is asked as if it were alone."""
+    sampler: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler))
+    if isinstance(sampler, DistributedSampler):
+        alone = DistributedSampler(
+            sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
+        )
+        alone.set_epoch(sampler.epoch)
+        sampler = alone
+    if not hasattr(type(sampler), "__len__"):
+        raise ConfigError(
+            f"the sampler {type(sampler).__name__} has no length, so its epoch cannot be dealt out over workers: give "
+            "it a __len__, use an IterableDataset, or pass add_dist_sampler=False and share the data yourself"
+        )
+    units = list(sampler)
+    if units and all(type(unit) is int for unit in units):
+        return torch.tensor(units, dtype=torch.int64)
+    return units
+
+
+def agree(order: Order | None) -> Order:
+    """Rank 0's order on every rank: samplers draw from random states that differ between processes."""
+    box = [order]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    return box[0]
+
+
+class Picker:
+    """The batch sampler of a planned loader: yields one rank's units, step by step. Its plan is exchanged in place,
+    since persistent loader processes keep hold of the sampler they started with."""
+
+    def __init__(self, *, own_batches: bool, batched: bool) -> None:
+        self._own_batches, self._batched = own_batches, batched
+        self._order: Order = range(0)
+        self._deal = Deal(total=0, step_size=1, world_size=1)
+        self._rank = self._offset = 0
+
+    def follow(self, order: Order, deal: Deal, rank: int, offset: int) -> None:
+        self._order, self._deal, self._rank, self._offset = order, deal, rank, offset
+
+    def steps(self) -> Iterator[tuple[int, Share]]:
+        """For each step of this rank: the offset after it, and the share. Steps it sits out are left out."""
+        offset = self._offset
+        for share in self._deal.of(self._rank, offset):
+            offset = self._deal.advance(offset)
+            if share.stop > share.start:
+                yield offset, share
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.steps())
+
+    def __iter__(self) -> Iterator[Any]:
+        for offset, share in self.steps():
+            units = self._slice(share.start, share.stop)
+            if self._own_batches:
+                units = [index for batch in units for index in batch]
+            yield units if self._batched else units[0]
+
+    def _slice(self, start: int, stop: int) -> list[Any]:
+        units = self._order[start:stop]
+        return list(units.tolist()) if isinstance(units, torch.Tensor) else list(units)
+
+
+def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
+    """The user's loader, option by option (also of a subclass), with our plan in place of its sampler."""
+    twin = copy.copy(loader)
+    # DataLoader forbids exchanging its sampler by assignment, as its own __init__ derives other state from it;
+    # only these entries depend on it.
+    twin.__dict__.update(sampler=picker, _iterator=None)
+    if loader.batch_sampler is not None:
+        twin.__dict__["batch_sampler"] = picker
+    return twin
+
+
+def evened(order: Order, world_size: int, offset: int) -> Order:
+    """Whole batches, with those of a short last step cut so that there is one for each rank.
+
+    A rank without a share would have to repeat one, although there are samples enough to go round.
+    """
+    units = list(order)
+    left = (len(units) - offset) % world_size
+    if left == 0:
+        return order
+    tail = [index for batch in units[-left:] for index in batch]
+    pieces = [share for share in Deal(total=len(tail), step_size=len(tail), world_size=world_size).shares(0)]
+    return [*units[:-left], *([tail[p.start : p.stop] for p in pieces] if len(tail) >= world_size else units[-left:])]

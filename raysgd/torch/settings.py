@@ -1,0 +1,26 @@
+"""What a replica is told once, by the trainer. Plain values; decided on the driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["ReplicaSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSettings:
+    """distributed: is there a process group (more than one worker at most)? threads: cores of this worker."""
+
+    distributed: bool = False
+    use_gpu: bool = False
+    wrap_ddp: bool = True
+    add_dist_sampler: bool = True
+    scheduler_step_freq: str | None = None
+    use_tqdm: bool = False
+    precision: str = "fp32"
+    use_fp16: Any = False
+    num_workers: int = 1
+    threads: int | None = None
+    batch: Literal["per_worker", "global"] = "per_worker"
+    snapshot_every: Any = None

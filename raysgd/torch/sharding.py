@@ -1,0 +1,58 @@
+"""Iterable data sets over several ranks: each rank's stream, through the ways such data sets already know."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from raysgd.rendezvous import Seat
+
+__all__ = ["RankShard", "shard_live"]
+
+
+def shard_live(loader: Iterable[Any], seat: Seat) -> Iterator[Any]:
+    """One rank's iterator. A data set with `shard(rank, world_size)` is told; another one sees its rank through
+    `torch.utils.data.get_worker_info()`, as if every rank's loader processes were workers of one loader."""
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or seat.world_size == 1:
+        return iter(loader)
+    hook = getattr(dataset, "shard", None)
+    if callable(hook):
+        hook(seat.world_rank, seat.world_size)
+        return iter(loader)
+    twin = copy.copy(loader)
+    twin.__dict__.update(dataset=RankShard(dataset, seat.world_rank, seat.world_size), _iterator=None)
+    return iter(twin)
+
+
+class RankShard(IterableDataset[Any]):
+    """The user's data set; while it is asked for an item, worker info counts the workers of all ranks."""
+
+    def __init__(self, dataset: IterableDataset[Any], rank: int, world_size: int) -> None:
+        self._dataset, self._rank, self._world_size = dataset, rank, world_size
+
+    def __iter__(self) -> Iterator[Any]:
+        own = get_worker_info()
+        workers = own.num_workers if own is not None else 1
+        info = torch_worker.WorkerInfo(
+            id=self._rank * workers + (own.id if own is not None else 0),
+            num_workers=self._world_size * workers,
+            seed=own.seed if own is not None else 0,
+            dataset=self._dataset,
+        )
+        stream: Iterator[Any] | None = None
+        while True:
+            torch_worker._worker_info = info
+            try:
+                if stream is None:
+                    stream = iter(self._dataset)
+                item = next(stream)
+            except StopIteration:
+                return
+            finally:
+                torch_worker._worker_info = own
+            yield item

@@ -1,0 +1,43 @@
+"""v1's module of operators: `TrainingOperator`, `CreatorOperator`, and two ready test operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raysgd.torch.creators import CreatorOperator
+from raysgd.torch.operator import TrainingOperator
+
+__all__ = ["CreatorOperator", "TrainingOperator", "get_test_metrics_operator", "get_test_operator"]
+
+
+def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
+    """A subclass whose epochs and validations do nothing and report a done marker: for tests of what is around them."""
+
+    class _TestOperator(operator_cls):  # type: ignore[valid-type, misc]
+        def train_epoch(self, iterator: Any, info: Any = None, **_: Any) -> dict[str, Any]:
+            return {"done": 1}
+
+        def validate(self, val_iterator: Any, info: Any = None) -> dict[str, Any]:
+            return {"done": 1}
+
+    return _TestOperator
+
+
+def get_test_metrics_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
+    """A subclass that reports known scores: `config["scores"]`, and `config["val_scores"]`, batch by batch."""
+
+    class _TestMetricsOperator(operator_cls):  # type: ignore[valid-type, misc]
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            self.scores, self.val_scores = list(config["scores"]), list(config["val_scores"])
+            self.key = config["key"]
+
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            metrics: dict[str, Any] = super().train_batch(batch, batch_info)
+            return {**metrics, self.key: self.scores.pop(0)}
+
+        def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            metrics: dict[str, Any] = super().validate_batch(batch, batch_info)
+            return {**metrics, self.key: self.val_scores.pop(0)}
+
+    return _TestMetricsOperator

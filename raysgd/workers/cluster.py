@@ -1,0 +1,81 @@
+"""What raysgd asks of the cluster itself: to be there, what is free, which nodes are on their way out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from raysgd.config import WorkerResources
+from raysgd.errors import ConfigError
+
+__all__ = ["alive_nodes", "draining_nodes", "driver_address", "ensure_cluster", "free_by_node", "holds_at_most", "room_for"]
+
+logger = logging.getLogger("raysgd")
+
+
+def ensure_cluster() -> None:
+    """Connects to the cluster RAY_ADDRESS names, or starts a local one and says so."""
+    import ray
+
+    if ray.is_initialized():
+        if ray.util.client.ray.is_connected():  # type: ignore[attr-defined]
+            raise ConfigError(
+                "this script is connected through Ray Client (ray://), and workers cannot reach it there. "
+                "Run it on the cluster (for example with `ray job submit`), or connect with ray.init(address='auto')"
+            )
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    context = ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+    if address:
+        logger.info("connected to the Ray cluster at %s", address)
+    else:
+        cpus = ray.cluster_resources().get("CPU", 0)
+        logger.warning(
+            "no Ray cluster was connected: started a local one (%g CPUs, address %s)",
+            cpus,
+            context.address_info.get("gcs_address", "?"),
+        )
+
+
+def driver_address() -> str:
+    """The address under which other nodes reach this process's machine."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def alive_nodes() -> dict[str, Mapping[str, float]]:
+    """Total resources of every node that is alive, by node id."""
+    import ray
+
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def free_by_node() -> dict[str, Mapping[str, float]]:
+    """Free resources of every node that is alive and not draining."""
+    from ray._private.state import available_resources_per_node
+
+    leaving = draining_nodes()
+    free: dict[str, Mapping[str, float]] = available_resources_per_node()
+    return {node: resources for node, resources in free.items() if node not in leaving}
+
+
+def draining_nodes() -> set[str]:
+    """Nodes that Ray was told will go away soon (preemption, downscaling)."""
+    import ray
+
+    try:
+        return set(ray._private.state.state.get_draining_nodes())
+    except AttributeError:  # an older Ray does not tell
+        return set()
+
+
+def room_for(resources: WorkerResources) -> int:
+    """How many more workers fit now, node by node (a worker never spans two)."""
+    return sum(resources.fits(free) for free in free_by_node().values())
+
+
+def holds_at_most(resources: WorkerResources) -> int:
+    """How many workers the whole cluster could hold if it were empty."""
+    return sum(resources.fits(total) for total in alive_nodes().values())

@@ -1,0 +1,80 @@
+"""A group of one, in this very process: no Ray, no network. The twin of `RayGroup`, and the way to debug."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from raysgd.progress import Control, Progress
+from raysgd.protocols import Backend
+from raysgd.workers.body import Body
+from raysgd.workers.events import Arrived, Event, Heard, Replied
+
+__all__ = ["InlineGroup"]
+
+
+class InlineGroup:
+    """Calls run where they are submitted. Progress goes straight to `listener`, since nobody polls meanwhile."""
+
+    elastic = False
+
+    def __init__(self, backend: Backend) -> None:
+        self.listener: Callable[[Event], None] = lambda event: None
+        self._worker = "inline"
+        self._control = Control(self._publish)
+        self._body = Body(backend, self._control, travels=False)
+        self._events: list[Event] = []
+        self._calls = 0
+        self._launched = False
+
+    def launch(self, count: int) -> list[str]:
+        if self._launched or count != 1:
+            raise RuntimeError("the inline group is one worker, this process")
+        self._launched = True
+        self._events.append(Arrived(self._worker, "this process", os.getpid()))
+        return [self._worker]
+
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        self._calls += 1
+        outcome = self._body.perform(verb, arguments)
+        self._events.append(Replied(worker, self._calls, outcome))
+        return self._calls
+
+    def pack(self, value: Any) -> Any:
+        """Nothing travels: the user's very object is used."""
+        return value
+
+    def poll(self, timeout: float) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def tell(self, worker: str, message: dict[str, Any]) -> bool:
+        return False  # nobody can listen while this thread trains
+
+    def kill(self, worker: str) -> None:
+        raise RuntimeError("the inline worker is this process; it cannot be killed")
+
+    def dismiss(self, worker: str, *, force: bool = False) -> None:
+        self._body.perform("close", {})
+        self._launched = False
+
+    def room(self) -> int:
+        return 0
+
+    def wanting(self, count: int) -> str:
+        return "nothing: the worker is this process"
+
+    def draining(self) -> set[str]:
+        return set()
+
+    def silent_for(self, worker: str) -> float:
+        return 0.0
+
+    def stop(self, *, force: bool = False) -> None:
+        if self._launched:
+            self.dismiss(self._worker, force=force)
+
+    def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
+        message = {"t": "progress", "call": self._calls, "progress": progress, "partial": partial}
+        self.listener(Heard(self._worker, message))

@@ -1,0 +1,141 @@
+"""The worker's end of its line to the driver: heartbeats out, stop signs in. Runs beside the training thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from raysgd.progress import Control, Progress
+from raysgd.workers.frames import FrameReader, send
+
+__all__ = ["Line", "LineAddress"]
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+DRIVER_GONE = 78
+
+
+@dataclass(frozen=True)
+class LineAddress:
+    """Where the driver listens, and the word that lets a worker in."""
+
+    host: str
+    port: int
+    token: str
+
+
+class Line:
+    """Owns one socket and one thread. Knows the control desk and how to abort a collective; nothing of training."""
+
+    def __init__(self, address: LineAddress, worker: str, node: str, abort: Callable[[], None]) -> None:
+        self._address, self._worker = address, worker
+        self._abort = abort
+        self._sending = threading.Lock()
+        self._socket = socket.create_connection((address.host, address.port), timeout=30)
+        self._socket.settimeout(HEARTBEAT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.control = Control(self._publish)
+        self.generation = -1
+        self.call = -1
+        self._main = threading.main_thread().ident or 0
+        self._open = True
+        self._say({"t": "hello", "token": address.token, "worker": worker, "node": node, "pid": os.getpid()})
+        threading.Thread(target=self._listen, name="raysgd-line", daemon=True).start()
+
+    def notice(self) -> None:
+        """This worker was told that it will be stopped soon."""
+        self.control.notice = True
+        self._say({"t": "notice"})
+
+    def upload(self, message: dict[str, Any], body: bytes | memoryview) -> None:
+        """Sends bulk bytes on a connection of their own, so that stop signs never wait behind them."""
+        with socket.create_connection((self._address.host, self._address.port), timeout=30) as connection:
+            connection.settimeout(None)
+            send(connection, {"t": "upload", "token": self._address.token, "worker": self._worker, **message}, body)
+
+    def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
+        self._say({"t": "progress", "call": self.call, "progress": astuple(progress), "partial": partial})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        try:
+            with self._sending:
+                send(self._socket, message)
+        except OSError:
+            if self._open:
+                self._driver_gone()
+
+    def _listen(self) -> None:
+        reader = FrameReader()
+        while self._open:
+            try:
+                frames = receive_or_none(self._socket, reader)
+            except TimeoutError:
+                self._say({"t": "alive"})
+                continue
+            if frames is None:
+                self._driver_gone()
+                return
+            for message, _ in frames:
+                self._obey(message)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        kind = message["t"]
+        if kind == "interrupt":
+            if message["generation"] >= self.generation:
+                self.control.interrupt()
+                self._abort()
+        elif kind == "propose":
+            kept = message["call"] == self.call and self.control.propose(message["at"])
+            self._say({"t": "consent", "id": message["id"], "kept": kept, "begun": self.control.begun})
+        elif kind == "confirm":
+            self.control.confirm()
+        elif kind == "withdraw":
+            self.control.withdraw()
+        elif kind == "stack":
+            self._say({"t": "stack", "id": message["id"], "frames": self._stack(), **self._where()})
+        elif kind == "kill":
+            self._kill(message["pid"])
+        elif kind == "bye":
+            self._open = False
+
+    def _stack(self) -> list[str]:
+        """The training thread's frames, innermost first."""
+        frame = sys._current_frames().get(self._main)
+        return [f"{f.filename}:{f.lineno} {f.name}" for f in reversed(traceback.extract_stack(frame))][:20]
+
+    def _where(self) -> dict[str, Any]:
+        return {"phase": self.control.phase, "batch": self.control.batch}
+
+    @staticmethod
+    def _kill(pid: int) -> None:
+        """A worker on the same machine hangs: only a neighbour can end it at once."""
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            logger.info("process %d was gone already", pid)
+
+    def _driver_gone(self) -> None:
+        if self._open:
+            os._exit(DRIVER_GONE)  # nobody is left to answer to, and the main thread may be stuck in a collective
+
+
+def receive_or_none(connection: socket.socket, reader: FrameReader) -> list[tuple[dict[str, Any], bytes]] | None:
+    """Like `frames.receive`, but lets the time-out through: it is the heartbeat's clock."""
+    try:
+        data = connection.recv(1 << 16)
+    except TimeoutError:
+        raise
+    except OSError:
+        return None
+    return reader.feed(data) if data else None
+
+

@@ -1,0 +1,73 @@
+"""User code travels by value: a class from a notebook, from `__main__` or from a module beside the script
+works on every node, also where that module's file is not."""
+
+from __future__ import annotations
+
+import pickle
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from raysgd.workers.blob import Packed
+
+__all__ = ["is_local", "pack"]
+
+
+
+def pack(value: Any) -> Packed:
+    """The user's object as bytes that any node can read.
+
+    Modules that are not installed (files beside the script) are pickled with their content. Raises a TypeError
+    that names the object when something in it cannot be pickled.
+    """
+    from ray import cloudpickle
+
+    try:
+        with _by_value():
+            return Packed(cloudpickle.dumps(value))
+    except (TypeError, pickle.PicklingError, AttributeError) as error:
+        raise TypeError(
+            f"{value!r} cannot be sent to the workers: {error}. Make such objects (locks, files, connections, loaders "
+            "with running processes) inside `setup`, which runs on each worker, and pass only plain values in"
+        ) from error
+
+
+@contextmanager
+def _by_value() -> Iterator[None]:
+    from ray import cloudpickle
+
+    registered = []
+    for module in list(sys.modules.values()):
+        if is_local(module) and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            registered.append(module)
+    try:
+        yield
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def is_local(module: ModuleType) -> bool:
+    """A plain file of the user's: not built in, not installed, not raysgd's own, and not a test runner's."""
+    name = getattr(module, "__name__", "")
+    if not isinstance(module, ModuleType) or name == "__main__" or name.partition(".")[0] == "raysgd":
+        return False
+    if sys.modules.get(name) is not module:
+        return False
+    file = getattr(module, "__file__", None)
+    if not file or not str(file).endswith(".py"):
+        return False
+    path = Path(file)
+    return not any(path.is_relative_to(root) for root in _installed())
+
+
+def _installed() -> list[Path]:
+    roots = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    roots |= {*site.getsitepackages(), site.getusersitepackages(), sys.prefix, sys.base_prefix}
+    return [Path(root) for root in roots if root]

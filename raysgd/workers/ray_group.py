@@ -1,0 +1,214 @@
+"""N workers as Ray actors, addressed together: launch, call, listen, end. Decides nothing."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import signal
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.config import WorkerResources
+from raysgd.outcomes import Outcome
+from raysgd.protocols import Backend
+from raysgd.workers import cluster
+from raysgd.workers.actor import WorkerActor
+from raysgd.workers.blob import Blob
+from raysgd.workers.events import Arrived, Event, Gone, Replied
+from raysgd.workers.line import LineAddress
+from raysgd.workers.packing import pack
+from raysgd.workers.switchboard import Switchboard
+
+__all__ = ["RayGroup"]
+
+logger = logging.getLogger("raysgd")
+
+SMALL = 1 << 16
+
+
+@dataclass
+class _Handle:
+    actor: Any
+    node: str = ""
+    pid: int = 0
+    gone: bool = False
+
+
+class RayGroup:
+    """Owns actor handles, the switchboard and one queue of events. One worker is one actor with resources of its
+    own (no placement group, which could not be resized), so growing never moves a survivor."""
+
+    elastic = True
+
+    def __init__(self, backend: Backend, resources: WorkerResources) -> None:
+        import ray
+
+        cluster.ensure_cluster()
+        self.listener: Callable[[Event], None] = lambda event: None
+        self._backend, self._resources = backend, resources
+        self._handles: dict[str, _Handle] = {}
+        self._calls = itertools.count(1)
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._here = ray.get_runtime_context().get_node_id()
+        self._board = Switchboard(self._events, ray.util.get_node_ip_address())
+        self._actor_class = ray.remote(WorkerActor)
+
+    # -- members --------------------------------------------------------------------------------------
+
+    def launch(self, count: int) -> list[str]:
+        """Asks Ray for `count` processes; each is an `Arrived` event when it is up."""
+        address = LineAddress(*self._board.address, self._board.token)
+        workers = []
+        for _ in range(count):
+            worker = uuid.uuid4().hex[:8]
+            actor = self._actor_class.options(
+                num_cpus=self._resources.cpus,
+                num_gpus=self._resources.gpus,
+                resources=dict(self._resources.custom) or None,
+                scheduling_strategy="SPREAD",
+                max_restarts=0,
+                max_task_retries=0,
+                name=f"raysgd-{worker}",
+            ).remote(worker, address, self._backend)
+            self._handles[worker] = _Handle(actor)
+            workers.append(worker)
+        return workers
+
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        """Starts one call; its end is a `Replied` (or `Gone`) event with the number returned here."""
+        call = next(self._calls)
+        shared = {name: self._shared(v) if isinstance(v, Blob) else v for name, v in arguments.items()}
+        future = self._handles[worker].actor.perform.remote(call, generation, verb, shared).future()
+        future.add_done_callback(lambda done: self._done(worker, call, done))
+        return call
+
+    def pack(self, value: Any) -> Any:
+        """The user's object, pickled once, by value; an error here names what cannot travel."""
+        return pack(value)
+
+    @staticmethod
+    def _shared(blob: Blob) -> Any:
+        """One copy in the object store for all that are sent the same bytes."""
+        import ray
+
+        if len(blob) < SMALL:
+            return blob
+        if blob.ref is None:
+            blob.ref = ray.put(blob)
+        return blob.ref
+
+    def _done(self, worker: str, call: int, done: Future[Outcome]) -> None:
+        error = done.exception()
+        if error is None:
+            self._events.put(Replied(worker, call, done.result()))
+        else:
+            self._events.put(Gone(worker, _first_line(error)))
+
+    def poll(self, timeout: float) -> list[Event]:
+        """Everything that has happened, waiting up to `timeout` for the first. A death is told once."""
+        events: list[Event] = []
+        try:
+            events.append(self._events.get(timeout=timeout))
+            while True:
+                events.append(self._events.get_nowait())
+        except queue.Empty:
+            pass
+        return [event for event in events if self._fresh(event)]
+
+    def _fresh(self, event: Event) -> bool:
+        handle = self._handles.get(event.worker)
+        if handle is None:
+            return False
+        if isinstance(event, Arrived):
+            handle.node, handle.pid = event.node, event.pid
+        if isinstance(event, Gone):
+            if handle.gone:
+                return False
+            handle.gone = True
+            self._end(event.worker)
+        return True
+
+    # -- control --------------------------------------------------------------------------------------
+
+    def tell(self, worker: str, message: dict[str, Any]) -> bool:
+        return self._board.tell(worker, message)
+
+    def silent_for(self, worker: str) -> float:
+        return self._board.silent_for(worker)
+
+    def kill(self, worker: str) -> None:
+        """SIGKILL, now: from here or by a neighbour on its node. Ray's own kill asks first, and takes seconds."""
+        import ray
+
+        handle = self._handles.get(worker)
+        if handle is None:
+            return
+        if handle.pid and handle.node == self._here:
+            _kill_process(handle.pid)
+        elif handle.pid:
+            for neighbour, other in self._handles.items():
+                if neighbour != worker and other.node == handle.node and not other.gone:
+                    self.tell(neighbour, {"t": "kill", "pid": handle.pid})
+        ray.kill(handle.actor)
+
+    def _end(self, worker: str) -> None:
+        """Makes sure that a worker we gave up cannot come back."""
+        import ray
+
+        self._board.hang_up(worker)
+        handle = self._handles[worker]
+        ray.kill(handle.actor)
+
+    def dismiss(self, worker: str, *, force: bool = False) -> None:
+        """Ends a worker that is not needed any more. Frees its resources at once."""
+        handle = self._handles.pop(worker, None)
+        if handle is None:
+            return
+        import ray
+
+        self._board.hang_up(worker)
+        ray.kill(handle.actor)
+
+    def stop(self, *, force: bool = False) -> None:
+        for worker in list(self._handles):
+            self.dismiss(worker, force=force)
+        self._board.close()
+
+    # -- the cluster ----------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        return cluster.room_for(self._resources)
+
+    def holds_at_most(self) -> int:
+        return cluster.holds_at_most(self._resources)
+
+    def wanting(self, count: int) -> str:
+        """ "4 CPU (2 free)": what `count` workers need against what is free."""
+        free: dict[str, float] = {}
+        for node in cluster.free_by_node().values():
+            for name, amount in node.items():
+                free[name] = free.get(name, 0.0) + amount
+        wanted = self._resources.as_dict()
+        return ", ".join(f"{count * n:g} {name} ({free.get(name, 0):g} free)" for name, n in wanted.items())
+
+    def draining(self) -> set[str]:
+        return cluster.draining_nodes()
+
+    def lives(self, node: str) -> bool:
+        return node in cluster.alive_nodes()
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _kill_process(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        logger.debug("process %d was gone already", pid)

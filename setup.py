@@ -1,0 +1,88 @@
+"""The package: its name, what it needs, and where `raysgd.operators` lies."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    """Read, not imported: building must not need what the library needs."""
+    text = (ROOT / "raysgd" / "version.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, flags=re.MULTILINE)
+    if match is None:
+        raise RuntimeError('raysgd/version.py must hold one line of the form __version__ = "1.2.3"')
+    return match.group(1)
+
+
+# raysgd/operators is a link for bare checkouts. The build takes the folder itself, so that a wheel holds each
+# file once, also where links do not exist.
+PACKAGES = [
+    *find_packages(include=["raysgd", "raysgd.*"], exclude=["raysgd.operators", "raysgd.operators.*"]),
+    "raysgd.operators",
+    *(f"raysgd.operators.{name}" for name in find_packages("operators")),
+]
+
+TORCH = ["torch>=2.4", "numpy", "tqdm"]
+TENSORFLOW = ["tensorflow>=2.16", "numpy", "tqdm"]
+HOROVOD = [*TORCH, "horovod>=0.28"]
+LIGHTNING = [*TORCH, "lightning>=2.1"]
+TORCHMETRICS = [*TORCH, "torchmetrics>=1.0"]
+TUNE = ["ray[tune]"]
+CALLBACKS = ["tqdm", "tensorboard", "mlflow-skinny", "wandb", "matplotlib", "pandas"]
+BENCH = [*LIGHTNING, "accelerate", "ray[train]", "matplotlib"]
+DOCS = ["sphinx>=7", "myst-parser>=2", "furo"]
+DEV = [
+    *LIGHTNING,
+    *TORCHMETRICS,
+    *DOCS,
+    "hypothesis",
+    "mypy",
+    "pytest>=8",
+    "pytest-timeout",
+    "ruff",
+    "scikit-learn",
+    "setuptools>=64",
+    "types-tqdm",
+    "wheel",
+]
+
+setup(
+    name="raysgd",
+    version=version(),
+    description="Elastic distributed training on Ray: a model is a class, trained on any number of workers",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=PACKAGES,
+    package_dir={"raysgd.operators": "operators"},
+    package_data={"raysgd": ["py.typed"]},
+    install_requires=["ray>=2.9"],
+    extras_require={
+        "torch": TORCH,
+        "tensorflow": TENSORFLOW,
+        "horovod": HOROVOD,
+        "lightning": LIGHTNING,
+        "torchmetrics": TORCHMETRICS,
+        "tune": TUNE,
+        "callbacks": CALLBACKS,
+        "bench": BENCH,
+        "docs": DOCS,
+        "dev": DEV,
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

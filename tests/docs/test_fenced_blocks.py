@@ -1,0 +1,113 @@
+"""Every Python block of the documentation runs.
+
+A page is one script: its blocks in their order, each on the lines it has in the page, so that a traceback
+points into the page. A block that cannot run here says why, in a comment above it:
+`<!-- not run: needs a GPU -->`.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)])
+FENCE = re.compile(r"^ *(?P<ticks>`{3,}|~{3,}) *(?P<language>[^`]*?) *$")
+NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
+TIME_LIMIT_S = 240
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int  # of the block's first line of code
+    language: str
+    code: str
+    not_run: str  # the reason, or nothing
+
+
+def blocks(text: str, page: str) -> list[Block]:
+    found: list[Block] = []
+    opening: re.Match[str] | None = None
+    start, reason = 0, ""
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        fence = FENCE.match(line)
+        if opening is None:
+            if fence:
+                opening, start = fence, number + 1
+            elif line.strip():  # a reason holds for the very next block only
+                mark = NOT_RUN.search(line)
+                reason = mark["reason"] if mark else ""
+        elif fence and not fence["language"] and fence["ticks"].startswith(opening["ticks"]):
+            code = dedent("\n".join(lines[start - 1 : number - 1])) + "\n"
+            found.append(Block(page, start, opening["language"], code, reason))
+            opening, reason = None, ""
+    assert opening is None, f"{page}:{start - 1} opens a block that nothing closes"
+    return found
+
+
+def script(page_blocks: list[Block]) -> str:
+    """The page as a program, with empty lines where the page has prose."""
+    text = ""
+    for block in page_blocks:
+        text += "\n" * (block.line - 1 - text.count("\n")) + block.code
+    return text
+
+
+ALL = [b for path in PAGES for b in blocks(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))]
+PYTHON = [block for block in ALL if block.language == "python"]
+RUN_PAGES = sorted({block.page for block in PYTHON if not block.not_run})
+
+
+@pytest.mark.parametrize("page", RUN_PAGES)
+def test_page_runs(page: str, tmp_path: Path) -> None:
+    path = tmp_path / (Path(page).stem.replace("-", "_") + "_page.py")
+    path.write_text(script([b for b in PYTHON if b.page == page and not b.not_run]), encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, str(path)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIME_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with what it started
+        output, _ = process.communicate()
+        pytest.fail(f"{page} ran longer than {TIME_LIMIT_S} s; its output ended so:\n{output[-4000:]}")
+    assert process.returncode == 0, f"{page} failed; its output ended so:\n{output[-4000:]}"
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda b: f"{b.page}:{b.line}")
+def test_block_is_python(block: Block) -> None:
+    """Also what is not run; that shows up among the skipped tests, with its reason."""
+    compile(block.code, f"{block.page}:{block.line}", "exec")
+    if block.not_run:
+        pytest.skip(f"{block.page}:{block.line} is not run: {block.not_run}")
+
+
+def test_no_python_hides_under_another_name() -> None:
+    known = {"python", "text", "bash", "console", "toml", "json", "yaml", "ini", "make"}
+    directive = re.compile(r"\{(?!.*python)[\w-]+\}")
+    odd = [b for b in ALL if b.language not in known and not directive.match(b.language)]
+    places = [f"{b.page}:{b.line} ```{b.language}" for b in odd]
+    assert not odd, f"a block is ```python (and run) or one of {sorted(known)}: {places}"
+
+
+def test_blocks_are_found_with_their_lines() -> None:
+    text = "# A\n\n```python\nx = 1\n```\n<!-- not run: needs a GPU -->\n\n```python\ny = 2\n```\n"
+    text += "~~~text\n```\n~~~\n"
+    first, second, third = blocks(text, "a.md")
+    assert (first.line, first.code, first.not_run) == (4, "x = 1\n", "")
+    assert (second.line, second.not_run) == (9, "needs a GPU")
+    assert (third.language, third.code) == ("text", "```\n")
+    assert script([first, second]) == "\n\n\nx = 1\n\n\n\n\ny = 2\n"

@@ -1,0 +1,139 @@
+"""Every example runs as a reader would run it, and what it prints is looked at. New ones are found."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+# Scripts for Ray 1.x, and what they become: looked at below.
+MIGRATED = {"migrate_v1_before.py", "migrate_v1_after.py"}
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in MIGRATED)
+TRAIN_SAMPLES = 1437
+
+
+def run(script: Path, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(script), "--smoke", *options],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script.name} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def numbers(name: str, output: str) -> list[float]:
+    """Every number that is printed right after this name."""
+    return [float(value) for value in re.findall(rf"\b{name}\s+([\d.]+)", output)]
+
+
+def loss_falls(output: str) -> None:
+    losses = numbers("train_loss", output)
+    assert len(losses) >= 2, output
+    assert losses[-1] < 0.8 * losses[0], output
+
+
+def quickstart(output: str) -> None:
+    rows = [line.split() for line in output.splitlines() if re.match(r"\s+\d+\s+\d+\s", line)]
+    assert [row[0] for row in rows] == ["1", "2", "3"], output
+    assert all(int(row[1]) == TRAIN_SAMPLES for row in rows), output
+    assert float(rows[-1][2]) < 0.8 * float(rows[0][2]), output
+    assert float(rows[-1][4].rstrip("%")) > 85, output
+    assert "recoveries: 1" in output
+    assert f"samples in that epoch: {TRAIN_SAMPLES} of {TRAIN_SAMPLES}" in output
+
+
+def linear_regression(output: str) -> None:
+    loss_falls(output)
+    assert numbers("val_r2", output)[-1] > 0.98, output
+    made, learned = re.findall(r"y = ([\d.]+) x ([-+][\d.]+)", output)
+    assert [float(part) for part in learned] == pytest.approx([float(part) for part in made], abs=0.05)
+
+
+def two_models(output: str) -> None:
+    before, after = numbers("distance", output)
+    assert after < 0.85 * before, output
+    assert len(numbers("loss_g", output)) == len(numbers("loss_d", output)) == 6, output
+
+
+def custom_train_epoch(output: str) -> None:
+    loss_falls(output)
+    batches, steps = numbers("batches", output), numbers("steps", output)
+    assert [count / 4 for count in batches] == steps, output
+
+
+def from_creators(output: str) -> None:
+    loss_falls(output)
+    assert numbers("lr", output) == [0.1, 0.1, 0.05, 0.05]
+    assert numbers("val_accuracy", output)[-1] > 0.85, output
+
+
+def save_and_resume(output: str) -> None:
+    loss_falls(output)
+    saved, loaded, finished = numbers("val_loss", output)
+    assert loaded == pytest.approx(saved, rel=1e-3)
+    assert finished < saved
+    assert numbers("epoch", output) == [1, 2], "the loaded trainer counts on"
+    assert "{'times_loaded': 1}" in output
+
+
+def language_model(output: str) -> None:
+    loss_falls(output)
+    assert 4 < numbers("val_perplexity", output)[-1] < 10, output
+
+
+def resnet_generated_images(output: str) -> None:
+    loss_falls(output)
+    assert numbers("val_accuracy", output)[-1] > 0.3, "ten classes: guessing gives 0.1"
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    f"{check.__name__}.py": check
+    for check in (
+        quickstart,
+        linear_regression,
+        two_models,
+        custom_train_epoch,
+        from_creators,
+        save_and_resume,
+        language_model,
+        resnet_generated_images,
+    )
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_example(name: str) -> None:
+    # An example that is not listed above must at least print a train_loss that falls.
+    CHECKS.get(name, loss_falls)(run(EXAMPLES / name))
+
+
+def test_no_check_without_its_example() -> None:
+    assert set(CHECKS) <= set(SCRIPTS)
+
+
+def lines_of(script: str) -> list[str]:
+    """The lines of a script below its docstring, whatever order the imports stand in."""
+    body = (EXAMPLES / script).read_text(encoding="utf-8").split('"""', 2)[2]
+    return sorted(line for line in body.replace("ray.util.sgd", "raysgd").splitlines() if line)
+
+
+@pytest.mark.slow
+def test_migrating_is_one_replacement(tmp_path: Path) -> None:
+    """The v1 script, with the one change that the guide names, runs; and the script "after" is just that."""
+    assert lines_of("migrate_v1_before.py") == lines_of("migrate_v1_after.py")
+    script = tmp_path / "migrated.py"
+    before = (EXAMPLES / "migrate_v1_before.py").read_text(encoding="utf-8")
+    script.write_text(before.replace("ray.util.sgd", "raysgd"), encoding="utf-8")
+
+    output = run(script)
+    loss_falls(output)
+    slope, intercept = numbers("slope", output) + numbers("intercept", output)
+    assert [slope, intercept] == pytest.approx([2, 5], abs=1.5)
+    assert "success!" in output

@@ -1,0 +1,124 @@
+"""A file imports what is below it, never above, and siblings only where shown: see docs/structure.md."""
+
+import ast
+import sys
+from graphlib import TopologicalSorter
+from importlib.util import resolve_name
+from pathlib import Path
+from typing import TypeGuard
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = [p for p in (ROOT / "raysgd").rglob("*.py") if (ROOT / "raysgd" / "operators") not in p.parents]
+FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
+
+# The longest entry that covers a file decides, so "torch/trainer" is not among the bodies. Package __init__
+# files gather names for the user, and nothing below may lean on them.
+FLOORS = {
+    "0": "errors config constants version protocols meters timers metrics outcomes progress plan elastic "
+    "hang rendezvous snapshot",
+    "1a": "storage callbacks data",
+    "1b": "torch tf horovod train",
+    "2": "workers",
+    "3": "engine",
+    "4": "torch/trainer tf/trainer train/trainer utils",
+    "5a": "__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__",
+    "5b": "operators tune cli",
+}
+FLOOR_OF = {unit: floor for floor, units in FLOORS.items() for unit in units.split()}
+
+# Who may import whom on one floor, beside files of one folder. All of floor 0 may import its own ground.
+GROUND = {"errors", "config", "constants", "version"}
+SIBLINGS = {
+    "outcomes": {"progress"},
+    "elastic": {"outcomes"},
+    "snapshot": {"progress"},
+    "protocols": {"outcomes", "progress", "rendezvous", "snapshot"},
+}
+
+# Where a package from outside may be imported; the operators are bodies of the user's kind.
+HOMES = {
+    "ray": {"workers", "tune"},
+    "torch": {"torch", "horovod", "train", "operators"},
+    "tensorflow": {"tf", "horovod", "train", "operators"},
+    "keras": {"tf", "operators"},
+    "horovod": {"horovod"},
+}
+
+
+def name_of(path: Path) -> str:
+    """`raysgd/torch/data.py` is `torch/data`."""
+    relative = path.relative_to(ROOT).with_suffix("")
+    return "/".join(relative.parts if relative.parts[0] == "operators" else relative.parts[1:])
+
+
+NAMES = {name_of(path) for path in FILES}
+
+
+def unit_of(name: str) -> str:
+    """The longest entry of the table that covers this file."""
+    covering = [unit for unit in FLOOR_OF if name == unit or name.startswith(unit + "/")]
+    assert covering, f"{name}.py stands on no floor: give it one here and in docs/structure.md"
+    return max(covering, key=len)
+
+
+def target(module: str) -> str:
+    """The file behind a dotted name: `torch/data`, or `torch/__init__` for `raysgd.torch`."""
+    name = "/".join(module.split(".")[1:])
+    return name if name in NAMES else f"{name}/__init__".lstrip("/")
+
+
+def only_for_types(node: ast.AST) -> TypeGuard[ast.If]:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of all that the file imports, also inside functions, but not for type checkers alone."""
+    package = ".".join(["raysgd", *name_of(path).split("/")[:-1]])
+    found: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            inner = {f"{base}.{alias.name}" for alias in node.names}
+            modules = {name for name in inner if base.startswith("raysgd") and target(name) in NAMES}
+            found |= modules if modules == inner else modules | {base}
+        todo.extend(node.orelse if only_for_types(node) else ast.iter_child_nodes(node))
+    return found
+
+
+def inside(path: Path) -> set[str]:
+    return {target(module) for module in imports(path) if module.split(".")[0] == "raysgd"} - {name_of(path)}
+
+
+def may_import(importer: str, imported: str) -> bool:
+    upper, lower = unit_of(importer), unit_of(imported)
+    if FLOOR_OF[upper] != FLOOR_OF[lower]:
+        return FLOOR_OF[upper] > FLOOR_OF[lower]
+    return upper == lower or lower in GROUND or lower in SIBLINGS.get(upper, set())
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_point_down(path: Path) -> None:
+    wrong = sorted(name for name in inside(path) if not may_import(name_of(path), name))
+    assert not wrong, f"{name_of(path)} (floor {FLOOR_OF[unit_of(name_of(path))]}) must not import {wrong}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_packages_from_outside_stay_at_home(path: Path) -> None:
+    folder = name_of(path).split("/")[0]
+    outside = {module.split(".")[0] for module in imports(path)} - {"raysgd"}
+    away = sorted(package for package in outside if folder not in HOMES.get(package, {folder}))
+    assert not away, f"{name_of(path)} must not import {away}; they are at home in {[HOMES[p] for p in away]}"
+    if FLOOR_OF[unit_of(name_of(path))] == "0":
+        assert outside <= sys.stdlib_module_names, f"floor 0 is standard library only: {name_of(path)}"
+
+
+def test_no_circles() -> None:
+    """Also between files of one folder, which the floors leave free."""
+    graph = {name_of(path): {n for n in inside(path) if not n.endswith("__init__")} for path in FILES}
+    assert list(TopologicalSorter(graph).static_order())  # raises CycleError and names the circle

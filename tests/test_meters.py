@@ -1,0 +1,236 @@
+"""Averages are weighted, exact, and do not wait for a device."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+import subprocess
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from raysgd.meters import AverageMeter, AverageMeterCollection
+
+
+class DeviceTensor:
+    """Behaves as a one-element tensor on an accelerator, and counts the waits that reading it costs."""
+
+    is_cpu = False
+    reads = 0
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def numel(self) -> int:
+        return 1
+
+    def is_complex(self) -> bool:
+        return False
+
+    def detach(self) -> DeviceTensor:
+        return self
+
+    def clone(self) -> DeviceTensor:
+        return DeviceTensor(self.value)
+
+    def item(self) -> float:
+        DeviceTensor.reads += 1
+        return self.value
+
+
+def collected(*batches, name="m"):
+    meters = AverageMeterCollection()
+    for value, n in batches:
+        meters.update({name: value}, n=n)
+    return meters
+
+
+NUMBERS = {
+    "float": 0.5,
+    "int": 3,
+    "bool": True,
+    "numpy float32": np.float32(0.25),
+    "numpy float64": np.float64(0.25),
+    "numpy int64": np.int64(4),
+    "numpy array without axes": np.array(1.5),
+    "numpy array of one": np.array([1.5]),
+    "fraction": Fraction(1, 4),
+    "tensor": torch.tensor(0.75),
+    "tensor of one": torch.tensor([0.75]),
+    "tensor with gradient": torch.tensor(0.75, requires_grad=True) * 2,
+    "bfloat16 tensor": torch.tensor(0.5, dtype=torch.bfloat16),
+    "integer tensor": torch.tensor(2),
+    "device tensor": DeviceTensor(2.5),
+}
+
+
+@pytest.mark.parametrize("value", NUMBERS.values(), ids=NUMBERS.keys())
+def test_every_kind_of_number_is_averaged(value):
+    plain = float(value.item() if hasattr(value, "item") else value)
+    summary = collected((value, 1), (10.0, 3)).summary()
+    assert summary == {"batch_count": 2, "num_samples": 4, "m": (plain + 30) / 4, "last_m": 10.0}
+    summary = collected((10.0, 3), (value, 1)).summary()
+    assert summary["m"] == (plain + 30) / 4
+    assert summary["last_m"] == plain
+    assert type(summary["last_m"]) in (float, int, bool)
+
+
+OTHERS = {
+    "text": "abc",
+    "text of digits": "3",
+    "none": None,
+    "dict": {"a": 1},
+    "list": [1.0, 2.0],
+    "complex": 1j,
+    "complex tensor": torch.tensor(1j),
+}
+
+
+@pytest.mark.parametrize("value", OTHERS.values(), ids=OTHERS.keys())
+def test_what_is_no_number_is_kept_as_it_is(value):
+    summary = collected(("earlier", 1), (value, 2)).summary()
+    assert summary == {"batch_count": 2, "num_samples": 3, "m": value}
+
+
+@pytest.mark.parametrize("array", [np.array([1.0, 2.0]), torch.tensor([1.0, 2.0], requires_grad=True)])
+def test_an_array_is_kept_without_its_graph(array):
+    kept = collected((array, 1)).summary()["m"]
+    assert kept.tolist() == [1.0, 2.0]
+    assert not getattr(kept, "requires_grad", False)
+
+
+@pytest.mark.parametrize("values", [(None, 2.0, 4.0), (2.0, None, 4.0), (2.0, 4.0, None)])
+def test_a_metric_that_is_sometimes_missing_is_averaged_where_it_is(values):
+    summary = collected(*((value, 1) for value in values)).summary()
+    assert summary == {"batch_count": 3, "num_samples": 3, "m": 3.0, "last_m": 4.0}
+
+
+def test_each_metric_is_weighted_by_its_own_batches():
+    meters = AverageMeterCollection()
+    meters.update({"loss": 1.0}, n=10)
+    meters.update({"loss": 4.0, "extra": 7.0}, n=20)
+    summary = meters.summary()
+    assert list(summary) == ["batch_count", "num_samples", "loss", "last_loss", "extra", "last_extra"]
+    assert list(summary.values()) == [2, 30, 3.0, 4.0, 7.0, 7.0]
+
+
+def test_nan_is_kept():
+    summary = collected((1.0, 1), (math.nan, 1), (1.0, 1)).summary()
+    assert math.isnan(summary["m"])
+    assert summary["last_m"] == 1.0
+
+
+@pytest.mark.parametrize("empty", [math.nan, torch.tensor(math.nan), DeviceTensor(math.nan)])
+def test_a_batch_without_samples_does_not_spoil_the_mean(empty):
+    summary = collected((2.0, 4), (empty, 0)).summary()
+    assert (summary["batch_count"], summary["num_samples"], summary["m"]) == (2, 4, 2.0)
+    assert math.isnan(collected((1.0, 0)).summary()["m"])
+
+
+@pytest.mark.parametrize("n", [torch.tensor(4), np.int64(4), 4.0, 4])
+def test_the_weight_may_be_any_number(n):
+    summary = collected((1.0, n), (3.0, 4)).summary()
+    assert (summary["num_samples"], summary["m"]) == (8, 2.0)
+    assert type(summary["num_samples"]) in (int, float)
+
+
+@pytest.mark.parametrize("n", [-1, math.nan, math.inf, "4", None])
+def test_a_bad_weight_is_refused_and_changes_nothing(n):
+    meters = collected((1.0, 2))
+    with pytest.raises(ValueError, match="number of samples"):
+        meters.update({"m": 5.0}, n=n)
+    assert meters.summary() == {"batch_count": 1, "num_samples": 2, "m": 1.0, "last_m": 1.0}
+
+
+def test_metrics_must_be_a_dict():
+    meters = AverageMeterCollection()
+    with pytest.raises(TypeError, match=r"not NoneType.*train_batch"):
+        meters.update(None)
+    assert meters.summary() == {"batch_count": 0, "num_samples": 0}
+
+
+def test_the_counts_and_the_users_own_last_come_first():
+    meters = AverageMeterCollection()
+    meters.update({"num_samples": 99, "batch_count": "x", "loss": 1.0, "last_loss": 5.0}, n=2)
+    assert meters.summary() == {
+        "batch_count": 1,
+        "num_samples": 2,
+        "loss": 1.0,
+        "last_loss": 5.0,
+        "last_last_loss": 5.0,
+    }
+
+
+def test_a_device_is_not_waited_for_at_each_update():
+    DeviceTensor.reads = 0
+    meters = AverageMeterCollection()
+    for step in range(100):
+        meters.update({"loss": DeviceTensor(float(step))}, n=2)
+    assert DeviceTensor.reads == 0
+    assert meters.summary()["loss"] == 49.5
+    assert meters.summary()["last_loss"] == 99.0
+    assert DeviceTensor.reads == 101  # each once, and the last again
+    for step in range(2000):
+        meters.update({"loss": DeviceTensor(float(step))}, n=2)
+    assert len(meters._meters["loss"]._waiting) < 512
+    assert meters.summary()["loss"] == (4950 + 1999000) / 2100
+
+
+def test_a_tensor_that_changes_later_is_counted_as_it_was():
+    running, device = torch.tensor(1.0), DeviceTensor(1.0)
+    meters = AverageMeterCollection()
+    meters.update({"a": running, "b": device})
+    running += 5
+    device.value = 6.0
+    assert (meters.summary()["a"], meters.summary()["b"]) == (1.0, 1.0)
+
+
+def test_state_is_plain_and_adds_up_to_the_whole():
+    batches = [(random.Random(k).random(), k % 5) for k in range(40)]
+    whole = collected(*batches, ("text", 1), name="m").state()
+    parts = [collected(*batches[:13]).state(), collected(*batches[13:], ("text", 1)).state()]
+    assert whole["batch_count"] == sum(part["batch_count"] for part in parts) == 41
+    assert whole["num_samples"] == sum(part["num_samples"] for part in parts) == 81
+    for key in ("weight", "sum"):
+        total = sum(part["metrics"]["m"][key] for part in parts)
+        assert total == pytest.approx(whole["metrics"]["m"][key], rel=1e-12)
+    assert whole["metrics"]["m"]["last"] == batches[-1][0]
+
+
+@pytest.mark.parametrize("value", [1, np.float32(1), torch.tensor(1), DeviceTensor(1)])
+def test_state_holds_floats(value):
+    state = collected((value, 2)).state()
+    assert state == {
+        "batch_count": 1,
+        "num_samples": 2,
+        "metrics": {"m": {"weight": 2.0, "sum": 2.0, "last": 1.0}},
+    }
+    assert {type(figure) for figure in state["metrics"]["m"].values()} == {float}
+
+
+def test_a_collection_can_be_pickled_and_goes_on():
+    meters = pickle.loads(pickle.dumps(collected((1.0, 1))))
+    meters.update({"m": 3.0})
+    assert meters.summary()["m"] == 2.0
+
+
+def test_a_single_meter():
+    meter = AverageMeter()
+    assert (meter.sum, meter.count) == (0, 0)
+    assert math.isnan(meter.avg) and math.isnan(meter.val)
+    meter.update(1.0)
+    meter.update(torch.tensor(4.0), n=2)
+    assert (meter.val, meter.avg, meter.sum, meter.count) == (4.0, 3.0, 9.0, 3)
+    with pytest.raises(TypeError, match="not str"):
+        meter.update("high")
+    meter.reset()
+    assert (meter.sum, meter.count) == (0, 0)
+
+
+def test_no_framework_is_imported():
+    code = "import sys, raysgd.meters; print({'torch', 'numpy', 'ray', 'tensorflow'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

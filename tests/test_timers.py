@@ -1,0 +1,108 @@
+"""Stop-watches: figures over a window, and a switch."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from raysgd.timers import TimerCollection, TimerStat
+
+
+def pushed(*seconds: float, window_size: int = 10) -> TimerStat:
+    timer = TimerStat(window_size=window_size)
+    for value in seconds:
+        timer.push(value)
+    return timer
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mean", 2.5), ("median", 2.0), ("sum", 10.0), ("max", 5.0), ("first", 2.0), ("last", 1.0), ("size", 4)],
+)
+def test_figures(name, value):
+    assert getattr(pushed(2.0, 5.0, 2.0, 1.0), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sum", 0.0), ("first", None), ("last", None), ("size", 0), ("mean_throughput", 0.0)],
+)
+def test_figures_of_nothing(name, value):
+    assert getattr(TimerStat(), name) == value
+
+
+@pytest.mark.parametrize("name", ["mean", "median", "max", "mean_units_processed"])
+def test_figures_of_nothing_that_do_not_exist(name):
+    assert math.isnan(getattr(TimerStat(), name))
+
+
+def test_the_window_forgets_the_oldest():
+    timer = pushed(100.0, 1.0, 3.0, window_size=2)
+    assert (timer.size, timer.first, timer.mean) == (2, 1.0, 2.0)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_window_holds_something(size):
+    with pytest.raises(ValueError, match=f"not {size}"):
+        TimerStat(window_size=size)
+
+
+def test_throughput_is_units_over_seconds():
+    timer = pushed(1.0, 3.0)
+    timer.push_units_processed(10)
+    timer.push_units_processed(30)
+    assert timer.mean_units_processed == 20
+    assert timer.mean_throughput == 10
+
+
+def test_a_block_is_measured_also_when_it_raises():
+    timer = TimerStat()
+    with pytest.raises(KeyError), timer:
+        time.sleep(0.02)
+        raise KeyError
+    assert timer.size == 1
+    assert 0.015 < timer.last < 5
+    with timer:
+        pass
+    assert timer.size == 2
+
+
+def test_a_running_timer_refuses_a_nested_block():
+    timer = TimerStat()
+    with timer, pytest.raises(RuntimeError, match="already running"), timer:
+        pass
+    assert timer.size == 1
+
+
+def test_reset_forgets():
+    timer = pushed(1.0)
+    timer.push_units_processed(4)
+    timer.reset()
+    assert (timer.size, timer.last) == (0, None)
+    assert math.isnan(timer.mean_units_processed)
+
+
+def test_stats_name_mean_and_last():
+    timers = TimerCollection()
+    for seconds in (1.0, 3.0):
+        timers.record("fwd").push(seconds)
+    timers.record("never ran")
+    assert timers.stats() == {"mean_fwd_s": 2.0}
+    assert timers.stats(last=True) == {"mean_fwd_s": 2.0, "last_fwd_s": 3.0}
+    assert timers.stats(mean=False, last=True) == {"last_fwd_s": 3.0}
+    timers.reset()
+    assert timers.stats(last=True) == {}
+
+
+def test_nothing_is_recorded_while_disabled():
+    timers = TimerCollection()
+    timers.disable()
+    with timers.record("fwd"), timers.record("fwd"):
+        pass
+    assert timers.stats() == {}
+    timers.enable()
+    with timers.record("fwd"):
+        pass
+    assert list(timers.stats()) == ["mean_fwd_s"]

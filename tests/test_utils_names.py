@@ -1,0 +1,112 @@
+"""`raysgd.utils` has the old names, no others, and asks for Ray only where one of them needs it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, RayActorError
+
+import raysgd.utils
+from raysgd.utils import check_for_failure, find_free_port, override
+
+NAMES = {
+    "BATCH_COUNT",
+    "NUM_SAMPLES",
+    "BATCH_SIZE",
+    "TimerStat",
+    "TimerCollection",
+    "AverageMeter",
+    "AverageMeterCollection",
+    "find_free_port",
+    "check_for_failure",
+    "override",
+}
+
+
+def test_the_names():
+    assert set(raysgd.utils.__all__) == NAMES
+    assert set(dir(raysgd.utils)) == NAMES
+    assert all(getattr(raysgd.utils, name) is not None for name in NAMES)
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = raysgd.utils.nothing_such
+
+
+def test_importing_it_imports_neither_ray_nor_a_framework():
+    code = "import sys, raysgd.utils; print({'torch', 'numpy', 'ray', 'tensorflow'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+def test_a_free_port_can_be_bound():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", find_free_port()))
+
+
+class Base:
+    def method(self): ...
+
+    @property
+    def figure(self):
+        return 1
+
+
+def test_override_accepts_what_exists_and_changes_nothing():
+    def method(self): ...
+
+    figure = property(fget=Base.figure.fget)
+    assert override(Base)(method) is method
+    assert override(Base)(figure) is figure
+
+
+def test_override_refuses_what_overrides_nothing():
+    with pytest.raises(AssertionError, match="'mehtod' overrides nothing: Base"):
+
+        class Child(Base):
+            @override(Base)
+            def mehtod(self): ...
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Stands in for Ray: a reference is what its call gives, an error to be raised, or `...` for a hang."""
+
+    def wait(refs, *, num_returns, timeout):
+        ended = [ref for ref in refs if ref is not ...][-num_returns:]
+        return ended, [ref for ref in refs if ref not in ended]
+
+    def get(refs):
+        for ref in refs:
+            if isinstance(ref, Exception):
+                raise ref
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+
+
+@pytest.mark.parametrize(
+    ("refs", "all_well"),
+    [
+        ([], True),
+        ([1, 2, 3], True),
+        ([1, 1], True),
+        ([RayActorError()], False),
+        ([1, ActorDiedError(), 3], False),
+        (iter([1, RayActorError()]), False),
+        ([..., RayActorError()], False),
+    ],
+)
+def test_only_a_dead_actor_is_a_failure(calls, refs, all_well):
+    assert check_for_failure(refs) is all_well
+
+
+def test_an_error_of_the_call_itself_is_raised(calls):
+    with pytest.raises(ZeroDivisionError):
+        check_for_failure([1, ZeroDivisionError()])
+
+
+def test_a_limit_ends_the_wait(calls):
+    with pytest.raises(TimeoutError, match=r"within 0.1 s; 1 are still running"):
+        check_for_failure([1, ...], timeout_s=0.1)

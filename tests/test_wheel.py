@@ -1,0 +1,68 @@
+"""The wheel holds the library and the operators, each file once, and nothing else."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "raysgd", "operators")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built offline, in a copy: the checkout's own build folder must neither be used nor left behind."""
+    pytest.importorskip("setuptools")
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    bytecode = shutil.ignore_patterns("__pycache__")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=bytecode)
+        else:
+            shutil.copy(ROOT / name, tree / name)
+    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run(
+        [*command, "--wheel-dir", str(out)], cwd=tree, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.glob("raysgd-*.whl")
+    return built
+
+
+def expected() -> set[str]:
+    """Every Python file of the two folders, under the name it is imported by."""
+    library = [p for p in (ROOT / "raysgd").rglob("*.py") if ROOT / "raysgd" / "operators" not in p.parents]
+    operators = (ROOT / "operators").rglob("*.py")
+    names = {str(p.relative_to(ROOT)) for p in library} | {f"raysgd/{p.relative_to(ROOT)}" for p in operators}
+    return names | {"raysgd/py.typed"}
+
+
+def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
+    names = Counter(zipfile.ZipFile(wheel).namelist())
+    packaged = {name for name in names if ".dist-info/" not in name}
+    assert packaged == expected()
+    assert "raysgd/operators/__init__.py" in packaged
+    assert max(names.values()) == 1
+
+
+def test_wheel_says_what_it_needs(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata_name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = archive.read(metadata_name).decode()
+    needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
+    assert [line for line in needed if "extra ==" not in line] == ["Requires-Dist: ray>=2.9"]
+    for extra in ("torch", "tensorflow", "horovod", "lightning", "tune", "torchmetrics", "callbacks", "dev"):
+        assert f"Provides-Extra: {extra}\n" in metadata
+
+
+def test_operators_have_one_name_only() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import operators"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert "its only name is 'raysgd.operators'" in done.stderr
+    assert (ROOT / "raysgd" / "operators").readlink() == Path("../operators")

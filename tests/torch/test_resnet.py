@@ -1,0 +1,74 @@
+"""The networks have the published shapes and sizes, and learn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from raysgd.torch import resnet
+
+# Weights with ten classes and a 3 x 3 stem, by arithmetic from the paper's table of layers.
+PARAMETERS = {
+    "ResNet18": 11_173_962,
+    "ResNet34": 21_282_122,
+    "ResNet50": 23_520_842,
+    "ResNet101": 42_512_970,
+    "ResNet152": 58_156_618,
+}
+LAYERS = {"ResNet18": 18, "ResNet34": 34, "ResNet50": 50, "ResNet101": 101, "ResNet152": 152}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_size(name):
+    with torch.device("meta"):  # shapes alone: no memory, no time
+        model = getattr(resnet, name)()
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+    shortcuts = [b.shortcut for b in model.blocks if not isinstance(b.shortcut, nn.Identity)]
+    weighted = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    assert len(weighted) - len(shortcuts) == LAYERS[name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_an_image_shrinks_three_times(name):
+    with torch.device("meta"):
+        model = getattr(resnet, name)({"lr": 0.1}, num_classes=7)
+        images = torch.empty(2, 3, 32, 32)
+        assert model.blocks(model.stem(images)).shape[2:] == (4, 4)
+        assert model(images).shape == (2, 7)
+
+
+def test_one_image_size_is_as_good_as_another():
+    model = resnet.ResNet18().eval()
+    with torch.no_grad():
+        for size in (8, 17):
+            assert model(torch.zeros(1, 3, size, size)).isfinite().all()
+
+
+def test_a_block_adds_to_what_it_got():
+    block = resnet.BasicBlock(4, 4, stride=1).eval()
+    nn.init.zeros_(block.body[2][0].weight)
+    images = torch.rand(2, 4, 5, 5)
+    assert torch.equal(block(images), images)
+
+
+@pytest.mark.parametrize("block", [resnet.BasicBlock, resnet.Bottleneck])
+def test_every_weight_learns_and_the_loss_falls(block):
+    torch.manual_seed(0)
+    model = resnet.ResNet(block, (1, 1, 1, 1))
+    images, labels = torch.randn(8, 3, 8, 8), torch.arange(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(6):
+        loss = nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+def test_the_depths_must_be_four():
+    with pytest.raises(ValueError):
+        resnet.ResNet(resnet.BasicBlock, (1, 1))
