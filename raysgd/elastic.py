@@ -86,7 +86,7 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
 
 @dataclass(frozen=True)
 class Situation:
-    """Where a trainer stands after a loss, in numbers."""
+    """Where a trainer stands after a loss, in numbers. `gathered`: no more recruits are expected soon."""
 
     survivors: int
     ready: int
@@ -99,6 +99,7 @@ class Situation:
     max_losses: int
     attempts: int
     max_attempts: int
+    gathered: bool = True
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def decide(now: Situation, *, wait_s: float) -> Decision:
     if now.max_losses >= 0 and now.losses > now.max_losses:
         return GiveUp(f"{now.losses} losses in one call, and max_retries={now.max_losses} allows no more")
     standing = now.survivors + now.ready
-    if standing >= now.min_workers and standing > 0:
+    if standing >= now.min_workers and standing > 0 and (now.survivors >= now.min_workers or now.gathered):
         return Rejoin()
     missing = now.target - standing - now.starting
     if now.starting == 0 and now.free > 0 and standing + now.free >= now.min_workers:

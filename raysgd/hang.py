@@ -40,16 +40,17 @@ def in_collective(stack: Sequence[str]) -> bool:
     return False
 
 
-def culprits(reports: Mapping[str, Report]) -> list[str]:
+def culprits(reports: Mapping[str, Report], *, others_fell: bool = False) -> list[str]:
     """Ranks that hold the others up: those that do not answer; else those outside any collective.
 
-    When everybody waits in a collective, or nobody does, there is nobody to blame: an empty list.
+    When everybody waits in a collective, or nobody does, there is nobody to blame: an empty list. `others_fell`:
+    these are the last ones running, the others gave up waiting for them already.
     """
     frozen = [worker for worker, report in reports.items() if report.stack is None]
     if frozen:
         return frozen
     busy = [worker for worker, report in reports.items() if not in_collective(report.stack or ())]
-    return busy if len(busy) < len(reports) else []
+    return busy if others_fell or len(busy) < len(reports) else []
 
 
 def describe(report: Report) -> str:

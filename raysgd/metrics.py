@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Number
+from numbers import Real
 from typing import Any
 
-__all__ = ["over_pieces", "over_workers", "plain"]
+__all__ = ["COMMITTED", "completed", "over_pieces", "over_workers", "plain"]
 
 SAMPLES = "num_samples"
 BATCHES = "batch_count"
+# Travels with a result, never shown: samples that all ranks together have committed, where the plan knows it.
+COMMITTED = "__committed__"
 Result = dict[str, Any]
 
 
@@ -26,12 +28,12 @@ def plain(value: Any) -> Any:
     if shape is not None and math.prod(shape) == 1:
         if hasattr(value, "numpy") and not hasattr(value, "item"):
             value = value.numpy()
-        return value.item()
+        return value.item() if hasattr(value, "item") else value
     return value
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Number) and not isinstance(value, complex)
+    return isinstance(value, Real)
 
 
 def _weight(result: Mapping[str, Any]) -> float:
@@ -64,7 +66,7 @@ def over_workers(results: Sequence[Mapping[str, Any]]) -> Result:
             merged[key] = holders[0][key]
         elif key == SAMPLES:
             merged[key] = sum(value for value, _ in numbers)
-        elif key in ("epoch", BATCHES):
+        elif key in ("epoch", BATCHES, COMMITTED):
             merged[key] = max(value for value, _ in numbers)
         else:
             merged[key] = _mean(numbers)
@@ -78,7 +80,7 @@ def over_pieces(pieces: Sequence[Mapping[str, Any]]) -> Result:
     if not busy:
         return {}
     merged: Result = {}
-    for key in dict.fromkeys(key for row in busy for key in row):
+    for key in dict.fromkeys(key for row in busy for key in row if key != COMMITTED):
         holders = [row for row in busy if key in row]
         numbers = [(row[key], _weight(row)) for row in holders if _is_number(row[key])]
         if len(numbers) < len(holders) or key.startswith("last_") or key == "epoch":
@@ -88,6 +90,17 @@ def over_pieces(pieces: Sequence[Mapping[str, Any]]) -> Result:
         else:
             merged[key] = _mean(numbers)
     return _ordered(merged)
+
+
+def completed(result: Result, pieces: Sequence[Mapping[str, Any]]) -> Result:
+    """A call that lost workers counts the samples its plan knows were trained on, also those whose metrics were lost.
+
+    Reports in other units (tokens, say) are larger than that, and left alone.
+    """
+    committed = max((piece.get(COMMITTED) or 0 for piece in pieces), default=0)
+    if len(pieces) > 1 and _is_number(result.get(SAMPLES)) and committed > result[SAMPLES]:
+        result = {**result, SAMPLES: committed}
+    return result
 
 
 def _ordered(result: Result) -> Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,16 @@ def write(path: str | os.PathLike[str], data: Any) -> Path:
     """Writes bytes to a temporary file beside `path`, syncs it, and renames it: no reader ever sees half of it."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    # Not tempfile's: its files are for their owner only, and a checkpoint is for whom the umask says.
+    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return target
 
@@ -35,4 +36,6 @@ def read(path: str | os.PathLike[str]) -> bytes:
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint at {Path(path).absolute()}") from None
     except IsADirectoryError:
-        raise CheckpointError(f"{Path(path).absolute()} is a directory; load() takes the file that save() wrote") from None
+        raise CheckpointError(
+            f"{Path(path).absolute()} is a directory; load() takes the file that save() wrote"
+        ) from None

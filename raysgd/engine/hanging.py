@@ -14,7 +14,8 @@ __all__ = ["HangGuard"]
 
 logger = logging.getLogger("raysgd")
 
-ANSWER_S = 2.0
+# A listener says "alive" every second; one that missed two of them does not answer any more.
+SILENT_S = 2.5
 
 
 class HangGuard:
@@ -27,25 +28,31 @@ class HangGuard:
         self._warned_at = 0.0
         self._stacks: dict[str, dict[str, Any]] = {}
 
-    def tick(self, running: Sequence[str]) -> None:
+    def tick(self, running: Sequence[str], *, others_fell: bool = False) -> None:
+        """`others_fell`: ranks that waited for these gave up already."""
         now = time.monotonic()
         self._collect()
-        still = min((now - self._crew.members[w].moved_at for w in running), default=0.0)
-        longest = max((now - self._crew.members[w].moved_at for w in running), default=0.0)
-        quiet = longest if self._frozen(running) else still
+        quiet = self._quiet(running, now)
         if self._asked_at is None:
-            due = self._limit_s if quiet >= self._limit_s else self._limit_s / 10
-            if quiet >= due and (quiet >= self._limit_s or now - self._warned_at > self._limit_s / 3):
+            late = quiet >= self._limit_s
+            if late or (quiet >= self._limit_s / 10 and now - self._warned_at > self._limit_s / 3):
                 self._ask(running)
             return
-        if len(self._stacks) < len(running) and now - self._asked_at < ANSWER_S:
-            return
-        self._judge(running, quiet)
-        self._asked_at, self._warned_at = None, now
+        if quiet < self._limit_s / 10:
+            self._asked_at = None  # it moved again
+        elif all(worker in self._stacks or self._frozen(worker) for worker in running):
+            self._judge(running, quiet, others_fell)
+            self._asked_at, self._warned_at = None, now
 
-    def _frozen(self, running: Sequence[str]) -> bool:
-        """Has a process stopped answering altogether? Then its own silence counts, however busy the others are."""
-        return any(self._crew.group.silent_for(worker) > 3 * ANSWER_S for worker in running)
+    def _quiet(self, running: Sequence[str], now: float) -> float:
+        """Seconds since anybody moved; a process that does not answer at all counts alone, however busy the others."""
+        still = [now - self._crew.members[worker].moved_at for worker in running]
+        if any(self._frozen(worker) for worker in running):
+            return max(still)
+        return min(still, default=0.0)
+
+    def _frozen(self, worker: str) -> bool:
+        return self._crew.group.silent_for(worker) > SILENT_S
 
     def _ask(self, running: Sequence[str]) -> None:
         self._round += 1
@@ -60,7 +67,7 @@ class HangGuard:
             if answer.message["id"] == self._round:
                 self._stacks[answer.worker] = answer.message
 
-    def _judge(self, running: Sequence[str], quiet: float) -> None:
+    def _judge(self, running: Sequence[str], quiet: float, others_fell: bool) -> None:
         reports = {}
         for worker in running:
             member, said = self._crew.members[worker], self._stacks.get(worker)
@@ -71,7 +78,7 @@ class HangGuard:
                 batch=said["batch"] if said else member.progress.batches,
                 stack=tuple(said["frames"]) if said else None,
             )
-        guilty = culprits(reports)
+        guilty = culprits(reports, others_fell=others_fell)
         if quiet < self._limit_s:
             for worker in guilty or running:
                 logger.warning(

@@ -121,6 +121,7 @@ class Recoverer:
             max_losses=max_losses,
             attempts=case.attempts,
             max_attempts=self._elastic.max_attempts,
+            gathered=self._recruiter.gathered(),
         )
 
     def _revive(self, newcomers: list[str]) -> Snapshot:

@@ -51,7 +51,7 @@ class Watch:
                 border = Border(self._crew, {w: self._calls[w] for w in running})
             if border is not None:
                 border.advance(self._running())
-            self._guard.tick(self._running())
+            self._guard.tick(self._running(), others_fell=self.troubled_at is not None)
             if self._user_error_waited():
                 break
         self._crew.forget(self._calls[worker] for worker in self._running())

@@ -6,55 +6,6 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
-
-from torch import nn
-
-from raysgd.errors import ConfigError
-from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.parts import as_list
-
-__all__ = ["CreatorOperator", "operator_from_creators"]
-
-Creator = Callable[..., Any]
-
-
-class CreatorOperator(TrainingOperator):
-    """Calls data, model, optimizer, scheduler and loss creators, in this order, and registers what they give."""
-
-    _model_creator: ClassVar[Creator]
-    _optimizer_creator: ClassVar[Creator]
-    _data_creator: ClassVar[Creator | None] = None
-    _loss_creator: ClassVar[Creator | None] = None
-    _scheduler_creator: ClassVar[Creator | None] = None
-    _serialize_data_creation: ClassVar[bool] = True
-
-    def setup(self, config: dict[str, Any]) -> None:
-        maker = type(self).__dict__.get("_makers") or type(self)._makers_of()
-        if maker["data"] is not None:
-            with _one_at_a_time() if maker["serialize"] else contextlib.nullcontext():
-                train, validation = _loaders(maker["data"](config))
-            self.register_data(train_loader=train, validation_loader=validation)
-        models = maker["model"](config)
-        optimizers = maker["optimizer"](models, config)
-        parts: dict[str, Any] = {"models": models, "optimizers": optimizers}
-        if maker["scheduler"] is not None:
-            parts["schedulers"] = maker["scheduler"](optimizers, config)
-        if maker["loss"] is not None:
-            parts["criterion"] = _loss(maker["loss"], config)
-        self.register(**parts)
-        self._models = self._parts.wrapped
-'''
-cat > creators.py <<'E'
-"""An operator from creator functions, the way models were described before operators."""
-
-from __future__ import annotations
-
-import contextlib
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar

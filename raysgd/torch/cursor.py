@@ -15,6 +15,7 @@ class Cursor:
     """Committed counts. `epoch` counts epochs begun; `offset` is the place in it; `ended` that it is over.
 
     stream, parked: the place in a data set passed to `train(dataset=...)`, and the epoch's place meanwhile.
+    call_units counts the samples that all ranks together have committed in the call, where a plan knows it.
     call, call_batches, call_expected, call_done, call_epoch (the one it is to end): of the trainer's call that is running or was last.
     """
 
@@ -25,6 +26,7 @@ class Cursor:
     call: int = -1
     call_batches: int = 0
     call_expected: int = 0
+    call_units: int = 0
     call_done: bool = False
     call_epoch: int = 0
     stream: int = 0
@@ -54,7 +56,7 @@ class Cursor:
     def open_call(self, call: int) -> bool:
         """Begins a call, or goes on with it; False when its work is done already."""
         if call != self.call:
-            self.call, self.call_batches, self.call_expected, self.call_done = call, 0, 0, False
+            self.call, self.call_batches, self.call_expected, self.call_units, self.call_done = call, 0, 0, 0, False
             self.call_epoch = self.epoch + self.ended
         return not self.call_done
 

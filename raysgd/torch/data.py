@@ -50,6 +50,7 @@ class PlannedSource:
         self._own_batches = own = has_own_batches(loader)
         self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
         self._twin = following(loader, self._picker)
+        self.counts_samples = not own
         self.order: Order = range(0)
         self._open: tuple[Seat, int, Iterator[Drawn]] | None = None
 

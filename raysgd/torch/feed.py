@@ -37,7 +37,7 @@ class Feed:
         limit: int | None,
         shared: bool,
         prepare: Callable[[Any], Any],
-        on_commit: Callable[[], None],
+        on_commit: Callable[..., None],
         unwind: bool = False,
     ) -> None:
         self._source, self._cursor, self._seat, self._control = source, cursor, seat, control
@@ -47,6 +47,7 @@ class Feed:
         self._pending: Drawn | None = None
         self._stepped = False
         self._empty_epochs = 0
+        self._counts_samples = isinstance(source, PlannedSource) and source.counts_samples
         self.fresh = True
         self.epoch_ended = False
         self.stopped = False
@@ -68,7 +69,7 @@ class Feed:
         drawn = self._draw()
         if drawn is None:
             raise StopIteration
-        control.phase = "in a batch"
+        control.phase = "a batch"
         self._pending, self._stepped, self.fresh = drawn, False, drawn.fresh
         return self._prepare(drawn.batch)
 
@@ -128,6 +129,8 @@ class Feed:
             return
         self._pending = None
         cursor = self._cursor
+        if self._counts_samples:
+            cursor.call_units += drawn.offset - cursor.offset
         cursor.offset = drawn.offset
         cursor.step += 1
         cursor.call_batches += 1
@@ -136,6 +139,7 @@ class Feed:
 
     def _finish(self) -> None:
         self._cursor.call_done = True
+        self._on_commit(last=True)
 
     def _stop(self) -> None:
         self.stopped = True

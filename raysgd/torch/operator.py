@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.constants import NUM_SAMPLES, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH
+from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
 from raysgd.errors import ConfigError
 from raysgd.meters import AverageMeterCollection
 from raysgd.torch.base import OperatorBase
@@ -57,7 +57,7 @@ class TrainingOperator(OperatorBase):
         """One pass over `iterator`; returns what to report. Ends early when the group of workers changes."""
         scheduler = self._own_scheduler()
         per_batch = self.scheduler_step_freq == SCHEDULER_STEP_BATCH and scheduler is not None
-        common = dict(info or {}, epoch_idx=epoch_idx)
+        common = {**(info or {}), NUM_STEPS: num_steps, USE_FP16: self.use_fp16, "epoch_idx": epoch_idx}
         self._meter = meter = AverageMeterCollection()
         for model in self._parts.wrapped:
             model.train()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from raysgd.errors import ConfigError
+from raysgd.metrics import COMMITTED
 from raysgd.meters import AverageMeterCollection
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control, Progress
@@ -61,6 +62,7 @@ class TorchReplica:
         self._validation: Source | None = None
         self._snapshots = Snapshotter(settings.snapshot_every, control)
         self._moves = operator.device.type != "cpu"
+        self._state_of = 0  # how many workers there were where a loaded state comes from; 0: nothing was loaded
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(self._on_step)
@@ -93,7 +95,7 @@ class TorchReplica:
         if call != cursor.call:
             self._reset_metrics("train")
         if not cursor.open_call(call):
-            return {"epoch": cursor.epoch}
+            return {"epoch": cursor.epoch, COMMITTED: cursor.call_units}
         if snapshot_first:
             self._snapshots.take(self)
         source = self._train_source(dataset)
@@ -142,15 +144,16 @@ class TorchReplica:
         if self._feed is not None:
             self._feed.stepped()
 
-    def _on_commit(self) -> None:
+    def _on_commit(self, last: bool = False) -> None:
         self.operator._precision.batch_done()
         control = self._control
-        if control.due():
+        if last or control.due():
             control.report(self._cursor.progress("train"), self.partial())
-        self._snapshots.batch_done(self)
+        if not last:
+            self._snapshots.batch_done(self)
 
-    def _on_validated(self) -> None:
-        if self._control.due():
+    def _on_validated(self, last: bool = False) -> None:
+        if last or self._control.due():
             told = replace(self._cursor.progress("validate"), batches=self._val_cursor.call_batches)
             self._control.report(told, self.partial())
 
@@ -216,13 +219,12 @@ class TorchReplica:
     def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
         """What the running call has so far."""
         own = result or self.operator._meter.summary()
-        return {"epoch": self._cursor.epoch, **own}
+        return {"epoch": self._cursor.epoch, **own, COMMITTED: self._cursor.call_units}
 
     def _reported(self, result: Any, profile: bool, phase: str, cursor: Cursor | None) -> dict[str, Any]:
         if not isinstance(result, dict):
             raise TypeError(f"train_epoch and validate must return a dict of results, got {result!r}")
-        report: dict[str, Any] = {} if cursor is None else {"epoch": cursor.epoch}
-        report |= result
+        report = result if cursor is None else {"epoch": cursor.epoch, **result, COMMITTED: cursor.call_units}
         metric = self.operator._parts.metrics.get(phase)
         if metric is not None:
             value = metric.compute()
@@ -287,6 +289,7 @@ class TorchReplica:
         cursor = self._cursor
         state = states.gather(self.operator)
         state["epoch"] = cursor.epoch
+        state["world_size"] = self._seat.world_size
         state["position"] = cursor.as_dict()
         state["validation_position"] = self._val_cursor.as_dict()
         if self._train is not None and not cursor.ended:
@@ -298,7 +301,9 @@ class TorchReplica:
 
     def load(self, data: Any) -> None:
         """Another replica's state, from this very trainer: trusted, and it fits."""
-        self._adopt(torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        self._adopt(state)
+        self._state_of = state["world_size"]
 
     def _adopt(self, state: dict[str, Any]) -> None:
         states.restore(self.operator, state)
@@ -326,8 +331,10 @@ class TorchReplica:
         self.operator._seat = seat
         self.operator._precision.abandon()
         self.operator._parts.rewrap()
-        if old.world_size != seat.world_size and not old.solo:
-            self.operator.resized(old.world_size, seat.world_size)
+        # A recruit's state is that of the old world, and what `resized` does to it must happen on every rank.
+        before = self._state_of if old.solo else old.world_size
+        if before and before != seat.world_size:
+            self.operator.resized(before, seat.world_size)
 
     def close(self) -> None:
         close(self._train)

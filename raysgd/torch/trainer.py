@@ -182,7 +182,8 @@ class TorchTrainer:
         result: dict[str, Any] | None = None
         try:
             pieces = self._engine.run(job)
-            result = metrics.over_pieces([metrics.over_workers(piece.values) for piece in pieces])
+            merged = [metrics.over_workers(piece.values) for piece in pieces]
+            result = metrics.completed(metrics.over_pieces(merged), merged)
         finally:
             self._bar.close(result)
         return result if reduce_results else _by_worker(pieces)
@@ -314,7 +315,11 @@ class TorchTrainer:
 
 def _by_worker(pieces: list[Piece]) -> list[dict[str, Any]]:
     """Each rank's own results. After a change of members: those of every generation, one after the other."""
-    return [{k: metrics.plain(v) for k, v in value.items()} for piece in pieces for value in piece.values]
+    return [
+        {name: metrics.plain(value) for name, value in own.items() if name != metrics.COMMITTED}
+        for piece in pieces
+        for own in piece.values
+    ]
 
 
 def _check_call(num_steps: Any, max_retries: Any, info: Any) -> None:

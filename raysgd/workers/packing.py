@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ __all__ = ["is_local", "pack"]
 
 
 
-def pack(value: Any) -> Packed:
+def pack(value: Any) -> Packed | None:
     """The user's object as bytes that any node can read.
 
     Modules that are not installed (files beside the script) are pickled with their content. Raises a TypeError
@@ -27,6 +28,8 @@ def pack(value: Any) -> Packed:
     """
     from ray import cloudpickle
 
+    if value is None:
+        return None
     try:
         with _by_value():
             return Packed(cloudpickle.dumps(value))
@@ -63,10 +66,16 @@ def is_local(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if not file or not str(file).endswith(".py"):
         return False
+    return _outside(str(file))
+
+
+@lru_cache(maxsize=None)
+def _outside(file: str) -> bool:
     path = Path(file)
     return not any(path.is_relative_to(root) for root in _installed())
 
 
+@lru_cache(maxsize=1)
 def _installed() -> list[Path]:
     roots = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     roots |= {*site.getsitepackages(), site.getusersitepackages(), sys.prefix, sys.base_prefix}

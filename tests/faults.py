@@ -1,0 +1,143 @@
+"""Faults by (rank, step): each fires once, whoever holds the rank then, and is counted. And an operator that keeps a ledger.
+
+The ledger is the proof of "each sample exactly once": in every batch the ranks gather the indices of their samples, and
+the operator appends them after the optimizer's step. It is part of the operator's state, so it travels with the
+weights; what it holds at the end of an epoch is what the weights have seen.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from raysgd.torch import TrainingOperator
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At global step `step`, the worker with `rank` does `kind`: kill, exit, stop, term, raise, sleep or stuck."""
+
+    rank: int
+    step: int
+    kind: str = "kill"
+    where: str = "before"
+    seconds: float = 3600.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.where}-rank{self.rank}-step{self.step}"
+
+    def fire(self, marks: str) -> None:
+        """Once: the mark is made by the one process that gets to make it."""
+        try:
+            os.close(os.open(Path(marks) / self.name, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "exit":
+            os._exit(3)
+        elif self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.kind == "raise":
+            raise ZeroDivisionError(f"planned in {self.name}")
+        elif self.kind == "sleep":
+            time.sleep(self.seconds)
+        else:
+            raise AssertionError(f"no such fault: {self.kind}")
+
+
+def fired(marks: Path) -> list[str]:
+    return sorted(path.name for path in marks.iterdir())
+
+
+class Numbered(Dataset):  # type: ignore[type-arg]
+    """Samples that know their index; the same on every worker."""
+
+    def __init__(self, size: int, *, stuck: Fault | None = None, marks: str = "") -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(size, 8, generator=generator)
+        self.y = self.x @ torch.arange(8.0).unsqueeze(1) / 8 + 0.1
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return torch.tensor(index), self.x[index], self.y[index]
+
+
+class LedgerOperator(TrainingOperator):
+    """Trains a small linear model on numbered samples, in float64 so that weights can be compared closely."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        )
+        loader = DataLoader(
+            Numbered(config.get("samples", 240)),
+            batch_size=config.get("batch_size", 4),
+            shuffle=True,
+            generator=torch.Generator().manual_seed(1),
+            **config.get("loader", {}),
+        )
+        validation = DataLoader(Numbered(config.get("val_samples", 50)), batch_size=4)
+        self.register_data(train_loader=loader, validation_loader=validation)
+        self.ledger: list[int] = []
+        self.resizes: list[tuple[int, int]] = []
+        self.faults: list[Fault] = config.get("faults", [])
+        self.marks: str = config.get("marks", "")
+
+    def fault(self, where: str) -> None:
+        for fault in self.faults:
+            if fault.where == where and fault.rank == self.world_rank and fault.step <= self.global_step + 1:
+                fault.fire(self.marks)
+
+    def gathered(self, indices: list[int]) -> list[int]:
+        if not dist.is_initialized():
+            return indices
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, indices)
+        return sorted({index for part in everybody for index in part})
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        index, x, y = batch
+        self.fault("before")
+        time.sleep(self.config.get("pace", 0.0))
+        indices = self.gathered(index.tolist())
+        loss = self.criterion(self.model(x.double()), y.double())
+        self.zero_grad()
+        self.fault("backward")
+        self.backward(loss)
+        self.step(self.optimizer)
+        self.ledger.extend(indices)
+        self.fault("after")
+        return {"train_loss": loss.detach(), "num_samples": len(index)}
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        index, x, y = batch
+        self.fault("validate")
+        return {"val_loss": self.criterion(self.model(x.double()), y.double()), "num_samples": len(index)}
+
+    def resized(self, old_world_size: int, new_world_size: int) -> None:
+        self.resizes.append((old_world_size, new_world_size))
+
+    def state_dict(self) -> dict[str, Any]:
+        self.fault("save")
+        return {"ledger": list(self.ledger)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.ledger = list(state_dict["ledger"])

@@ -1,0 +1,137 @@
+"""Settings refuse what they cannot mean, and say what they can."""
+
+from typing import Any
+
+import pytest
+
+from raysgd import ConfigError, ElasticConfig
+from raysgd.config import Limits, WorkerResources
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "says"),
+    [
+        ("min_workers", 0, "at least 1"),
+        ("min_workers", 1.5, "whole number"),
+        ("min_workers", "2", "'2'"),
+        ("min_workers", True, "whole number"),
+        ("max_attempts", 0, "at least 1"),
+        ("backoff_s", -1, "at least 0"),
+        ("backoff_s", "1", "a number"),
+        ("backoff_max_s", 0.5, "at least 1"),
+        ("hang_timeout_s", 0, "above 0"),
+        ("hang_timeout_s", None, "seconds"),
+        ("hang_timeout_s", True, "seconds"),
+        ("grow", "always", "'epoch'"),
+        ("grow", 1, "True, False"),
+        ("batch", "local", "'global'"),
+        ("snapshot_every", 0, "None"),
+        ("snapshot_every", -2.0, "None"),
+        ("snapshot_every", "batch", "'epoch'"),
+        ("snapshot_every", True, "'epoch'"),
+    ],
+)
+def test_elastic_config_names_the_argument_and_what_is_legal(argument: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=argument) as caught:
+        ElasticConfig(**{argument: value})
+    assert says in str(caught.value)
+    assert repr(value) in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        {},
+        {"min_workers": 3},
+        {"grow": "epoch"},
+        {"grow": False},
+        {"batch": "global"},
+        {"snapshot_every": None},
+        {"snapshot_every": 10},
+        {"snapshot_every": 2.5},
+        {"backoff_s": 0, "backoff_max_s": 0},
+    ],
+)
+def test_elastic_config_takes(good: dict[str, Any]) -> None:
+    made = ElasticConfig(**good)
+    assert all(getattr(made, name) == value for name, value in good.items())
+
+
+def test_settings_are_frozen_and_take_keywords_only() -> None:
+    with pytest.raises(AttributeError):
+        ElasticConfig().min_workers = 2  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        ElasticConfig(2)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("timeout_s", "hang_s"), [(1800, 600), (10, 600), (1800, 5), (1, 1)])
+def test_every_limit_follows_from_two_numbers(timeout_s: float, hang_s: float) -> None:
+    limits = Limits.derive(timeout_s=timeout_s, hang_timeout_s=hang_s, start_s=100)
+    assert limits.collective_s < limits.hang_s, (
+        "a vanished host must end a collective before it looks like a hang"
+    )
+    assert limits.collective_s <= timeout_s
+    assert limits.join_s <= min(timeout_s, 60)
+    assert limits.setup_s >= limits.hang_s == hang_s
+    assert limits.start_s == 100
+
+
+def parse(
+    cpus: Any = 1, use_gpu: bool = False, resources: Any = None, asked: bool | None = None
+) -> WorkerResources:
+    return WorkerResources.parse(cpus, use_gpu, resources, gpu_asked=asked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, {"CPU": 1}),
+        ({"cpus": 2}, {"CPU": 2}),
+        ({"cpus": 0}, {}),
+        ({"cpus": 0.5}, {"CPU": 0.5}),
+        ({"use_gpu": True}, {"CPU": 1, "GPU": 1}),
+        ({"use_gpu": True, "resources": {"GPU": 2}}, {"CPU": 1, "GPU": 2}),
+        ({"resources": {"CPU": 4}}, {"CPU": 4}),
+        ({"resources": {"TPU": 1, "disk": 0}}, {"CPU": 1, "TPU": 1}),
+        ({"resources": {"GPU": 1}}, {"CPU": 1, "GPU": 1}),
+    ],
+)
+def test_worker_resources(arguments: dict[str, Any], expected: dict[str, float]) -> None:
+    assert parse(**arguments).as_dict() == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"cpus": -1}, "num_cpus_per_worker"),
+        ({"cpus": "1"}, "num_cpus_per_worker"),
+        ({"cpus": True}, "num_cpus_per_worker"),
+        ({"resources": {"CPU": -1}}, "CPU"),
+        ({"resources": {"GPU": "1"}}, "GPU"),
+        ({"resources": [1]}, "resources_per_worker must be a dict"),
+        ({"resources": {"GPU": 1}, "asked": False}, "set use_gpu=True"),
+        ({"resources": {"GPU": 0}, "use_gpu": True, "asked": True}, "resources_per_worker['GPU'] is 0"),
+    ],
+)
+def test_worker_resources_refuse(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(**arguments)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "fits"),
+    [
+        ({"CPU": 1}, {"CPU": 3.0}, 3),
+        ({"CPU": 2}, {"CPU": 3.0}, 1),
+        ({"CPU": 0.1}, {"CPU": 0.3}, 3),
+        ({"CPU": 0.1}, {"CPU": 0.1 * 3}, 3),
+        ({"CPU": 1, "GPU": 1}, {"CPU": 8.0, "GPU": 2.0}, 2),
+        ({"CPU": 1, "GPU": 1}, {"CPU": 8.0}, 0),
+        ({"CPU": 1, "disk": 3}, {"CPU": 8.0, "disk": 5.0}, 1),
+        ({"CPU": 1}, {}, 0),
+    ],
+)
+def test_how_many_workers_fit(wanted: dict[str, float], free: dict[str, float], fits: int) -> None:
+    assert parse(resources=wanted).fits(free) == fits

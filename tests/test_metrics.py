@@ -1,0 +1,142 @@
+"""Merging what ranks and pieces measured: any split of the same work gives the same figures."""
+
+import math
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysgd.meters import AverageMeterCollection
+from raysgd.metrics import over_pieces, over_workers, plain
+
+NAN = float("nan")
+
+
+def row(samples: int, batches: int = 1, **metrics: Any) -> dict[str, Any]:
+    return {"batch_count": batches, "num_samples": samples, **metrics}
+
+
+@pytest.mark.parametrize(
+    ("rows", "key", "expected"),
+    [
+        ([row(10, loss=1.0), row(30, loss=2.0)], "loss", 1.75),
+        ([row(10, loss=1.0), row(30)], "loss", 1.0),
+        ([row(10), row(30, loss=2.0)], "loss", 2.0),
+        ([row(3), row(4)], "num_samples", 7),
+        ([row(3, batches=5), row(4, batches=4)], "batch_count", 5),
+        ([{"epoch": 2}, {"epoch": 2}], "epoch", 2),
+        ([row(1, right=True), row(3, right=False)], "right", 0.25),
+        ([row(1, name="a"), row(1, name="b")], "name", "a"),
+        ([row(1, more={"x": 1}), row(1, more={"x": 2})], "more", {"x": 1}),
+        ([row(1, nothing=None), row(1, nothing=None)], "nothing", None),
+        ([row(1, mixed=1.0), row(1, mixed="two")], "mixed", 1.0),
+        ([row(1, price=Decimal("1.5")), row(1, price=Decimal("2"))], "price", Decimal("1.5")),
+        ([row(1, wave=1j), row(1, wave=2j)], "wave", 1j),
+        ([{"loss": 1.0}, {"loss": 3.0}], "loss", 2.0),
+        ([row(0, loss=1.0), row(0, loss=3.0)], "loss", 2.0),
+        ([row(0, loss=NAN), row(5, loss=3.0)], "loss", 3.0),
+        ([{}, row(5, loss=3.0)], "loss", 3.0),
+    ],
+)
+def test_over_workers(rows: list[dict[str, Any]], key: str, expected: Any) -> None:
+    assert over_workers(rows)[key] == expected
+
+
+def test_a_nan_is_news_wherever_it_was_measured() -> None:
+    for position in range(3):
+        rows = [row(4, loss=1.0) for _ in range(3)]
+        rows[position] = row(4, loss=NAN)
+        assert math.isnan(over_workers(rows)["loss"])
+        assert math.isnan(over_pieces(rows)["loss"])
+
+
+def test_no_rows_give_an_empty_result() -> None:
+    assert over_workers([]) == over_workers([{}, {}]) == over_pieces([]) == over_pieces([{}]) == {}
+
+
+def test_counts_come_first_and_the_rest_keeps_its_order() -> None:
+    merged = over_workers([{"b": 1.0, "num_samples": 2, "a": 1.0, "batch_count": 1, "epoch": 3}])
+    assert list(merged) == ["epoch", "batch_count", "num_samples", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "key", "expected"),
+    [
+        ([row(10, loss=1.0), row(30, loss=2.0)], "loss", 1.75),
+        ([row(10, batches=2), row(30, batches=3)], "batch_count", 5),
+        ([row(10), row(30)], "num_samples", 40),
+        ([row(10, last_loss=1.0), row(30, last_loss=2.0)], "last_loss", 2.0),
+        ([row(10, epoch=1), row(30, epoch=2)], "epoch", 2),
+        ([row(10, name="a"), row(30, name="b")], "name", "b"),
+        ([row(10, epoch=1, loss=1.0), {"epoch": 1}], "loss", 1.0),
+        ([{"epoch": 4}], "epoch", 4),
+        ([{"own": 1.0}, {"own": 3.0}], "own", 2.0),
+    ],
+)
+def test_over_pieces(pieces: list[dict[str, Any]], key: str, expected: Any) -> None:
+    assert over_pieces(pieces)[key] == expected
+
+
+def test_what_came_in_is_left_alone() -> None:
+    rows = [row(1, loss=1.0, more={"x": 1}), row(2, loss=2.0)]
+    before = [dict(each) for each in rows]
+    over_pieces([over_workers(rows)])
+    assert rows == before
+
+
+BATCHES = st.lists(
+    st.tuples(st.integers(1, 64), st.floats(-1e3, 1e3), st.integers(0, 2), st.integers(0, 3)),
+    min_size=1,
+    max_size=30,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(BATCHES)
+def test_any_split_over_pieces_and_ranks_gives_the_same_figures(
+    batches: list[tuple[int, float, int, int]],
+) -> None:
+    """Each batch (samples, loss) was done in some piece, on some rank."""
+    meters: dict[int, dict[int, AverageMeterCollection]] = {}
+    for samples, loss, piece, rank in batches:
+        meter = meters.setdefault(piece, {}).setdefault(rank, AverageMeterCollection())
+        meter.update({"loss": loss}, n=samples)
+    pieces = [over_workers([meter.summary() for meter in ranks.values()]) for ranks in meters.values()]
+    merged = over_pieces(pieces)
+
+    total = sum(samples for samples, *_ in batches)
+    assert merged["num_samples"] == total
+    direct = math.fsum(samples * loss for samples, loss, *_ in batches) / total
+    assert merged["loss"] == pytest.approx(direct, rel=1e-9, abs=1e-6)
+
+
+def test_numpy_and_torch_scalars_are_numbers() -> None:
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    given = [
+        numpy.float32(1.5),
+        numpy.array(1.5),
+        numpy.array([1.5]),
+        torch.tensor(1.5),
+        torch.tensor([[1.5]]),
+    ]
+    assert [plain(value) for value in given] == [1.5] * 5
+    assert all(type(plain(value)) is float for value in given)
+    assert plain(torch.tensor(1.5, requires_grad=True)) == 1.5
+    assert over_workers([row(1, m=torch.tensor(1.0)), row(3, m=numpy.float64(3.0))])["m"] == 2.5
+    assert type(over_workers([row(1, m=numpy.int64(2))])["m"]) is float
+    several = torch.tensor([1.0, 2.0])
+    assert plain(several) is several
+    assert over_workers([row(1, m=several), row(1, m=several)])["m"] is several
+
+
+class Table:
+    """Looks like a table of one cell, and is no number."""
+
+    shape = (1, 1)
+
+
+@pytest.mark.parametrize("value", [True, 3, 2.5, None, "1", b"1", {"shape": 1}, [1.0], Table(), object()])
+def test_other_values_stay_what_they_are(value: Any) -> None:
+    assert plain(value) is value
