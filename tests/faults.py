@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from raysgd import TorchTrainer
 from raysgd.torch import TrainingOperator
 
 
@@ -31,10 +33,11 @@ class Fault:
     kind: str = "kill"
     where: str = "before"
     seconds: float = 3600.0
+    tag: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.kind}-{self.where}-rank{self.rank}-step{self.step}"
+        return f"{self.kind}-{self.where}-rank{self.rank}-step{self.step}{self.tag}"
 
     def fire(self, marks: str) -> None:
         """Once: the mark is made by the one process that gets to make it."""
@@ -133,6 +136,7 @@ class LedgerOperator(TrainingOperator):
         return {"val_loss": self.criterion(self.model(x.double()), y.double()), "num_samples": len(index)}
 
     def resized(self, old_world_size: int, new_world_size: int) -> None:
+        self.fault("resized")
         self.resizes.append((old_world_size, new_world_size))
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,4 +144,50 @@ class LedgerOperator(TrainingOperator):
         return {"ledger": list(self.ledger)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.fault("load")
         self.ledger = list(state_dict["ledger"])
+
+
+class Ground:
+    """A trainer over a `LedgerOperator`, the faults laid for it, and the proof of what was trained on."""
+
+    def __init__(self, marks: Path, **arguments: Any) -> None:
+        marks.mkdir(parents=True, exist_ok=True)
+        self.marks = marks
+        config = {"marks": str(marks), **arguments.pop("config", {})}
+        self.samples = config.get("samples", 240)
+        self.trainer = TorchTrainer(training_operator_cls=LedgerOperator, config=config, **arguments)
+        self._seen: Counter[int] = Counter()
+        self._armed = 0
+
+    def arm(self, *faults: Fault) -> None:
+        """Lays faults for every present worker; their steps count from now."""
+        self._armed += 1
+        step = self.trainer.apply_all_operators(lambda operator: operator.global_step)[0]
+        laid = [replace(fault, step=fault.step + step, tag=f"-{self._armed}") for fault in faults]
+        self.trainer.apply_all_operators(lambda operator: setattr(operator, "faults", laid))
+        self.laid = laid
+
+    def fired(self) -> int:
+        """How many of the last laid faults have fired."""
+        return sum((self.marks / fault.name).exists() for fault in self.laid)
+
+    def trained(self) -> Counter[int]:
+        """What the weights have seen since the last time; every rank must hold the same."""
+        ledgers = self.trainer.apply_all_operators(lambda operator: list(operator.ledger))
+        assert all(ledger == ledgers[0] for ledger in ledgers)
+        now = Counter(ledgers[0])
+        since = now - self._seen
+        self._seen = now
+        return since
+
+    def assert_epoch_exact(self) -> None:
+        assert self.trained() == Counter(range(self.samples))
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in self.trainer.get_model().parameters()]
+
+    def whole_again(self, workers: int) -> None:
+        """Waits until the replacements have joined."""
+        self.trainer.resize(workers)
+        assert self.trainer.world_size == workers

@@ -1,0 +1,146 @@
+"""Workers die in every place there is; the survivors go on, and the ledger shows each sample exactly once."""
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from raysgd import ElasticConfig, TrainingFailedError
+from tests.faults import Fault, Ground
+
+pytestmark = pytest.mark.elastic
+
+
+@pytest.fixture(scope="module")
+def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    ground = Ground(tmp_path_factory.mktemp("losses"), num_workers=3, elastic=ElasticConfig(hang_timeout_s=60))
+    yield ground
+    ground.trainer.shutdown()
+
+
+@pytest.fixture
+def ground(shared: Ground) -> Ground:
+    shared.whole_again(3)
+    shared.trained()
+    return shared
+
+
+@pytest.mark.parametrize("where", ["before", "backward", "after"])
+@pytest.mark.parametrize("kind", ["kill", "exit"])
+@pytest.mark.parametrize(("rank", "step"), [(0, 1), (1, 7), (2, 20)], ids=["first", "middle", "last"])
+def test_one_of_three_dies_in_an_epoch(ground: Ground, where: str, kind: str, rank: int, step: int) -> None:
+    ground.arm(Fault(rank, step, kind, where))
+    before = len(ground.trainer.recoveries)
+    result = ground.trainer.train()
+    assert ground.fired() == 1
+    ground.assert_epoch_exact()
+    loss = ground.trainer.recoveries[before]
+    assert (loss.reason, loss.lost_ranks, loss.in_place) == ("worker death", (rank,), True)
+    assert (loss.world_size_before, loss.world_size_after, loss.batches_redone) == (3, 2, 0)
+    assert result["num_samples"] == ground.samples
+
+
+def test_two_die_at_once(ground: Ground) -> None:
+    ground.arm(Fault(0, 5), Fault(2, 5))
+    ground.trainer.train()
+    assert ground.fired() == 2
+    ground.assert_epoch_exact()
+
+
+def test_two_die_one_after_the_other(ground: Ground) -> None:
+    ground.arm(Fault(2, 4), Fault(1, 9))
+    ground.trainer.train()
+    assert ground.fired() == 2
+    ground.assert_epoch_exact()
+
+
+def test_a_death_during_the_recovery_from_another(ground: Ground) -> None:
+    ground.arm(Fault(2, 4), Fault(1, 0, where="resized"))
+    before = len(ground.trainer.recoveries)
+    ground.trainer.train()
+    assert ground.fired() == 2
+    ground.assert_epoch_exact()
+    assert ground.trainer.recoveries[before].lost_ranks == (1, 2)
+
+
+def test_a_survivor_that_is_behind_dies_when_it_takes_the_state(ground: Ground) -> None:
+    ground.arm(Fault(1, 6, where="after"), Fault(2, 6, where="load"), Fault(0, 6, where="load"))
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+
+
+def test_death_in_validation_repeats_it(ground: Ground) -> None:
+    ground.arm(Fault(1, 1, where="validate"))
+    result = ground.trainer.validate()
+    assert ground.fired() == 1
+    assert result["num_samples"] == 50
+    assert ground.trained() == Counter()
+
+
+def test_death_while_idle(ground: Ground) -> None:
+    victim = ground.trainer.apply_all_workers(os.getpid)[1]
+    before = len(ground.trainer.recoveries)
+    os.kill(victim, signal.SIGKILL)
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+    assert ground.trainer.recoveries[before].reason == "worker death"
+
+
+def test_death_in_apply_keeps_the_survivors_answers(ground: Ground) -> None:
+    victim = ground.trainer.apply_all_workers(os.getpid)[1]
+
+    def die() -> int:
+        if os.getpid() == victim:
+            os._exit(1)
+        return os.getpid()
+
+    answers = ground.trainer.apply_all_workers(die)
+    assert len(answers) == 2 and victim not in answers
+
+
+def test_death_in_save(ground: Ground, tmp_path) -> None:
+    ground.arm(Fault(0, 1, where="save"))
+    path = ground.trainer.save(tmp_path / "saved.pt")
+    assert ground.fired() == 1
+    ground.trainer.load(path, trusted=True)
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+
+
+def test_num_steps_over_a_loss(ground: Ground) -> None:
+    ground.trainer.train(num_steps=3)
+    ground.arm(Fault(1, 4))
+    result = ground.trainer.train(num_steps=10)
+    assert result["batch_count"] == 10
+    ground.trainer.train()
+    assert set(ground.trained().values()) <= {1, 2}
+
+
+def test_losses_past_the_bound_tell_the_story(ground: Ground) -> None:
+    ground.arm(Fault(0, 3), Fault(1, 8))
+    with pytest.raises(TrainingFailedError, match=r"max_retries=1.*(?s:.*)worker death in epoch \d+, batch \d+"):
+        ground.trainer.train(max_retries=1)
+    ground.trainer.train()
+
+
+def test_no_loss_is_allowed_with_zero_retries(ground: Ground) -> None:
+    ground.arm(Fault(0, 3))
+    with pytest.raises(TrainingFailedError, match="max_retries=0"):
+        ground.trainer.train(max_retries=0)
+    ground.trainer.train()
+    assert set(ground.trained().values()) == {1}
+
+
+def test_uneven_tail_drop_last_and_loader_processes(ray_cluster: None, tmp_path) -> None:
+    loader = {"num_workers": 1, "persistent_workers": True}
+    config = {"samples": 101, "loader": loader}
+    ground = Ground(tmp_path / "uneven", num_workers=3, config=config)
+    try:
+        for _ in range(2):
+            ground.arm(Fault(1, 3))
+            ground.trainer.train()
+            ground.assert_epoch_exact()
+    finally:
+        ground.trainer.shutdown()

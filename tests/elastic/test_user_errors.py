@@ -1,0 +1,58 @@
+"""A user's own error is never taken for a loss, never retried, and leaves the trainer usable."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from raysgd import ElasticConfig
+from tests.faults import Fault, Ground
+
+pytestmark = pytest.mark.elastic
+
+
+@pytest.fixture(scope="module")
+def ground(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    ground = Ground(tmp_path_factory.mktemp("errors"), num_workers=3, elastic=ElasticConfig(hang_timeout_s=60))
+    yield ground
+    ground.trainer.shutdown()
+
+
+@pytest.mark.parametrize("where", ["before", "backward", "after"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_rank_raises_while_the_others_are_in_a_collective(ground: Ground, where: str, rank: int) -> None:
+    ground.arm(Fault(rank, 5, "raise", where))
+    recoveries = len(ground.trainer.recoveries)
+    started = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="planned in raise") as caught:
+        ground.trainer.train()
+    assert time.monotonic() - started < 5
+    assert caught.value.raysgd_rank == rank
+    assert f"rank {rank}" in str(caught.value.__cause__) and "faults.py" in str(caught.value.__cause__)
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+    assert len(ground.trainer.recoveries) == recoveries and ground.trainer.world_size == 3
+
+
+def test_all_ranks_raise_at_once(ground: Ground) -> None:
+    ground.arm(*(Fault(rank, 2, "raise") for rank in range(3)))
+    with pytest.raises(ZeroDivisionError):
+        ground.trainer.train()
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+
+
+def test_an_error_and_a_death_together_are_the_error(ground: Ground) -> None:
+    ground.arm(Fault(0, 4, "raise"), Fault(2, 4, "kill"))
+    with pytest.raises(ZeroDivisionError):
+        ground.trainer.train()
+    ground.whole_again(3)
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+
+
+def test_an_error_in_validation(ground: Ground) -> None:
+    ground.arm(Fault(1, 1, "raise", "validate"))
+    with pytest.raises(ZeroDivisionError):
+        ground.trainer.validate()
+    assert ground.trainer.validate()["num_samples"] == 50
