@@ -69,6 +69,8 @@ class Membership:
             self._crew.pump(0.1)
             waited = time.monotonic() - started
             lacking = self.missing - len(self._recruiter.ready)
+            if lacking <= 0:
+                break
             if waited > self._limits.start_s:
                 self._crew.target = len(seated)
                 raise ResourceError(self._standing.shortage(lacking))

@@ -21,6 +21,7 @@ from raysgd.torch.sampling import (
     evened,
     following,
     has_own_batches,
+    random_sources,
     set_epoch,
     unit_size,
 )
@@ -45,7 +46,7 @@ class PlannedSource:
     """
 
     def __init__(self, loader: DataLoader[Any], *, pad: bool, global_batch: int | None = None) -> None:
-        self._loader, self._pad = loader, pad
+        self.loader, self._pad = loader, pad
         self._global_batch = global_batch
         self._own_batches = own = has_own_batches(loader)
         self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
@@ -55,16 +56,25 @@ class PlannedSource:
         self._open: tuple[Seat, int, Iterator[Drawn]] | None = None
 
     def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
-        """A new epoch: its order is rank 0's, from the user's own sampler."""
-        set_epoch(self._loader, epoch)
-        if not shared or seat.world_size == 1:
-            self.order = epoch_order(self._loader)
-            return
-        sampler = self._loader.sampler
-        if isinstance(sampler, torch.utils.data.SequentialSampler) and not has_own_batches(self._loader):
-            self.order = epoch_order(self._loader)
-        else:
-            self.order = agree(epoch_order(self._loader) if seat.world_rank == 0 else None)
+        """A new epoch: its order is rank 0's, from the user's own sampler. Every rank asks its own, so that their random
+        states stay in step and any of them can become rank 0."""
+        set_epoch(self.loader, epoch)
+        order = epoch_order(self.loader)
+        if shared and seat.world_size > 1 and not isinstance(order, range):
+            order = agree(order if seat.world_rank == 0 else None)
+        self.order = order
+
+    def state(self) -> dict[str, Any]:
+        """What another process needs to deal the rest of this epoch, and the next ones, in the same order."""
+        order = None if isinstance(self.order, range) else self.order
+        return {"order": order, "generators": [source.get_state() for source in random_sources(self.loader)]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        order = state.get("order")
+        self.order = range(len(self.loader.sampler)) if order is None else order  # type: ignore[arg-type]
+        self._open = None
+        for source, saved in zip(random_sources(self.loader), state.get("generators", ()), strict=False):
+            source.set_state(saved)
 
     def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
         """This rank's part of the rest of the epoch; the running iterator where the last call stopped at `offset`."""
@@ -89,13 +99,13 @@ class PlannedSource:
         return self._deal(seat).steps_left(offset)
 
     def _deal(self, seat: Seat) -> Deal:
-        size = unit_size(self._loader)
+        size = unit_size(self.loader)
         step = self._global_batch or size * seat.world_size
         return Deal(
             total=len(self.order),
             step_size=max(step, seat.world_size) if self._pad else step,
             world_size=seat.world_size,
-            drop_last=bool(getattr(self._loader, "drop_last", False)) and self._pad,
+            drop_last=bool(getattr(self.loader, "drop_last", False)) and self._pad,
             pad=self._pad,
         )
 
@@ -106,21 +116,19 @@ class LiveSource:
     Its position is its own live iterator's. When `together`, an epoch ends on all ranks with the shortest share.
     """
 
-    order: Order = range(0)
-
     def __init__(self, loader: Iterable[Any], *, shard: bool, together: bool) -> None:
-        self._loader, self._shard, self._together = loader, shard, together
+        self.loader, self._shard, self._together = loader, shard, together
         self._live: Iterator[Any] | None = None
         self._last: Drawn | None = None
         self._votes: Any = None
 
     def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
-        set_epoch(self._loader, epoch)
+        set_epoch(self.loader, epoch)
         self._live = self._last = None
 
     def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
         if self._live is None:
-            self._live = shard_live(self._loader, seat) if self._shard else iter(self._loader)
+            self._live = shard_live(self.loader, seat) if self._shard else iter(self.loader)
         vote = self._vote if self._together and seat.world_size > 1 else _mine
         if self._last is not None and self._last.offset == offset + 1:
             offset += 1  # drawn before a peer was lost, and not committed: its turn again
@@ -133,6 +141,13 @@ class LiveSource:
             offset += 1
             self._last = Drawn(batch, offset)
             yield self._last
+
+    def state(self) -> dict[str, Any]:
+        """A live iterator's place cannot travel."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Another process's place means nothing here: this rank's own stream goes on."""
 
     def _vote(self, mine: bool) -> bool:
         """Do all ranks have another batch? Over gloo, so that a GPU never waits for the answer."""
@@ -147,13 +162,18 @@ class LiveSource:
 class StreamSource:
     """A `raysgd.data.Dataset` passed to one call: its stream is dealt by position, so it survives resizes too."""
 
-    order: Order = range(0)
-
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self._dataset = self.loader = dataset
 
     def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
         """A stream has no epochs."""
+
+    def state(self) -> dict[str, Any]:
+        """The position is all there is, and the cursor has it."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Nothing to take."""
 
     def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
         self._dataset.set_num_shards(seat.world_size)

@@ -61,6 +61,7 @@ class Feed:
         if self.stopped or cursor.call_done:
             raise StopIteration
         if self._limit is not None and cursor.call_batches >= self._limit:
+            self._note_end_of_epoch()
             self._finish()
             raise StopIteration
         if not control.begin(cursor.step + 1):
@@ -72,6 +73,21 @@ class Feed:
         control.phase = "a batch"
         self._pending, self._stepped, self.fresh = drawn, False, drawn.fresh
         return self._prepare(drawn.batch)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch in work, counted from 1."""
+        return self._cursor.epoch
+
+    @property
+    def between_epochs(self) -> bool:
+        """Has the last batch of an epoch been dealt, and the next epoch not begun?"""
+        return self._cursor.ended
+
+    def end_epoch(self) -> None:
+        """The loop leaves the batch in work and the rest of this epoch undone. On all ranks at the same batch."""
+        self._pending = self._drawn = None
+        self._cursor.ended = self.epoch_ended = True
 
     def stepped(self, *_: Any) -> None:
         """An optimizer has applied its step: the batch in work counts, whatever comes after."""
@@ -105,10 +121,20 @@ class Feed:
                 return drawn
             cursor.ended = self.epoch_ended = True
             self._drawn = None
+            if self._limit is None and cursor.call_batches == 0 and cursor.offset > 0:
+                cursor.call_epoch += 1  # earlier calls had done that epoch to its last batch: this call's is the next
+                continue
             self._empty_epochs += 1
             if self._limit is None or self._empty_epochs > 1:
                 self._finish()
                 return None
+
+    def _note_end_of_epoch(self) -> None:
+        """A number of steps that comes out at the end of an epoch ends it, where the plan can tell."""
+        cursor, source = self._cursor, self._source
+        if isinstance(source, PlannedSource) and not cursor.ended:
+            if source.steps_left(self._seat, cursor.offset) == 0:
+                cursor.ended = self.epoch_ended = True
 
     def _expect(self) -> None:
         """How long this call will be, for whoever shows its progress."""

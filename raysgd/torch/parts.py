@@ -38,13 +38,13 @@ class Parts:
         """
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        for wrapper, model in zip(self.wrapped, self.models, strict=True):
+        for wrapper in self.wrapped:
             if isinstance(wrapper, DistributedDataParallel):
-                mode = wrapper.training
+                inside, mode = wrapper.module, wrapper.training
                 for name in ("reducer", "logger"):
                     wrapper.__dict__.pop(name, None)
-                DistributedDataParallel.__init__(wrapper, model, **self.ddp_args)
-                wrapper.train(mode)
+                DistributedDataParallel.__init__(wrapper, inside, **self.ddp_args)
+                wrapper.training = mode  # not train(mode): parts that are frozen in eval mode stay so
 
 
 def as_list(value: Any, kind: type | tuple[type, ...] | None = None) -> list[Any]:

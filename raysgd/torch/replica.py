@@ -94,6 +94,8 @@ class TorchReplica:
         cursor, operator = self._cursor, self.operator
         if call != cursor.call:
             self._reset_metrics("train")
+            if dataset is None:
+                cursor.unpark()  # a call on a data set of its own may have ended in an error
         if not cursor.open_call(call):
             return {"epoch": cursor.epoch, COMMITTED: cursor.call_units}
         if snapshot_first:
@@ -166,8 +168,9 @@ class TorchReplica:
             raise ConfigError(
                 f"validate() needs data: give self.register_data(validation_loader=...) in {type(operator).__name__}.setup"
             )
-        if self._validation is None:
-            self._validation = self._source(operator._parts.validation_loader, training=False)
+        loader = operator._parts.validation_loader
+        if self._validation is None or (cursor.ended and self._validation.loader is not loader):
+            self._validation = self._source(loader, training=False)
         cursor.open_call(cursor.call + 1)
         kept = cursor.as_dict()
         self._time(profile)
@@ -197,8 +200,8 @@ class TorchReplica:
         if dataset is not None:
             self._cursor.park()
             return StreamSource(dataset)
-        if self._train is None:
-            loader = self.operator._parts.train_loader
+        loader = self.operator._parts.train_loader
+        if self._train is None or (self._cursor.ended and self._train.loader is not loader):
             if loader is None:
                 raise ConfigError(
                     f"train() needs data: give self.register_data(train_loader=...) in {type(self.operator).__name__}.setup, "
@@ -292,8 +295,8 @@ class TorchReplica:
         state["world_size"] = self._seat.world_size
         state["position"] = cursor.as_dict()
         state["validation_position"] = self._val_cursor.as_dict()
-        if self._train is not None and not cursor.ended:
-            state["order"] = self._train.order if isinstance(self._train.order, (torch.Tensor, list)) else None
+        if self._train is not None:
+            state["loader"] = self._train.state()
         return state
 
     def state(self) -> memoryview:
@@ -312,15 +315,10 @@ class TorchReplica:
         self._val_cursor.adopt(state.get("validation_position") or {})
         self._val_cursor.ended = True
         self._feed = None
-        loader = self.operator._parts.train_loader
-        if loader is not None and not self._cursor.ended:
+        loader, place = self.operator._parts.train_loader, state.get("loader")
+        if loader is not None and place is not None:
             self._train = self._source(loader, training=True)
-            order = state.get("order")
-            self._train.order = order if order is not None else self._natural_order()
-
-    def _natural_order(self) -> Any:
-        loader = self.operator._parts.train_loader
-        return range(len(loader.dataset)) if is_planned(loader) else range(0)
+            self._train.load(place)
 
     def seated(self, seat: Seat) -> None:
         """A new generation: fresh wrappers, a fresh deal; who was cut short forgets the batch in work."""

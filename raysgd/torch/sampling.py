@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.errors import ConfigError
 from raysgd.plan import Deal, Share
 
-__all__ = ["Order", "Picker", "agree", "epoch_order", "evened", "following", "has_own_batches", "is_planned", "set_epoch", "unit_size"]
+__all__ = ["Order", "Picker", "agree", "epoch_order", "evened", "following", "has_own_batches", "is_planned", "random_sources", "set_epoch", "unit_size"]
 
 # The units of an epoch in their order: sample indices (a range, a tensor) or whole batches of a user's batch sampler.
 Order = range | torch.Tensor | list[Any]
@@ -26,8 +26,8 @@ def is_planned(loader: Any) -> bool:
 
 
 def has_own_batches(loader: DataLoader[Any]) -> bool:
-    """A batch sampler of the user's own: its batches stay whole."""
-    return loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+    """A batch sampler that the user passed: its batches stay whole. (Only then is there one without a batch size.)"""
+    return loader.batch_sampler is not None and loader.batch_size is None
 
 
 def unit_size(loader: DataLoader[Any]) -> int:
@@ -44,8 +44,13 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def epoch_order(loader: DataLoader[Any]) -> Order:
-    """What the user's sampler says, whole. A DistributedSampler is asked as if it were alone."""
+    """What the user's sampler says, whole. A DistributedSampler is asked as if it were alone.
+
+    A DataLoader draws a seed for its processes before it asks its sampler; so do we, and a hand-written loop from
+    the same random state sees the same order.
+    """
     sampler: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
     if isinstance(sampler, DistributedSampler):
@@ -71,6 +76,16 @@ def agree(order: Order | None) -> Order:
     dist.broadcast_object_list(box, src=0)
     assert box[0] is not None
     return box[0]
+
+
+def random_sources(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The generators that the user gave to the loader or its samplers: their states belong to the position."""
+    found: list[torch.Generator] = []
+    for part in (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
+            found.append(generator)
+    return found
 
 
 class Picker:
@@ -114,7 +129,7 @@ def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
     twin = copy.copy(loader)
     # DataLoader forbids exchanging its sampler by assignment, as its own __init__ derives other state from it;
     # only these entries depend on it.
-    twin.__dict__.update(sampler=picker, _iterator=None)
+    twin.__dict__.update(sampler=picker, _iterator=None, generator=torch.Generator().manual_seed(torch.initial_seed()))
     if loader.batch_sampler is not None:
         twin.__dict__["batch_sampler"] = picker
     return twin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -26,7 +26,28 @@ def shard_live(loader: Iterable[Any], seat: Seat) -> Iterator[Any]:
         return iter(loader)
     twin = copy.copy(loader)
     twin.__dict__.update(dataset=RankShard(dataset, seat.world_rank, seat.world_size), _iterator=None)
+    if loader.worker_init_fn is not None:
+        twin.__dict__["worker_init_fn"] = RankInit(loader.worker_init_fn)
     return iter(twin)
+
+
+class RankInit:
+    """The user's worker_init_fn, which shares out the stream in many scripts: it sees the workers of all ranks too."""
+
+    def __init__(self, function: Callable[[int], None]) -> None:
+        self._function = function
+
+    def __call__(self, worker_id: int) -> None:
+        own = get_worker_info()
+        assert own is not None
+        shard = own.dataset
+        assert isinstance(shard, RankShard)
+        info = shard.info(own)
+        torch_worker._worker_info = info
+        try:
+            self._function(info.id)
+        finally:
+            torch_worker._worker_info = own
 
 
 class RankShard(IterableDataset[Any]):
@@ -35,15 +56,19 @@ class RankShard(IterableDataset[Any]):
     def __init__(self, dataset: IterableDataset[Any], rank: int, world_size: int) -> None:
         self._dataset, self._rank, self._world_size = dataset, rank, world_size
 
-    def __iter__(self) -> Iterator[Any]:
-        own = get_worker_info()
+    def info(self, own: Any) -> Any:
+        """Worker info as if the loader processes of every rank were those of one loader."""
         workers = own.num_workers if own is not None else 1
-        info = torch_worker.WorkerInfo(
+        return torch_worker.WorkerInfo(
             id=self._rank * workers + (own.id if own is not None else 0),
             num_workers=self._world_size * workers,
             seed=own.seed if own is not None else 0,
             dataset=self._dataset,
         )
+
+    def __iter__(self) -> Iterator[Any]:
+        own = get_worker_info()
+        info = self.info(own)
         stream: Iterator[Any] | None = None
         while True:
             torch_worker._worker_info = info

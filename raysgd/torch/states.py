@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import pickle
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,14 +50,16 @@ def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
     except Exception as error:
-        text = str(error)
-        if not trusted and "weights_only" in text.lower():
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        if bytes(data[:2]) != b"PK":  # torch writes zip files
+            raise CheckpointError("this is no whole checkpoint: it is not a file as save() writes it") from error
+        if not trusted and isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
                 "the checkpoint holds Python objects beyond plain values and tensors (usually the operator's own state), "
                 "and reading them can run code from the file. If you made the file yourself, pass trusted=True. "
-                f"What torch found: {text.splitlines()[0]}"
+                f"What torch found: {said}"
             ) from error
-        raise CheckpointError(f"this is no whole checkpoint: it cannot be read ({text.splitlines()[0]})") from error
+        raise CheckpointError(f"this is no whole checkpoint: it cannot be read ({said})") from error
     return shaped(state)
 
 
@@ -64,6 +68,8 @@ def shaped(state: Any) -> dict[str, Any]:
     if not isinstance(state, dict) or not isinstance(state.get("models"), list):
         keys = list(state)[:5] if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(f"this is not a checkpoint of raysgd: it holds {keys}, not models, optimizers and an epoch")
+    if not all(isinstance(part, Mapping) for part in [*state["models"], *(state.get("optimizers") or [])]):
+        raise CheckpointError("this is not a checkpoint of raysgd: its models or optimizers are no state_dicts")
     if state.get("format", FORMAT) != FORMAT:
         raise CheckpointError(f"this checkpoint's format is {state['format']!r}; a TorchTrainer reads {FORMAT!r}")
     if state.get("version", VERSION) > VERSION:
@@ -81,12 +87,23 @@ def check(operator: OperatorBase, state: dict[str, Any]) -> None:
     for number, (model, saved) in enumerate(zip(parts.models, state["models"], strict=True)):
         _check_model(number, model.state_dict(), saved)
     for number, (optimizer, saved) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
-        mine_groups = [len(group["params"]) for group in optimizer.param_groups]
-        their_groups = [len(group["params"]) for group in saved["param_groups"]]
-        if mine_groups != their_groups:
-            raise CheckpointError(
-                f"optimizer {number} has parameter groups of {mine_groups} tensors here, and {their_groups} in the checkpoint"
-            )
+        if "param_groups" in saved:  # an optimizer of the user's own may keep its state in another way
+            _check_optimizer(number, optimizer.param_groups, saved["param_groups"])
+
+
+def _check_optimizer(number: int, mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    here, there = ([len(group["params"]) for group in groups] for groups in (mine, saved))
+    if here != there:
+        raise CheckpointError(
+            f"optimizer {number} has parameter groups of {here} tensors here, and {there} in the checkpoint"
+        )
+    # A newer torch may know more options than the one that saved; options missing on both sides are another optimizer's.
+    ours, theirs = ({name for group in groups for name in group} for groups in (mine, saved))
+    if ours - theirs and theirs - ours:
+        raise CheckpointError(
+            f"optimizer {number} is of another kind: it has {sorted(ours - theirs)[:4]} here, and "
+            f"{sorted(theirs - ours)[:4]} in the checkpoint"
+        )
 
 
 def _check_model(number: int, mine: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -97,9 +114,10 @@ def _check_model(number: int, mine: dict[str, Any], saved: dict[str, Any]) -> No
             f"unknown here {foreign[:4] or 'none'}"
         )
     for name, value in mine.items():
-        if isinstance(value, torch.Tensor) and value.shape != saved[name].shape:
+        theirs = getattr(saved[name], "shape", ())
+        if isinstance(value, torch.Tensor) and value.shape != theirs:
             raise CheckpointError(
-                f"model {number}: {name} has shape {tuple(value.shape)} here and {tuple(saved[name].shape)} in the checkpoint"
+                f"model {number}: {name} has shape {tuple(value.shape)} here and {tuple(theirs)} in the checkpoint"
             )
 
 

@@ -3,6 +3,7 @@ works on every node, also where that module's file is not."""
 
 from __future__ import annotations
 
+import io
 import pickle
 import site
 import sys
@@ -10,6 +11,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,12 +34,28 @@ def pack(value: Any) -> Packed | None:
         return None
     try:
         with _by_value():
-            return Packed(cloudpickle.dumps(value))
+            return Packed(_dumps(value))
     except (TypeError, pickle.PicklingError, AttributeError) as error:
         raise TypeError(
             f"{value!r} cannot be sent to the workers: {error}. Make such objects (locks, files, connections, loaders "
             "with running processes) inside `setup`, which runs on each worker, and pass only plain values in"
         ) from error
+
+
+def _dumps(value: Any) -> bytes:
+    """cloudpickle, for one kind of object more: modules of a class of their own (torch has such config modules, and
+    a function that says `torch.distributed` and `self.config` drags one in by its names)."""
+    from ray import cloudpickle
+
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc, name-defined]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+                return import_module, (obj.__name__,)
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 @contextmanager

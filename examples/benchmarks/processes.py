@@ -1,0 +1,40 @@
+"""Whole programs as children of a benchmark: started in a session of their own, and ended with all they started."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+__all__ = ["child", "command_for"]
+
+HERE = Path(__file__).resolve().parent
+
+
+def command_for(script: Path, *, torchrun: tuple[str, ...] = ()) -> list[str]:
+    """How to run a script: plainly, or by torchrun with these options."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", *torchrun] if torchrun else []
+    return [sys.executable, *launcher, str(script)]
+
+
+@contextlib.contextmanager
+def child(command: list[str], extra: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """The running child; stdout is a pipe. Whatever is left of its session at the end is killed."""
+    path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if not os.environ.get("BENCHMARK_DEBUG") else None,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

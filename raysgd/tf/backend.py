@@ -1,0 +1,124 @@
+"""How TensorFlow ranks meet, and are freed from a collective that waits for somebody who is gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from raysgd.rendezvous import Seat
+from raysgd.tf.channel import Channel
+from raysgd.tf.meeting import MeetingFailed, MeetingPoint, meet, own_port
+
+__all__ = ["TensorFlowBackend", "prepare_runtime"]
+
+logger = logging.getLogger("raysgd")
+
+UNAVAILABLE = 14
+INTERRUPTIONS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.CancelledError,
+    tf.errors.InternalError,
+)
+# Those types are a user's too (a file on a network drive): these words are the collective runtime's own.
+WORDS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
+
+
+class TensorFlowBackend:
+    """On the driver: owns the meeting point of the generation that stands. On a worker: owns the membership of
+    TensorFlow's collective runtime, which a process can enter once only; hence `in_place` is False.
+
+    heartbeat_s: a host that vanished is noticed after so long (one that died, at once: its connections break).
+    """
+
+    in_place = False
+
+    def __init__(
+        self, *, host: str = "127.0.0.1", join_s: float = 60.0, heartbeat_s: float = 2.0, threads: int | None = None
+    ) -> None:
+        self._host, self._join_s, self._heartbeat_s, self._threads = host, join_s, heartbeat_s, threads
+        self._point: MeetingPoint | None = None
+        self._strategy: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_point": None, "_strategy": None}
+
+    # -- driver ---------------------------------------------------------------------------------------
+
+    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
+        if self._point is not None:
+            self._point.close()
+            self._point = None
+        if len(seats) < 2:
+            return [{} for _ in seats]
+        self._point = point = MeetingPoint(len(seats))
+        return [{"host": self._host, "port": point.port, "token": point.token} for _ in seats]
+
+    # -- worker ---------------------------------------------------------------------------------------
+
+    def join(self, seat: Seat, settings: dict[str, Any]) -> None:
+        if self._strategy is not None:
+            raise RuntimeError("TensorFlow's collectives cannot be set up twice in one process: a fresh one is needed")
+        prepare_runtime(self._threads)
+        if seat.world_size == 1:
+            return
+        with own_port() as port:
+            addresses = meet(**settings, rank=seat.world_rank, own=port, limit_s=self._join_s)
+            task = {"type": "worker", "index": seat.world_rank}
+            os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
+            self._configure(seat.world_size)
+            self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        # The runtime has taken SIGTERM for itself. It is the worker's: a preemption notice.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        # The first collective makes every connection now, where its failure belongs to the meeting.
+        Channel(seat.world_size).sum([tf.zeros([1])])
+
+    def _configure(self, size: int) -> None:
+        """Before the strategy, which would take an hour to notice that a rank never came."""
+        context.context().configure_coordination_service(
+            service_type="standalone",
+            service_leader="/job:worker/replica:0/task:0",
+            cluster_register_timeout_in_ms=int(self._join_s * 1000),
+            heartbeat_timeout_in_ms=int(self._heartbeat_s * 1000),
+            coordinated_jobs=[context.coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=size)],
+        )
+
+    def leave(self) -> None:
+        """There is no way out but the end of the process; peers that wait are told by the driver to give up."""
+
+    def abort(self) -> None:
+        if self._strategy is not None:
+            context.context().abort_collective_ops(UNAVAILABLE, "a peer left this generation")
+
+    def is_interruption(self, error: BaseException) -> bool:
+        """By type, and then by the runtime's own words; also while a user's exception was raised in handling one."""
+        seen: BaseException | None = error
+        for _ in range(10):
+            if seen is None:
+                return False
+            if isinstance(seen, MeetingFailed):
+                return True
+            if isinstance(seen, INTERRUPTIONS) and any(word in str(seen) for word in WORDS):
+                return True
+            seen = seen.__cause__ or seen.__context__
+        return False
+
+
+def prepare_runtime(threads: int | None) -> None:
+    """This worker's cores, and no more GPU memory than it needs. Only possible before TensorFlow's first operation."""
+    try:
+        for gpu in tf.config.list_physical_devices("GPU"):
+            tf.config.experimental.set_memory_growth(gpu, True)
+        if threads is not None:
+            tf.config.threading.set_intra_op_parallelism_threads(threads)
+            tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
+    except RuntimeError as error:
+        logger.warning("TensorFlow runs already, so its threads and GPU memory stay as they are: %s", error)

@@ -1,0 +1,173 @@
+"""What a module's `configure_optimizers` may answer, brought into one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from raysgd.constants import NUM_SAMPLES
+from raysgd.errors import ConfigError
+
+__all__ = ["Schedule", "Schedules", "read_configuration"]
+
+KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+
+
+@dataclass
+class Schedule:
+    """A learning-rate scheduler, and when it steps: each `frequency` epochs or batches.
+
+    A `plateau` steps when its monitor is known; `due` marks one that waits for it since an epoch ended.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    plateau: bool = False
+    due: bool = False
+
+    def falls_on(self, interval: str, count: int) -> bool:
+        return self.interval == interval and count % self.frequency == 0
+
+
+class Schedules:
+    """Steps a module's schedulers at their times. In manual optimization the module does that itself."""
+
+    def __init__(self, module: Any, schedules: list[Schedule], device: torch.device) -> None:
+        self.all, self._module, self._device = schedules, module, device
+        automatic = module.automatic_optimization
+        self._regular = [each for each in schedules if not each.plateau] if automatic else []
+        self._plateaus = [each for each in schedules if each.plateau] if automatic else []
+
+    def step(self, interval: str, count: int) -> None:
+        """After the `count`-th batch of an epoch, or the `count`-th epoch."""
+        for schedule in self._regular:
+            if schedule.falls_on(interval, count):
+                self._module.lr_scheduler_step(schedule.scheduler, None)
+
+    def await_monitors(self, epochs: int) -> None:
+        """An epoch is over: those that follow a figure step as soon as a report has it."""
+        for schedule in self._plateaus:
+            if schedule.due and schedule.strict:
+                raise ConfigError(
+                    f"{type(schedule.scheduler).__name__} waits for {schedule.monitor!r} since the last "
+                    "epoch: log it in training_step, or in validation_step and call validate() after each train()"
+                )
+            schedule.due = schedule.falls_on("epoch", epochs)
+
+    def offer(self, report: Mapping[str, Any]) -> None:
+        """Steps those that wait for a figure that is in this report on any rank; on all by the same mean."""
+        if not self._plateaus:
+            return
+        weight = float(report[NUM_SAMPLES])
+        known = [report.get(each.monitor or "") for each in self._plateaus]
+        sums = [[0.0, 0.0] if figure is None else [float(figure) * weight, weight] for figure in known]
+        table = torch.tensor(sums, dtype=torch.float64, device=self._device)
+        if dist.is_initialized():
+            dist.all_reduce(table)
+        for schedule, (total, weights) in zip(self._plateaus, table.tolist(), strict=True):
+            if schedule.due and weights:
+                schedule.due = False
+                self._module.lr_scheduler_step(schedule.scheduler, total / weights)
+
+
+def read_configuration(configured: Any, *, automatic: bool) -> tuple[list[Any], list[Schedule]]:
+    """Optimizers and schedules, from one optimizer, several, (optimizers, schedulers), or dictionaries."""
+    if _is_optimizer(configured) or isinstance(configured, Mapping):
+        configured = [configured]
+    if not isinstance(configured, (list, tuple)) or not configured:
+        raise _unknown(configured)
+    optimizers: list[Any]
+    schedulers: list[Any]
+    if all(isinstance(each, Mapping) for each in configured):
+        optimizers, schedulers = _from_mappings(list(configured))
+    elif len(configured) == 2 and isinstance(configured[0], (list, tuple)):
+        optimizers, schedulers = list(configured[0]), _listed(configured[1])
+    else:
+        optimizers, schedulers = list(configured), []
+    if not optimizers or not all(_is_optimizer(each) for each in optimizers):
+        raise _unknown(configured)
+    if automatic and len(optimizers) > 1:
+        raise ConfigError(
+            f"configure_optimizers gives {len(optimizers)} optimizers, and automatic optimization "
+            "steps only one: set self.automatic_optimization = False in the module's __init__, and step them in training_step"
+        )
+    return optimizers, [_schedule(each, automatic=automatic) for each in schedulers]
+
+
+def _is_optimizer(value: Any) -> bool:
+    return hasattr(value, "param_groups") and callable(getattr(value, "step", None))
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _from_mappings(given: list[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
+    optimizers, schedulers = [], []
+    for each in given:
+        foreign = sorted(each.keys() - {"optimizer", "lr_scheduler", "monitor"})
+        if foreign or "optimizer" not in each:
+            raise ConfigError(
+                "a dictionary from configure_optimizers has the key 'optimizer', and may have 'lr_scheduler' "
+                f"and 'monitor'; got {sorted(each)}"
+            )
+        optimizers.append(each["optimizer"])
+        scheduler = each.get("lr_scheduler")
+        if scheduler is not None:
+            given_as = dict(scheduler) if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+            schedulers.append({"monitor": each.get("monitor"), **given_as})
+    return optimizers, schedulers
+
+
+def _schedule(given: Any, *, automatic: bool) -> Schedule:
+    options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    foreign = sorted(options.keys() - set(KEYS))
+    if foreign or "scheduler" not in options:
+        raise ConfigError(
+            f"an lr_scheduler dictionary has the key 'scheduler' and of {KEYS[1:]} any; got {sorted(options)}"
+        )
+    options.pop("name", None)
+    plateau = options.pop("reduce_on_plateau", isinstance(options["scheduler"], ReduceLROnPlateau))
+    schedule = Schedule(**options, plateau=bool(plateau))
+    if not hasattr(schedule.scheduler, "state_dict") or not hasattr(schedule.scheduler, "step"):
+        raise ConfigError(
+            f"a learning-rate scheduler has step() and state_dict(), got {schedule.scheduler!r}"
+        )
+    if schedule.interval not in ("epoch", "step"):
+        raise ConfigError(f"an lr_scheduler's interval is 'epoch' or 'step', got {schedule.interval!r}")
+    if not isinstance(schedule.frequency, int) or schedule.frequency < 1:
+        raise ConfigError(
+            f"an lr_scheduler's frequency is a whole number above 0, got {schedule.frequency!r}"
+        )
+    if schedule.plateau and automatic:
+        _check_plateau(schedule)
+    return schedule
+
+
+def _check_plateau(schedule: Schedule) -> None:
+    name = type(schedule.scheduler).__name__
+    if not schedule.monitor:
+        raise ConfigError(
+            f"{name} needs a monitor: "
+            '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}'
+        )
+    if schedule.interval == "step":
+        raise ConfigError(
+            f"{name} with interval='step' is not supported: a monitored figure is that of an epoch "
+            "or a validation. Use interval='epoch', or step the scheduler yourself with automatic_optimization = False"
+        )
+
+
+def _unknown(configured: Any) -> ConfigError:
+    return ConfigError(
+        f"configure_optimizers gave {configured!r}. It may give an optimizer, a list of them, "
+        "([optimizers], [schedulers]), or dictionaries {'optimizer': ..., 'lr_scheduler': ...}"
+    )

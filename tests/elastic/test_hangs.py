@@ -1,0 +1,110 @@
+"""Nothing waits for ever: a hang is reported with rank, phase and stack, and its culprit is ended."""
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import ElasticConfig
+from tests.faults import Fault, Ground, LedgerOperator, Numbered
+
+pytestmark = pytest.mark.elastic
+
+LIMIT_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    elastic = ElasticConfig(hang_timeout_s=LIMIT_S, grow="epoch")
+    ground = Ground(tmp_path_factory.mktemp("hangs"), num_workers=3, elastic=elastic)
+    yield ground
+    ground.trainer.shutdown()
+
+
+@pytest.fixture
+def ground(shared: Ground) -> Ground:
+    shared.whole_again(3)
+    shared.trained()
+    return shared
+
+
+@pytest.mark.parametrize(
+    ("fault", "stack"),
+    [(Fault(1, 5, "stop"), "does not answer"), (Fault(2, 5, "sleep"), "faults.py"), (Fault(0, 5, "stop", "backward"), "answer")],
+    ids=["stopped", "deadlock in user code", "stopped rank 0"],
+)
+def test_the_culprit_is_named_and_ended(ground: Ground, fault: Fault, stack: str, caplog: Any) -> None:
+    ground.arm(fault)
+    before = len(ground.trainer.recoveries)
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="raysgd"):
+        ground.trainer.train()
+    assert LIMIT_S < time.monotonic() - started < LIMIT_S + 8
+    ground.assert_epoch_exact()
+    hang = ground.trainer.recoveries[before]
+    assert (hang.reason, hang.lost_ranks, hang.in_place) == ("hang", (fault.rank,), True)
+    warning = next(r.getMessage() for r in caplog.records if "nothing has moved" in r.getMessage())
+    assert f"rank {fault.rank} on" in warning and "batch" in warning and stack in warning
+
+
+class StuckData(Numbered):
+    """One sample's loading never ends, once."""
+
+    def __init__(self, size: int, marks: str) -> None:
+        super().__init__(size)
+        self.fault = Fault(0, 0, "sleep", "loading")
+        self.marks = marks
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if index == 17:
+            self.fault.fire(self.marks)
+        return super().__getitem__(index)
+
+
+class StuckLoader(LedgerOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        loader = torch.utils.data.DataLoader(StuckData(240, config["marks"]), batch_size=4)
+        self.register_data(train_loader=loader)
+
+
+def test_a_stuck_data_loader_on_one_rank(ray_cluster: None, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tests.faults.LedgerOperator", StuckLoader)
+    ground = Ground(tmp_path / "stuck", num_workers=2, elastic=ElasticConfig(hang_timeout_s=LIMIT_S, grow=False))
+    try:
+        ground.trainer.train()
+        ground.assert_epoch_exact()
+        hang = ground.trainer.recoveries[0]
+        assert hang.reason == "hang" and len(hang.lost_ranks) == 1 and "loading data" in hang.detail
+    finally:
+        ground.trainer.shutdown()
+
+
+class Deadlocked(LedgerOperator):
+    """All ranks wait in a collective that never comes to its end: rank 1 waits in another one, once."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        mark = Path(self.config["marks"]) / f"deadlock-{self.world_rank}"
+        if self.global_step == 6 and self.world_size == 2 and not mark.exists():
+            mark.touch()
+            tensor = torch.zeros(1)
+            if self.world_rank == 0:
+                torch.distributed.recv(tensor, src=1)
+            else:
+                torch.distributed.recv(tensor, src=0)
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_deadlock_with_nobody_to_blame_goes_on(ray_cluster: None, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tests.faults.LedgerOperator", Deadlocked)
+    ground = Ground(tmp_path / "dead", num_workers=2, elastic=ElasticConfig(hang_timeout_s=LIMIT_S, grow=False))
+    try:
+        ground.trainer.train()
+        ground.assert_epoch_exact()
+        assert len(ground.trainer.recoveries) == 1
+    finally:
+        ground.trainer.shutdown()

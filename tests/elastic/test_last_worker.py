@@ -1,0 +1,84 @@
+"""Nobody is left: fresh processes go on from the newest snapshot, and `batches_redone` tells the truth."""
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from raysgd import ElasticConfig
+from tests.faults import Fault, Ground
+
+pytestmark = pytest.mark.elastic
+
+
+def alone(path: Path, **elastic: object) -> Ground:
+    return Ground(path, num_workers=1, use_ray=True, elastic=ElasticConfig(**elastic), config={"pace": 0.005})
+
+
+def test_one_worker_goes_on_from_the_end_of_the_last_epoch(ray_cluster: None, tmp_path: Path) -> None:
+    ground = alone(tmp_path / "marks")
+    try:
+        ground.trainer.train()
+        time.sleep(0.3)  # the snapshot leaves from a thread of its own
+        ground.assert_epoch_exact()
+        ground.arm(Fault(0, 20))
+        result = ground.trainer.train()
+        ground.assert_epoch_exact()
+        loss = ground.trainer.recoveries[-1]
+        assert (loss.in_place, loss.world_size_after) == (False, 1)
+        assert 15 <= loss.batches_redone <= 19
+        assert (result["epoch"], result["num_samples"], result["batch_count"]) == (2, 240, 60)
+    finally:
+        ground.trainer.shutdown()
+
+
+def test_a_snapshot_every_few_batches_redoes_few(ray_cluster: None, tmp_path: Path) -> None:
+    ground = alone(tmp_path / "marks", snapshot_every=10)
+    try:
+        ground.arm(Fault(0, 28))
+        result = ground.trainer.train()
+        ground.assert_epoch_exact()
+        assert ground.trainer.recoveries[-1].batches_redone <= 18
+        assert result["num_samples"] == 240
+    finally:
+        ground.trainer.shutdown()
+
+
+def test_without_snapshots_training_starts_over(ray_cluster: None, tmp_path: Path) -> None:
+    ground = alone(tmp_path / "marks", snapshot_every=None)
+    try:
+        ground.trainer.train(num_steps=60)
+        ground.arm(Fault(0, 5))
+        ground.trainer.train()
+        assert ground.trainer.recoveries[-1].batches_redone >= 60
+        assert Counter(ground.trainer.apply_all_operators(lambda op: list(op.ledger))[0]) == Counter(range(240))
+    finally:
+        ground.trainer.shutdown()
+
+
+def test_a_notice_to_the_only_worker_redoes_nothing(ray_cluster: None, tmp_path: Path) -> None:
+    ground = alone(tmp_path / "marks")
+    try:
+        ground.arm(Fault(0, 20, "term"))
+        ground.trainer.train()
+        ground.assert_epoch_exact()
+        notice = ground.trainer.recoveries[-1]
+        assert (notice.reason, notice.batches_redone) == ("preemption", 0)
+    finally:
+        ground.trainer.shutdown()
+
+
+def test_all_of_several_die_at_once(ray_cluster: None, tmp_path: Path) -> None:
+    ground = Ground(tmp_path / "marks", num_workers=2, elastic=ElasticConfig())
+    try:
+        ground.trainer.train()
+        time.sleep(0.3)
+        ground.trained()
+        ground.arm(Fault(0, 9), Fault(1, 9))
+        result = ground.trainer.train()
+        ground.assert_epoch_exact()
+        assert not ground.trainer.recoveries[0].in_place
+        assert result["num_samples"] == 240
+    finally:
+        ground.trainer.shutdown()

@@ -1,0 +1,211 @@
+"""Epochs and `num_steps`: where one call stops, the next goes on."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from raysgd import ConfigError
+from raysgd.data import Dataset
+from raysgd.torch import TorchTrainer
+from tests.torch.small import Line, Numbers, Recording, flat, inline, operator_of
+
+Call = tuple[int | None, int, int]
+
+
+def seen(trainer: TorchTrainer) -> list[float]:
+    numbers = list(flat(operator_of(trainer).seen))
+    operator_of(trainer).seen.clear()
+    return numbers
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        # (num_steps, batches done, epoch in which the call ends); an epoch has 3 batches
+        [(None, 3, 1), (None, 3, 2)],
+        [(1, 1, 1), (1, 1, 1), (1, 1, 1), (1, 1, 2)],
+        [(2, 2, 1), (None, 1, 1), (None, 3, 2)],
+        [(3, 3, 1), (None, 3, 2)],
+        [(4, 4, 2), (None, 2, 2)],
+        [(8, 8, 3), (1, 1, 3), (1, 1, 4)],
+        [(0, 0, 0), (None, 3, 1)],
+    ],
+)
+def test_num_steps(calls: list[Call]) -> None:
+    with inline(Recording) as trainer:
+        numbers: list[float] = []
+        for num_steps, batches, epoch in calls:
+            result = trainer.train(num_steps=num_steps)
+            numbers += seen(trainer)
+            assert (result["batch_count"], result["epoch"]) == (batches, epoch)
+            assert result["num_samples"] == 4 * batches
+    assert numbers == [position % 12 for position in range(len(numbers))]
+
+
+def test_validation_has_its_own_place() -> None:
+    with inline(Recording) as trainer:
+        assert trainer.validate(num_steps=2)["val_sum"] == (0 + 1 + 2 + 3 + 4 + 5 + 6 + 7) / 2
+        trainer.train(num_steps=1)
+        assert trainer.validate(num_steps=2)["val_sum"] == (8 + 9 + 10 + 11 + 0 + 1 + 2 + 3) / 2
+        assert trainer.validate()["batch_count"] == 2
+        result = trainer.validate()
+        assert (result["batch_count"], result["num_samples"]) == (3, 12)
+        assert "epoch" not in result
+        assert seen(trainer) == [0, 1, 2, 3]
+        assert trainer.train()["batch_count"] == 2
+
+
+def generated() -> Any:
+    class Generated:
+        def __iter__(self) -> Iterator[Any]:
+            return (torch.tensor([number]) for number in range(3))
+
+    return Generated()
+
+
+@pytest.mark.parametrize("loader", [lambda: [torch.tensor([number]) for number in range(3)], generated])
+def test_any_iterable_is_a_loader(loader: Any) -> None:
+    with inline(Recording, config={"loader": loader}) as trainer:
+        results = [trainer.train(), trainer.train(num_steps=2), trainer.train(num_steps=2)]
+        assert [result["epoch"] for result in results] == [1, 2, 3]
+        assert seen(trainer) == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("loader", [lambda: [], lambda: DataLoader(Numbers(0)), lambda: iter([torch.tensor([1])])])
+def test_a_loader_that_gives_nothing_does_not_loop_for_ever(loader: Any) -> None:
+    with inline(Recording, config={"loader": loader}) as trainer:
+        trainer.train()
+        result = trainer.train(num_steps=5)
+        assert (result["batch_count"], result["num_samples"]) == (0, 0)
+        assert trainer.validate(num_steps=5)["batch_count"] == 0
+        assert trainer.validate()["num_samples"] == 0
+
+
+def test_a_loader_that_is_exchanged_is_taken_up() -> None:
+    with inline(Recording) as trainer:
+        trainer.train()
+        trainer.apply_all_operators(lambda operator: operator.register_data(train_loader=DataLoader(Numbers(3))))
+        seen(trainer)
+        assert trainer.train()["num_samples"] == 3
+        assert seen(trainer) == [0, 1, 2]
+
+
+class Stumbling(Recording):
+    """Raises in its second batch, once: before or after the optimizer's step."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        wrong = self.global_step == 1 and not getattr(self, "stumbled", False)
+        if wrong and self.config["when"] == "before":
+            self.stumbled = True
+            raise KeyError("first time")
+        result = super().train_batch(batch, batch_info)
+        if wrong:
+            self.stumbled = True
+            raise KeyError("first time")
+        return result
+
+
+@pytest.mark.parametrize(("when", "rest"), [("before", [*range(4, 12)]), ("after", [*range(8, 12)])])
+def test_after_an_error_what_was_applied_counts_and_the_rest_is_done(when: str, rest: list[int]) -> None:
+    with inline(Stumbling, config={"when": when}) as trainer:
+        with pytest.raises(KeyError, match="first time"):
+            trainer.train()
+        seen(trainer)
+        result = trainer.train()
+        assert seen(trainer) == rest
+        assert result["epoch"] == 1
+        assert operator_of(trainer).global_step == 3
+        assert trainer.train()["epoch"] == 2
+
+
+def test_after_an_error_in_validation_it_starts_where_it_had_started() -> None:
+    class Stumbles(Recording):
+        def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            if batch_info["batch_idx"] == 1 and not getattr(self, "stumbled", False):
+                self.stumbled = True
+                raise ZeroDivisionError("once")
+            return super().validate_batch(batch, batch_info)
+
+    with inline(Stumbles) as trainer:
+        with pytest.raises(ZeroDivisionError):
+            trainer.validate()
+        assert trainer.validate()["num_samples"] == 12
+
+
+class Leaving(Recording):
+    """A loop of the user's own that leaves after two batches."""
+
+    def train_epoch(self, iterator: Iterable[Any], info: Any) -> dict[str, Any]:
+        done = 0
+        for batch in iterator:
+            self.train_batch(batch, batch_info={})
+            done += 1
+            if done == 2:
+                break
+        return {"done": done}
+
+
+def test_an_own_loop_that_leaves_early_has_done_its_last_batch() -> None:
+    with inline(Leaving) as trainer:
+        results = [trainer.train() for _ in range(3)]
+        assert [(result["done"], result["epoch"]) for result in results] == [(2, 1), (1, 1), (2, 2)]
+        assert seen(trainer) == [*range(12), *range(8)]
+
+
+def pairs(count: int) -> list[tuple[Any, Any]]:
+    return [(torch.tensor([[float(number), 1.0]]), torch.tensor([[0.0]])) for number in range(count)]
+
+
+class Sums(Line):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        x, _ = batch
+        assert x.shape == (2, 2), x.shape
+        return {"first": float(x[0, 0]), "num_samples": len(x)}
+
+
+def test_a_data_set_passed_to_one_call_is_a_stream_of_its_own() -> None:
+    dataset = Dataset(pairs(6), batch_size=2, max_concurrency=1)
+    with inline(config={"batch": 6, "rows": 12}) as trainer:
+        trainer.train(num_steps=1)
+        with_data = trainer.train(dataset=dataset, num_steps=2)
+        assert (with_data["batch_count"], with_data["num_samples"]) == (2, 4)
+        assert trainer.train()["batch_count"] == 1, "the epoch of the loader goes on where it was"
+    with inline(Sums) as trainer:
+        assert [trainer.train(dataset=dataset, num_steps=1)["first"] for _ in range(4)] == [0, 2, 4, 0]
+
+
+def test_a_transform_is_applied() -> None:
+    dataset = Dataset(pairs(2), batch_size=2, max_concurrency=1, transform=lambda pair: (pair[0] + 5, pair[1]))
+    with inline(Sums) as trainer:
+        assert trainer.train(dataset=dataset, num_steps=1)["first"] == 5
+
+
+def test_an_error_in_such_a_call_does_not_confuse_the_next() -> None:
+    def broken(item: Any) -> Any:
+        raise OSError("no connection")
+
+    with inline(Recording) as trainer:
+        trainer.train(num_steps=1)
+        with pytest.raises(OSError, match="no connection"):
+            trainer.train(dataset=Dataset([1, 2], download_func=broken, max_concurrency=1), num_steps=1)
+        seen(trainer)
+        assert trainer.train()["batch_count"] == 2
+        assert seen(trainer) == [*range(4, 12)]
+
+
+def test_an_empty_data_set_ends() -> None:
+    with inline() as trainer:
+        assert trainer.train(dataset=Dataset([], batch_size=2), num_steps=3)["batch_count"] == 0
+
+
+@pytest.mark.parametrize("method", ["train", "validate"])
+def test_without_data_it_says_what_to_register(method: str) -> None:
+    class NoData(Line):
+        def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+            return {}
+
+    with inline(NoData) as trainer, pytest.raises(ConfigError, match=r"self\.register_data\(.*_loader=\.\.\.\).*NoData"):
+        getattr(trainer, method)()

@@ -1,0 +1,313 @@
+"""Map-style loaders dealt out over ranks: whatever the user's loader is, its order and its options survive.
+
+Ranks are played one after the other, in this process: each has its own copy of the loader, as workers have.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from raysgd import ConfigError
+from raysgd.rendezvous import Seat
+from raysgd.torch.data import Drawn, PlannedSource, close
+from tests.torch.small import Numbers, flat
+
+Loaders = Callable[[], DataLoader[Any]]
+
+
+def whole(source: PlannedSource, seat: Seat, offset: int = 0) -> list[Drawn]:
+    return list(source.batches(seat, offset))
+
+
+def played(make: Loaders, world: int, *, pad: bool = True, epoch: int = 0) -> list[list[Drawn]]:
+    """An epoch of every rank. All copies draw the same random order, as rank 0's order would be everybody's."""
+    ranks = []
+    for rank in range(world):
+        torch.manual_seed(7)
+        source, seat = PlannedSource(make(), pad=pad), Seat(world_rank=rank, world_size=world)
+        source.begin(epoch, seat, shared=False)
+        ranks.append(whole(source, seat))
+    return ranks
+
+
+def batches(drawn: list[Drawn]) -> list[list[int]]:
+    return [each.batch.tolist() for each in drawn]
+
+
+def plain_epoch(make: Loaders) -> list[list[int]]:
+    torch.manual_seed(7)
+    return [batch.tolist() for batch in make()]
+
+
+class Evens(Sampler[int]):
+    """A user's own sampler: even numbers, backwards."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count - 2, -1, -2))
+
+    def __len__(self) -> int:
+        return self.count // 2
+
+
+class ByLength(Sampler[list[int]]):
+    """A user's own batch sampler: batches of growing size."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = 0
+        for size in self.sizes:
+            yield list(range(start, start + size))
+            start += size
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+LOADERS: dict[str, Loaders] = {
+    "in order": lambda: DataLoader(Numbers(22), batch_size=3),
+    "shuffled": lambda: DataLoader(Numbers(22), batch_size=3, shuffle=True),
+    "own generator": lambda: DataLoader(
+        Numbers(22), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+    "subset": lambda: DataLoader(Numbers(22), batch_size=3, sampler=SubsetRandomSampler(range(4, 20))),
+    "weighted": lambda: DataLoader(Numbers(22), batch_size=3, sampler=WeightedRandomSampler([1.0] * 22, 30)),
+    "replacement": lambda: DataLoader(
+        Numbers(22), batch_size=3, sampler=RandomSampler(Numbers(22), replacement=True, num_samples=17)
+    ),
+    "own sampler": lambda: DataLoader(Numbers(22), batch_size=3, sampler=Evens(22)),
+    "a list as sampler": lambda: DataLoader(Numbers(22), batch_size=3, sampler=[5, 3, 3, 1, 0, 9, 8]),
+    "torch's batch sampler": lambda: DataLoader(
+        Numbers(22), batch_sampler=BatchSampler(SequentialSampler(range(22)), 3, drop_last=False)
+    ),
+    "one sample": lambda: DataLoader(Numbers(1), batch_size=3),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_one_rank_sees_what_the_plain_loader_gives(name: str) -> None:
+    make = LOADERS[name]
+    ((drawn),) = played(make, 1)
+    assert batches(drawn) == plain_epoch(make)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("name", LOADERS)
+def test_several_ranks_share_the_same_epoch(name: str, world: int) -> None:
+    make = LOADERS[name]
+    ranks = played(make, world)
+    assert len({len(drawn) for drawn in ranks}) == 1, "every rank takes every step"
+    fresh = flat([each.batch.tolist() for drawn in ranks for each in drawn if each.fresh])
+    assert Counter(fresh) == Counter(flat(plain_epoch(make)))
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_a_step_of_all_ranks_is_a_prefix_of_the_order(world: int) -> None:
+    ranks = played(LOADERS["shuffled"], world)
+    (order,) = (list(flat(plain_epoch(LOADERS["shuffled"]))),)
+    done: list[int] = []
+    for step in zip(*ranks, strict=True):
+        done += flat([each.batch.tolist() for each in step if each.fresh])
+        assert {each.offset for each in step} == {len(done)}
+        assert done == order[: len(done)]
+
+
+@pytest.mark.parametrize(("rows", "world", "counted"), [(101, 2, 101), (7, 4, 7), (1, 2, 1), (3, 8, 3)])
+def test_validation_repeats_nothing(rows: int, world: int, counted: int) -> None:
+    ranks = played(lambda: DataLoader(Numbers(rows), batch_size=32), world, pad=False)
+    assert sorted(flat(batches([each for drawn in ranks for each in drawn]))) == list(range(counted))
+
+
+def test_the_tail_is_shared_out() -> None:
+    ranks = played(lambda: DataLoader(Numbers(101), batch_size=32), 2)
+    assert [[len(batch) for batch in batches(drawn)] for drawn in ranks] == [[32, 19], [32, 18]]
+
+
+def test_drop_last_drops_the_last_step_of_all() -> None:
+    ranks = played(lambda: DataLoader(Numbers(101), batch_size=32, drop_last=True), 2)
+    assert [[len(batch) for batch in batches(drawn)] for drawn in ranks] == [[32], [32]]
+    assert played(lambda: DataLoader(Numbers(31), batch_size=32, drop_last=True), 2) == [[], []]
+
+
+def test_a_users_batches_stay_whole_and_a_short_last_step_is_cut() -> None:
+    make = lambda: DataLoader(Numbers(100), batch_sampler=ByLength(1, 2, 3, 4, 5))  # noqa: E731
+    ranks = played(make, 2)
+    assert [len(batch) for batch in batches(ranks[0])] == [1, 3, 3]
+    assert [len(batch) for batch in batches(ranks[1])] == [2, 4, 2]
+    assert sorted(flat(batches(ranks[0] + ranks[1]))) == list(range(15))
+    assert played(make, 1)[0][4].batch.tolist() == [10, 11, 12, 13, 14]
+
+
+def test_a_sampler_that_gives_whole_batches() -> None:
+    """DataLoader(sampler=BatchSampler(...), batch_size=None): the data set is asked for a list of indices."""
+
+    class Lists(Numbers):
+        def __getitem__(self, index: Any) -> Any:
+            return torch.tensor(index)
+
+    sampler = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
+    ranks = played(lambda: DataLoader(Lists(10), sampler=sampler, batch_size=None), 2)
+    assert batches(ranks[0]) == [[0, 1, 2], [6, 7, 8]]
+    assert batches(ranks[1]) == [[3, 4, 5], [9]]
+
+
+def test_without_batches_each_rank_gets_items() -> None:
+    ranks = played(lambda: DataLoader(Numbers(5), batch_size=None), 2)
+    assert [[each.batch for each in drawn] for drawn in ranks] == [[0, 2, 4], [1, 3, 4]]
+    assert [each.fresh for each in ranks[1]] == [True, True, False]
+
+
+def test_a_distributed_sampler_of_the_users_is_asked_as_if_it_were_alone() -> None:
+    def make() -> DataLoader[Any]:
+        data = Numbers(10)
+        return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=1, seed=3))
+
+    seen = {}
+    for epoch in (0, 1):
+        ranks = played(make, 2, epoch=epoch)
+        seen[epoch] = list(flat(batches(ranks[0] + ranks[1])))
+        assert sorted(seen[epoch]) == list(range(10))
+    assert seen[0] != seen[1], "set_epoch reshuffles"
+
+
+def test_a_sampler_without_a_length_says_what_to_do() -> None:
+    class Endless(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(int, 1)
+
+    source = PlannedSource(DataLoader(Numbers(4), sampler=Endless()), pad=True)
+    with pytest.raises(ConfigError, match="Endless has no length.*__len__.*IterableDataset"):
+        source.begin(0, Seat(), shared=False)
+
+
+def test_each_part_of_a_loader_is_told_the_epoch() -> None:
+    told: list[tuple[str, int]] = []
+
+    class Told(Numbers):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(("dataset", epoch))
+
+    class ToldSampler(Evens):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(("sampler", epoch))
+
+    source = PlannedSource(DataLoader(Told(4), sampler=ToldSampler(4)), pad=True)
+    for epoch in (0, 1):
+        source.begin(epoch, Seat(), shared=False)
+    assert told == [("sampler", 0), ("dataset", 0), ("sampler", 1), ("dataset", 1)]
+
+
+class Own(DataLoader[Any]):
+    """A user's own loader class, with what it carries and does."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.factor = 10
+
+    def __iter__(self) -> Any:
+        return (batch * self.factor for batch in super().__iter__())
+
+
+def collate(items: list[int]) -> torch.Tensor:
+    return torch.tensor(items) + 100
+
+
+def test_every_option_of_the_loader_survives() -> None:
+    generator = torch.Generator().manual_seed(1)
+    options: dict[str, Any] = {"collate_fn": collate, "timeout": 3.0, "generator": generator}
+    make = lambda: Own(Numbers(4), batch_size=2, num_workers=0, **{**options, "timeout": 0})  # noqa: E731
+    ((drawn),) = played(make, 1)
+    assert batches(drawn) == [[1000, 1010], [1020, 1030]]
+
+    given = Own(
+        Numbers(4), batch_size=2, num_workers=2, prefetch_factor=5, persistent_workers=True,
+        worker_init_fn=print, multiprocessing_context="spawn", pin_memory=False, **options,
+    )  # fmt: skip
+    twin = PlannedSource(given, pad=True)._twin
+    assert type(twin) is Own
+    for name in ("prefetch_factor", "persistent_workers", "worker_init_fn", "multiprocessing_context", "timeout",
+                 "num_workers", "collate_fn", "pin_memory", "dataset", "batch_size"):  # fmt: skip
+        assert getattr(twin, name) == getattr(given, name), name
+    assert isinstance(given.sampler, SequentialSampler), "the user's own loader is left as it was"
+
+
+class WhichWorker(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return torch.tensor([index, info.id, torch.initial_seed() % 1000])
+
+
+def test_persistent_loader_processes_follow_a_new_plan() -> None:
+    """Three epochs, of which the second is dealt anew in its middle: processes stay, and nobody sees a stale plan."""
+    loader = DataLoader(
+        WhichWorker(16), batch_size=2, num_workers=2, persistent_workers=True, shuffle=True, timeout=30
+    )
+    source, alone = PlannedSource(loader, pad=True), Seat()
+    source.begin(0, alone, shared=False)
+    first = whole(source, alone)
+    processes = source._twin._iterator._workers  # type: ignore[union-attr]
+    assert sorted(flat([each.batch[:, 0].tolist() for each in first])) == list(range(16))
+
+    source.begin(1, alone, shared=False)
+    running = source.batches(alone, 0)
+    taken = [next(running) for _ in range(3)]
+    order = [int(index) for index in source.order]
+    later = whole(source, Seat(world_rank=1, world_size=2, generation=1), taken[-1].offset)
+    assert list(flat([each.batch[:, 0].tolist() for each in taken])) == order[:6]
+    assert list(flat([each.batch[:, 0].tolist() for each in later])) == [*order[8:10], *order[12:14], order[15]]
+
+    source.begin(2, alone, shared=False)
+    assert sorted(flat([each.batch[:, 0].tolist() for each in whole(source, alone)])) == list(range(16))
+    assert source._twin._iterator._workers is processes  # type: ignore[union-attr]
+    close(source)
+    assert not any(process.is_alive() for process in processes)
+
+
+def test_the_place_in_an_epoch_is_kept_between_calls_and_found_again_by_a_copy() -> None:
+    make = LOADERS["shuffled"]
+    torch.manual_seed(7)
+    source = PlannedSource(make(), pad=True)
+    source.begin(0, Seat(), shared=False)
+    running = source.batches(Seat(), 0)
+    first = [next(running) for _ in range(2)]
+    assert source.batches(Seat(), 6) is running, "the same loader goes on: nothing is read twice"
+
+    elsewhere = PlannedSource(make(), pad=True)
+    elsewhere.order = copy.deepcopy(source.order)
+    rest = whole(elsewhere, Seat(), first[-1].offset)
+    assert batches(first + rest) == plain_epoch(make)
+
+
+def test_a_global_batch_is_shared_whatever_the_world() -> None:
+    for world in (1, 2, 4):
+        steps = []
+        for rank in range(world):
+            source = PlannedSource(DataLoader(Numbers(16), batch_size=2), pad=True, global_batch=8)
+            seat = Seat(world_rank=rank, world_size=world)
+            source.begin(0, seat, shared=False)
+            steps.append([len(batch) for batch in batches(whole(source, seat))])
+        assert steps == [[8 // world] * 2] * world
+
+
+def test_an_empty_data_set_gives_no_batch() -> None:
+    assert played(lambda: DataLoader(Numbers(0), batch_size=3), 2) == [[], []]

@@ -1,0 +1,133 @@
+"""Number formats, on the CPU: each learns, and custom loops are right in each."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raysgd import ConfigError
+from raysgd.torch.precision import Fp16, make_precision
+from tests.torch.small import Line, inline, operator_of, weights
+
+FORMATS: list[dict[str, Any]] = [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "fp16"}, {"use_fp16": True}]
+
+
+class Watching(Line):
+    """Notes the type its model works in."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        result = super().train_batch(batch, batch_info)
+        with self.autocast():
+            self.kind = self.model(batch[0]).dtype
+        return result
+
+
+@pytest.mark.parametrize("arguments", FORMATS)
+def test_it_learns(arguments: dict[str, Any]) -> None:
+    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    with inline(Watching, **arguments) as trainer:
+        losses = [trainer.train()["train_loss"] for _ in range(12)]
+        assert losses[-1] < 0.1 * losses[0], losses
+        assert operator_of(trainer).kind == kinds.get(arguments.get("precision", ""), torch.float16)
+        assert trainer.validate()["val_loss"] < 0.1 * losses[0]
+        assert weights(trainer).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "use_fp16", "native", "apex"),
+    [({}, False, False, False), ({"use_fp16": True}, True, True, False), ({"precision": "fp16"}, True, True, False)],
+)
+def test_what_the_operator_is_told(arguments: dict[str, Any], use_fp16: Any, native: bool, apex: bool) -> None:
+    with inline(**arguments) as trainer:
+        operator = operator_of(trainer)
+        assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == (use_fp16, native, apex)
+        assert (operator._amp_scaler is not None) == native
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"precision": "fp8"}, "'fp32', 'fp16', 'bf16' or 'apex'"),
+        ({"use_fp16": "yes"}, "use_fp16 must be False, True or 'apex'"),
+        ({"use_fp16": True, "precision": "bf16"}, "pass one"),
+    ],
+)
+def test_what_is_no_precision(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        inline(**arguments)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("apex") is not None, reason="an apex is installed")
+def test_apex_says_where_it_could_come_from() -> None:
+    with pytest.raises(ImportError, match="needs NVIDIA Apex.*use 'fp16'"):
+        inline(use_fp16="apex")
+
+
+def two_optimizers(precision: str, steps: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Batches in which several optimizers step, some twice; against the same in full precision."""
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    number = make_precision(precision, device)
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for batch in steps:
+        for index in batch:
+            optimizers[index].zero_grad()
+            with number.autocast():
+                loss = (models[index](torch.ones(4, 2)) - 1).pow(2).mean()
+            number.backward(loss, optimizers[index])
+            number.unscale(optimizers[index])
+            number.unscale(optimizers[index])
+            number.step(optimizers[index])
+        number.batch_done()
+    return [nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
+
+
+@pytest.mark.parametrize("steps", [[(0, 1)] * 3, [(0, 0, 1)] * 2, [(0,), (1,), ()]])
+def test_several_optimizers_share_one_scale(steps: list[tuple[int, ...]]) -> None:
+    for full, half in zip(two_optimizers("fp32", steps), two_optimizers("fp16", steps), strict=True):
+        assert torch.allclose(full, half, atol=5e-3)
+
+
+def test_a_batch_that_was_cut_short_leaves_the_scaler_as_it_was() -> None:
+    precision = Fp16(torch.device("cpu"))
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision.scaler.update(16.0)
+    precision.backward(model(torch.ones(1, 1)).sum())
+    precision.unscale(optimizer)
+    precision.abandon()
+    assert precision.scaler.get_scale() == 16.0
+    optimizer.zero_grad()
+    precision.backward(model(torch.ones(1, 1)).sum())
+    precision.unscale(optimizer)
+    assert model.weight.grad is not None
+    assert float(model.weight.grad) == pytest.approx(1.0, abs=1e-3)
+    precision.step(optimizer)
+    precision.batch_done()
+
+
+class Accumulating(Line):
+    """A loop of the user's own: a step for every two batches."""
+
+    def train_epoch(self, iterator: Any, info: dict[str, Any] | None = None) -> dict[str, Any]:
+        for index, (x, y) in enumerate(iterator):
+            with self.autocast():
+                loss = self.criterion(self.model(x), y) / 2
+            self.backward(loss)
+            if index % 2:
+                self.step()
+                self.zero_grad()
+        return {}
+
+
+def test_an_own_loop_that_accumulates() -> None:
+    results = {}
+    for precision in ("fp32", "fp16"):
+        with inline(Accumulating, precision=precision, config={"rows": 16}) as trainer:
+            for _ in range(3):
+                trainer.train()
+            results[precision] = weights(trainer)
+    assert torch.allclose(results["fp32"], results["fp16"], atol=5e-3)

@@ -1,0 +1,173 @@
+"""What goes into `register` comes out in the same shape."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from raysgd import ConfigError, TrainingOperator
+from raysgd.torch.settings import ReplicaSettings
+from tests.torch.small import Line, inline
+
+Register = Callable[..., Any]
+
+
+class Bare(TrainingOperator):
+    """Calls `config["body"](self)` as its setup."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.answer = config["body"](self) if "body" in config else None
+
+
+def registered(freq: str | None = "batch", **parts: Any) -> Any:
+    settings = ReplicaSettings(scheduler_step_freq=freq)
+    return Bare({"body": lambda operator: operator.register(**parts)}, settings=settings).answer
+
+
+def model() -> nn.Linear:
+    return nn.Linear(2, 1)
+
+
+def sgd(of: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(of.parameters(), lr=0.1)
+
+
+class Many(torch.optim.SGD):
+    """An optimizer that can be iterated, as wrappers around several optimizers can."""
+
+    def __iter__(self) -> Any:
+        return iter(self.param_groups)
+
+
+class Duck:
+    """Steps, and can be iterated, without being torch's own kind of optimizer."""
+
+    param_groups: tuple[Any, ...] = ()
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def __iter__(self) -> Any:
+        return iter([1, 2])
+
+
+def test_single_things_come_back_single() -> None:
+    one = model()
+    optimizer = sgd(one)
+    assert registered(models=one, optimizers=optimizer) == (one, optimizer)
+
+
+@pytest.mark.parametrize("container", [list, tuple])
+def test_containers_keep_their_type(container: type) -> None:
+    first, second = model(), model()
+    optimizers = container([sgd(first), sgd(second)])
+    schedulers = container([StepLR(optimizer, 1) for optimizer in optimizers])
+    answer = registered(models=container([first, second]), optimizers=optimizers, schedulers=schedulers)
+    assert answer == (container([first, second]), optimizers, schedulers)
+    assert [type(part) for part in answer] == [container] * 3
+
+
+def test_a_container_of_one_stays_a_container() -> None:
+    one = model()
+    models, optimizers = registered(models=[one], optimizers=(sgd(one),))
+    assert models == [one]
+    assert isinstance(optimizers, tuple)
+
+
+def test_other_iterables_become_lists() -> None:
+    first, second = model(), model()
+    models, _ = registered(models=(each for each in (first, second)), optimizers=sgd(first))
+    assert models == [first, second]
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
+def test_modules_that_can_be_iterated_are_single(kind: Any) -> None:
+    one = kind(model(), model()) if kind is nn.Sequential else kind([model(), model()])
+    assert registered(models=one, optimizers=sgd(one))[0] is one
+
+
+def test_optimizers_that_can_be_iterated_are_single() -> None:
+    one = model()
+    for optimizer in (Many(one.parameters(), lr=0.1), Duck()):
+        assert registered(models=one, optimizers=optimizer)[1] is optimizer
+
+
+@pytest.mark.parametrize(
+    ("criterion", "scheduler", "length"), [(False, False, 2), (True, False, 3), (False, True, 3), (True, True, 4)]
+)
+def test_what_is_absent_is_left_out(criterion: bool, scheduler: bool, length: int) -> None:
+    one = model()
+    optimizer = sgd(one)
+    parts: dict[str, Any] = {"models": one, "optimizers": optimizer}
+    if criterion:
+        parts["criterion"] = nn.MSELoss()
+    if scheduler:
+        parts["schedulers"] = StepLR(optimizer, 1)
+    answer = registered(**parts)
+    assert len(answer) == length
+    assert list(answer[2:]) == [parts[name] for name in ("criterion", "schedulers") if name in parts]
+
+
+def test_a_criterion_may_be_any_function() -> None:
+    one = model()
+    assert registered(models=one, optimizers=sgd(one), criterion=torch.dist)[2] is torch.dist
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ({"models": None}, "models must be a torch.nn.Module"),
+        ({"models": []}, "models must be a torch.nn.Module"),
+        ({"models": "net"}, "got 'net'"),
+        ({"models": {"net": nn.Linear(1, 1)}}, "list or tuple"),
+        ({"models": [nn.Linear(1, 1), 3]}, "list or tuple"),
+        ({"ddp_args": [1]}, "ddp_args must be a dict"),
+        ({"apex_args": "O1"}, "apex_args must be a dict"),
+        ({"schedulers": [], "freq": None}, "scheduler_step_freq='batch', 'epoch' or 'manual'"),
+    ],
+)
+def test_register_refuses(parts: dict[str, Any], says: str) -> None:
+    one = model()
+    with pytest.raises(ConfigError) as caught:
+        registered(**{"models": one, "optimizers": sgd(one), **parts})
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["train_loader", "validation_loader"])
+def test_register_data_refuses_what_cannot_be_iterated(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be a DataLoader or another iterable"):
+        Bare({"body": lambda operator: operator.register_data(**{name: 7})})
+
+
+def test_v1s_names_say_what_is_missing() -> None:
+    operator = Bare()
+    for name in ("models", "optimizers", "schedulers", "criterion"):
+        with pytest.raises(RuntimeError, match=r"did Bare.setup call self.register\?"):
+            getattr(operator, f"_get_{name}")()
+    for name in ("train_loader", "validation_loader"):
+        with pytest.raises(RuntimeError, match="self.register_data"):
+            getattr(operator, f"_get_{name}")()
+
+
+def test_properties_of_a_single_worker() -> None:
+    operator = Line({"lr": 0.5})
+    assert (operator.world_rank, operator.local_rank, operator.world_size) == (0, 0, 1)
+    assert operator.device == torch.device("cpu")
+    assert operator.device_ids is None
+    assert (operator.use_gpu, operator.use_fp16, operator.use_tqdm) == (False, False, False)
+    assert operator.config == {"lr": 0.5}
+    assert operator._is_distributed is False
+    assert operator._get_models() == [operator.model]
+
+
+def test_an_operator_without_setup_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="no setup"):
+        inline(type("Lazy", (TrainingOperator,), {}))
+
+
+def test_setup_without_register_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"Bare.setup did not call self.register\(models=..., optimizers=...\)"):
+        inline(Bare)

@@ -1,0 +1,246 @@
+"""Checkpoints: complete, portable between trainers, and refused with a reason when they cannot be right."""
+
+import io
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from raysgd import CheckpointError
+from raysgd.torch import states
+from tests.torch.small import Line, inline, operator_of, weights
+
+
+class Noisy(Line):
+    """Every batch depends on all random states, and the operator has a state of its own."""
+
+    drawn = 0.0
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        x, y = batch
+        self.drawn += random.random() + float(numpy.random.rand())
+        return super().train_batch((nn.functional.dropout(x, 0.3) + 0.1 * random.random(), y), batch_info)
+
+    def state_dict(self) -> Any:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.drawn = state_dict["drawn"]
+
+
+def halving(optimizer: Any) -> StepLR:
+    return StepLR(optimizer, 2, gamma=0.5)
+
+
+ARGUMENTS: dict[str, Any] = {
+    "config": {"shuffle": True, "scheduler": halving},
+    "scheduler_step_freq": "batch",
+}
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.mark.parametrize("before", [0, 2, 3, 4])
+def test_a_loaded_trainer_goes_on_as_if_nothing_had_been(tmp_path: Path, before: int) -> None:
+    """Also in the middle of a shuffled epoch, with dropout: the very same weights."""
+    with inline(Noisy, **ARGUMENTS) as trainer:
+        seed_all(5)
+        trainer.train(num_steps=before)
+        path = trainer.save(tmp_path / "line.pt")
+        steps = [trainer.train(num_steps=3), trainer.train()]
+        expected, drawn = weights(trainer), operator_of(trainer).drawn
+        rate = operator_of(trainer).optimizer.param_groups[0]["lr"]
+    seed_all(99)
+    with inline(Noisy, **ARGUMENTS) as trainer:
+        trainer.train(num_steps=1)
+        trainer.load(path)
+        assert [trainer.train(num_steps=3), trainer.train()] == steps
+        assert torch.equal(weights(trainer), expected)
+        assert operator_of(trainer).drawn == drawn
+        assert operator_of(trainer).optimizer.param_groups[0]["lr"] == rate
+
+
+def test_state_dict_goes_the_same_way_without_a_file() -> None:
+    with inline(Noisy, **ARGUMENTS) as first, inline(Noisy, **ARGUMENTS) as second:
+        first.train()
+        state = first.state_dict()
+        assert {"models", "optimizers", "schedulers", "operator", "epoch", "global_step", "rng"} <= state.keys()
+        assert state["epoch"] == 1
+        assert not any(key.startswith("module.") for key in state["models"][0])
+        second.load_state_dict(state)
+        assert torch.equal(weights(first), weights(second))
+        assert second.train()["epoch"] == 2
+
+
+def test_state_is_a_copy() -> None:
+    with inline() as trainer:
+        kept = trainer.state_dict()
+        before = kept["models"][0]["weight"].clone()
+        trainer.train()
+        assert torch.equal(kept["models"][0]["weight"], before)
+        assert not torch.equal(weights(trainer)[:2], before.flatten())
+
+
+def test_a_checkpoint_of_v1_is_taken() -> None:
+    with inline() as trainer:
+        operator = operator_of(trainer)
+        model, optimizer = operator.model.state_dict(), operator.optimizer.state_dict()
+        given = {"epoch": 7, "operator": None, "models": [model], "optimizers": [optimizer]}
+        trainer.load_state_dict(given)
+        assert trainer.train()["epoch"] == 8
+
+
+def saved(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+class Other(Line):
+    """Another model than Line's."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        model = config["model"]()
+        optimizers = [config.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)]
+        self.register(models=model, optimizers=optimizers * config.get("optimizers", 1), criterion=nn.MSELoss())
+        self.register_data(**self.loaders(config))
+
+
+def of(**config: Any) -> bytes:
+    with inline(Other, config={"model": lambda: nn.Linear(2, 1), **config}) as trainer:
+        trainer.train(num_steps=0)
+        return bytes(states.dump(trainer.state_dict()))
+
+
+def line() -> bytes:
+    with inline() as trainer:
+        return bytes(states.dump(trainer.state_dict()))
+
+
+REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty": (lambda: b"", "no whole checkpoint"),
+    "truncated": (lambda: line()[:-100], "no whole checkpoint"),
+    "half": (lambda: line()[:500], "no whole checkpoint"),
+    "text": (lambda: b"epoch: 3\nlr: 0.1\n", "no whole checkpoint"),
+    "bytes": (lambda: bytes(range(256)) * 8, "no whole checkpoint"),
+    "bare model": (lambda: saved(nn.Linear(2, 1).state_dict()), "not a checkpoint of raysgd: it holds"),
+    "a list": (lambda: saved([1, 2]), "it holds list"),
+    "models of nothing": (lambda: saved({"models": [3], "optimizers": [{}]}), "not a checkpoint of raysgd"),
+    "optimizers of nothing": (lambda: saved({"models": [{}], "optimizers": [3]}), "not a checkpoint of raysgd"),
+    "other format": (lambda: saved({"models": [], "format": "x"}), "format is 'x'"),
+    "from the future": (lambda: saved({"models": [], "format": "raysgd-torch", "version": 99}), "newer raysgd"),
+    "another shape": (lambda: of(model=lambda: nn.Linear(3, 1), rows=0), "weight has shape (1, 2) here and (1, 3)"),
+    "other layers": (lambda: of(model=lambda: nn.Sequential(nn.Linear(2, 1))), "missing there ['bias', 'weight']"),
+    "more optimizers": (lambda: of(optimizers=2), "has 2 optimizers, and this operator registers 1"),
+    "another optimizer": (lambda: of(optimizer=torch.optim.Adam), "optimizer 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_is_refused_and_changes_nothing(tmp_path: Path, name: str) -> None:
+    make, says = REFUSED[name]
+    path = tmp_path / "given.pt"
+    path.write_bytes(make())
+    with inline() as trainer:
+        trainer.train(num_steps=2)
+        before = bytes(states.dump(trainer.state_dict()))
+        with pytest.raises(CheckpointError) as caught:
+            trainer.load(path)
+        assert says in str(caught.value)
+        assert str(path) in str(caught.value)
+        assert "trusted" not in str(caught.value), "trust would not help here"
+        assert bytes(states.dump(trainer.state_dict())) == before
+        assert trainer.train()["batch_count"] == 1
+
+
+class OwnType:
+    """A type that plain loading does not know."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class Custom(Line):
+    given: Any = None
+
+    def state_dict(self) -> Any:
+        return OwnType(3)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.given = state_dict
+
+
+def test_operator_state_of_own_types_needs_trust(tmp_path: Path) -> None:
+    with inline(Custom) as trainer:
+        path = trainer.save(tmp_path / "custom.pt")
+        with pytest.raises(CheckpointError, match="pass trusted=True"):
+            trainer.load(path)
+        assert operator_of(trainer).given is None
+        trainer.load(path, trusted=True)
+        assert operator_of(trainer).given.value == 3
+
+
+class Bomb:
+    """Unpickling it leaves a trace."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.path),)
+
+
+def test_loading_runs_no_code_from_the_file(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    content = {"models": [Bomb(str(trace))], "optimizers": [], "epoch": 1, "operator": None}
+    (tmp_path / "bomb.pt").write_bytes(saved(content))
+    with inline() as trainer, pytest.raises(CheckpointError):
+        trainer.load(tmp_path / "bomb.pt")
+    assert not trace.exists()
+
+
+def test_saving_makes_folders_and_says_where(tmp_path: Path) -> None:
+    with inline() as trainer:
+        path = trainer.save(tmp_path / "deep" / "line.pt")
+        assert path == str(tmp_path / "deep" / "line.pt")
+        with pytest.raises(CheckpointError, match="there is no checkpoint"):
+            trainer.load(tmp_path / "none.pt")
+        with pytest.raises(DeprecationWarning, match=r"load\(\)"):
+            trainer.restore(path)
+
+
+def test_random_states_come_back_whole() -> None:
+    seed_all(3)
+    kept = states.random_state()
+    first = (random.random(), random.gauss(0, 1), float(numpy.random.randn()), float(torch.rand(())))
+    plain = torch.load(io.BytesIO(saved(kept)), weights_only=True)
+    states.restore_random(plain)
+    assert (random.random(), random.gauss(0, 1), float(numpy.random.randn()), float(torch.rand(()))) == first
+
+
+@pytest.mark.parametrize("precision", ["fp16"])
+def test_the_scaler_is_part_of_it(precision: str) -> None:
+    with inline(precision=precision) as first, inline(precision=precision) as second:
+        first.train()
+        operator_of(first)._amp_scaler.update(123.0)
+        second.load_state_dict(first.state_dict())
+        assert operator_of(second)._amp_scaler.get_scale() == 123.0
+
+
+def test_get_model_is_a_copy_of_its_own() -> None:
+    with inline() as trainer:
+        model = trainer.get_model()
+        with torch.no_grad():
+            model.weight.fill_(100.0)
+        assert float(trainer.get_model().weight.detach().max()) < 100
+        assert type(model) is nn.Linear
