@@ -51,11 +51,16 @@ def _nobody(progress: Progress, partial: dict[str, Any] | None) -> None:
     """The publisher of a replica that nobody watches."""
 
 
+def _unheard(message: dict[str, Any], body: Any) -> None:
+    """Where messages of such a replica go."""
+
+
 class Control:
     """Where the thread that trains meets the thread that listens.
 
     Owns: the stop signs of one worker, its phase (for a hang's report) and the last published progress. `upload`
-    sends a snapshot to the driver, where there is one that wants it. Never blocks the listener, and costs
+    sends a snapshot to the driver, where there is one that wants it; `deliver` sends a message that must not be lost,
+    and returns when the driver has it; `on_interrupt` is called on the listener's thread. Never blocks the listener, and costs
     the training thread one attribute read per batch while nothing is asked of it.
 
     A planned stop is agreed on in two phases. The listener sets `stop_at` and then reads `begun`; the trainer
@@ -71,6 +76,8 @@ class Control:
         self.phase = "idle"
         self.batch = 0
         self.upload: Uploader | None = None
+        self.deliver: Uploader = _unheard
+        self.on_interrupt: Callable[[], None] = lambda: None
         self._publish = publish
         self._interval_s = interval_s
         self._next_publish = 0.0
@@ -100,6 +107,7 @@ class Control:
         with self._changed:
             self._interrupted = self.attention = True
             self._changed.notify_all()
+        self.on_interrupt()
 
     def withdraw(self) -> None:
         """The planned stop is off: whoever stands at the border goes on."""

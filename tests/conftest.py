@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Before anything imports ray: its workers inherit this. Two threads' worth of maths per worker would only
 # make a small machine slower, and a test must never end up on somebody's real cluster.
-os.environ.pop("RAY_ADDRESS", None)
 os.environ.update(
+    RAY_ADDRESS="local",
     OMP_NUM_THREADS="1",
     PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
@@ -27,7 +27,7 @@ def ray_cluster() -> Iterator[None]:
     """One local cluster for all tests that ask for it; its 8 CPUs are logical, whatever the machine has."""
     import ray
 
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -1,7 +1,7 @@
-"""Who takes part in the throughput benchmark. Each trains the same workload, epoch by epoch, when it is told to.
+"""Who takes part in the throughput benchmark. Each trains the same workload, an epoch whenever it is told to.
 
-A contender has `name`, `epoch()` (one epoch, seen from the driver), `processes()` (its workers' ids) and `stop()`. All
-keep their workers alive between epochs, and idle while another one trains.
+A contender has `name`, `epoch()` (one epoch, seen from the driver), `processes()` (its workers' ids) and
+`stop()`. All keep their workers alive between epochs, and idle while another one trains.
 """
 
 import os
@@ -36,14 +36,12 @@ class BenchmarkOperator(TrainingOperator):
             models=model, optimizers=workload.optimizer(model), criterion=workload.criterion
         )
         self.register_data(
-            train_loader=DataLoader(
-                workload.dataset(workers), batch_size=workload.batch_size, shuffle=True
-            )
+            train_loader=DataLoader(workload.dataset(workers), batch_size=workload.batch_size, shuffle=True)
         )
 
 
 class RaySGD:
-    """raysgd as it comes: elastic, with progress messages, snapshots once per epoch and metrics over workers."""
+    """raysgd as it comes: elastic, with progress messages, a snapshot per epoch and metrics over workers."""
 
     name = "raysgd"
 

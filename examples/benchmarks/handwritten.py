@@ -14,7 +14,7 @@ __all__ = ["HandWritten", "Loop"]
 
 
 class Loop:
-    """One rank's model, data and epochs, in a process group that stands already. Measures nothing but the last loss."""
+    """One rank's model, data and epochs, in a process group that stands already. Reads only the last loss."""
 
     def __init__(self, workload: Workload, rank: int, workers: int) -> None:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Whole programs as children of a benchmark: started in a session of their own, and ended with all they started."""
+"""Whole programs as children of a benchmark: each in a session of its own, ended with all it started."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["child", "command_for"]
+__all__ = ["HERE", "child", "command_for"]
 
 HERE = Path(__file__).resolve().parent
 
@@ -22,8 +22,9 @@ def command_for(script: Path, *, torchrun: tuple[str, ...] = ()) -> list[str]:
 @contextlib.contextmanager
 def child(command: list[str], extra: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
     """The running child; stdout is a pipe. Whatever is left of its session at the end is killed."""
-    path = os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **extra}
+    folders = [str(HERE), str(HERE.parents[1]), extra.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, folders))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **extra, "PYTHONPATH": path}
     process = subprocess.Popen(
         command,
         env=environment,

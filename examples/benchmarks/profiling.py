@@ -27,7 +27,7 @@ class ProfiledOperator(BenchmarkOperator):
 
 
 def where_the_time_goes(workload: Workload, workers: int) -> str:
-    """A table of rank 0's functions, by their own time. cProfile makes Python calls look dearer than they are."""
+    """Rank 0's functions, by their own time. cProfile makes Python calls look dearer than they are."""
     config: dict[str, Any] = {"workload": workload, "workers": workers}
     with TorchTrainer(
         training_operator_cls=ProfiledOperator, num_workers=workers, use_ray=True, config=config

@@ -1,7 +1,8 @@
 """How long a fresh script needs to the end of its first tiny epoch, with 2 workers.
 
-Each contender is a script in first_epoch/, run as a new process each time; the rounds are interleaved, and each begins
-with another contender. What is timed: from the start of the process to the line "first epoch done", and to its exit.
+Each contender is a script in first_epoch/, run as a new process each time; the rounds are interleaved, and
+each begins with another contender. What is timed: from the start of the process to the line "first epoch
+done", and to its exit.
 
     python examples/benchmarks/startup.py --rounds 7
 """
@@ -65,9 +66,7 @@ def measure(programs: Sequence[Program], rounds: int) -> dict[str, list[tuple[fl
         first = number % len(programs)
         for program in [*programs[first:], *programs[:first]]:
             seconds[program.name].append(run(program))
-            print(
-                f"round {number + 1}: {program.name} {seconds[program.name][-1][0]:.1f} s", file=sys.stderr
-            )
+            print(f"round {number + 1}: {program.name} {seconds[program.name][-1][0]:.1f} s", file=sys.stderr)
     return seconds
 
 

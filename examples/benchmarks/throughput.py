@@ -1,9 +1,10 @@
 """Time per step of raysgd against a hand-written DDP loop, in one run.
 
-All contenders stand at the same time and train in turn, never together, in the order A B B A of each round; so a slow
-minute of the machine hits all of them. The ratio is taken round by round, and its median is the result. An epoch is
-timed on the driver, from the call to the answer, so the price of that call is in it. On a busy machine look at the
-processor time per step too: what the workers' processes used, whoever else wanted the cores.
+All contenders stand at the same time and train in turn, never together, in the order A B B A of each round;
+so a slow minute of the machine hits all of them. The ratio is taken round by round, and its median is the
+result. An epoch is timed on the driver, from the call to the answer, so the price of that call is in it. On
+a busy machine look at the processor time per step too: what the workers' processes used, whoever else
+wanted the cores.
 
     python examples/benchmarks/throughput.py --rounds 15
     python examples/benchmarks/throughput.py --workloads tiny --profile
@@ -26,7 +27,16 @@ from workloads import WORKLOADS, Workload
 
 BASE = "hand-written"
 Times = dict[str, list[tuple[float, float]]]
-COLUMNS = ("workload", "contender", "workers", "epoch_s", "us_per_step", "ratio", "cpu_us_per_step", "cpu_ratio")
+COLUMNS = (
+    "workload",
+    "contender",
+    "workers",
+    "epoch_s",
+    "us_per_step",
+    "ratio",
+    "cpu_us_per_step",
+    "cpu_ratio",
+)
 
 
 def measure(workload: Workload, workers: int, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
@@ -64,7 +74,7 @@ def interleaved(contenders: Sequence[Contender], rounds: int) -> Times:
 
 
 def processor_seconds(processes: Sequence[int]) -> float:
-    """What these processes have used of the processors so far, all their threads; NaN where /proc does not tell."""
+    """What these processes have used of the processors so far; NaN where /proc does not tell."""
     ticks = 0
     for process in processes:
         try:
@@ -90,7 +100,9 @@ def row(workload: Workload, workers: int, name: str, times: Times) -> dict[str, 
         "samples_per_s": round(workload.samples(workers) / epoch["median"], 1),
         "ratio": spread([mine[0] / other[0] for mine, other in zip(own, base, strict=True)]),
         "cpu_us_per_step": round(busy["median"] / workload.steps * 1e6, 1),
-        "cpu_ratio": spread([mine[1] / (other[1] or math.nan) for mine, other in zip(own, base, strict=True)]),
+        "cpu_ratio": spread(
+            [mine[1] / (other[1] or math.nan) for mine, other in zip(own, base, strict=True)]
+        ),
     }
 
 
@@ -101,13 +113,17 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, default=[2])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: the workload's)")
-    parser.add_argument("--profile", action="store_true", help="say which functions raysgd's step spends time in")
+    parser.add_argument(
+        "--profile", action="store_true", help="say which functions raysgd's step spends time in"
+    )
     parser.add_argument("--smoke", action="store_true", help="a few steps of each, only to see that it runs")
     args = parser.parse_args()
     if args.smoke:
         args.rounds, args.steps, args.workloads = 1, 3, args.workloads[:2]
 
-    ray.init(num_cpus=2 * max(args.workers) + 1, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        address="local", num_cpus=2 * max(args.workers) + 1, include_dashboard=False, log_to_driver=False
+    )
     rows: list[dict[str, Any]] = []
     for name in args.workloads:
         workload = WORKLOADS[name].shortened(args.steps) if args.steps else WORKLOADS[name]

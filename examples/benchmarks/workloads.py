@@ -1,7 +1,8 @@
 """What is trained in the benchmarks: a model, its data and a batch size, the same for every contender.
 
-Data are random tensors that lie in memory, so that what is measured is the step and the loop around it. Nothing of
-raysgd is imported before a workload needs its models: peers that train the tiny one do not pay for it.
+Data are random tensors that lie in memory, so that what is measured is the step and the loop around it.
+Nothing of raysgd is imported before a workload needs its models: peers that train the tiny one do not pay
+for it.
 """
 
 from collections.abc import Callable
@@ -84,9 +85,7 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload("tiny", tiny_model, tiny_data, nn.functional.cross_entropy, batch_size=32, steps=1000),
-        Workload(
-            "resnet", small_resnet, small_images, nn.functional.cross_entropy, batch_size=16, steps=60
-        ),
+        Workload("resnet", small_resnet, small_images, nn.functional.cross_entropy, batch_size=16, steps=60),
         Workload("gpt", small_gpt, token_blocks, token_loss, batch_size=16, steps=200),
     )
 }

@@ -28,6 +28,7 @@ class Group(Protocol):
     def silent_for(self, worker: str) -> float: ...
     def kill(self, worker: str) -> None: ...
     def dismiss(self, worker: str, *, force: bool = False) -> None: ...
+    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any: ...
     def pack(self, value: Any) -> Any: ...
     def room(self) -> int: ...
     def holds_at_most(self) -> int: ...
@@ -68,6 +69,8 @@ class Crew:
         self.snapshots = SnapshotKeeper()
         self.answers: list[Heard] = []
         self.on_progress: Callable[[Member], None] = lambda member: None
+        self.on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None
+        self.cancelled_by: BaseException | None = None
         self.blame: dict[str, str] = {}
         self._replies: dict[int, Outcome] = {}
         self._asked: dict[int, str] = {}
@@ -177,10 +180,14 @@ class Crew:
     # -- events ---------------------------------------------------------------------------------------
 
     def pump(self, timeout: float) -> int:
-        """Takes in what has happened, waiting up to `timeout` for it; the number of events."""
+        """Takes in what has happened, waiting up to `timeout` for it; the number of events. A cancelled call ends here:
+        every wait of the engine's comes by."""
         events = self.group.poll(timeout)
         for event in events:
             self._take(event)
+        if self.cancelled_by is not None:
+            error, self.cancelled_by = self.cancelled_by, None
+            raise error
         return len(events)
 
     def _take(self, event: Event) -> None:
@@ -189,6 +196,8 @@ class Crew:
             said = event.message
             progress = Progress(*said["progress"])
             self.snapshots.offer(Snapshot(event.body, progress, said["call"], said["partial"]))
+        elif isinstance(event, Heard) and event.message.get("t") == "message":
+            self.on_message(event.message, event.body)
         if member is None:
             return
         if isinstance(event, Arrived):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -50,10 +50,12 @@ class Job:
     resume   go on where the committed work ends (training)
     repeat   start it over on the new generation (validation, reading state)
     keep     what the survivors answered stands (functions of the user's that should not run twice)
+
+    `arguments` that are made by a function are made anew whenever the call is fanned out.
     """
 
     method: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
     again: Literal["resume", "repeat", "keep"] = "repeat"
     max_losses: int = 3
 
@@ -85,13 +87,14 @@ class Engine:
         limits: Limits,
         on_progress: Callable[[Member], None] = lambda member: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
+        on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None,
     ) -> None:
         self.group, self._backend, self._limits = group, backend, limits
         self._crew = Crew(group, target)
-        self._crew.on_progress = on_progress
+        self._crew.on_progress, self._crew.on_message = on_progress, on_message
         self._ledger = Ledger(on_recovery)
         self._standing = Standing(self._crew, backend, limits, group.pack(factory), group.pack(hook))
-        self._recruiter = Recruiter(self._crew, self._standing.warm, patience_s=limits.start_s)
+        self._recruiter = Recruiter(self._crew, self._standing.warm, patience_s=limits.start_s, in_place=backend.in_place)
         self._membership = Membership(
             self._crew, self._standing, self._recruiter, self._ledger, elastic=elastic, limits=limits
         )
@@ -134,6 +137,15 @@ class Engine:
         return len(self._crew.seated())
 
     @property
+    def generation(self) -> int:
+        """The number of the generation that stands."""
+        return self._standing.former.generation
+
+    def cancel(self, error: BaseException | None) -> None:
+        """From any thread: the running call is cut short, and raises `error`. None takes it back."""
+        self._crew.cancelled_by = error
+
+    @property
     def recoveries(self) -> list[Recovery]:
         return self._ledger.recoveries
 
@@ -143,6 +155,18 @@ class Engine:
         self._membership.resize(count)
         if self._membership.due():
             self._change(Job("resize", max_losses=-1), len(self.recoveries))
+
+    def remove(self, ranks: Sequence[int]) -> None:
+        """Exactly these leave; the others move up."""
+        job = Job("resize", max_losses=-1)
+        self._be_ready(job, len(self.recoveries))
+        seated = self._crew.seated()
+        self._membership.let_go([seated[rank] for rank in ranks])
+        self._change(job, len(self.recoveries))
+
+    def refer(self, rank: int, verb: str, arguments: dict[str, Any]) -> Any:
+        """A Ray reference to a call on one rank, for the user to wait for. Losses are the user's to deal with."""
+        return self.group.refer(self._crew.seated()[rank], verb, arguments)
 
     def state_changed_by_hand(self, *, replaced: bool = False) -> None:
         """The newest snapshot is not the whole truth any more; `replaced`: it is none at all."""
@@ -190,6 +214,7 @@ class Engine:
         return [Piece((Ok(revived.partial, revived.progress),))]
 
     def _fan_out(self, job: Job) -> tuple[Watch, Observation]:
+        arguments = dict(job.arguments() if callable(job.arguments) else job.arguments)
         workers = self._crew.seated()
 
         def on_deadlock(why: str) -> None:
@@ -202,24 +227,24 @@ class Engine:
             wants_border=lambda: job.again == "resume" and self._membership.wants_border(),
             on_trouble=lambda: self._standing.former.interrupt(workers),
         )
-        arguments = dict(job.arguments)
         if job.again == "resume":
             arguments |= {"call": self._calls, "snapshot_first": self._snapshot_is_stale}
             self._snapshot_is_stale = False
         try:
             watch.run(workers, job.method, arguments, self._standing.former.generation)
-        except KeyboardInterrupt:
-            self._on_ctrl_c(watch, workers)
+        except BaseException as error:  # Ctrl-C, a cancelled call, an error in a listener of ours
+            self._cut_short(watch, workers, error)
             raise
         return watch, classify(watch.outcomes)
 
-    def _on_ctrl_c(self, watch: Watch, workers: list[str]) -> None:
+    def _cut_short(self, watch: Watch, workers: list[str], error: BaseException) -> None:
         """Stops the call at the next border. The trainer stays usable; ranks that do not stop in time are ended."""
-        logger.warning("interrupted: stopping %d worker(s) at their next batch", len(workers))
+        what = "interrupted" if isinstance(error, KeyboardInterrupt) else f"cut short by {type(error).__name__}"
+        logger.warning("%s: stopping %d worker(s) at their next batch", what, len(workers))
         self._standing.up = False
         self._standing.former.interrupt(workers)
         for worker in watch.settle(CTRL_C_S):
-            self._crew.kill(worker, "worker death", "it did not stop in time after Ctrl-C")
+            self._crew.kill(worker, "worker death", "it did not stop in time when the call was cut short")
 
     def _raise_user_error(self, watch: Watch, seen: Observation) -> NoReturn:
         self._standing.up = False
@@ -240,15 +265,21 @@ class Engine:
                 lost = self._crew.lost(fallen[0] if fallen else None)
                 seen = Observation("broken", tuple(m.worker for m in fallen), None, lost.reason, lost.cause)
                 self._recoverer.recover(seen, since=time.monotonic(), max_losses=job.max_losses, mark=mark)
-            elif self._standing.up or self._standing.form(self._crew.seated()):
+            elif self._standing.up:
+                return
+            elif not self._backend.in_place:
+                seen = Observation("broken", reason="restart", detail="an error ended the generation")
+                self._recoverer.recover(seen, since=time.monotonic(), max_losses=job.max_losses, mark=mark)
+            elif self._standing.form(self._crew.seated()):
                 return
 
     def _change(self, job: Job, mark: int) -> Snapshot | None:
         """A planned change of members; should it lose somebody on its way, a recovery."""
         since, world = time.monotonic(), self.world_size
+        reason = "preemption" if self._backend.in_place else self._membership.reason()
         if self._membership.change():
             return None
-        seen = Observation("broken", reason="preemption", detail="workers left, or were lost, in a planned change")
+        seen = Observation("broken", reason=reason, detail="workers left, or were lost, in a planned change")
         return self._recoverer.recover(seen, since=since, max_losses=job.max_losses, mark=mark, world=world)
 
 

@@ -31,14 +31,18 @@ class Former:
         for worker in workers:
             self._crew.group.tell(worker, {"t": "interrupt", "generation": self.generation})
 
-    def form(self, workers: Sequence[str], *, hook: Any, factory: Any) -> bool:
-        """Stands a generation of exactly these workers, in this order of ranks."""
+    def form(self, workers: Sequence[str], *, hook: Any, factory: Any, state: Any = None) -> bool:
+        """Stands a generation of exactly these workers, in this order of ranks. Those that are set up here take
+        `state`, where there is one."""
         members = [self._crew.members[worker] for worker in workers]
         for member in self._crew.members.values():
             if member.seated and member.worker not in workers:
                 member.seated = False
         if not self._leave([m.worker for m in members if m.seated]):
             return False
+        for rank, member in enumerate(members):
+            if not member.seated:
+                member.rank = rank  # the one it is to have: an error in its set-up names it
         fresh = [m.worker for m in members if not m.built]
         if not self._agree_on_state([m.worker for m in members if m.built]):
             return False
@@ -47,6 +51,8 @@ class Former:
         if not self._meet(workers):
             return False
         if fresh and not self._build(fresh, factory):
+            return False
+        if fresh and state is not None and not self._all_ok(self._ask(fresh, "load", {"data": state}, self._limits.setup_s)):
             return False
         for rank, member in enumerate(members):
             member.rank, member.seated, member.built, member.holds_state = rank, True, True, True

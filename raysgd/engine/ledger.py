@@ -13,7 +13,7 @@ __all__ = ["Ledger"]
 
 logger = logging.getLogger("raysgd")
 
-PLANNED = ("growth", "shrink", "preemption")
+PLANNED = ("growth", "shrink", "preemption", "restart")
 
 
 class Ledger:

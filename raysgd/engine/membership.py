@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from raysgd.config import ElasticConfig, Limits
 from raysgd.engine.crew import Crew
@@ -31,9 +32,10 @@ class Membership:
         *,
         elastic: ElasticConfig,
         limits: Limits,
+        in_place: bool = True,
     ) -> None:
         self._crew, self._standing, self._recruiter, self._ledger = crew, standing, recruiter, ledger
-        self._elastic, self._limits = elastic, limits
+        self._elastic, self._limits, self._in_place = elastic, limits, in_place
         self._leaving: dict[str, str] = {}
         self._drain_look_at = 0.0
 
@@ -76,8 +78,20 @@ class Membership:
                 raise ResourceError(self._standing.shortage(lacking))
             said = said or (self._recruiter.starting == 0 and self._standing.say_waiting(lacking, waited))
 
+    def let_go(self, workers: Sequence[str]) -> None:
+        """By hand: exactly these leave, and are not replaced."""
+        self._crew.target -= len(workers)
+        self._leaving |= dict.fromkeys(workers, "shrink")
+
+    def reason(self) -> str:
+        """Why the next change is to be."""
+        return next(iter(self._leaving.values()), "growth")
+
     def change(self) -> bool:
-        """Everybody stands at a border. False when somebody was lost on the way."""
+        """Everybody stands at a border. False when somebody was lost on the way, or nobody can stay as he is."""
+        if not self._in_place:
+            self._leaving = {}
+            return False
         started = time.monotonic()
         seated = self._crew.seated()
         leavers = [worker for worker in seated if worker in self._leaving]
@@ -90,6 +104,8 @@ class Membership:
         if not stay:
             self._hand_over(leavers[0], newcomers)
         stood = bool(stay or newcomers) and self._standing.form([*stay, *newcomers])
+        if not stood:
+            self._recruiter.take_back(newcomers)
         for worker in leavers:
             self._crew.dismiss(worker)
         if stood:

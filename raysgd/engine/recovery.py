@@ -17,7 +17,7 @@ from raysgd.engine.membership import Membership
 from raysgd.engine.recruiter import Recruiter
 from raysgd.engine.standing import Standing
 from raysgd.outcomes import Ok
-from raysgd.progress import Progress
+from raysgd.progress import Progress, most_advanced
 from raysgd.snapshot import Snapshot
 from raysgd.workers.blob import Blob
 
@@ -68,7 +68,9 @@ class Recoverer:
                 newcomers = self._recruiter.take()
                 if not survivors:
                     case.revived = self._revive(newcomers)
-                self._standing.form([*survivors, *newcomers])
+                state = Blob(case.revived.data) if case.revived and not self._in_place else None
+                if not self._standing.form([*survivors, *newcomers], state=state or None):
+                    self._recruiter.take_back(newcomers)
             elif isinstance(decision, Restart):
                 self._recruiter.launch(decision.count)
             else:
@@ -99,11 +101,19 @@ class Recoverer:
         """Members that can go on in place; a backend that cannot rejoin leaves only their state."""
         survivors = self._crew.seated()
         if survivors and not self._in_place:
-            self._membership.rescue(survivors[0])
+            self._membership.rescue(most_advanced({w: self._crew.members[w].progress for w in survivors}))
             for worker in survivors:
                 self._crew.dismiss(worker)
+            self._replace(len(survivors))
             survivors = []
         return survivors
+
+    def _replace(self, left: int) -> None:
+        """Fresh processes for all, now: the places of those that were dismissed are free, whatever Ray says yet."""
+        places = min(self._crew.target, max(left, self._crew.group.holds_at_most()))
+        wanted = places - len(self._recruiter.ready) - self._recruiter.starting
+        if wanted > 0:
+            self._recruiter.launch(wanted)
 
     def _situation(self, case: _Case, survivors: list[str], max_losses: int) -> Situation:
         least = min(self._elastic.min_workers, self._crew.target)
@@ -128,8 +138,10 @@ class Recoverer:
         """Nobody is left: fresh processes take the newest snapshot, or the first one's own beginning."""
         snapshot = self._crew.snapshots.latest() or Snapshot()
         if not snapshot.data:
-            self._crew.members[newcomers[0]].holds_state = True
+            self._crew.members[newcomers[0]].holds_state = self._in_place
             return snapshot
+        if not self._in_place:
+            return snapshot  # they take it when they have met, and are set up
         outcomes = self._crew.ask(newcomers, "load", {"data": Blob(snapshot.data)}, limit_s=self._limits.setup_s)
         for worker, outcome in outcomes.items():
             self._crew.members[worker].holds_state = isinstance(outcome, Ok)

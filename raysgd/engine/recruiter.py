@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from raysgd.engine.crew import Crew
@@ -19,10 +19,16 @@ GATHER_S = 3.0
 
 
 class Recruiter:
-    """Owns the workers that do not belong to the group yet. Never touches a member."""
+    """Owns the workers that do not belong to the group yet. Never touches a member.
 
-    def __init__(self, crew: Crew, warm: Callable[[], dict[str, Any]], *, patience_s: float) -> None:
-        self._crew, self._warm, self._patience_s = crew, warm, patience_s
+    Where a process can meet others once only (`in_place` is False), a recruit is ready when it is up, and is set up
+    when it has met its group.
+    """
+
+    def __init__(
+        self, crew: Crew, warm: Callable[[], dict[str, Any]], *, patience_s: float, in_place: bool = True
+    ) -> None:
+        self._crew, self._warm, self._patience_s, self._in_place = crew, warm, patience_s, in_place
         self._launched: dict[str, float] = {}
         self._warming: dict[str, int] = {}
         self.ready: list[str] = []
@@ -63,7 +69,10 @@ class Recruiter:
         for worker, since in list(self._launched.items()):
             if self._crew.members[worker].arrived:
                 del self._launched[worker]
-                self._warming[worker] = self._crew.submit(worker, "warm", self._warm())
+                if self._in_place:
+                    self._warming[worker] = self._crew.submit(worker, "warm", self._warm())
+                else:
+                    self._got_ready(worker)
             elif time.monotonic() - since > self._patience_s:
                 self._drop(worker, f"its process did not come up within {self._patience_s:g} s")
         for worker, call in list(self._warming.items()):
@@ -71,9 +80,7 @@ class Recruiter:
             if isinstance(outcome, Ok):
                 del self._warming[worker]
                 self._crew.members[worker].built = True
-                self.ready.append(worker)
-                self._ready_at = time.monotonic()
-                self._pause_s = LOOK_EVERY_S
+                self._got_ready(worker)
             elif outcome is not None:
                 story = outcome.traceback if isinstance(outcome, Failed) else str(outcome)
                 self._drop(worker, f"its set-up failed: {story}")
@@ -82,6 +89,20 @@ class Recruiter:
         """Hands the ready ones over to the group."""
         taken, self.ready = self.ready, []
         return taken
+
+    def take_back(self, workers: Iterable[str]) -> None:
+        """The generation they were taken for did not stand: those that can try again wait for the next one."""
+        for worker in workers:
+            member = self._crew.members.get(worker)
+            if member is not None and member.gone is None and self._in_place:
+                self._got_ready(worker)
+            else:
+                self._crew.dismiss(worker)
+
+    def _got_ready(self, worker: str) -> None:
+        self.ready.append(worker)
+        self._ready_at = time.monotonic()
+        self._pause_s = LOOK_EVERY_S
 
     def dismiss_all(self) -> None:
         for worker in [*self._launched, *self._warming, *self.ready]:

@@ -31,10 +31,10 @@ class Standing:
         self.former = Former(crew, backend, limits)
         self.up = False
 
-    def form(self, workers: Sequence[str]) -> bool:
+    def form(self, workers: Sequence[str], *, state: Any = None) -> bool:
         """One try to stand a generation of exactly these. Raises the user's own error, if set-up has one."""
         self.up = False
-        self.up = self.former.form(workers, hook=self._hook, factory=self._factory)
+        self.up = self.former.form(workers, hook=self._hook, factory=self._factory, state=state)
         return self.up
 
     def warm(self) -> dict[str, Any]:

@@ -27,9 +27,10 @@ INTERRUPTIONS = (
     tf.errors.DeadlineExceededError,
     tf.errors.CancelledError,
     tf.errors.InternalError,
+    tf.errors.UnknownError,
 )
 # Those types are a user's too (a file on a network drive): these words are the collective runtime's own.
-WORDS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
+WORDS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf", "Could not start gRPC server")
 
 
 class TensorFlowBackend:
@@ -72,10 +73,10 @@ class TensorFlowBackend:
             return
         with own_port() as port:
             addresses = meet(**settings, rank=seat.world_rank, own=port, limit_s=self._join_s)
-            task = {"type": "worker", "index": seat.world_rank}
-            os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
-            self._configure(seat.world_size)
-            self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        task = {"type": "worker", "index": seat.world_rank}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
+        self._configure(seat.world_size)
+        self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
         # The runtime has taken SIGTERM for itself. It is the worker's: a preemption notice.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         # The first collective makes every connection now, where its failure belongs to the meeting.

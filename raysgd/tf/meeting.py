@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import secrets
 import socket
 import threading
@@ -15,6 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["MeetingFailed", "MeetingPoint", "meet", "own_port"]
+
+
+PORTS = (15000, 32000)
 
 
 class MeetingFailed(OSError):
@@ -77,12 +81,20 @@ def meet(host: str, port: int, token: str, *, rank: int, own: int, limit_s: floa
 
 @contextlib.contextmanager
 def own_port() -> Iterator[int]:
-    """A port of this process's: held, so that nobody else is given it, while a server of this process takes it over."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
-        if hasattr(socket, "SO_REUSEPORT"):
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(("", 0))
-        yield held.getsockname()[1]
+    """A port that a server of this process can take when the block has ended.
+
+    TensorFlow's server takes a number only, no open socket. So the port is held while the ranks meet (neighbours
+    choose at the same time), and lies below the range from which systems give ports to outgoing connections.
+    """
+    for _ in range(100):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
+            try:
+                held.bind(("", random.SystemRandom().randrange(*PORTS)))
+            except OSError:
+                continue
+            yield held.getsockname()[1]
+            return
+    raise MeetingFailed(f"no free port was found between {PORTS[0]} and {PORTS[1]}")
 
 
 def _line(connection: socket.socket) -> Any:

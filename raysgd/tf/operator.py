@@ -136,6 +136,11 @@ class TrainingOperator(OperatorBase):
                 f"optimizers must be one Keras optimizer, or one for each of the {len(parts.models)} models, got {optimizers!r}"
             )
         parts.optimizers = [_scaling(optimizer, model) for optimizer, model in zip(parts.optimizers, parts.models, strict=False)]
+        if getattr(criterion, "reduction", None) == "sum":
+            raise ConfigError(
+                "the criterion sums over the batch, so its steps would depend on the number of workers: use "
+                "reduction='sum_over_batch_size'"
+            )
         parts.metrics, parts.criterion = as_list(metrics), criterion
         parts.registered = True
         answer = [like(models, parts.models), like(optimizers, parts.optimizers)]
@@ -156,6 +161,16 @@ class TrainingOperator(OperatorBase):
     # -- for the default methods ----------------------------------------------------------------------
 
     _counts = True
+    _validation_prefix = "val_"
+
+    def _metrics(self) -> list[Any]:
+        return self._parts.metrics
+
+    def _on_report(self, prefix: str, report: dict[str, Any]) -> None:
+        """A call has ended on this rank; `report` is what it will answer."""
+
+    def _close(self) -> None:
+        """The worker ends in good order."""
 
     def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection) -> None:
         if not isinstance(metrics, dict):

@@ -18,6 +18,7 @@ __all__ = [
     "assign",
     "build_unbuilt",
     "like",
+    "one_row",
     "optimizer_variables",
     "running_statistics",
     "values",
@@ -108,9 +109,10 @@ def build_unbuilt(parts: Parts) -> None:
                     f"the model {model.name!r} has no variables yet, and its input shape is not known here: begin it with "
                     "an Input layer, or call model.build(input_shape) in setup"
                 )
-            model(tf.nest.map_structure(_one_row, features), training=False)
+            model(tf.nest.map_structure(one_row, features), training=False)
 
 
-def _one_row(spec: Any) -> Any:
+def one_row(spec: Any) -> Any:
+    """A batch of one row, for shapes' sake."""
     shape = [1, *(size or 1 for size in spec.shape[1:])]
     return tf.zeros(shape, spec.dtype) if spec.dtype != tf.string else tf.fill(shape, "")

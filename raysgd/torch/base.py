@@ -11,6 +11,7 @@ from raysgd.errors import ConfigError
 from raysgd.meters import AverageMeterCollection
 from raysgd.rendezvous import Seat
 from raysgd.timers import TimerCollection
+from raysgd.torch.gradients import Gradients
 from raysgd.torch.parts import Parts, move
 from raysgd.torch.precision import make_precision
 from raysgd.torch.settings import ReplicaSettings
@@ -29,7 +30,8 @@ class OperatorBase:
         self._seat = seat or Seat()
         self._device = torch.device("cuda:0" if self._settings.use_gpu else "cpu")
         self._precision = make_precision(self._settings.precision, self._device)
-        self._parts = Parts()
+        self._parts = Parts(options=self._settings.options)
+        self._gradients = Gradients(self._settings.options, self._precision, self._parts)
         self._meter = AverageMeterCollection()
         self.timers = TimerCollection()
         self.global_step = 0
@@ -49,17 +51,17 @@ class OperatorBase:
         return self._precision.autocast()
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None) -> None:
-        """The backward pass, with the loss scaled where the precision needs it."""
-        self._precision.backward(loss, optimizer)
+        """The backward pass, with the loss scaled where precision or accumulation need it."""
+        self._gradients.backward(loss, optimizer)
 
     def step(self, optimizer: Any = None) -> None:
-        """The optimizer's step (of the only one, when none is given)."""
-        self._precision.step(self._only_optimizer() if optimizer is None else optimizer)
+        """The optimizer's step (of the only one, when none is given), with clipping; in the middle of batches that
+        are accumulated, nothing."""
+        self._gradients.step(self._only_optimizer() if optimizer is None else optimizer)
 
     def zero_grad(self, optimizer: Any = None) -> None:
-        """Clears the gradients of one optimizer, or of all."""
-        for each in self._parts.optimizers if optimizer is None else [optimizer]:
-            each.zero_grad()
+        """Clears the gradients of one optimizer, or of all; in the middle of batches that are accumulated, nothing."""
+        self._gradients.zero_grad(self._parts.optimizers if optimizer is None else [optimizer])
 
     def to_device(self, batch: Any) -> Any:
         """A batch you made yourself, on this worker's device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -116,31 +117,35 @@ class LiveSource:
     Its position is its own live iterator's. When `together`, an epoch ends on all ranks with the shortest share.
     """
 
-    def __init__(self, loader: Iterable[Any], *, shard: bool, together: bool) -> None:
+    def __init__(self, loader: Iterable[Any], *, shard: bool, together: bool, keep: int = 1) -> None:
         self.loader, self._shard, self._together = loader, shard, together
         self._live: Iterator[Any] | None = None
-        self._last: Drawn | None = None
+        self._kept: deque[Drawn] = deque(maxlen=keep)
         self._votes: Any = None
 
     def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
         set_epoch(self.loader, epoch)
-        self._live = self._last = None
+        self._live = None
+        self._kept.clear()
 
     def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
+        """What was drawn before a peer was lost, and not committed, has its turn again."""
         if self._live is None:
             self._live = shard_live(self.loader, seat) if self._shard else iter(self.loader)
         vote = self._vote if self._together and seat.world_size > 1 else _mine
-        if self._last is not None and self._last.offset == offset + 1:
-            offset += 1  # drawn before a peer was lost, and not committed: its turn again
-            yield self._last
+        again = [drawn for drawn in self._kept if drawn.offset > offset]
         while True:
-            batch = next(self._live, _END)
-            if not vote(batch is not _END):
-                self._live = None
-                return
             offset += 1
-            self._last = Drawn(batch, offset)
-            yield self._last
+            if again:
+                drawn = again.pop(0)
+            else:
+                drawn = Drawn(next(self._live, _END), offset)
+                self._kept.append(drawn)  # before the vote, which a lost peer may break
+            if not vote(drawn.batch is not _END):
+                self._live = None
+                self._kept.clear()
+                return
+            yield drawn
 
     def state(self) -> dict[str, Any]:
         """A live iterator's place cannot travel."""

@@ -1,7 +1,8 @@
 """The iterator that a train or validation loop runs over: it deals batches, and counts what is committed.
 
 A batch is committed when the loop comes back for the next one, or, if the loop is cut short, when an optimizer has
-stepped in it. So it works the same for the default loop and for one of the user's own.
+stepped in it. So it works the same for the default loop and for one of the user's own. Batches that share one step
+(a window) are committed together, with the last of them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from raysgd.progress import Control
 from raysgd.rendezvous import Seat
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import Drawn, PlannedSource, Source
+from raysgd.torch.prefetch import Ahead, Carrier
 
 __all__ = ["Feed", "MembershipChange"]
 
@@ -36,15 +38,20 @@ class Feed:
         *,
         limit: int | None,
         shared: bool,
-        prepare: Callable[[Any], Any],
+        carrier: Carrier,
         on_commit: Callable[..., None],
+        window: int = 1,
+        on_batch: Callable[[Any, int, bool], None] | None = None,
         unwind: bool = False,
     ) -> None:
         self._source, self._cursor, self._seat, self._control = source, cursor, seat, control
         self._limit, self._shared, self._unwind = limit, shared, unwind
-        self._prepare, self._on_commit = prepare, on_commit
-        self._drawn: Iterator[Drawn] | None = None
+        self._carrier, self._on_commit = carrier, on_commit
+        self._window_size, self._on_batch = window, on_batch
+        self._drawn: Ahead | Iterator[Drawn] | None = None
         self._pending: Drawn | None = None
+        self._window: list[Drawn] = []
+        self._closing = True
         self._stepped = False
         self._empty_epochs = 0
         self._counts_samples = isinstance(source, PlannedSource) and source.counts_samples
@@ -56,7 +63,7 @@ class Feed:
         return self
 
     def __next__(self) -> Any:
-        self._commit()
+        self._done()
         control, cursor = self._control, self._cursor
         if self.stopped or cursor.call_done:
             raise StopIteration
@@ -64,7 +71,8 @@ class Feed:
             self._note_end_of_epoch()
             self._finish()
             raise StopIteration
-        if not control.begin(cursor.step + 1):
+        if control.interrupted if self._window else not control.begin(cursor.step + 1):
+            self._window.clear()
             self._stop()
         control.phase = "loading data"
         drawn = self._draw()
@@ -72,7 +80,14 @@ class Feed:
             raise StopIteration
         control.phase = "a batch"
         self._pending, self._stepped, self.fresh = drawn, False, drawn.fresh
-        return self._prepare(drawn.batch)
+        if isinstance(self._drawn, Ahead):
+            batch = drawn.batch
+            self._closing = self._drawn.last or len(self._window) + 1 == self._window_size
+        else:
+            batch = self._carrier.arrived(self._carrier.send(drawn.batch))
+        if self._on_batch is not None:
+            self._on_batch(batch, len(self._window), self._closing)
+        return batch
 
     @property
     def epoch(self) -> int:
@@ -87,6 +102,7 @@ class Feed:
     def end_epoch(self) -> None:
         """The loop leaves the batch in work and the rest of this epoch undone. On all ranks at the same batch."""
         self._pending = self._drawn = None
+        self._window.clear()
         self._cursor.ended = self.epoch_ended = True
 
     def stepped(self, *_: Any) -> None:
@@ -96,12 +112,15 @@ class Feed:
     def cut_short(self) -> None:
         """The loop was left by an error. What was applied is committed, what was not will be done again."""
         if self._pending is not None and self._stepped:
-            self._commit()
+            self._done()
         self._pending = None
+        self._window.clear()
 
     def leave(self) -> None:
-        """The loop ended by itself. One that left before the feed's end has done the batch it was in."""
-        self._commit()
+        """The loop ended by itself. One that left before the feed's end has done the batch it was in; batches that
+        still wait for their common step will be dealt again."""
+        self._done()
+        self._window.clear()
 
     def _draw(self) -> Drawn | None:
         """The next batch; over the border of an epoch only when a number of steps is asked for."""
@@ -113,7 +132,7 @@ class Feed:
                     return None
                 self._begin_epoch()
             if self._drawn is None:
-                self._drawn = self._source.batches(self._seat, cursor.offset)
+                self._drawn = self._ahead(self._source.batches(self._seat, cursor.offset))
                 self._expect()
             drawn = next(self._drawn, None)
             if drawn is not None:
@@ -128,6 +147,13 @@ class Feed:
             if self._limit is None or self._empty_epochs > 1:
                 self._finish()
                 return None
+
+    def _ahead(self, drawn: Iterator[Drawn]) -> Ahead | Iterator[Drawn]:
+        """One batch is drawn in advance where that pays, or where a window must know whether it is its last."""
+        if not self._carrier.ahead and self._window_size == 1:
+            return drawn
+        most = None if self._limit is None else self._limit - self._cursor.call_batches
+        return Ahead(drawn, self._carrier, most)
 
     def _note_end_of_epoch(self) -> None:
         """A number of steps that comes out at the end of an epoch ends it, where the plan can tell."""
@@ -149,17 +175,22 @@ class Feed:
         self._cursor.epoch += 1
         self._cursor.offset, self._cursor.ended = 0, False
 
-    def _commit(self) -> None:
-        drawn = self._pending
-        if drawn is None:
+    def _done(self) -> None:
+        """The loop is through with the batch in work. The last one of a window commits them all."""
+        if self._pending is None:
             return
+        self._window.append(self._pending)
         self._pending = None
+        if not self._closing:
+            return
         cursor = self._cursor
-        if self._counts_samples:
-            cursor.call_units += drawn.offset - cursor.offset
-        cursor.offset = drawn.offset
-        cursor.step += 1
-        cursor.call_batches += 1
+        for drawn in self._window:
+            if self._counts_samples:
+                cursor.call_units += drawn.offset - cursor.offset
+            cursor.offset = drawn.offset
+        cursor.step += len(self._window)
+        cursor.call_batches += len(self._window)
+        self._window.clear()
         self._control.batch = cursor.call_batches
         self._on_commit()
 

@@ -58,7 +58,7 @@ class Schedules:
             if schedule.due and schedule.strict:
                 raise ConfigError(
                     f"{type(schedule.scheduler).__name__} waits for {schedule.monitor!r} since the last "
-                    "epoch: log it in training_step, or in validation_step and call validate() after each train()"
+                    "epoch: log it in training_step, or in validation_step and call validate() after train()"
                 )
             schedule.due = schedule.falls_on("epoch", epochs)
 
@@ -97,7 +97,8 @@ def read_configuration(configured: Any, *, automatic: bool) -> tuple[list[Any], 
     if automatic and len(optimizers) > 1:
         raise ConfigError(
             f"configure_optimizers gives {len(optimizers)} optimizers, and automatic optimization "
-            "steps only one: set self.automatic_optimization = False in the module's __init__, and step them in training_step"
+            "steps only one: set self.automatic_optimization = False in the module's __init__, and step them "
+            "in training_step"
         )
     return optimizers, [_schedule(each, automatic=automatic) for each in schedulers]
 
@@ -162,7 +163,7 @@ def _check_plateau(schedule: Schedule) -> None:
     if schedule.interval == "step":
         raise ConfigError(
             f"{name} with interval='step' is not supported: a monitored figure is that of an epoch "
-            "or a validation. Use interval='epoch', or step the scheduler yourself with automatic_optimization = False"
+            "or a validation. Use interval='epoch', or automatic_optimization = False and step it yourself"
         )
 
 

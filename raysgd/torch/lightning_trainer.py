@@ -150,7 +150,8 @@ class TrainerStandIn:
         known = sorted(each for each in {*vars(self), *dir(type(self))} if not each.startswith("_"))
         raise AttributeError(
             f"self.trainer.{name} is not known here: raysgd trains this module, not Lightning's Trainer, "
-            f"and how many epochs come is up to the script. Pass what you need in the config. Known are {', '.join(known)}"
+            "and how many epochs come is up to the script. Pass what you need in the config. "
+            f"Known are {', '.join(known)}"
         )
 
 

@@ -13,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
 from raysgd.errors import ConfigError
 from raysgd.meters import AverageMeterCollection
+from raysgd.torch import wrapping
 from raysgd.torch.base import OperatorBase
 from raysgd.torch.parts import as_list, like
+from raysgd.torch.sharded import Shards, shard_layers
 
 __all__ = ["TrainingOperator"]
 
@@ -81,7 +83,7 @@ class TrainingOperator(OperatorBase):
             output = self.model(*features)
             loss = self.criterion(output, target)
         with self.timers.record("grad"):
-            self.optimizer.zero_grad()
+            self.zero_grad(self.optimizer)
             self.backward(loss)
         with self.timers.record("apply"):
             self.step(self.optimizer)
@@ -151,12 +153,11 @@ class TrainingOperator(OperatorBase):
         bare = [model.to(self.device) for model in bare]
         if isinstance(criterion, nn.Module):
             criterion = criterion.to(self.device)
+        bare = wrapping.formatted(bare, parts.options, distributed=self._is_distributed)
         parts.models, parts.optimizers = self._precision.prepare(bare, as_list(optimizers), dict(apex_args or {}))
         parts.criterion, parts.schedulers = criterion, as_list(schedulers)
-        parts.wrapped = list(parts.models)
-        if self._is_distributed and self._settings.wrap_ddp:
-            parts.ddp_args = {"device_ids": self.device_ids, "gradient_as_bucket_view": True, **(ddp_args or {})}
-            parts.wrapped = self._configure_ddp(parts.models, self.device_ids, dict(ddp_args or {}))
+        wrapping.compiled(parts.models, parts.options)
+        self._wrap(dict(ddp_args or {}))
         parts.registered = True
         answer = [like(models, parts.wrapped), like(optimizers, parts.optimizers)]
         if criterion is not None:
@@ -180,6 +181,24 @@ class TrainingOperator(OperatorBase):
         self._parts.metrics = {name: metric.to(self.device) for name, metric in metrics.items() if metric is not None}
         given = list(self._parts.metrics.values())
         return given[0] if len(given) == 1 else tuple(given)
+
+    def _wrap(self, ddp_args: dict[str, Any]) -> None:
+        parts, options = self._parts, self._parts.options
+        parts.wrapped = list(parts.models)
+        if not self._is_distributed:
+            return
+        if options.parallel == "fsdp":
+            parts.shards = Shards(parts.models, parts.optimizers, self._configure_fsdp, self.device)
+            if not self._seat.solo:  # a recruit is cut when it joins the others
+                parts.shards.seated()
+        elif self._settings.wrap_ddp:
+            parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
+            parts.wrapped = self._configure_ddp(parts.models, self.device_ids, ddp_args)
+            wrapping.hooked(parts.wrapped, options)
+
+    def _configure_fsdp(self, model: nn.Module, mesh: Any) -> None:
+        """Cuts one model in place, with `torch.distributed.fsdp.fully_shard`; a place to override."""
+        shard_layers(model, mesh)
 
     def _configure_ddp(
         self, models: list[nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]

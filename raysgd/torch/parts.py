@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from raysgd.errors import ConfigError
+from raysgd.torch import wrapping
+from raysgd.torch.options import TrainingOptions
+from raysgd.torch.sharded import Shards
 
 __all__ = ["Parts", "as_list", "like", "move"]
 
@@ -30,21 +32,16 @@ class Parts:
     validation_loader: Any = None
     metrics: dict[str, Any] = field(default_factory=dict)
     registered: bool = False
+    options: TrainingOptions = field(default_factory=TrainingOptions)
+    shards: Shards | None = None
 
     def rewrap(self) -> None:
-        """A new generation stands: every DDP wrapper starts over in place, so that all who hold it keep it.
-
-        The old reducer must go first: it holds hooks on the parameters, and the old process group.
-        """
+        """A new generation stands: what wraps the models starts over in place."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        for wrapper in self.wrapped:
-            if isinstance(wrapper, DistributedDataParallel):
-                inside, mode = wrapper.module, wrapper.training
-                for name in ("reducer", "logger"):
-                    wrapper.__dict__.pop(name, None)
-                DistributedDataParallel.__init__(wrapper, inside, **self.ddp_args)
-                wrapper.training = mode  # not train(mode): parts that are frozen in eval mode stay so
+        if self.shards is not None:
+            self.shards.seated()
+        wrapping.rewrap(self.wrapped, self.ddp_args, self.options)
 
 
 def as_list(value: Any, kind: type | tuple[type, ...] | None = None) -> list[Any]:
@@ -73,6 +70,9 @@ def move(batch: Any, device: torch.device) -> Any:
     """A batch on the device: tensors, tuples, lists, dicts, and anything with `.to(device)`."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
+    to: Callable[..., Any] | None = getattr(batch, "to", None)
+    if callable(to):
+        return to(device)
     if isinstance(batch, dict):
         moved = {key: move(value, device) for key, value in batch.items()}
         return moved if type(batch) is dict else _rebuilt(type(batch), moved)
@@ -80,8 +80,7 @@ def move(batch: Any, device: torch.device) -> Any:
         return type(batch)(*(move(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):
         return type(batch)(move(value, device) for value in batch)
-    to: Callable[..., Any] | None = getattr(batch, "to", None)
-    return to(device) if callable(to) else batch
+    return batch
 
 
 def _rebuilt(kind: type, content: dict[Any, Any]) -> Any:

@@ -35,8 +35,16 @@ class Precision:
     def step(self, optimizer: Any) -> None:
         optimizer.step()
 
+    def parameters(self, optimizer: Any) -> list[torch.Tensor]:
+        """What the optimizer's step changes, and whose gradients clipping looks at."""
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
     def batch_done(self) -> None:
         """After a batch, however many optimizers stepped in it."""
+
+    def take_skipped(self) -> int:
+        """How many steps were left out since this was last asked, because gradients were not finite."""
+        return 0
 
     def abandon(self) -> None:
         """A batch was cut short: what it had begun is void."""
@@ -72,6 +80,8 @@ class Fp16(Precision):
         self.scaler = torch.amp.GradScaler(device.type)
         self._stepped: set[int] = set()
         self._unscaled: set[int] = set()
+        self._one = torch.ones((), device=device)
+        self._skipped = torch.zeros((), device=device)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self._type, dtype=torch.float16)
@@ -92,9 +102,16 @@ class Fp16(Precision):
 
     def batch_done(self) -> None:
         if self._stepped:
+            before = self.scaler.scale(self._one)
             self.scaler.update()
+            # The scale falls exactly when a step was skipped. Counted where it lies: nobody waits for the device.
+            self._skipped = self._skipped + (self.scaler.scale(self._one) < before)
         self._stepped.clear()
         self._unscaled.clear()
+
+    def take_skipped(self) -> int:
+        skipped, self._skipped = int(self._skipped.item()), torch.zeros_like(self._skipped)
+        return skipped
 
     def abandon(self) -> None:
         kept = self.scaler.state_dict()
@@ -123,6 +140,9 @@ class Apex(Precision):
         models, optimizers = self.amp.initialize(models, optimizers, **args)
         self._optimizers = list(optimizers)
         return list(models), list(optimizers)
+
+    def parameters(self, optimizer: Any) -> list[torch.Tensor]:
+        return list(self.amp.master_params(optimizer))
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None) -> None:
         with self.amp.scale_loss(loss, self._optimizers if optimizer is None else optimizer) as scaled:

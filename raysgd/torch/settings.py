@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from raysgd.torch.options import TrainingOptions
 
 __all__ = ["ReplicaSettings"]
 
@@ -24,3 +26,4 @@ class ReplicaSettings:
     threads: int | None = None
     batch: Literal["per_worker", "global"] = "per_worker"
     snapshot_every: Any = None
+    options: TrainingOptions = field(default_factory=TrainingOptions)

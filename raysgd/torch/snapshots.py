@@ -13,7 +13,7 @@ import torch
 from raysgd.progress import Control, Progress
 from raysgd.torch import states
 
-__all__ = ["Snapshotter"]
+__all__ = ["Snapshotter", "copied"]
 
 
 class _Source(Protocol):
@@ -21,6 +21,8 @@ class _Source(Protocol):
 
     _cursor: Any
     _seat: Any
+
+    in_shards: bool
 
     def whole(self) -> dict[str, Any]: ...
 
@@ -36,6 +38,7 @@ class Snapshotter:
     def __init__(self, every: Any, control: Control) -> None:
         self._every, self._control = every, control
         self._thread: threading.Thread | None = None
+        self._mark = 0
         self._due_at = time.monotonic() + every if isinstance(every, float) else 0.0
 
     def call_ended(self, replica: _Source) -> None:
@@ -47,20 +50,26 @@ class Snapshotter:
         if every is None or every == "epoch":
             return
         if isinstance(every, int):
-            if replica._cursor.step % every == 0:
+            if replica._cursor.step // every > self._mark:  # batches that share a step are done together
                 self.take(replica)
+            self._mark = replica._cursor.step // every
         elif time.monotonic() >= self._due_at:
-            self._due_at = time.monotonic() + every
+            self._mark = 0
+        self._due_at = time.monotonic() + every
             self.take(replica)
 
     def take(self, replica: _Source) -> None:
         """Copies the state (training waits for that copy, and for nothing else) and sends it from a thread."""
         upload = self._control.upload
-        if upload is None or self._every is None or replica._seat.world_rank != 0:
+        if upload is None or self._every is None:
+            return
+        if replica._seat.world_rank != 0:
+            if replica.in_shards:
+                replica.whole()  # rank 0 needs everybody's shards
             return
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()  # the newest one matters: it must not be skipped because an older one is still on its way
-        state = _copied(replica.whole())
+        state = copied(replica.whole())
         partial = dict(replica.partial())
         samples = partial.get("num_samples")
         if isinstance(samples, (int, float)):
@@ -76,12 +85,12 @@ class Snapshotter:
             self._thread.join(timeout=5)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Tensors cloned to the CPU, everything else deep-copied: what training changes from here on does not show."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
+        return {key: copied(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_copied(each) for each in value)
+        return type(value)(copied(each) for each in value)
     return copy.deepcopy(value)

@@ -12,6 +12,7 @@ import torch
 
 from raysgd.errors import CheckpointError
 from raysgd.torch.base import OperatorBase
+from raysgd.torch.sharded import placed, placed_optimizer
 
 __all__ = ["FORMAT", "check", "dump", "gather", "parse", "random_state", "restore", "restore_random"]
 
@@ -125,9 +126,9 @@ def restore(operator: OperatorBase, state: dict[str, Any]) -> None:
     """Takes a checked state."""
     parts, precision = operator._parts, operator._precision
     for model, saved in zip(parts.models, state["models"], strict=True):
-        model.load_state_dict(saved)
+        model.load_state_dict(placed(saved, model.state_dict()))
     for optimizer, saved in zip(parts.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(placed_optimizer(saved, optimizer))
     for scheduler, saved in zip(parts.schedulers, state.get("schedulers") or [], strict=True):
         scheduler.load_state_dict(saved)
     scaler = state.get(precision.key) or state.get("amp")

@@ -10,7 +10,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from raysgd.outcomes import Outcome
+from raysgd.outcomes import Failed, Ok, Outcome
 from raysgd.protocols import Backend
 from raysgd.workers.body import Body
 from raysgd.workers.line import Line, LineAddress
@@ -31,6 +31,7 @@ class WorkerActor:
         self._line = Line(address, worker, node, backend.abort)
         self._body = Body(backend, self._line.control)
         self._line.control.upload = self._line.upload
+        self._line.control.deliver = self._line.deliver
         signal.signal(signal.SIGTERM, self._on_sigterm)
         os.register_at_fork(after_in_child=_die_with_parent)
 
@@ -44,6 +45,13 @@ class WorkerActor:
             name: ray.get(value) if isinstance(value, ray.ObjectRef) else value for name, value in arguments.items()
         }
         return self._body.perform(verb, fetched)
+
+    def value(self, verb: str, arguments: dict[str, Any]) -> Any:
+        """Like `perform`, for people who hold Ray's references themselves: the value, or the error."""
+        outcome = self._body.perform(verb, arguments)
+        if isinstance(outcome, Ok):
+            return outcome.value
+        raise outcome.error if isinstance(outcome, Failed) else RuntimeError(f"the call was cut short: {outcome}")
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         """A preemption notice: say so, finish the batch, let the driver move the work. The second one ends it."""

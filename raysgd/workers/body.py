@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,9 @@ from raysgd.workers.blob import Blob, unpacked
 __all__ = ["Body"]
 
 logger = logging.getLogger(__name__)
+
+# Their values are the user's own: one that cannot be pickled must not look like a worker's death.
+ANSWERS_OF_USERS = {"train", "validate", "apply", "apply_operator"}
 
 
 class Body:
@@ -88,7 +92,11 @@ class Body:
             raise RuntimeError("this worker hosts no replica yet")
         self._control.withdraw()
         value = self._replica.run(method, **{name: unpacked(value) for name, value in arguments.items()})
-        return Blob(value) if isinstance(value, memoryview) else value
+        if isinstance(value, memoryview):
+            return Blob(value)
+        if self._travels and method in ANSWERS_OF_USERS:
+            _must_travel(value)
+        return value
 
     def _apply(self, function: Callable[[], Any]) -> Any:
         return function()
@@ -111,13 +119,49 @@ class Body:
 
 
 def portable(error: BaseException) -> BaseException:
-    """The error itself if it survives a journey, else a RuntimeError that says what it was."""
-    import pickle
+    """The error itself if it survives a journey; else one of its type that does; else a RuntimeError that says what it was."""
+    for candidate in (error, Remade(error)):
+        if _travels(candidate):
+            return candidate
+    return RuntimeError(f"{type(error).__qualname__}: {error} (the exception itself cannot be pickled)")
+
+
+class Remade(Exception):
+    """Arrives as an exception of the user's own type, made without its `__init__`: many cannot be made from their `args`."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self._kind = type(error)
+        self._args = error.args if _travels(error.args) else (str(error),)
+        self._state = {name: value for name, value in vars(error).items() if _travels(value)}
+
+    def __reduce__(self) -> Any:
+        return _remake, (self._kind, self._args, self._state)
+
+
+def _remake(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(state)
+    return error
+
+
+def _travels(value: Any) -> bool:
+    from ray import cloudpickle
 
     try:
-        import cloudpickle
-
-        pickle.loads(cloudpickle.dumps(error))
+        pickle.loads(cloudpickle.dumps(value))
     except Exception:
-        return RuntimeError(f"{type(error).__qualname__}: {error} (the exception itself cannot be pickled)")
-    return error
+        return False
+    return True
+
+
+def _must_travel(value: Any) -> None:
+    from ray import cloudpickle
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"the answer cannot be sent to the driver ({error}): return plain values, tensors or arrays, got {value!r:.200}"
+        ) from error

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
 
 from raysgd.config import WorkerResources
 from raysgd.errors import ConfigError
 
-__all__ = ["alive_nodes", "draining_nodes", "driver_address", "ensure_cluster", "free_by_node", "holds_at_most", "room_for"]
+__all__ = ["alive_nodes", "draining_nodes", "driver_address", "ensure_cluster", "free_by_node", "holds_at_most", "node_lives", "room_for"]
 
 logger = logging.getLogger("raysgd")
 
+PROBE_S = 0.3
+
 
 def ensure_cluster() -> None:
-    """Connects to the cluster RAY_ADDRESS names, or starts a local one and says so."""
+    """Connects to the cluster that RAY_ADDRESS names or that runs on this machine, or starts one, and says which."""
     import ray
 
     if ray.is_initialized():
@@ -25,17 +28,18 @@ def ensure_cluster() -> None:
                 "Run it on the cluster (for example with `ray job submit`), or connect with ray.init(address='auto')"
             )
         return
-    address = os.environ.get("RAY_ADDRESS")
-    context = ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
-    if address:
-        logger.info("connected to the Ray cluster at %s", address)
-    else:
-        cpus = ray.cluster_resources().get("CPU", 0)
-        logger.warning(
-            "no Ray cluster was connected: started a local one (%g CPUs, address %s)",
-            cpus,
-            context.address_info.get("gcs_address", "?"),
-        )
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        context = ray.init(address=address, logging_level=logging.WARNING)
+        if address != "local":
+            logger.info("connected to the Ray cluster at %s", context.address_info.get("gcs_address", address))
+            return
+    except ConnectionError:
+        if address != "auto":
+            raise
+        ray.init(address="local", logging_level=logging.WARNING)
+    cpus = ray.cluster_resources().get("CPU", 0)
+    logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
 
 
 def driver_address() -> str:
@@ -50,6 +54,20 @@ def alive_nodes() -> dict[str, Mapping[str, float]]:
     import ray
 
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def node_lives(node: str) -> bool:
+    """Does its node manager still take connections? Ray itself knows of a node's death only seconds later."""
+    import ray
+
+    for each in ray.nodes():
+        if each["NodeID"] == node and each["Alive"]:
+            try:
+                socket.create_connection((each["NodeManagerAddress"], each["NodeManagerPort"]), timeout=PROBE_S).close()
+            except OSError:
+                return False
+            return True
+    return False
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:

@@ -23,6 +23,7 @@ class InlineGroup:
         self.listener: Callable[[Event], None] = lambda event: None
         self._worker = "inline"
         self._control = Control(self._publish)
+        self._control.deliver = self._deliver
         self._body = Body(backend, self._control, travels=False)
         self._events: list[Event] = []
         self._calls = 0
@@ -68,12 +69,21 @@ class InlineGroup:
     def draining(self) -> set[str]:
         return set()
 
+    def lives(self, node: str) -> bool:
+        return True
+
+    def holds_at_most(self) -> int:
+        return 1
+
     def silent_for(self, worker: str) -> float:
         return 0.0
 
     def stop(self, *, force: bool = False) -> None:
         if self._launched:
             self.dismiss(self._worker, force=force)
+
+    def _deliver(self, message: dict[str, Any], body: Any) -> None:
+        self.listener(Heard(self._worker, {**message, "t": "message"}, body))
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
         message = {"t": "progress", "call": self._calls, "progress": progress, "partial": partial}

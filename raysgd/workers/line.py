@@ -62,8 +62,19 @@ class Line:
             connection.settimeout(None)
             send(connection, {"t": "upload", "token": self._address.token, "worker": self._worker, **message}, body)
 
+    def deliver(self, message: dict[str, Any], body: bytes | memoryview) -> None:
+        """Like `upload`, but returns when the driver has read it all: it closes the connection then. What was merely
+        sent could still be lost with this process."""
+        with socket.create_connection((self._address.host, self._address.port), timeout=30) as connection:
+            connection.settimeout(None)
+            head = {"t": "message", "token": self._address.token, "worker": self._worker}
+            send(connection, {**message, **head}, body)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
-        self._say({"t": "progress", "call": self.call, "progress": astuple(progress), "partial": partial})
+        told = partial and {name: value for name, value in partial.items() if _is_plain(name, value)}
+        self._say({"t": "progress", "call": self.call, "progress": astuple(progress), "partial": told})
 
     def _say(self, message: dict[str, Any]) -> None:
         try:
@@ -139,3 +150,6 @@ def receive_or_none(connection: socket.socket, reader: FrameReader) -> list[tupl
     return reader.feed(data) if data else None
 
 
+def _is_plain(name: Any, value: Any) -> bool:
+    """What a header can say: other metrics (tables, images) reach the driver with the call's result."""
+    return isinstance(name, str) and isinstance(value, (int, float, str))

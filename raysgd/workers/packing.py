@@ -18,7 +18,7 @@ from typing import Any
 
 from raysgd.workers.blob import Packed
 
-__all__ = ["is_local", "pack"]
+__all__ = ["dumps", "is_local", "pack"]
 
 
 
@@ -34,7 +34,7 @@ def pack(value: Any) -> Packed | None:
         return None
     try:
         with _by_value():
-            return Packed(_dumps(value))
+            return Packed(dumps(value))
     except (TypeError, pickle.PicklingError, AttributeError) as error:
         raise TypeError(
             f"{value!r} cannot be sent to the workers: {error}. Make such objects (locks, files, connections, loaders "
@@ -42,7 +42,7 @@ def pack(value: Any) -> Packed | None:
         ) from error
 
 
-def _dumps(value: Any) -> bytes:
+def dumps(value: Any) -> bytes:
     """cloudpickle, for one kind of object more: modules of a class of their own (torch has such config modules, and
     a function that says `torch.distributed` and `self.config` drags one in by its names)."""
     from ray import cloudpickle
@@ -82,9 +82,10 @@ def is_local(module: ModuleType) -> bool:
     if sys.modules.get(name) is not module:
         return False
     file = getattr(module, "__file__", None)
-    if not file or not str(file).endswith(".py"):
-        return False
-    return _outside(str(file))
+    if file is None:  # a folder without __init__.py
+        folders = [str(folder) for folder in getattr(module, "__path__", ())]
+        return bool(folders) and all(_outside(folder) for folder in folders)
+    return str(file).endswith(".py") and _outside(str(file))
 
 
 @lru_cache(maxsize=None)

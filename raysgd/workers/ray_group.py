@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from raysgd.config import WorkerResources
@@ -76,6 +77,8 @@ class RayGroup:
                 name=f"raysgd-{worker}",
             ).remote(worker, address, self._backend)
             self._handles[worker] = _Handle(actor)
+            # Its only use: it fails when the process ends before its line stands, and nobody else would tell.
+            actor.__ray_ready__.remote().future().add_done_callback(partial(self._up, worker))
             workers.append(worker)
         return workers
 
@@ -86,6 +89,10 @@ class RayGroup:
         future = self._handles[worker].actor.perform.remote(call, generation, verb, shared).future()
         future.add_done_callback(lambda done: self._done(worker, call, done))
         return call
+
+    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
+        """A call whose Ray reference the user holds; nobody here waits for it."""
+        return self._handles[worker].actor.value.remote(verb, arguments)
 
     def pack(self, value: Any) -> Any:
         """The user's object, pickled once, by value; an error here names what cannot travel."""
@@ -101,6 +108,11 @@ class RayGroup:
         if blob.ref is None:
             blob.ref = ray.put(blob)
         return blob.ref
+
+    def _up(self, worker: str, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._events.put(Gone(worker, _first_line(error)))
 
     def _done(self, worker: str, call: int, done: Future[Outcome]) -> None:
         error = done.exception()
@@ -200,7 +212,7 @@ class RayGroup:
         return cluster.draining_nodes()
 
     def lives(self, node: str) -> bool:
-        return node in cluster.alive_nodes()
+        return cluster.node_lives(node)
 
 
 def _first_line(error: BaseException) -> str:

@@ -118,7 +118,7 @@ class Switchboard:
                 logger.warning("refused a connection without this trainer's token")
                 return False
             worker = str(message["worker"])
-            if kind == "upload":
+            if kind in ("upload", "message"):
                 self._events.put(Heard(worker, message, body))
                 return True
             self._names[connection], self._lines[worker] = worker, connection

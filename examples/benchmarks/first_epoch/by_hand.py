@@ -4,7 +4,7 @@ import ray
 from handwritten import HandWritten
 from workloads import WORKLOADS
 
-ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 ranks = HandWritten(WORKLOADS["tiny"].shortened(50), 2)
 ranks.epoch()
 print("first epoch done", flush=True)

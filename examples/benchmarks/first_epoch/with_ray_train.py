@@ -16,7 +16,7 @@ def train_one_epoch(config):
     ray.train.report({"loss": loop.epoch()})
 
 
-ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 with tempfile.TemporaryDirectory() as storage:
     TorchTrainer(
         train_one_epoch,

@@ -6,7 +6,7 @@ from workloads import WORKLOADS
 
 from raysgd import TorchTrainer
 
-ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 config = {"workload": WORKLOADS["tiny"].shortened(50), "workers": 2}
 with TorchTrainer(training_operator_cls=BenchmarkOperator, num_workers=2, config=config) as trainer:
     trainer.train()

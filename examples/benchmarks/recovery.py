@@ -1,0 +1,182 @@
+"""One of three CPU workers is killed in mid-epoch: how long nobody takes a step, and how much is done again.
+
+Each contender is a script in kill_one/, run as a new process. Its workers note the time of every step; this
+process reads along, kills rank 1 (SIGKILL) in the middle of the second epoch, and works all figures out
+from those notes, in the same way for everybody. A step rests a few milliseconds, as if a device worked.
+
+    gap_s          the longest time without a step of anybody, from the last one before the kill on
+                   (growth: in the five seconds before the newcomer's first step)
+    batches_redone steps that were taken before the kill and did not count in the end
+    reported_s     what raysgd itself says the recovery took
+
+    python examples/benchmarks/recovery.py --rounds 5
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import traces
+from processes import HERE, child, command_for
+from report import emit, spread
+
+COLUMNS = ("case", "gap_s", "batches_redone", "lost", "doubled", "reported_s", "note")
+LIMIT_S = 240
+GROWTH = "raysgd, growth"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One script, and what it is told through its environment."""
+
+    name: str
+    script: str
+    workers: int = 3
+    extra: dict[str, str] = field(default_factory=dict)
+    torchrun: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    def missing(self) -> list[str]:
+        return [package for package in self.needs if importlib.util.find_spec(package) is None]
+
+
+CASES = (
+    Case("raysgd, in place", "with_raysgd.py"),
+    Case("raysgd, nobody left", "with_raysgd.py", workers=1, extra={"SNAPSHOT_EVERY": "40"}),
+    Case("Ray Train v2, elastic", "with_ray_train.py", needs=("pandas", "pyarrow")),
+    Case("torchrun", "with_torchrun.py", torchrun=("--nproc-per-node", "3", "--max-restarts", "3")),
+)
+
+
+def run(case: Case, steps: int, step_s: float) -> dict[str, Any]:
+    """One kill; what came of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "WORKERS": str(case.workers),
+            "BATCH_SIZE": "8",
+            "SAMPLES": str(steps * 8 * case.workers),
+            "STEP_S": str(step_s),
+            "TRACE": folder,
+            "PYTHONPATH": str(HERE / "kill_one"),
+            **case.extra,
+        }
+        script = HERE / "kill_one" / case.script
+        with child(command_for(script, torchrun=case.torchrun), settings) as process:
+            victim = traces.wait_for_steps(
+                folder,
+                rank=case.workers // 2,
+                epoch=1,
+                count=steps // 2,
+                limit_s=LIMIT_S,
+                runs=lambda: process.poll() is None,
+            )
+            killed_at = time.monotonic()
+            os.kill(victim.process, signal.SIGKILL)
+            output, _ = process.communicate(timeout=LIMIT_S)
+            if process.returncode != 0:
+                raise RuntimeError(
+                    f"{case.name} did not survive the kill (status {process.returncode}); "
+                    "set BENCHMARK_DEBUG=1 to see its messages"
+                )
+        return judged(case, traces.read(folder), victim, killed_at, output)
+
+
+def judged(
+    case: Case, steps: list[traces.Step], victim: traces.Step, killed_at: float, output: str
+) -> dict[str, Any]:
+    """The figures of one kill, from the notes of all processes."""
+    before, after = [s for s in steps if s.at <= killed_at], [s for s in steps if s.at > killed_at]
+    gap_s = traces.longest_gap([before[-1], *after], within_epochs=True)
+    if not case.script.startswith("with_raysgd"):
+        # They begin the epoch anew, so all that was done of it is done again.
+        redone = sum((step.rank, step.epoch) == (0, victim.epoch) for step in before)
+        return {"gap_s": gap_s, "batches_redone": redone}
+    said = json.loads(output.strip().splitlines()[-1])
+    losses = [r for r in said["recoveries"] if r["reason"] != "growth"]
+    result = {
+        "gap_s": gap_s,
+        "batches_redone": sum(r["batches_redone"] for r in losses),
+        "lost": said["lost"],
+        "doubled": said["doubled"],
+        "losses": len(losses),
+        "reported_s": sum(r["seconds"] for r in losses),
+    }
+    if case.workers > 1:
+        # The pause for the newcomer is a row of its own.
+        first = newcomers_first_step(steps, killed_at)
+        result["gap_s"] = traces.longest_gap(
+            [before[-1], *(s for s in after if s.at < first - 1.0)], within_epochs=True
+        )
+        result["growth"] = growth_pause(said["recoveries"], after, victim, first)
+    return result
+
+
+def newcomers_first_step(steps: list[traces.Step], killed_at: float) -> float:
+    """When a process that had done nothing before the kill took its first step."""
+    old = {step.process for step in steps if step.at <= killed_at}
+    return min((step.at for step in steps if step.process not in old), default=float("inf"))
+
+
+def growth_pause(
+    recoveries: list[dict[str, Any]], after: list[traces.Step], victim: traces.Step, first: float
+) -> dict[str, Any] | None:
+    """How long the survivors stood still before the newcomer's first step."""
+    grown = [r for r in recoveries if r["reason"] == "growth"]
+    near = [s for s in after if s.process != victim.process and first - 5.0 < s.at <= first + 0.05]
+    if not grown or not near:
+        return None
+    gap_s = traces.longest_gap(near, within_epochs=True)
+    return {"gap_s": gap_s, "batches_redone": grown[0]["batches_redone"], "reported_s": grown[0]["seconds"]}
+
+
+def row(name: str, results: list[dict[str, Any]], missing: list[str]) -> dict[str, Any]:
+    if missing:
+        return {"case": name, "note": f"not installed: {', '.join(missing)}"}
+    row: dict[str, Any] = {"case": name, "note": ""}
+    for key in ("gap_s", "batches_redone", "reported_s"):
+        values = [result[key] for result in results if key in result]
+        row[key] = spread(values) if values else None
+    for key in ("lost", "doubled"):
+        row[key] = sum(result[key] for result in results) if results and key in results[0] else None
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES])
+    parser.add_argument("--steps", type=int, default=600, help="batches of each worker in an epoch")
+    parser.add_argument("--step-s", type=float, default=0.005, help="rest in each step")
+    parser.add_argument("--smoke", action="store_true", help="raysgd in place, once")
+    args = parser.parse_args()
+    if args.smoke:
+        args.rounds, args.cases, args.steps = 1, ["raysgd, in place"], 200
+
+    asked = [case for case in CASES if not args.cases or case.name in args.cases]
+    results: dict[str, list[dict[str, Any]]] = {case.name: [] for case in asked} | {GROWTH: []}
+    for number in range(args.rounds):
+        for case in asked:
+            if case.missing():
+                continue
+            result = run(case, args.steps, args.step_s)
+            results[case.name].append(result)
+            if result.get("growth") and case.workers > 1:
+                results[GROWTH].append(result["growth"])
+            print(f"round {number + 1}: {case.name}: {result}", file=sys.stderr)
+    rows = [row(case.name, results[case.name], case.missing()) for case in asked]
+    if results[GROWTH]:
+        rows.append(row(GROWTH, results[GROWTH], []))
+    emit("recovery", vars(args), rows, COLUMNS)
+    if any(each.get("lost") or each.get("doubled") for each in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

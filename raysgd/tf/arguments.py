@@ -1,0 +1,76 @@
+"""What a TFTrainer's arguments may be: checked once, in words that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd.config import ElasticConfig
+from raysgd.constants import BATCH_SIZE
+from raysgd.errors import ConfigError
+from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config, operator_from_creators
+from raysgd.tf.operator import TrainingOperator
+
+__all__ = ["check_call", "check_common", "checked_config", "operator_class", "workers"]
+
+
+def operator_class(model_creator: Any, data_creator: Any, training_operator_cls: Any) -> type[TrainingOperator]:
+    """The class that was given, or one made of v1's two creators."""
+    if training_operator_cls is None:
+        if model_creator is None or data_creator is None:
+            raise ConfigError("pass training_operator_cls, or model_creator and data_creator")
+        return operator_from_creators(model_creator, data_creator)
+    if model_creator is not None or data_creator is not None:
+        raise ConfigError("pass either training_operator_cls or the creators, not both")
+    if not isinstance(training_operator_cls, type) or not issubclass(training_operator_cls, TrainingOperator):
+        raise ConfigError(
+            f"training_operator_cls must be a subclass of raysgd.tf.TrainingOperator, got {training_operator_cls!r}"
+        )
+    return training_operator_cls
+
+
+def workers(num_replicas: Any, num_workers: Any) -> int:
+    """v1's name and ours are two spellings of one thing."""
+    for name, number in {"num_replicas": num_replicas, "num_workers": num_workers}.items():
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {number!r}")
+    if None not in (num_replicas, num_workers) and num_replicas != num_workers:
+        raise ConfigError(f"num_replicas={num_replicas} and num_workers={num_workers} are the same thing: pass one")
+    number = num_workers if num_workers is not None else num_replicas
+    return 1 if number is None else int(number)
+
+
+def checked_config(config: Any, num_workers: int) -> dict[str, Any]:
+    """A copy. The batch size in it is that of all workers together, as a data set's is: nothing is divided."""
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(f"config must be a dict, got {config!r}")
+    shown = dict(config or {})
+    total = shown.get(BATCH_SIZE, num_workers)
+    if not isinstance(total, int) or isinstance(total, bool) or total < num_workers:
+        raise ConfigError(
+            f"config[{BATCH_SIZE!r}] is the batch of all workers together: a whole number of at least num_workers "
+            f"({num_workers}), got {total!r}"
+        )
+    checked_fit_config(shown, FIT)
+    checked_fit_config(shown, EVALUATE)
+    return shown
+
+
+def check_common(hook: Any, timeout_s: Any, elastic: Any, use_gpu: Any) -> None:
+    if hook is not None and not callable(hook):
+        raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s <= 0:
+        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    if elastic is not None and not isinstance(elastic, ElasticConfig):
+        raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
+    if not isinstance(use_gpu, bool):
+        raise ConfigError(f"use_gpu must be True or False, got {use_gpu!r}")
+
+
+def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
+    if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 0):
+        raise ConfigError(f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}")
+    if not isinstance(max_retries, int) or max_retries < -1:
+        raise ConfigError(f"max_retries must be a whole number: losses allowed in this call, -1 for no bound; got {max_retries!r}")
+    if info is not None and not isinstance(info, Mapping):
+        raise ConfigError(f"info must be a dict, got {info!r}")

@@ -1,0 +1,215 @@
+"""v1's face: a compiled Keras model, trained by our own step from its compiled loss, optimizer and metrics.
+
+`model.fit` does not work with Keras 3 on several workers, and could not be interrupted in mid-epoch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from raysgd.constants import NUM_SAMPLES
+from raysgd.errors import ConfigError
+from raysgd.tf.operator import TrainingOperator
+from raysgd.tf.parts import one_row
+
+__all__ = ["CompiledOperator", "checked_fit_config", "operator_from_creators"]
+
+EVALUATE, FIT = "evaluate_config", "fit_config"
+TAKEN = {
+    FIT: ("epochs", "steps_per_epoch", "callbacks", "class_weight", "verbose"),
+    EVALUATE: ("steps", "callbacks", "verbose"),
+}
+INSTEAD = {
+    "x": "the data is what data_creator returns",
+    "y": "the data is what data_creator returns",
+    "batch_size": "batch the data set: .batch(n), with the batch of all workers together",
+    "sample_weight": "let the data set give (x, y, sample_weight)",
+    "shuffle": "shuffle the data set",
+    "validation_data": "data_creator returns it second, and validate() runs over it",
+    "initial_epoch": "load() a checkpoint: it holds the epoch",
+    "validation_steps": "pass num_steps to validate()",
+}
+
+
+class CompiledOperator(TrainingOperator):
+    """Owns the compiled model and the callbacks. Made by `operator_from_creators`."""
+
+    model_creator: Callable[[dict[str, Any]], Any]
+    data_creator: Callable[[dict[str, Any]], Any]
+    _validation_prefix = "validation_"
+
+    def setup(self, config: dict[str, Any]) -> None:
+        train, test = _pair(type(self).data_creator(config))
+        self.model = model = type(self).model_creator(config)
+        if getattr(model, "optimizer", None) is None or not getattr(model, "compiled", True):
+            raise ConfigError("model_creator must return a compiled model: call model.compile(optimizer=..., loss=...)")
+        if self._settings.distributed:
+            _refuse_sums(model)
+        self._keras = importlib.import_module(type(model.optimizer).__module__.partition(".")[0])
+        self.register(models=model, optimizers=model.optimizer)
+        self.optimizer = self._parts.optimizers[0]
+        self.register_data(train_dataset=train, validation_dataset=test)
+        self._fit_callbacks = self._callbacks(FIT)
+        self._evaluate_callbacks = self._callbacks(EVALUATE)
+        self._fit_callbacks.on_train_begin()
+
+    def _complete(self) -> None:
+        """Metrics are made of their first batch. A rank may get none in a validation, and must have them too."""
+        super()._complete()
+        spec = getattr(self._parts.train_dataset, "element_spec", None)
+        if spec is None:
+            return
+        x, y, weight = _unpacked(tf.nest.map_structure(one_row, spec))
+        output = self.model(x, training=False)
+        self.model.compute_loss(x=x, y=y, y_pred=output, sample_weight=weight)
+        self.model.compute_metrics(x, y, output, sample_weight=weight)
+        for metric in self._metrics():
+            metric.reset_state()
+
+    def _callbacks(self, name: str) -> Any:
+        given = checked_fit_config(self.config, name).get("callbacks") or []
+        return self._keras.callbacks.CallbackList(list(given), model=self.model, add_history=False)
+
+    # -- batches --------------------------------------------------------------------------------------
+
+    def train_epoch(
+        self,
+        iterator: Iterable[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        self._epoch_idx = epoch_idx
+        self._fit_callbacks.on_epoch_begin(epoch_idx)
+        return super().train_epoch(iterator, info, num_steps, epoch_idx)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        x, y, weight = self._weighted(*_unpacked(batch))
+        self._fit_callbacks.on_train_batch_begin(batch_info["batch_idx"])
+        with self.timers.record("step"):
+            loss = self._train_step(x, y, weight, self._counts)
+        self._fit_callbacks.on_train_batch_end(batch_info["batch_idx"], {"loss": float(loss)})
+        return {"train_loss": loss, NUM_SAMPLES: _rows(x)}
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
+        self._evaluate_callbacks.on_test_begin()
+        return super().validate(val_iterator, info)
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        x, y, weight = _unpacked(batch)
+        self._evaluate_callbacks.on_test_batch_begin(batch_info["batch_idx"])
+        with self.timers.record("eval"):
+            loss = self._validate_step(x, y, weight)
+        self._evaluate_callbacks.on_test_batch_end(batch_info["batch_idx"], {"loss": float(loss)})
+        return {"validation_loss": loss, NUM_SAMPLES: _rows(x)}
+
+    @tf.function(reduce_retracing=True)
+    def _train_step(self, x: Any, y: Any, weight: Any, counts: bool) -> Any:
+        with tf.GradientTape() as tape:
+            output = self.model(x, training=True)
+            loss = self.model.compute_loss(x=x, y=y, y_pred=output, sample_weight=weight)
+        self.step(tape, loss, model=self.model, optimizer=self.optimizer)
+        if counts:
+            self.model.compute_metrics(x, y, output, sample_weight=weight)
+        return loss
+
+    @tf.function(reduce_retracing=True)
+    def _validate_step(self, x: Any, y: Any, weight: Any) -> Any:
+        output = self.model(x, training=False)
+        self.model.compute_metrics(x, y, output, sample_weight=weight)
+        return self.model.compute_loss(x=x, y=y, y_pred=output, sample_weight=weight)
+
+    def _weighted(self, x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
+        """`class_weight` as weights of the single samples."""
+        given = checked_fit_config(self.config, FIT).get("class_weight")
+        if not given:
+            return x, y, weight
+        table = [float(given.get(number, 1.0)) for number in range(max(given) + 1)]
+        classes = tf.argmax(y, axis=-1) if len(y.shape) > 1 and y.shape[-1] > 1 else tf.reshape(y, [-1])
+        found = tf.gather(table, tf.cast(classes, tf.int32))
+        return x, y, found if weight is None else found * tf.cast(weight, found.dtype)
+
+    # -- hooks of the replica -------------------------------------------------------------------------
+
+    def _metrics(self) -> list[Any]:
+        return list(self.model.metrics)
+
+    def _on_report(self, prefix: str, report: dict[str, Any]) -> None:
+        """Callbacks hear what all workers together measured, so that they decide alike everywhere."""
+        train = prefix == "train_"
+        callbacks = self._fit_callbacks if train else self._evaluate_callbacks
+        if callbacks.callbacks:
+            samples = float(report.get(NUM_SAMPLES, 0))
+            loss = samples and report[prefix + "loss"] * samples
+            whole, count = self._channel.sum([tf.constant(loss, tf.float64), tf.constant(samples, tf.float64)])
+            logs = {name.removeprefix(prefix): value for name, value in report.items() if name.startswith(prefix)}
+            logs["loss"] = float(whole) / max(float(count), 1.0)
+            if train:
+                callbacks.on_epoch_end(self._epoch_idx, logs)
+            else:
+                callbacks.on_test_end(logs)
+        if train and getattr(self.model, "stop_training", False):
+            report["stop_training"] = True
+
+    def _close(self) -> None:
+        self._fit_callbacks.on_train_end()
+
+
+def operator_from_creators(
+    model_creator: Callable[[dict[str, Any]], Any], data_creator: Callable[[dict[str, Any]], Any]
+) -> type[CompiledOperator]:
+    """An operator class from v1's two creators."""
+    for name, creator in {"model_creator": model_creator, "data_creator": data_creator}.items():
+        if not callable(creator):
+            raise ConfigError(f"{name} must be a function that takes config, got {creator!r}")
+    parts = {"model_creator": staticmethod(model_creator), "data_creator": staticmethod(data_creator)}
+    return type("CompiledModel", (CompiledOperator,), parts)
+
+
+def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """`config["fit_config"]` or `config["evaluate_config"]`; what has no meaning here is refused by name."""
+    given = config.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"config[{name!r}] must be a dict of keyword arguments, got {given!r}")
+    for key in given:
+        if key not in TAKEN[name]:
+            hint = INSTEAD.get(key, f"it has no meaning here; {', '.join(TAKEN[name])} have one")
+            raise ConfigError(f"config[{name!r}] holds {key!r}: {hint}")
+    for key in ("epochs", "steps_per_epoch", "steps"):
+        value = given.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"config[{name!r}][{key!r}] must be a whole number of at least 1, got {value!r}")
+    weights = given.get("class_weight")
+    if weights is not None and not (isinstance(weights, Mapping) and all(isinstance(k, int) for k in weights)):
+        raise ConfigError(f"config[{name!r}]['class_weight'] must be a dict from class number to weight, got {weights!r}")
+    return dict(given)
+
+
+def _pair(data: Any) -> tuple[Any, Any]:
+    if not isinstance(data, (tuple, list)) or len(data) != 2:
+        raise ConfigError(f"data_creator must return (train_dataset, validation_dataset), got {data!r}")
+    return data[0], data[1]
+
+
+def _refuse_sums(model: Any) -> None:
+    if any(getattr(loss, "reduction", None) == "sum" for loss in tf.nest.flatten(model.loss)):
+        raise ConfigError(
+            "a compiled loss sums over the batch, so its steps would depend on the number of workers: use "
+            "reduction='sum_over_batch_size'"
+        )
+
+
+def _unpacked(batch: Any) -> tuple[Any, Any, Any]:
+    """As Keras reads a batch: x, (x, y) or (x, y, sample_weight)."""
+    if not isinstance(batch, (tuple, list)):
+        return batch, None, None
+    x, y, weight = [*batch, None, None][:3]
+    return x, y, weight
+
+
+def _rows(x: Any) -> int:
+    return int(tf.nest.flatten(x)[0].shape[0])

@@ -1,0 +1,51 @@
+"""Where a replica stands: what travels with its state and says what is still to be done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from raysgd.progress import Progress
+
+__all__ = ["Cursor"]
+
+
+@dataclass
+class Cursor:
+    """Committed counts. `epoch` counts epochs begun; `offset` is the place in it, in batches of all ranks together;
+    `ended` that it is over. The others are of the trainer's call that is running or was last: call_epoch is the
+    epoch that the call is to end."""
+
+    step: int = 0
+    epoch: int = 0
+    offset: int = 0
+    ended: bool = True
+    call: int = -1
+    call_batches: int = 0
+    call_expected: int = 0
+    call_done: bool = False
+    call_epoch: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def adopt(self, values: dict[str, Any]) -> None:
+        for each in fields(self):
+            setattr(self, each.name, values.get(each.name, each.default))
+
+    def open_call(self, call: int) -> bool:
+        """Begins a call, or goes on with it; False when its work is done already."""
+        if call != self.call:
+            self.call, self.call_batches, self.call_expected, self.call_done = call, 0, 0, False
+            self.call_epoch = self.epoch + self.ended
+        return not self.call_done
+
+    def progress(self, phase: str) -> Progress:
+        return Progress(
+            step=self.step,
+            epoch=self.epoch,
+            batches=self.call_batches,
+            expected=self.call_expected,
+            finished=self.call_done,
+            phase=phase,
+        )

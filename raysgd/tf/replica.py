@@ -1,0 +1,287 @@
+"""One operator with its data, counters and state, living in one worker. No Ray inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from raysgd.errors import ConfigError
+from raysgd.meters import AverageMeterCollection
+from raysgd.outcomes import Interrupted
+from raysgd.progress import Control, Progress
+from raysgd.rendezvous import Seat
+from raysgd.tf import states
+from raysgd.tf.channel import Channel
+from raysgd.tf.cursor import Cursor
+from raysgd.tf.data import Drawn, Source, make_source
+from raysgd.tf.feed import Feed, MembershipChange
+from raysgd.tf.operator import TrainingOperator
+from raysgd.tf.parts import as_tensor, assign
+from raysgd.tf.reports import metric_results
+from raysgd.tf.settings import ReplicaSettings
+from raysgd.tf.snapshots import Snapshotter
+
+__all__ = ["TFReplica", "TFReplicaFactory"]
+
+
+class TFReplicaFactory:
+    """Makes a replica in a worker; picklable, and the only thing of a trainer's that travels there."""
+
+    def __init__(self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: ReplicaSettings) -> None:
+        self.operator_cls, self.config, self.settings = operator_cls, config, settings
+
+    def __call__(self, seat: Seat, control: Control) -> TFReplica:
+        if self.settings.seed is not None:
+            tf.random.set_seed(self.settings.seed)
+        operator = self.operator_cls(self.config, settings=self.settings, seat=seat)
+        if not operator._parts.registered:
+            raise ConfigError(
+                f"{self.operator_cls.__name__}.setup did not call self.register(models=..., optimizers=...): "
+                "without it there is nothing to train or to save"
+            )
+        return TFReplica(operator, self.settings, seat, control)
+
+
+class TFReplica:
+    """Owns the operator, its sources and the cursor. Each public call of the trainer is a method `_run_<name>`."""
+
+    def __init__(self, operator: TrainingOperator, settings: ReplicaSettings, seat: Seat, control: Control) -> None:
+        self.operator, self._settings, self._seat, self._control = operator, settings, seat, control
+        self._cursor, self._val_cursor = Cursor(), Cursor()
+        self._feed: Feed | None = None
+        self._train: Source | None = None
+        self._validation: Source | None = None
+        self._snapshots = Snapshotter(settings.snapshot_every, control)
+        self._steps_before = 0
+        self._statistics_before: list[Any] = []
+
+    @property
+    def progress(self) -> Progress:
+        return self._cursor.progress(self._control.phase)
+
+    def run(self, method: str, **arguments: Any) -> Any:
+        run: Callable[..., Any] = getattr(self, f"_run_{method}")
+        self._cut_short()
+        self._control.phase = method
+        try:
+            return run(**arguments)
+        except BaseException:
+            self._cut_short()
+            raise
+        finally:
+            self._control.phase = "idle"
+
+    # -- training -------------------------------------------------------------------------------------
+
+    def _run_train(
+        self,
+        call: int,
+        num_steps: int | None,
+        profile: bool,
+        info: dict[str, Any] | None,
+        snapshot_first: bool = False,
+    ) -> Any:
+        """The trainer's `train`: the rest of the epoch, or of `num_steps`, from where the cursor stands."""
+        cursor, operator = self._cursor, self.operator
+        if not cursor.open_call(call):
+            return {"epoch": cursor.epoch}
+        if snapshot_first:
+            self._snapshots.take(self)
+        source = self._train_source()
+        own_loop = type(operator).train_epoch is not TrainingOperator.train_epoch
+        self._begin(profile)
+        operator.global_step = cursor.step
+        self._feed = feed = self._make_feed(source, cursor, num_steps, unwind=own_loop)
+        try:
+            with operator.timers.record("train_epoch"):
+                result = operator.train_epoch(feed, info=info, num_steps=num_steps, epoch_idx=cursor.call_epoch - 1)
+        except MembershipChange:
+            result = {}
+        feed.leave()
+        if feed.stopped:
+            asked = not self._control.interrupted
+            return Interrupted(self.partial(result), "stopped at a batch border", self.progress, asked=asked)
+        report = self._reported(result, profile, "train_")
+        self._feed = None
+        cursor.call_done = True
+        self._snapshots.call_ended(self)
+        return {"epoch": cursor.epoch, **report}
+
+    def _make_feed(self, source: Source, cursor: Cursor, limit: int | None, *, unwind: bool = False) -> Feed:
+        training = cursor is self._cursor
+        return Feed(
+            source,
+            cursor,
+            self._seat,
+            self._control,
+            limit=limit,
+            on_begin=self._on_begin if training else lambda drawn: None,
+            on_commit=self._on_commit if training else self._on_validated,
+            stepped=self._stepped,
+            unwind=unwind,
+        )
+
+    def _on_begin(self, drawn: Drawn) -> None:
+        """Before each batch: its share, and what must be undone should a peer be lost in it."""
+        operator = self.operator
+        operator._take_share(drawn.share)
+        operator._counts = drawn.fresh
+        self._steps_before = self._steps()
+        if self._seat.world_size > 1:
+            self._statistics_before = [tf.identity(as_tensor(v)) for v in operator._statistics]
+
+    def _steps(self) -> int:
+        return sum(int(as_tensor(optimizer.iterations)) for optimizer in self.operator._parts.optimizers)
+
+    def _stepped(self) -> bool:
+        return self._steps() > self._steps_before
+
+    def _cut_short(self) -> None:
+        """A loop was left by an error: what was applied counts; what was not leaves no trace."""
+        feed, self._feed = self._feed, None
+        if feed is not None and feed.cut_short() and self._seat.world_size > 1:
+            assign(self.operator._statistics, self._statistics_before)
+
+    def _on_commit(self) -> None:
+        control = self._control
+        if control.due():
+            control.report(self._cursor.progress("train"), self._measured())
+        self._snapshots.batch_done(self)
+
+    def _on_validated(self) -> None:
+        if self._control.due():
+            told = replace(self._cursor.progress("validate"), batches=self._val_cursor.call_batches)
+            self._control.report(told, self._measured())
+
+    def _train_source(self) -> Source:
+        operator = self.operator
+        data = operator._parts.train_dataset
+        if data is None:
+            raise ConfigError(
+                f"train() needs data: give self.register_data(train_dataset=...) in {type(operator).__name__}.setup"
+            )
+        if self._train is None or (self._cursor.ended and self._train.data is not data):
+            self._train = make_source(data, self._seat, operator._channel, training=True)
+        return self._train
+
+    # -- validation -----------------------------------------------------------------------------------
+
+    def _run_validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None) -> Any:
+        """The trainer's `validate`; ranks meet only at its end, to add up their metrics."""
+        operator, cursor = self.operator, self._val_cursor
+        data = operator._parts.validation_dataset
+        if data is None:
+            raise ConfigError(
+                f"validate() needs data: give self.register_data(validation_dataset=...) in {type(operator).__name__}.setup"
+            )
+        if self._validation is None or (cursor.ended and self._validation.data is not data):
+            self._validation = make_source(data, self._seat, operator._channel, training=False)
+        cursor.open_call(cursor.call + 1)
+        kept = cursor.as_dict()
+        self._begin(profile)
+        feed = self._make_feed(self._validation, cursor, num_steps)
+        try:
+            with operator.timers.record("validation"):
+                result = operator.validate(feed, info=info)
+            feed.leave()
+            if feed.stopped:
+                cursor.adopt(kept)
+                return Interrupted(None, "a peer was lost", self.progress)
+            return self._reported(result, profile, operator._validation_prefix)
+        except BaseException:
+            cursor.adopt(kept)
+            raise
+
+    # -- results --------------------------------------------------------------------------------------
+
+    def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What the running call has so far, as this rank sees it."""
+        found = metric_results(self.operator._metrics(), Channel())
+        prefix = "train_" if self._feed is not None else self.operator._validation_prefix
+        return {**{prefix + name: value for name, value in found.items()}, **(result or {}), **self._measured()}
+
+    def _measured(self) -> dict[str, Any]:
+        return {"epoch": self._cursor.epoch, **self.operator._meter.summary()}
+
+    def _begin(self, profile: bool) -> None:
+        operator = self.operator
+        operator._meter = AverageMeterCollection()
+        for metric in operator._metrics():
+            metric.reset_state()
+        operator.timers.reset()
+        if profile:
+            operator.timers.enable()
+        else:
+            operator.timers.disable()
+
+    def _reported(self, result: Any, profile: bool, prefix: str) -> dict[str, Any]:
+        if not isinstance(result, dict):
+            raise TypeError(f"train_epoch and validate must return a dict of results, got {result!r}")
+        report = dict(result)
+        for name, value in metric_results(self.operator._metrics(), self.operator._channel).items():
+            report.setdefault(prefix + name, value)
+        self.operator._on_report(prefix, report)
+        if profile:
+            report["profile"] = self.operator.timers.stats()
+        return report
+
+    # -- other calls ----------------------------------------------------------------------------------
+
+    def _run_apply_operator(self, function: Callable[[Any], Any]) -> Any:
+        return function(self.operator)
+
+    def _run_apply(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def _run_random_state(self) -> dict[str, Any]:
+        return states.random_state()
+
+    def _run_checkpoint(self, ranks: list[Any]) -> Any:
+        """The whole checkpoint as bytes, on rank 0; `ranks` are the random states of all."""
+        return states.dump({**self.whole(), "rng": ranks}) if self._seat.world_rank == 0 else None
+
+    def _run_check(self, data: Any) -> None:
+        states.check(self.operator, states.parse(data.data))
+
+    def _run_restore(self, data: Any) -> None:
+        state = states.parse(data.data)
+        self._adopt(state)
+        ranks = state.get("rng") or []
+        if self._seat.world_rank < len(ranks):
+            states.restore_random(ranks[self._seat.world_rank])
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    def whole(self) -> dict[str, Any]:
+        """Operator and position, as a copy."""
+        state = states.gather(self.operator)
+        state["epoch"] = self._cursor.epoch
+        state["position"] = self._cursor.as_dict()
+        state["validation_position"] = self._val_cursor.as_dict()
+        return state
+
+    def state(self) -> memoryview:
+        self._cut_short()
+        return states.dump(self.whole())
+
+    def load(self, data: Any) -> None:
+        self._adopt(states.parse(data))
+
+    def _adopt(self, state: dict[str, Any]) -> None:
+        states.restore(self.operator, state)
+        self._cursor.adopt(state.get("position") or {"epoch": state.get("epoch", 0)})
+        self._val_cursor.adopt(state.get("validation_position") or {})
+        self._val_cursor.ended = True
+        self._feed = None
+
+    def seated(self, seat: Seat) -> None:
+        """A new generation, in the same process: only possible where nobody is to be met."""
+        self._cut_short()
+        self._seat = self.operator._seat = seat
+
+    def close(self) -> None:
+        self.operator._close()
+        self._snapshots.close()

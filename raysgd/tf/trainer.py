@@ -1,0 +1,286 @@
+"""The class face for TensorFlow: a trainer in the user's own script that drives operators on any number of workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from raysgd import metrics, storage
+from raysgd.callbacks.progress_bar import make_bar
+from raysgd.config import ElasticConfig, Limits, WorkerResources
+from raysgd.elastic import Recovery
+from raysgd.engine.crew import Member
+from raysgd.engine.engine import Engine, Job, Piece
+from raysgd.errors import CheckpointError, ConfigError
+from raysgd.protocols import Backend
+from raysgd.rendezvous import Alone, Seat
+from raysgd.tf import arguments, states
+from raysgd.tf.backend import TensorFlowBackend
+from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config
+from raysgd.tf.operator import TrainingOperator
+from raysgd.tf.replica import TFReplicaFactory
+from raysgd.tf.settings import ReplicaSettings
+from raysgd.workers.blob import Blob
+from raysgd.workers.inline import InlineGroup
+
+__all__ = ["TFTrainer"]
+
+# What TensorFlow itself takes for an operation with a seed of its own, where no other was set: so such operations do
+# what they do without raysgd, and those without a seed do the same on all workers.
+SEED = 87654321
+
+
+class TFTrainer:
+    """Trains Keras models on workers that may come and go.
+
+        with TFTrainer(training_operator_cls=Digits, num_workers=2, config={"lr": 0.1}) as trainer:
+            for _ in range(3):
+                print(trainer.train(), trainer.validate())
+            trainer.save("digits.ckpt")
+
+    Or, as in RaySGD v1, with a compiled model: `TFTrainer(model_creator, data_creator, num_replicas=2)`.
+
+    What `train()` does:
+
+        every worker takes its rows of every batch, computes gradients, averages them, applies them
+        a worker is lost        -> the others' state is saved, and fresh processes go on with the rest of the epoch
+        average what the workers measured, weighted by samples; return one dict
+    """
+
+    def __init__(
+        self,
+        model_creator: Callable[[dict[str, Any]], Any] | None = None,
+        data_creator: Callable[[dict[str, Any]], Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        num_replicas: int | None = None,
+        num_cpus_per_worker: float = 1,
+        use_gpu: bool = False,
+        verbose: bool = False,
+        *,
+        training_operator_cls: type[TrainingOperator] | None = None,
+        num_workers: int | None = None,
+        initialization_hook: Callable[[], Any] | None = None,
+        resources_per_worker: Mapping[str, float] | None = None,
+        timeout_s: float = 1800,
+        use_tqdm: bool = False,
+        use_ray: bool | None = None,
+        elastic: ElasticConfig | None = None,
+    ) -> None:
+        operator_cls = arguments.operator_class(model_creator, data_creator, training_operator_cls)
+        self.num_replicas = number = arguments.workers(num_replicas, num_workers)
+        self.config = arguments.checked_config(config, number)
+        arguments.check_common(initialization_hook, timeout_s, elastic, use_gpu)
+        resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
+        elastic = elastic or ElasticConfig()
+        limits = Limits.derive(
+            timeout_s=timeout_s,
+            hang_timeout_s=elastic.hang_timeout_s,
+            start_s=float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)),
+        )
+        remote = number > 1 or bool(resources.custom) if use_ray is None else use_ray
+        if number > 1 and not remote:
+            raise ConfigError("use_ray=False is possible with num_workers=1 only")
+        settings = ReplicaSettings(
+            distributed=number > 1,
+            use_gpu=resources.gpus > 0,
+            use_tqdm=use_tqdm,
+            num_workers=number,
+            threads=max(1, int(resources.cpus)) if remote else None,
+            seed=SEED if remote else None,
+            snapshot_every=elastic.snapshot_every,
+        )
+        fit = checked_fit_config(self.config, FIT)
+        self._epochs, self._steps = fit.get("epochs", 1), fit.get("steps_per_epoch")
+        self._validation_steps = checked_fit_config(self.config, EVALUATE).get("steps")
+        self._bar = make_bar(use_tqdm or bool(verbose) or bool(fit.get("verbose")))
+        self._factory = TFReplicaFactory(operator_cls, dict(self.config), settings)
+        meeting: Backend = _backend(limits, settings.threads) if number > 1 else Alone()
+        self._engine = Engine(
+            _ray_group(meeting, resources) if remote else InlineGroup(meeting),
+            meeting,
+            self._factory,
+            hook=initialization_hook,
+            target=number,
+            elastic=elastic,
+            limits=limits,
+            on_progress=self._on_progress,
+        )
+        self._engine.start()
+
+    # -- training -------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        max_retries: int = 3,
+        info: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Trains to the end of the epoch, or `num_steps` batches; returns what was measured.
+
+        `fit_config`'s `epochs` and `steps_per_epoch` say how often, and how far, where nothing is passed here; the
+        last epoch's result is returned. `max_retries` bounds the losses of workers that each epoch survives.
+        """
+        arguments.check_call(num_steps, max_retries, info)
+        given = {
+            "num_steps": self._steps if num_steps is None else num_steps,
+            "profile": profile,
+            "info": dict(info) if info is not None else None,
+        }
+        for _ in range(self._epochs if num_steps is None else 1):
+            job = Job("train", given, again="resume", max_losses=max_retries)
+            result, each = self._measured("train", job)
+            if result.pop("stop_training", False):
+                break
+        return result if reduce_results else each
+
+    def validate(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """One pass over the validation data, every row once; returns what was measured."""
+        arguments.check_call(num_steps, 0, info)
+        given = {
+            "num_steps": self._validation_steps if num_steps is None else num_steps,
+            "profile": profile,
+            "info": dict(info) if info is not None else None,
+        }
+        result, each = self._measured("validate", Job("validate", given))
+        return result if reduce_results else each
+
+    def _measured(self, label: str, job: Job) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        self._bar.open(label)
+        result: dict[str, Any] | None = None
+        try:
+            pieces = self._engine.run(job)
+            merged = [metrics.over_workers(piece.values) for piece in pieces]
+            result = metrics.over_pieces(merged)
+        finally:
+            self._bar.close(result)
+        return result, _by_worker(pieces)
+
+    def _on_progress(self, member: Member) -> None:
+        self._bar.update(member.worker, member.progress, member.partial)
+
+    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
+        """Runs a function without arguments in every worker process; the answers in rank order."""
+        return self._apply("apply", fn)
+
+    def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
+        """Runs `fn(operator)` in every worker; the answers in rank order."""
+        return self._apply("apply_operator", fn)
+
+    def _apply(self, method: str, fn: Callable[..., Any]) -> list[Any]:
+        if not callable(fn):
+            raise ConfigError(f"fn must be a function, got {fn!r}")
+        pieces = self._engine.run(Job(method, {"function": self._engine.pack(fn)}, again="keep"))
+        self._engine.state_changed_by_hand()
+        return [outcome.value for outcome in pieces[-1].outcomes if hasattr(outcome, "value")]
+
+    # -- models and state -----------------------------------------------------------------------------
+
+    def get_model(self) -> Any:
+        """The trained model (a list of several), made here by the creator or by `setup`, with the trained weights."""
+        models = self.get_local_operator()._parts.models
+        return models[0] if len(models) == 1 else list(models)
+
+    def get_local_operator(self) -> TrainingOperator:
+        """An operator in this process with the current state; with one inline worker, the very one that trains."""
+        if isinstance(self._engine.group, InlineGroup):
+            operator: TrainingOperator = self._first("apply_operator", function=lambda operator: operator)
+            return operator
+        operator = self._factory.operator_cls(dict(self.config), settings=ReplicaSettings(), seat=Seat())
+        states.restore(operator, self.state_dict())
+        return operator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a checkpoint holds, as one dictionary of plain values and arrays."""
+        return states.parse(self._checkpoint())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave, of any number of workers. Checked on every worker first: a state that does
+        not fit raises, and changes nothing."""
+        self._restore(states.dump(states.shaped(dict(state_dict))))
+
+    def save(self, checkpoint: str | os.PathLike[str]) -> str:
+        """Writes a checkpoint file, whole or not at all; returns its path."""
+        return str(storage.write(checkpoint, self._checkpoint()))
+
+    def load(self, checkpoint: str | os.PathLike[str]) -> None:
+        """Takes a checkpoint file. No code in it is ever run."""
+        data = storage.read(checkpoint)
+        try:
+            self._restore(data)
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint}: {error}") from error
+
+    def restore(self, checkpoint: str | os.PathLike[str]) -> None:
+        """v1's name for `load`."""
+        self.load(checkpoint)
+
+    def _checkpoint(self) -> Any:
+        ranks = self._engine.run(Job("random_state"))[-1].values
+        return self._engine.run(Job("checkpoint", {"ranks": ranks}))[-1].values[0].data
+
+    def _restore(self, data: Any) -> None:
+        states.parse(data)  # what is damaged or foreign never reaches a worker
+        self._engine.run(Job("check", {"data": Blob(data)}))
+        self._engine.run(Job("restore", {"data": Blob(data)}))
+        self._engine.state_changed_by_hand(replaced=True)
+
+    def _first(self, method: str, **given: Any) -> Any:
+        return self._engine.run(Job(method, given))[-1].values[0]
+
+    # -- the group ------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are now."""
+        return self._engine.world_size
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        """Every change of the membership so far: losses, growth, preemptions."""
+        return self._engine.recoveries
+
+    def resize(self, num_workers: int) -> None:
+        """Sets the number of workers, in the middle of an epoch too; waits until missing ones have joined."""
+        if arguments.workers(None, num_workers) > 1 and not self._factory.settings.distributed:
+            raise ConfigError("a trainer made with num_workers=1 cannot grow: make it with num_workers=2 or more")
+        self._engine.resize(num_workers)
+
+    def shutdown(self, force: bool = False) -> None:
+        """Ends the workers. A second call is fine; any other call afterwards is an error."""
+        self._engine.stop(force=force)
+
+    def __enter__(self) -> TFTrainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown(force=kind is not None)
+
+
+def _by_worker(pieces: list[Piece]) -> list[dict[str, Any]]:
+    """Each rank's own results. After a change of members: those of every generation, one after the other."""
+    return [{k: metrics.plain(v) for k, v in value.items()} for piece in pieces for value in piece.values]
+
+
+def _backend(limits: Limits, threads: int | None) -> TensorFlowBackend:
+    from raysgd.workers.cluster import driver_address, ensure_cluster
+
+    ensure_cluster()
+    return TensorFlowBackend(host=driver_address(), join_s=limits.join_s, threads=threads)
+
+
+def _ray_group(backend: Backend, resources: WorkerResources) -> Any:
+    from raysgd.workers.ray_group import RayGroup
+
+    return RayGroup(backend, resources)

@@ -1,0 +1,135 @@
+"""How training is made fast and kept calm: what the trainer's keywords say about wrapping, accumulation and clipping."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.config import ElasticConfig
+from raysgd.errors import ConfigError
+
+__all__ = ["COMM_HOOKS", "TrainingOptions"]
+
+COMM_HOOKS = ("fp16", "bf16", "powersgd", "batched_powersgd")
+PARALLEL = ("ddp", "fsdp", None)
+SUPPLIED = {"self", "module", "device_ids", "process_group"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Keywords of `TorchTrainer`, checked here.
+
+    accumulate      batches per optimizer step; their gradients count by samples, as one batch that much larger
+    clip_norm       largest norm of an optimizer's gradients together
+    clip_value      largest absolute value of each gradient
+    compile         True, or a dict of arguments of `torch.compile`; each model by itself
+    channels_last   models and image batches in the memory format that convolutions like on GPUs
+    sync_batchnorm  BatchNorm layers take their statistics over all workers (GPUs only)
+    ddp_args        arguments of DistributedDataParallel for every model; those of `register` go first
+    comm_hook       how DDP sends gradients: "fp16", "bf16", "powersgd", "batched_powersgd", or a dict with `name`
+                    and the arguments of PowerSGD
+    parallel        "ddp": every worker holds the model; "fsdp": a part of it; None: gradients are your own affair
+    """
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    compile: bool | Mapping[str, Any] = False
+    channels_last: bool = False
+    sync_batchnorm: bool = False
+    ddp_args: Mapping[str, Any] = field(default_factory=dict)
+    comm_hook: str | Mapping[str, Any] | None = None
+    parallel: str | None = "ddp"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
+            raise ConfigError(f"accumulate must be a whole number of batches, 1 or more, got {self.accumulate!r}")
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and value > 0):
+                raise ConfigError(f"{name} must be a number above 0, or None for no clipping, got {value!r}")
+        for name in ("channels_last", "sync_batchnorm"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.parallel not in PARALLEL:
+            raise ConfigError(f"parallel must be 'ddp', 'fsdp' or None, got {self.parallel!r}")
+        _check_arguments("compile", self.compile, torch.compile, {"model"})
+        _check_arguments("ddp_args", self.ddp_args, DistributedDataParallel.__init__, SUPPLIED)
+        self._check_hook()
+        self._check_together()
+
+    def _check_hook(self) -> None:
+        name = self.hook_name
+        if name is not None and name not in COMM_HOOKS:
+            raise ConfigError(f"comm_hook must be one of {', '.join(map(repr, COMM_HOOKS))} or None, got {name!r}")
+        if name in ("fp16", "bf16") and self.hook_args:
+            raise ConfigError(f"the comm_hook {name!r} takes no arguments, got {sorted(self.hook_args)}")
+
+    def _check_together(self) -> None:
+        if self.parallel == "ddp":
+            return
+        for name in ("ddp_args", "comm_hook"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} is for DistributedDataParallel, but parallel is {self.parallel!r}: leave one out")
+        if self.parallel == "fsdp" and self.channels_last:
+            raise ConfigError("parallel='fsdp' cuts parameters into contiguous shards: it cannot keep channels_last")
+
+    def check_with(self, *, num_workers: int, use_gpu: bool, precision: str, elastic: ElasticConfig) -> None:
+        """What these options cannot be combined with; called by the trainer, before anything starts."""
+        if self.sync_batchnorm and num_workers > 1 and not use_gpu:
+            raise ConfigError(
+                "sync_batchnorm=True needs GPUs (torch has no SyncBatchNorm for CPUs): use use_gpu=True, or leave it out"
+            )
+        if precision == "apex" and self.compile:
+            raise ConfigError("precision='apex' exchanges functions that compile would have read: use 'fp16' or 'bf16'")
+        if self.parallel == "fsdp" and precision in ("fp16", "apex"):
+            raise ConfigError(
+                f"parallel='fsdp' goes with precision 'fp32' or 'bf16', got {precision!r}: each worker sees the gradients "
+                "of its shard only, so they could not agree on skipping a step"
+            )
+        if self.parallel == "fsdp" and isinstance(elastic.snapshot_every, float):
+            raise ConfigError(
+                "with parallel='fsdp' all workers make a snapshot together, and their clocks differ: set snapshot_every to "
+                f"'epoch', a number of batches or None, got {elastic.snapshot_every!r} seconds"
+            )
+
+    @property
+    def hook_name(self) -> str | None:
+        return self.comm_hook.get("name", "") if isinstance(self.comm_hook, Mapping) else self.comm_hook
+
+    @property
+    def hook_args(self) -> dict[str, Any]:
+        given = self.comm_hook if isinstance(self.comm_hook, Mapping) else {}
+        return {name: value for name, value in given.items() if name != "name"}
+
+    @classmethod
+    def taken_from(cls, given: Mapping[str, Any], *, wrap_ddp: bool = True) -> tuple[TrainingOptions, dict[str, Any]]:
+        """The options among a trainer's further keywords, and the keywords that are none. `wrap_ddp` is v1's word for
+        `parallel`."""
+        names = {each.name for each in fields(cls)}
+        own = {name: value for name, value in given.items() if name in names}
+        if not wrap_ddp:
+            if own.get("parallel") is not None:
+                raise ConfigError(f"wrap_ddp=False means parallel=None, but parallel={own['parallel']!r} was given: pass one")
+            own["parallel"] = None
+        if own.get("ddp_args", ...) is None:
+            del own["ddp_args"]
+        return cls(**own), {name: value for name, value in given.items() if name not in names}
+
+
+def _check_arguments(name: str, given: Any, function: Any, supplied: set[str]) -> None:
+    if isinstance(given, bool) and name == "compile":
+        return
+    legal = sorted(inspect.signature(function).parameters.keys() - supplied)
+    if not isinstance(given, Mapping):
+        kinds = "True, False or a dict" if name == "compile" else "a dict"
+        raise ConfigError(f"{name} must be {kinds} of keyword arguments, got {given!r}")
+    unknown = sorted(given.keys() - set(legal))
+    if unknown:
+        raise ConfigError(f"{name} has no {unknown}; it takes {legal}")

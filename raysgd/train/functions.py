@@ -1,0 +1,125 @@
+"""What a training function calls: `train.report(...)` and the others. Each finds the session of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.session import Session, current
+
+__all__ = [
+    "TrainContext",
+    "get_checkpoint",
+    "get_context",
+    "get_dataset_shard",
+    "load_checkpoint",
+    "local_rank",
+    "report",
+    "save_checkpoint",
+    "world_rank",
+    "world_size",
+]
+
+
+def report(metrics: Any = None, checkpoint: Any = None, **values: Any) -> None:
+    """One round of results: `report(loss=0.1)`, or `report({"loss": 0.1}, checkpoint=Checkpoint...)`.
+
+    Every rank must call it, equally often. When it returns, the driver has the report: it is not lost with the worker.
+    """
+    session = current("report")
+    row: dict[str, Any] = dict(values)
+    if isinstance(metrics, Mapping):
+        row = {**metrics, **row}
+    elif metrics is not None:
+        row["metrics"] = metrics
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+        row["checkpoint"], checkpoint = checkpoint, None
+    session.report(row, checkpoint)
+
+
+def save_checkpoint(**values: Any) -> None:
+    """A checkpoint made of these values. Every rank must call it; rank 0's is the one that counts."""
+    current("save_checkpoint").save_checkpoint(values)
+
+
+def load_checkpoint() -> dict[str, Any] | None:
+    """The newest checkpoint as a dict: of this run, else what the run was started with, else None."""
+    found = current("load_checkpoint").checkpoint()
+    return None if found is None else found.to_dict()
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """The newest checkpoint: of this run, else what the run was started with, else None."""
+    return current("get_checkpoint").checkpoint()
+
+
+def world_rank() -> int:
+    """This worker's rank among all."""
+    return current("world_rank").seat.world_rank
+
+
+def local_rank() -> int:
+    """This worker's rank among those on its node."""
+    return current("local_rank").seat.local_rank
+
+
+def world_size() -> int:
+    """How many workers run the function. It may be another number when the function runs again."""
+    return current("world_size").seat.world_size
+
+
+def get_dataset_shard(dataset_name: str | None = None) -> Any:
+    """This worker's part of a data set that the trainer was given; None when it was given none."""
+    return current("get_dataset_shard").shard(dataset_name)
+
+
+def get_context() -> TrainContext:
+    """Where this function runs: ranks, sizes, metadata, and the trial under Tune."""
+    return TrainContext(current("get_context"))
+
+
+class TrainContext:
+    """Reads one session; holds nothing of its own."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def get_world_size(self) -> int:
+        return self._session.seat.world_size
+
+    def get_world_rank(self) -> int:
+        return self._session.seat.world_rank
+
+    def get_local_rank(self) -> int:
+        return self._session.seat.local_rank
+
+    def get_local_world_size(self) -> int:
+        return self._session.seat.local_world_size
+
+    def get_node_rank(self) -> int:
+        return self._session.seat.node_rank
+
+    def get_metadata(self) -> dict[str, Any]:
+        """What the trainer was given as `metadata`."""
+        return dict(self._session.attempt.metadata)
+
+    def get_experiment_name(self) -> str | None:
+        return self._of_trial("experiment_name")
+
+    def get_trial_name(self) -> str | None:
+        return self._of_trial("trial_name")
+
+    def get_trial_id(self) -> str | None:
+        return self._of_trial("trial_id")
+
+    def get_trial_dir(self) -> str | None:
+        """The run's directory on the driver."""
+        return self._of_trial("trial_dir")
+
+    def get_trial_resources(self) -> Any:
+        return self._session.attempt.trial.get("trial_resources")
+
+    def _of_trial(self, name: str) -> str | None:
+        found = self._session.attempt.trial.get(name)
+        return None if found is None else str(found)

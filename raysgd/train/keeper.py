@@ -1,0 +1,108 @@
+"""The checkpoints of one run, on the driver: the newest in memory, the best ones on disk."""
+
+from __future__ import annotations
+
+import io
+import logging
+import shutil
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raysgd import storage
+from raysgd.train.checkpoint import Checkpoint, unpack
+from raysgd.train.strategy import CheckpointStrategy
+
+__all__ = ["CheckpointKeeper", "Kept"]
+
+logger = logging.getLogger("raysgd")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One checkpoint on disk, with what was reported beside it."""
+
+    number: int
+    path: Path
+    score: float
+    metrics: dict[str, Any]
+
+
+class CheckpointKeeper:
+    """Owns a directory of files `checkpoint_000001`, written whole or not at all. `payload` is the newest one as bytes:
+    what a function that runs again is given, also when nothing is written."""
+
+    def __init__(
+        self,
+        directory: Path,
+        strategy: CheckpointStrategy | None = None,
+        *,
+        latest_id: int = 0,
+        initial: bytes | None = None,
+    ) -> None:
+        self.directory = directory
+        self.strategy = strategy or CheckpointStrategy()
+        self.latest_id = latest_id
+        self.payload = initial
+        self.kept: list[Kept] = []
+
+    def take(self, payload: bytes, metrics: dict[str, Any]) -> None:
+        """The newest checkpoint: kept in memory before anything else can go wrong, then written."""
+        self.latest_id += 1
+        self.payload = payload
+        keep = self.strategy.num_to_keep
+        if keep == 0:
+            return
+        found = Checkpoint.from_bytes(payload)
+        kind, where = found.get_internal_representation()
+        content = dict(where) if kind == "data_dict" else {}
+        if kind == "local_path":
+            shutil.rmtree(where)
+        score = time.time() if self.strategy.by_time else self.strategy.score(content, metrics)
+        full = keep is not None and len(self.kept) >= keep
+        worst = min(self.kept, key=lambda kept: (kept.score, kept.number)) if full else None
+        if worst is not None and not self.strategy.by_time and score <= worst.score:
+            return
+        path = self.directory / f"checkpoint_{self.latest_id:06d}"
+        self._write(path, payload, directory=kind == "local_path")
+        self.kept.append(Kept(self.latest_id, path, score, dict(metrics)))
+        if worst is not None:
+            self.kept.remove(worst)
+            _delete(worst.path)
+
+    def _write(self, path: Path, payload: bytes, *, directory: bool) -> None:
+        if not directory:
+            storage.write(path, payload)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            temporary.mkdir()
+            unpack(io.BytesIO(payload), temporary)
+            temporary.rename(path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    @property
+    def latest(self) -> Checkpoint | None:
+        """The newest one, also if it was never written."""
+        return None if self.payload is None else Checkpoint.from_bytes(self.payload)
+
+    @property
+    def latest_path(self) -> Path | None:
+        """The newest one on disk."""
+        return max(self.kept, key=lambda kept: kept.number).path if self.kept else None
+
+    @property
+    def best_path(self) -> Path | None:
+        """The best one on disk; the newer of equals."""
+        return max(self.kept, key=lambda kept: (kept.score, kept.number)).path if self.kept else None
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

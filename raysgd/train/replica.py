@@ -1,0 +1,150 @@
+"""Hosts a training function in one worker: runs it, stops it when a peer is lost, keeps what it committed."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.outcomes import Interrupted
+from raysgd.progress import Control, Progress
+from raysgd.rendezvous import Seat
+from raysgd.train.elastic import Committed
+from raysgd.train.session import Attempt, Session, Stopped, running
+
+__all__ = ["FunctionReplica", "FunctionReplicaFactory"]
+
+WAKE = getattr(signal, "SIGUSR2", None)
+
+
+def _as_it_is(values: dict[str, Any]) -> dict[str, Any]:
+    return values
+
+
+@dataclass(frozen=True)
+class FunctionReplicaFactory:
+    """Makes a replica in a worker; picklable. `make` makes the object that `execute` works on, if there is one."""
+
+    dumps: Callable[[Any], bytes] = pickle.dumps
+    encode: Callable[[dict[str, Any]], dict[str, Any]] = _as_it_is
+    make: Callable[[], Any] | None = None
+
+    def __call__(self, seat: Seat, control: Control) -> FunctionReplica:
+        return FunctionReplica(seat, control, self)
+
+
+class FunctionReplica:
+    """Owns the user's object, the last commit and the number of points that this run has passed (checkpoints and commits).
+
+    A point is where the function can go on with other members. Points are the steps of the engine's borders.
+    """
+
+    def __init__(self, seat: Seat, control: Control, factory: FunctionReplicaFactory) -> None:
+        self._seat, self._control, self._factory = seat, control, factory
+        self.instance = factory.make() if factory.make is not None else None
+        self._kept = Committed()
+        self._run_number = -1
+        self._points = 0
+        self._stoppable = False
+        self._main = threading.get_ident()
+        if WAKE is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(WAKE, self._on_wake)
+            control.on_interrupt = self._wake
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(step=self._points, batches=self._points, phase=self._control.phase)
+
+    def run(self, method: str, **arguments: Any) -> Any:
+        run: Callable[..., Any] = getattr(self, f"_run_{method}")
+        self._control.phase = method
+        try:
+            return run(**arguments)
+        finally:
+            self._control.phase = "idle"
+
+    # -- calls ----------------------------------------------------------------------------------------
+
+    def _run_function(self, task: Any, attempt: bytes, call: int = 0, snapshot_first: bool = False) -> Any:
+        """The trainer's `run`. What the function returns is pickled here, where an error about it is the user's."""
+        function, config = pickle.loads(task.data)
+        told: Attempt = pickle.loads(attempt.data if hasattr(attempt, "data") else attempt)
+        if told.run != self._run_number:
+            self._run_number, self._points = told.run, 0
+            self._kept.forget()
+        session = Session(
+            self._seat,
+            self._control,
+            told,
+            dumps=self._factory.dumps,
+            encode=self._factory.encode,
+            passed=self._passed,
+            kept=self._kept,
+        )
+        self._control.begun = self._points + 1
+        try:
+            with running(session):
+                self._stoppable = True
+                if self._control.interrupted:
+                    raise Stopped(asked=False)
+                value = function(config) if inspect.signature(function).parameters else function()
+                self._stoppable = False
+        except Stopped as stop:
+            return Interrupted(None, "the function was stopped", self.progress, asked=stop.asked)
+        finally:
+            self._stoppable = False
+        return self._factory.dumps(value)
+
+    def _run_apply(self, function: Callable[[], Any], only: int | None = None) -> Any:
+        """On every rank, or on one."""
+        return function() if only is None or only == self._seat.world_rank else None
+
+    def _run_apply_object(self, function: Callable[[Any], Any], only: int | None = None) -> Any:
+        return function(self.instance) if only is None or only == self._seat.world_rank else None
+
+    def _run_method(self, name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return getattr(self.instance, name)(*positional, **named)
+
+    # -- stopping -------------------------------------------------------------------------------------
+
+    def _passed(self) -> None:
+        """A checkpoint is with the driver, or a commit is made: the function may stop here for a change of members."""
+        self._points += 1
+        self._control.report(self.progress)
+        if not self._control.begin(self._points + 1):
+            raise Stopped(asked=not self._control.interrupted)
+
+    def _wake(self) -> None:
+        """Listener thread: the generation is over. The main thread may be anywhere in the user's code."""
+        assert WAKE is not None
+        if self._stoppable:
+            signal.pthread_kill(self._main, WAKE)
+
+    def _on_wake(self, signum: int, frame: Any) -> None:
+        """Main thread, between two steps of the interpreter; never outside the user's function."""
+        if self._stoppable and self._control.interrupted:
+            self._stoppable = False
+            raise Stopped(asked=False)
+
+    # -- membership -----------------------------------------------------------------------------------
+
+    def seated(self, seat: Seat) -> None:
+        self._seat = seat
+
+    def partial(self) -> None:
+        """A function's results are its reports, and these are with the driver."""
+
+    def state(self) -> bytes:
+        return self._factory.dumps((self._run_number, self._points, self._kept.content))
+
+    def load(self, data: bytes) -> None:
+        self._run_number, self._points, self._kept.content = pickle.loads(data)
+
+    def close(self) -> None:
+        """Lets go of the user's object; it may have a `shutdown` or `close` of its own in `__del__`."""
+        self.instance = None
+        self._control.on_interrupt = lambda: None

@@ -1,0 +1,177 @@
+"""Inside a training function: what it is told, and what it reports. No Ray here; messages go to the control desk."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.errors import ConfigError
+from raysgd.progress import Control
+from raysgd.rendezvous import Seat
+from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.errors import OutsideRunError
+from raysgd.train.strategy import TIMESTAMP
+
+__all__ = ["Attempt", "Session", "Stopped", "current", "running"]
+
+
+class Stopped(BaseException):
+    """Ends a training function from inside: a peer was lost, or everybody stops here for a change of members.
+
+    Not an Exception, so that a function that handles errors of its own lets it pass.
+    """
+
+    def __init__(self, *, asked: bool) -> None:
+        super().__init__("this attempt of the training function is over; it runs again with the workers there are")
+        self.asked = asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One fan-out of a training function, as the driver describes it to every rank.
+
+    checkpoint  the newest one of the run, as bytes
+    reports     rounds that earlier attempts of the run have reported
+    """
+
+    run: int
+    number: int = 0
+    checkpoint: bytes | None = None
+    reports: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    trial: Mapping[str, Any] = field(default_factory=dict)
+    shards: tuple[Mapping[str, Any], ...] = ()
+    detailed: bool = False
+
+
+class Session:
+    """Owns one rank's counters of one attempt. `dumps` is the pickler that the driver chose; `passed` is told after
+    each point where the run could go on with other members."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        control: Control,
+        attempt: Attempt,
+        *,
+        dumps: Callable[[Any], bytes],
+        encode: Callable[[dict[str, Any]], dict[str, Any]],
+        passed: Callable[[], None],
+        kept: Any = None,
+    ) -> None:
+        self.seat, self.attempt, self.kept = seat, attempt, kept
+        self.dumps = dumps
+        self._control, self._encode, self.passed = control, encode, passed
+        self._payload = attempt.checkpoint
+        self._reports = attempt.reports
+        self._began = self._last = time.time()
+
+    # -- reporting ------------------------------------------------------------------------------------
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
+        """One round of results, maybe with a checkpoint. Returns when the driver has it."""
+        self._reports += 1
+        row = {**self._autofilled(), **self._encode(dict(metrics))}
+        payload = self._packed(checkpoint) if checkpoint is not None else None
+        self._send("report", row, payload)
+
+    def save_checkpoint(self, values: dict[str, Any]) -> None:
+        self._send("checkpoint", {}, self._packed(Checkpoint.from_dict(values)))
+
+    def _packed(self, checkpoint: Checkpoint) -> bytes:
+        kind, content = checkpoint.get_internal_representation()
+        if kind == "data_dict":
+            checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._encode(content)})
+        if self.attempt.metadata and not checkpoint.get_metadata():
+            checkpoint.set_metadata(self.attempt.metadata)
+        return checkpoint.to_bytes(dumps=self.dumps)
+
+    def _send(self, kind: str, metrics: dict[str, Any], payload: bytes | None) -> None:
+        self._check_stop()
+        head = self.dumps(metrics)
+        message = {"kind": kind, "run": self.attempt.run, "attempt": self.attempt.number, "rank": self.seat.world_rank}
+        message |= {"metrics": len(head), "checkpoint": payload is not None}
+        self._control.deliver(message, head if payload is None else b"".join((head, payload)))
+        if payload is not None:
+            self._payload = payload
+            self.passed()
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        if self._control.interrupted:
+            raise Stopped(asked=False)
+
+    def _autofilled(self) -> dict[str, Any]:
+        now = time.time()
+        row = {
+            TIMESTAMP: int(now),
+            "_time_this_iter_s": now - self._last,
+            "_training_iteration": self._reports,
+        }
+        if self.attempt.detailed:
+            row |= {
+                "_date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
+                "_hostname": platform.node(),
+                "_node_ip": _own_address(),
+                "_pid": os.getpid(),
+                "_time_total_s": now - self._began,
+            }
+        self._last = now
+        return row
+
+    # -- asking ---------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> Checkpoint | None:
+        """The newest: this rank's own of this attempt, else the run's."""
+        return None if self._payload is None else Checkpoint.from_bytes(self._payload)
+
+    def shard(self, name: str | None) -> Any:
+        """This rank's part of a data set that was given to the trainer; None when none was."""
+        if not self.attempt.shards:
+            return None
+        mine = self.attempt.shards[self.seat.world_rank]
+        if name is None:
+            if len(mine) == 1:
+                return next(iter(mine.values()))
+            raise ConfigError(f"several data sets were given: name one of {', '.join(sorted(mine))}")
+        if name not in mine:
+            raise ConfigError(f"there is no data set {name!r}: the trainer was given {', '.join(sorted(mine)) or 'none'}")
+        return mine[name]
+
+
+# Functions without arguments (`train.report`) need one place that knows where they are called. There is one main thread
+# in a worker, and its function may start threads that report too; so it is a plain variable, not a thread's own.
+_running: list[Session] = []
+
+
+@contextmanager
+def running(session: Session) -> Iterator[None]:
+    """While a training function runs."""
+    _running.append(session)
+    try:
+        yield
+    finally:
+        _running.remove(session)
+
+
+def current(function: str) -> Session:
+    """The session of the training function that runs in this process."""
+    if not _running:
+        raise OutsideRunError(
+            f"train.{function}() works only inside a training function, while a trainer runs it on its workers "
+            "(Trainer.run, run_iterator, fit). In the script itself, use what the trainer returns"
+        )
+    return _running[-1]
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"

@@ -1,0 +1,106 @@
+"""Operators for the class face's tests on a cluster. Workers get them by value: this module is not installed there."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+
+from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.utils import BATCH_SIZE
+
+
+class Net(nn.Module):
+    """A class of its own, so that its identity can be looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x)
+        return result
+
+
+class OwnError(Exception):
+    """Cannot be made from its `args`, as many exceptions of libraries cannot."""
+
+    def __init__(self, what: str, *, code: int) -> None:
+        super().__init__(f"{what} failed with {code}")
+        self.code = code
+
+
+def data(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 3, generator=generator)
+    return TensorDataset(x, (x.sum(dim=1) > 0).long())
+
+
+class Classes(TrainingOperator):
+    """Learns two classes; fails where `info` says."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        if config.get("fail_setup") == self.world_rank:
+            raise OwnError("setup", code=self.world_rank)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss()
+        )
+        batch = config.get(BATCH_SIZE, 8)
+        self.register_data(
+            train_loader=DataLoader(data(config.get("rows", 64)), batch_size=batch, shuffle=config.get("shuffle", False)),
+            validation_loader=DataLoader(data(101), batch_size=batch),
+        )
+        self.note = {"rank": self.world_rank}
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if batch_info.get("fail_rank") == self.world_rank and batch_info["batch_idx"] == 1:
+            raise OwnError("rank", code=self.world_rank)
+        return super().train_batch(batch, batch_info)
+
+
+def plain_loop(epochs: int, batch_size: int, rows: int = 64) -> torch.Tensor:
+    """The same training, written by hand."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    criterion = nn.CrossEntropyLoss()
+    for _ in range(epochs):
+        for x, y in DataLoader(data(rows), batch_size=batch_size):
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def weights(trainer: TorchTrainer) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(trainer.get_model().parameters()).detach()
+
+
+class Uneven(IterableDataset[Any]):
+    """Rank 0 has three rows more than the others."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        rank, world = (info.id, info.num_workers) if info is not None else (0, 1)
+        for _ in range(8 + (3 if rank == 0 else 0)):
+            yield torch.ones(3) * rank, world % 2
+
+
+class Drawing(Classes):
+    """Its random generators are seeded differently on each rank; its own state is larger than one message."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        random.seed(self.world_rank)
+        torch.manual_seed(self.world_rank)
+
+    def state_dict(self) -> Any:
+        return {"by": self.note, "table": torch.ones(2_000_000)}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.note, self.table = {"loaded": state_dict["by"]}, state_dict["table"]

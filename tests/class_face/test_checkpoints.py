@@ -1,0 +1,89 @@
+"""What two workers saved, one and three can load; and what was random goes on as it would have."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import CheckpointError
+from raysgd.torch import TorchTrainer
+from tests.class_face.parts import Drawing, weights
+
+
+def on(workers: int) -> TorchTrainer:
+    return TorchTrainer(
+        training_operator_cls=Drawing, num_workers=workers, use_gpu=False, config={"shuffle": True}
+    )
+
+
+def draw(operator: Any) -> tuple[float, float]:
+    return random.random(), float(torch.rand(()))
+
+
+class Saved:
+    """What the two workers had when they saved, and what came after."""
+
+    def __init__(self, trainer: TorchTrainer, path: Path) -> None:
+        trainer.train()
+        trainer.train(num_steps=2)
+        trainer.apply_all_operators(draw)
+        self.path = trainer.save(path)
+        self.weights = weights(trainer)
+        self.drawn = trainer.apply_all_operators(draw)
+        self.rest = trainer.train()
+        self.epoch_after = trainer.train()["epoch"]
+        self.weights_after = weights(trainer)
+
+
+@pytest.fixture(scope="module")
+def pair(ray_cluster: None) -> Iterator[TorchTrainer]:
+    with on(2) as trainer:
+        yield trainer
+
+
+@pytest.fixture(scope="module")
+def saved(pair: TorchTrainer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(pair, tmp_path_factory.mktemp("two") / "two.pt")
+
+
+def test_the_same_trainer_goes_back_and_takes_the_same_way(pair: TorchTrainer, saved: Saved) -> None:
+    pair.load(saved.path)
+    assert torch.equal(weights(pair), saved.weights)
+    drawn = pair.apply_all_operators(draw)
+    assert drawn == saved.drawn
+    assert drawn[0] != drawn[1], "each rank has its own random state"
+    rest = pair.train()
+    assert (rest["batch_count"], rest["num_samples"]) == (saved.rest["batch_count"], saved.rest["num_samples"])
+    assert rest["train_loss"] == pytest.approx(saved.rest["train_loss"], rel=1e-5)
+    assert pair.train()["epoch"] == saved.epoch_after
+    assert torch.allclose(weights(pair), saved.weights_after, rtol=1e-5)
+    assert pair.apply_all_operators(lambda operator: operator.note) == [{"loaded": {"rank": 0}}] * 2
+    assert pair.apply_all_operators(lambda operator: float(operator.table.sum())) == [2e6, 2e6], "8 MB, to each rank"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_another_number_of_workers_takes_it_too(saved: Saved, workers: int) -> None:
+    with on(workers) as trainer:
+        trainer.load(saved.path)
+        assert torch.equal(weights(trainer), saved.weights)
+        rest = trainer.train()
+        assert rest["num_samples"] == 32, "the rest of the epoch that two workers had begun"
+        assert rest["epoch"] == saved.rest["epoch"]
+        assert trainer.train()["num_samples"] == 64
+
+
+def test_a_state_that_does_not_fit_changes_nothing(pair: TorchTrainer, saved: Saved, tmp_path: Path) -> None:
+    pair.load(saved.path)
+    wrong = pair.state_dict()
+    wrong["models"][0]["layers.0.weight"] = torch.zeros(4, 4)
+    with pytest.raises(CheckpointError, match=r"layers.0.weight has shape \(8, 3\) here and \(4, 4\)"):
+        pair.load_state_dict(wrong)
+    broken = tmp_path / "broken.pt"
+    broken.write_bytes(Path(saved.path).read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match=r"broken.pt: this is no whole checkpoint"):
+        pair.load(broken)
+    assert torch.equal(weights(pair), saved.weights)
+    assert pair.train()["batch_count"] == saved.rest["batch_count"]

@@ -1,0 +1,139 @@
+"""Data over two workers: streams, uneven shares, few batches, and metrics that are computed over all."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from raysgd.data import Dataset
+from raysgd.torch import TorchTrainer
+from tests.class_face.parts import Classes, Uneven, data
+
+
+class Ledger(Classes):
+    """Notes which rows it was given; its loader can be exchanged from outside."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.rows: list[float] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.rows += batch[0][:, 0].tolist()
+        table = {("a", "b"): len(batch[0])}
+        return {**super().train_batch(batch, batch_info), "table": table, "rank": f"rank {self.world_rank}"}
+
+
+class Measured(Ledger):
+    def setup(self, config: dict[str, Any]) -> None:
+        from torchmetrics.classification import MulticlassAccuracy
+
+        super().setup(config)
+        self.accuracy = self.register_metrics(validation=MulticlassAccuracy(2, average="micro"))
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.accuracy.update(self.model(batch[0]).argmax(dim=1), batch[1])
+        return super().validate_batch(batch, batch_info)
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
+    pytest.importorskip("torchmetrics")
+    with TorchTrainer(training_operator_cls=Measured, num_workers=2, use_gpu=False) as made:
+        yield made
+
+
+def give(trainer: TorchTrainer, count: int, **options: Any) -> list[float]:
+    """Another train loader, from the next epoch on; returns its rows."""
+
+    def exchange(operator: Any) -> None:
+        operator.register_data(train_loader=DataLoader(data(count), **options), validation_loader=DataLoader(data(101), 8))
+        operator.rows.clear()
+
+    trainer.apply_all_operators(exchange)
+    return [float(x[0]) for x, _ in data(count)]
+
+
+def taken(trainer: TorchTrainer) -> list[float]:
+    return sorted(row for rows in trainer.apply_all_operators(lambda operator: operator.rows) for row in rows)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("count", "batches"), [(64, 4), (101, 7), (65, 5), (7, 1), (2, 1)])
+def test_every_row_once(trainer: TorchTrainer, count: int, batches: int, shuffle: bool) -> None:
+    rows = give(trainer, count, batch_size=8, shuffle=shuffle)
+    result = trainer.train()
+    assert (result["num_samples"], result["batch_count"]) == (count, batches)
+    seen = taken(trainer)
+    if count == 65:  # one row remains for two ranks: it is repeated, and counted once
+        assert len(seen) == 66
+        seen = sorted(set(seen))
+    assert seen == sorted(rows)
+
+
+def test_fewer_rows_than_workers(trainer: TorchTrainer) -> None:
+    rows = give(trainer, 1, batch_size=8)
+    assert trainer.train()["num_samples"] == 1
+    assert taken(trainer) == rows * 2
+
+
+def test_an_empty_loader(trainer: TorchTrainer) -> None:
+    give(trainer, 0, batch_size=8)
+    assert trainer.train()["num_samples"] == 0
+    assert trainer.train(num_steps=3)["batch_count"] == 0
+    give(trainer, 64, batch_size=8)
+    assert trainer.train()["num_samples"] == 64
+
+
+def test_all_ranks_shuffle_alike_and_anew_each_epoch(trainer: TorchTrainer) -> None:
+    rows = give(trainer, 32, batch_size=4, shuffle=True)
+    orders = []
+    for _ in range(2):
+        trainer.train()
+        orders.append(trainer.apply_all_operators(lambda operator: list(operator.rows)))
+        assert taken(trainer) == sorted(rows)
+        trainer.apply_all_operators(lambda operator: operator.rows.clear())
+    assert orders[0] != orders[1]
+
+
+def test_metrics_that_are_no_numbers_are_the_first_ranks(trainer: TorchTrainer) -> None:
+    give(trainer, 64, batch_size=8)
+    result = trainer.train()
+    assert result["table"] == {("a", "b"): 8}
+    assert result["rank"] == "rank 0"
+
+
+def test_torchmetrics_are_computed_over_all_ranks(trainer: TorchTrainer) -> None:
+    for _ in range(2):
+        result = trainer.validate()
+        assert result["num_samples"] == 101
+        assert result["val_multiclass_accuracy"] == pytest.approx(result["val_accuracy"], abs=1e-6)
+    each = trainer.validate(reduce_results=False)
+    assert each[0]["val_multiclass_accuracy"] == each[1]["val_multiclass_accuracy"]
+    assert each[0]["val_accuracy"] != each[1]["val_accuracy"]
+
+
+def test_a_data_set_of_a_call_is_shared_out(trainer: TorchTrainer) -> None:
+    give(trainer, 64, batch_size=8)
+    pairs = [(torch.tensor([[float(number), 0.0, 0.0]]), torch.tensor([0])) for number in range(24)]
+    dataset = Dataset(pairs, batch_size=3, max_concurrency=1, transform=lambda pair: (pair[0] + 100, pair[1]))
+    result = trainer.train(dataset=dataset, num_steps=3)
+    assert (result["batch_count"], result["num_samples"]) == (3, 18)
+    assert taken(trainer) == [100.0 + number for number in range(18)]
+    trainer.train(dataset=dataset, num_steps=1)
+    assert taken(trainer) == [100.0 + number for number in range(24)]
+    assert trainer.train()["num_samples"] == 64
+
+
+def test_uneven_streams_end_the_epoch_together(trainer: TorchTrainer) -> None:
+    def stream(operator: Any) -> None:
+        operator.register_data(train_loader=DataLoader(Uneven(), batch_size=1), validation_loader=[])
+
+    trainer.apply_all_operators(stream)
+    first = trainer.train()
+    assert (first["batch_count"], first["num_samples"]) == (8, 16)
+    second = trainer.train(num_steps=10)
+    assert (second["batch_count"], second["epoch"]) == (10, first["epoch"] + 2)
+    assert trainer.train()["batch_count"] == 6
+    assert trainer.validate()["num_samples"] == 0

@@ -1,0 +1,201 @@
+"""One trainer with two workers, and most of what can be asked of it."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raysgd import ConfigError, NotActiveError
+from raysgd.torch import TorchTrainer
+from raysgd.utils import BATCH_SIZE
+from tests.class_face.parts import Classes, Net, OwnError, weights
+
+OWN_CONFIG: dict[str, Any] = {BATCH_SIZE: 17}
+
+
+def set_variable() -> None:
+    """As a user sets NCCL's variables: it must be there before the operator, and before the ranks meet."""
+    os.environ["RAYSGD_TEST_HOOK"] = str(torch.distributed.is_initialized())
+
+
+class Hooked(Classes):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.note["hook"] = os.environ.get("RAYSGD_TEST_HOOK")
+        total = torch.ones(1)
+        if self._is_distributed:
+            torch.distributed.all_reduce(total)  # the ranks have met before setup
+        self.note["met"] = int(total)
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
+    with pytest.warns(UserWarning) as caught:
+        made = TorchTrainer(
+            training_operator_cls=Hooked,
+            initialization_hook=set_variable,
+            config=OWN_CONFIG,
+            num_workers=2,
+            use_gpu=False,
+            use_local=True,
+        )
+    with made:
+        made.warned = " | ".join(str(each.message) for each in caught)  # type: ignore[attr-defined]
+        yield made
+
+
+def test_the_global_batch_is_split_and_the_callers_dict_left_alone(trainer: TorchTrainer) -> None:
+    assert trainer.config[BATCH_SIZE] == 16
+    assert OWN_CONFIG == {BATCH_SIZE: 17}
+    assert trainer.apply_all_operators(lambda operator: operator.config[BATCH_SIZE]) == [8, 8]
+    assert "17 does not divide by 2 workers: using 8 each, 16 together" in trainer.warned  # type: ignore[attr-defined]
+
+
+def test_use_local_warns(trainer: TorchTrainer) -> None:
+    assert "no rank lives in the driver any more" in trainer.warned  # type: ignore[attr-defined]
+
+
+def test_hook_first_then_the_meeting_then_setup(trainer: TorchTrainer) -> None:
+    notes = trainer.apply_all_operators(lambda operator: operator.note)
+    assert notes == [{"rank": rank, "hook": "False", "met": 2} for rank in range(2)]
+
+
+def test_ranks(trainer: TorchTrainer) -> None:
+    def place(operator: Any) -> Any:
+        wrapped = type(operator.model).__name__, type(operator._parts.models[0]).__name__
+        return operator.world_rank, operator.local_rank, operator.world_size, operator.device.type, wrapped
+
+    wrapped = ("DistributedDataParallel", "Net")
+    assert trainer.apply_all_operators(place) == [(0, 0, 2, "cpu", wrapped), (1, 1, 2, "cpu", wrapped)]
+    assert trainer.world_size == trainer.max_replicas == 2
+    pids = trainer.apply_all_workers(os.getpid)
+    assert len({os.getpid(), *pids}) == 3
+
+
+def test_an_epoch_and_a_validation(trainer: TorchTrainer) -> None:
+    first, second, val = trainer.train(), trainer.train(), trainer.validate()
+    assert list(first) == ["epoch", "batch_count", "num_samples", "train_loss", "last_train_loss"]
+    assert (first["batch_count"], first["num_samples"]) == (4, 64)
+    assert second["epoch"] == first["epoch"] + 1
+    assert second["train_loss"] < first["train_loss"]
+    assert val["num_samples"] == 101
+    assert val["batch_count"] == 7
+    assert 0.5 < val["val_accuracy"] <= 1
+
+
+def test_validation_measures_the_whole_set_exactly(trainer: TorchTrainer) -> None:
+    operator = trainer.get_local_operator()
+    expected = operator.validate(operator._get_validation_loader())
+    val = trainer.validate()
+    assert val["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
+    assert val["val_accuracy"] == pytest.approx(expected["val_accuracy"], rel=1e-6)
+
+
+def test_without_reduction_each_rank_speaks(trainer: TorchTrainer) -> None:
+    train, val = trainer.train(reduce_results=False), trainer.validate(reduce_results=False)
+    assert [each["num_samples"] for each in train] == [32, 32]
+    assert sorted(each["num_samples"] for each in val) == [50, 51]
+    assert train[0]["train_loss"] != train[1]["train_loss"]
+    assert not [name for each in train for name in each if name.startswith("__")]
+
+
+def test_num_steps_go_on_over_calls(trainer: TorchTrainer) -> None:
+    epoch = trainer.train()["epoch"]
+    results = [trainer.train(num_steps=3), trainer.train(num_steps=3), trainer.train()]
+    assert [each["batch_count"] for each in results] == [3, 3, 2]
+    assert [each["epoch"] for each in results] == [epoch + 1, epoch + 2, epoch + 2]
+    assert trainer.train(num_steps=0)["batch_count"] == 0
+
+
+def test_profile_and_info(trainer: TorchTrainer) -> None:
+    result = trainer.train(profile=True, info={"note": 1})
+    assert {"mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s"} == set(result["profile"])
+
+
+def test_the_model_is_of_the_users_own_class(trainer: TorchTrainer) -> None:
+    model = trainer.get_model()
+    assert type(model) is Net
+    assert isinstance(model.layers, nn.Sequential)
+    assert not any(name.startswith("module.") for name in model.state_dict())
+    ranks = trainer.apply_all_operators(lambda operator: operator.model.module.layers[0].weight.detach().clone())
+    assert torch.equal(ranks[0], ranks[1])
+    assert torch.equal(ranks[0], model.layers[0].weight)
+
+
+def test_the_local_operator_holds_the_current_state(trainer: TorchTrainer) -> None:
+    trainer.train(num_steps=1)
+    operator = trainer.get_local_operator()
+    assert torch.equal(nn.utils.parameters_to_vector(operator.model.parameters()), weights(trainer))
+    assert type(operator.model) is Net
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_comes_at_once_with_all_that_is_known(trainer: TorchTrainer, rank: int) -> None:
+    trainer.train()
+    before = weights(trainer)
+    started = time.monotonic()
+    with pytest.raises(OwnError, match=f"rank failed with {rank}") as caught:
+        trainer.train(info={"fail_rank": rank})
+    assert time.monotonic() - started < 5
+    assert caught.value.code == rank
+    story = str(caught.value.__cause__)
+    assert f"on rank {rank} (process " in story
+    assert "in train_batch" in story
+    assert 'raise OwnError("rank", code=self.world_rank)' in story
+
+    result = trainer.train()
+    assert result["batch_count"] == 3, "the batch that failed and the rest"
+    assert not torch.equal(weights(trainer), before)
+    ranks = trainer.apply_all_operators(lambda operator: operator.model.module.layers[0].weight.detach().clone())
+    assert torch.equal(ranks[0], ranks[1])
+
+
+def fail_on_one(operator: Any) -> int:
+    if operator.world_rank == 1:
+        raise OwnError("applied", code=7)
+    return 0
+
+
+
+
+def test_an_error_in_an_applied_function_leaves_the_trainer_usable(trainer: TorchTrainer) -> None:
+    with pytest.raises(OwnError, match="applied failed with 7"):
+        trainer.apply_all_operators(fail_on_one)
+    assert trainer.apply_all_workers(lambda: 5) == [5, 5]
+    assert trainer.validate()["num_samples"] == 101
+    assert trainer.recoveries == []
+
+
+def test_what_cannot_travel_is_named(trainer: TorchTrainer) -> None:
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot be sent to the workers.*inside `setup`"):
+        trainer.apply_all_workers(lambda: lock)
+    assert trainer.apply_all_workers(lambda: 1) == [1, 1]
+
+
+def test_an_answer_that_cannot_travel_is_named(trainer: TorchTrainer) -> None:
+    started = time.monotonic()
+    with pytest.raises(TypeError, match="the answer cannot be sent to the driver.*lock.*return plain values"):
+        trainer.apply_all_workers(lambda: threading.Lock())
+    assert time.monotonic() - started < 5
+    assert trainer.apply_all_workers(lambda: 1) == [1, 1]
+
+
+def test_refusals_in_the_middle_of_things(trainer: TorchTrainer) -> None:
+    with pytest.raises(TypeError, match="update_scheduler needs a scheduler"):
+        trainer.update_scheduler(1.0)
+    with pytest.raises(ConfigError, match="num_workers"):
+        trainer.resize(0)
+    assert trainer.train()["num_samples"] == 64
+
+
+def test_shutdown_comes_last_and_twice(trainer: TorchTrainer) -> None:
+    trainer.shutdown()
+    trainer.shutdown(force=True)
+    with pytest.raises(NotActiveError):
+        trainer.train()

@@ -1,0 +1,165 @@
+"""Machines come and go: a node is lost, comes back, is drained; with nothing free, training waits for it."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.elastic
+
+# A cluster of several nodes needs a Ray of its own: it runs in a process of its own.
+HEAD = """
+import json, logging, sys, threading, time
+import ray
+from collections import Counter
+from pathlib import Path
+from ray.cluster_utils import Cluster
+from raysgd import ElasticConfig, TrainingFailedError
+from tests.faults import Fault, Ground
+
+logging.basicConfig(level=logging.WARNING)
+ray._private.utils.set_sigterm_handler = lambda handler: None  # nodes are added from timers, not from the main thread
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
+cluster.wait_for_nodes()
+
+def later(seconds, action):
+    """On a thread that stays: Ray ends a node's processes with the thread that started them."""
+    done = threading.Event()
+    def run():
+        time.sleep(seconds)
+        action()
+        done.set()
+        threading.Event().wait()
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+def lose(node):
+    cluster.remove_node(node, allow_graceful=False)
+
+def say(**facts):
+    print("FACTS " + json.dumps(facts), flush=True)
+
+def reasons(ground):
+    return [[r.reason, r.world_size_before, r.world_size_after, r.in_place] for r in ground.trainer.recoveries]
+"""
+
+
+def run(script: str, tmp_path: Path, limit_s: float = 110) -> tuple[dict[str, object], str]:
+    """Runs it as a driver of its own; what it printed as facts, and its log."""
+    import json
+
+    root = str(Path(__file__).resolve().parents[2])
+    code = HEAD + f"marks = Path({str(tmp_path / 'marks')!r})\n" + textwrap.dedent(script)
+    file = tmp_path / "driver.py"
+    file.write_text(code)
+    env = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run(
+        [sys.executable, str(file)], capture_output=True, text=True, timeout=limit_s, env=env, check=False
+    )
+    facts = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
+    assert done.returncode == 0 and facts, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    return json.loads(facts[-1][6:]), done.stderr
+
+
+def test_a_node_is_lost_and_another_comes(tmp_path: Path) -> None:
+    facts, _ = run(
+        """
+        ground = Ground(marks, num_workers=3, config={"samples": 1500, "pace": 0.02}, elastic=ElasticConfig(hang_timeout_s=60))
+        timers = [later(2, lambda: lose(nodes[0])), later(7, lambda: cluster.add_node(num_cpus=1))]
+        result = ground.trainer.train(max_retries=-1)
+        for timer in timers:
+            timer.wait()
+        exact = ground.trained() == Counter(range(1500))
+        for _ in range(20):
+            if ground.trainer.world_size == 3:
+                break
+            ground.trainer.train()
+            exact = exact and ground.trained() == Counter(range(1500))
+        say(exact=exact, reasons=reasons(ground), samples=result["num_samples"])
+        ground.trainer.shutdown()
+        """,
+        tmp_path,
+    )
+    assert facts["exact"] is True and facts["samples"] == 1500
+    assert facts["reasons"] == [["node loss", 3, 2, True], ["growth", 2, 3, True]]
+
+
+def test_with_nothing_free_training_waits_and_a_new_node_ends_the_wait(tmp_path: Path) -> None:
+    facts, log = run(
+        """
+        lose(nodes.pop())
+        elastic = ElasticConfig(backoff_s=4.0, backoff_max_s=30.0, max_attempts=5, hang_timeout_s=60)
+        @ray.remote(num_cpus=1)
+        class Other:
+            def ready(self): return True
+        ground = None
+        others = []
+        import os
+        head = Other.options(scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False)).remote()
+        ray.get(head.ready.remote())
+        ground = Ground(marks, num_workers=1, use_ray=True, config={"samples": 400, "pace": 0.01}, elastic=elastic)
+        ground.trainer.train()
+        ground.trained()
+        time.sleep(0.5)
+        timers = [later(0.5, lambda: lose(nodes[0])), later(9, lambda: cluster.add_node(num_cpus=1))]
+        started = time.monotonic()
+        ground.trainer.train(max_retries=-1)
+        seconds = time.monotonic() - started
+        for timer in timers:
+            timer.wait()
+        say(exact=ground.trained() == Counter(range(400)), reasons=reasons(ground), seconds=seconds)
+        ground.trainer.shutdown()
+        """,
+        tmp_path,
+    )
+    assert facts["exact"] is True
+    assert facts["reasons"] == [["node loss", 1, 1, False]]
+    assert "waiting" in log and "1 CPU (0 free)" in log
+
+
+def test_too_few_machines_for_too_long_is_an_error(tmp_path: Path) -> None:
+    facts, _ = run(
+        """
+        elastic = ElasticConfig(min_workers=3, backoff_s=0.2, backoff_max_s=0.5, max_attempts=3, hang_timeout_s=60)
+        ground = Ground(marks, num_workers=3, config={"samples": 1500, "pace": 0.02}, elastic=elastic)
+        later(1.5, lambda: lose(nodes[0]))
+        try:
+            ground.trainer.train(max_retries=-1)
+            say(error="none")
+        except TrainingFailedError as error:
+            say(error=str(error))
+        ground.trainer.shutdown()
+        """,
+        tmp_path,
+    )
+    assert "3 waits" in str(facts["error"]) and "min_workers=3" in str(facts["error"])
+
+
+def test_a_draining_node_is_left_before_it_dies(tmp_path: Path) -> None:
+    facts, _ = run(
+        """
+        from ray._raylet import GcsClient
+        from ray.core.generated import autoscaler_pb2
+        ground = Ground(marks, num_workers=3, config={"samples": 1500, "pace": 0.02}, elastic=ElasticConfig(hang_timeout_s=60))
+        def drain():
+            gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+            deadline = int((time.time() + 60) * 1000)
+            gcs.drain_node(nodes[0].node_id, autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "spot", deadline)
+        later(1.5, drain)
+        result = ground.trainer.train()
+        say(exact=ground.trained() == Counter(range(1500)), reasons=reasons(ground), samples=result["num_samples"],
+            redone=[r.batches_redone for r in ground.trainer.recoveries])
+        ground.trainer.shutdown()
+        """,
+        tmp_path,
+    )
+    assert facts["exact"] is True and facts["samples"] == 1500
+    assert facts["reasons"] == [["preemption", 3, 2, True]] and facts["redone"] == [0]
+
+

@@ -1,0 +1,209 @@
+"""Small LightningModules for the tests; imported only where Lightning is."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
+
+from tests.faults import Fault
+
+ROWS, VAL_ROWS = 203, 101
+
+
+def rows(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+class Net(LightningModule):
+    """Classifies; logs both losses."""
+
+    def __init__(self, lr: float = 0.1, hidden: int = 8, batch_size: int = 16, count: int = ROWS) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+        self.calls: list[Any] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_dict({"val_loss": self.loss(batch)}, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(self.hparams.count, seed=0), batch_size=self.hparams.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(rows(VAL_ROWS, seed=1), batch_size=self.hparams.batch_size)
+
+
+class Scheduled(Net):
+    """A scheduler by epochs, and one by batches, each with a frequency of its own."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr / 10)
+        by_epoch = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        by_batch = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return [optimizer], [by_epoch, {"scheduler": by_batch, "interval": "step", "frequency": 3}]
+
+
+class Plateau(Net):
+    """Its learning rate follows the validation's loss, which never improves by as much as is asked."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
+
+
+class Clipped(Net):
+    """Clips, steps, counts and normalises through every hook that may change the step."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = self.hparams.lr / (1 + self.global_step)
+        optimizer.step(closure=optimizer_closure)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x / 2, y
+
+
+class Lbfgs(Net):
+    """Its optimizer calls the closure several times a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Adversaries(LightningModule):
+    """Two optimizers, manual optimization, toggled parameters, a scheduler; one layer is never used."""
+
+    def __init__(self, batch_size: int = 16, count: int = ROWS) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(5)
+        self.automatic_optimization = False
+        self.maker, self.judge, self.unused = nn.Linear(6, 6), nn.Linear(6, 1), nn.Linear(3, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        to_make, to_judge = self.optimizers()
+        softplus = nn.functional.softplus
+        self.toggle_optimizer(to_judge)
+        made = self.maker(x).detach()
+        loss = softplus(-self.judge(x)).mean() + softplus(self.judge(made)).mean()
+        to_judge.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(to_judge, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        to_judge.step()
+        self.untoggle_optimizer(to_judge)
+        with to_make.toggle_model():
+            make_loss = softplus(-self.judge(self.maker(x))).mean()
+            to_make.zero_grad()
+            self.manual_backward(make_loss)
+            to_make.step()
+        self.lr_schedulers().step()
+        self.log_dict({"judge_loss": loss, "make_loss": make_loss})
+
+    def configure_optimizers(self) -> Any:
+        makers = [*self.maker.parameters(), *self.unused.parameters()]
+        to_make, to_judge = (
+            torch.optim.Adam(makers, lr=0.01),
+            torch.optim.SGD(self.judge.parameters(), lr=0.05),
+        )
+        return [to_make, to_judge], [torch.optim.lr_scheduler.ExponentialLR(to_make, 0.99)]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(self.hparams.count, seed=0), batch_size=self.hparams.batch_size)
+
+
+class Spread(Plateau):
+    """For several workers: prepares data, measures, notes its epochs, and dies once where it is told to."""
+
+    def __init__(
+        self,
+        folder: str,
+        fault_at: int = -1,
+        val_count: int = VAL_ROWS,
+        batch_size: int = 16,
+        count: int = ROWS,
+    ) -> None:
+        super().__init__(batch_size=batch_size, count=count)
+        self.folder, self.fault_at, self.val_count = Path(folder), fault_at, val_count
+        self.seen = SumMetric()
+
+    def prepare_data(self) -> None:
+        time.sleep(0.5)
+        with open(self.folder / "prepared", "a", encoding="utf-8") as file:
+            file.write(f"{self.global_rank}\n")
+
+    def setup(self, stage: str) -> None:
+        assert (self.folder / "prepared").exists(), "nobody goes on before the data are there"
+
+    def on_train_epoch_start(self) -> None:
+        self.calls.append(("start", self.current_epoch))
+
+    def on_train_epoch_end(self) -> None:
+        self.calls.append(("end", self.current_epoch))
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        if self.global_rank == 1 and self.global_step == self.fault_at:
+            Fault(1, self.fault_at).fire(str(self.folder))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen(len(batch[0]))
+        self.log("seen", self.seen)
+        self.log("val_loss", self.loss(batch))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(rows(self.val_count, seed=1), batch_size=8)
+
+
+HOOKS = """
+    prepare_data setup configure_model on_fit_start on_train_start on_train_epoch_start on_train_epoch_end
+    on_train_batch_start on_train_batch_end on_before_zero_grad on_before_backward on_after_backward
+    on_before_optimizer_step on_validation_start on_validation_end on_validation_epoch_start
+    on_validation_epoch_end on_validation_batch_start on_validation_batch_end
+"""
+
+
+class Watched(Net):
+    """Notes every hook with the epoch and the step at which it came."""
+
+
+def _noting(hook: str) -> Any:
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.calls.append((hook, self.current_epoch, self.global_step))
+
+    return noted
+
+
+for _hook in HOOKS.split():
+    setattr(Watched, _hook, _noting(_hook))

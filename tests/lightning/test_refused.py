@@ -1,0 +1,94 @@
+"""What is not supported says its name, and what to do instead."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install 'raysgd[lightning]'")
+
+from raysgd import TorchTrainer, TrainingOperator  # noqa: E402
+from raysgd.errors import ConfigError  # noqa: E402
+from tests.lightning.modules import Net, Plateau, rows  # noqa: E402
+
+
+def trainer_of(module_cls):
+    return TorchTrainer(training_operator_cls=TrainingOperator.from_ptl(module_cls), config={})
+
+
+@pytest.mark.parametrize("given", [nn.Linear, 3, "Net"])
+def test_not_a_lightning_module(given):
+    with pytest.raises(ConfigError, match="from_ptl takes a"):
+        TrainingOperator.from_ptl(given)
+
+
+def test_a_module_object_instead_of_its_class():
+    with pytest.raises(ConfigError, match="an object of type Net"):
+        TrainingOperator.from_ptl(Net())
+
+
+def test_data_modules_and_several_loaders():
+    loader = DataLoader(rows(8, 0))
+    with pytest.raises(ConfigError, match="train_dataloader is a LightningDataModule"):
+        TrainingOperator.from_ptl(Net, lightning.LightningDataModule())
+    with pytest.raises(ConfigError, match="val_dataloader gives 2 loaders"):
+        TrainingOperator.from_ptl(Net, loader, [loader, loader])
+
+
+def two_optimizers(self):
+    return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.parameters())]
+
+
+def plateau_by_step(self):
+    answer = Plateau.configure_optimizers(self)
+    return {**answer, "lr_scheduler": {"scheduler": answer["lr_scheduler"], "interval": "step"}}
+
+
+def plateau_without_monitor(self):
+    return {**Plateau.configure_optimizers(self), "monitor": None}
+
+
+@pytest.mark.parametrize(
+    ("hook", "function", "message"),
+    [
+        ("on_train_end", lambda self: None, "overrides on_train_end"),
+        ("configure_callbacks", lambda self: [], "overrides configure_callbacks"),
+        ("training_step", lightning.LightningModule.training_step, "has no training_step"),
+        ("training_step", lambda self, dataloader_iter: None, "dataloader_iter"),
+        ("configure_optimizers", two_optimizers, "2 optimizers.*automatic_optimization = False"),
+        ("configure_optimizers", lambda self: None, "configure_optimizers gave None"),
+        ("configure_optimizers", plateau_by_step, "interval='step' is not supported"),
+        ("configure_optimizers", plateau_without_monitor, "needs a monitor"),
+        ("configure_optimizers", lambda self: self.trainer.max_epochs, "trainer.max_epochs is not known"),
+    ],
+)
+def test_refused_at_the_start(hook, function, message):
+    module_cls = type("Refused", (Net,), {hook: function})
+    with pytest.raises((ConfigError, AttributeError), match=message):
+        trainer_of(module_cls)
+
+
+def stop(self):
+    self.trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("hook", "function", "message"),
+    [
+        ("training_step", lambda self, batch: {"other": 1}, "must return the loss"),
+        ("training_step", lambda self, batch: self.log("a", torch.ones(2)), "a tensor of shape"),
+        ("training_step", lambda self, batch: self.log("a", 1, reduce_fx="max"), "reduce_fx='max'"),
+        ("optimizer_step", lambda self, *args: None, "did not call its closure"),
+        ("on_train_epoch_start", stop, "should_stop is not supported"),
+    ],
+)
+def test_refused_while_training(hook, function, message):
+    module_cls = type("Refused", (Net,), {hook: function})
+    with trainer_of(module_cls) as trainer, pytest.raises(ConfigError, match=message):
+        trainer.train()
+
+
+def test_validation_needs_its_step():
+    module_cls = type("Half", (Net,), {"validation_step": lightning.LightningModule.validation_step})
+    with trainer_of(module_cls) as trainer, pytest.raises(ConfigError, match="validation_step in Half"):
+        trainer.validate()

@@ -1,0 +1,372 @@
+"""The default loops and overrides of them: what is passed down, what comes up, when schedulers step."""
+
+import inspect
+import math
+from collections import UserDict, namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, IterableDataset
+
+from raysgd import ConfigError
+from raysgd.torch.parts import move
+from tests.torch.small import Line, Numbers, Recording, flat, inline, operator_of, weights
+
+
+def epoch_with_all(self: Any, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: Any = 0) -> Any:
+    return {"seen": sum(1 for _ in iterator), "given": (info, num_steps, epoch_idx)}
+
+
+def epoch_with_info(self: Any, iterator: Any, info: Any) -> Any:
+    return {"seen": sum(1 for _ in iterator), "given": (info,)}
+
+
+def epoch_with_info_first_steps(self: Any, batches: Any, info: Any = None, num_steps: Any = None) -> Any:
+    return {"seen": sum(1 for _ in batches), "given": (info, num_steps)}
+
+
+def epoch_bare(self: Any, iterator: Any) -> Any:
+    return {"seen": sum(1 for _ in iterator), "given": ()}
+
+
+def epoch_with_anything(self: Any, iterator: Any, **given: Any) -> Any:
+    return {"seen": sum(1 for _ in iterator), "given": (given["info"], given["num_steps"], given["epoch_idx"])}
+
+
+@pytest.mark.parametrize(
+    "override", [epoch_with_all, epoch_with_info, epoch_with_info_first_steps, epoch_bare, epoch_with_anything]
+)
+def test_train_epoch_with_any_documented_signature(override: Any) -> None:
+    operator = type("Own", (Line,), {"train_epoch": override})
+    with inline(operator) as trainer:
+        result = trainer.train(num_steps=2, info={"a": 1})
+        assert result["seen"] == 2
+        assert result["given"] == ({"a": 1}, 2, 0)[: len(result["given"])]
+        assert trainer.train(info={"a": 1})["seen"] == 1
+
+
+def info_under_another_name(self: Any, iterator: Any, details: Any) -> Any:
+    return {"seen": sum(1 for _ in iterator), "given": details}
+
+
+@pytest.mark.parametrize("method", ["train_epoch", "validate"])
+def test_the_second_argument_may_have_any_name(method: str) -> None:
+    operator = type("Own", (Line,), {method: info_under_another_name})
+    with inline(operator) as trainer:
+        call = trainer.train if method == "train_epoch" else trainer.validate
+        assert call(info={"a": 1})["given"] == {"a": 1}
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_validate_with_either_signature(bare: bool) -> None:
+    def short(self: Any, val_iterator: Any) -> Any:
+        return {"seen": sum(1 for _ in val_iterator)}
+
+    def full(self: Any, iterator: Any, info: Any) -> Any:
+        return {"seen": sum(1 for _ in iterator), "info": info}
+
+    operator = type("Own", (Line,), {"validate": short if bare else full})
+    with inline(operator) as trainer:
+        result = trainer.validate(info={"b": 2})
+        assert result["seen"] == 3
+        assert result.get("info", {"b": 2}) == {"b": 2}
+
+
+def test_info_reaches_every_batch() -> None:
+    with inline(Recording) as trainer:
+        trainer.train()
+        given = {"note": "x"}
+        trainer.train(num_steps=2, info=given)
+        trainer.validate(num_steps=1, info={"more": 1})
+        infos = operator_of(trainer).infos
+    assert [(info["batch_idx"], info["global_step"], info["epoch_idx"]) for info in infos[:5]] == [
+        (0, 0, 0), (1, 1, 0), (2, 2, 0), (0, 3, 1), (1, 4, 1),
+    ]  # fmt: skip
+    assert infos[4]["note"] == "x"
+    assert infos[4]["__num_steps__"] == 2
+    assert infos[4]["__use_fp16__"] is False
+    assert infos[5] == {"batch_idx": 0, "more": 1}
+    assert given == {"note": "x"}
+
+
+def test_train_batch_is_called_with_its_keyword_and_validate_batch_by_position() -> None:
+    class Named(Line):
+        def train_batch(self, batch: Any, *, batch_info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+            return {"num_samples": len(batch[0])}
+
+        def validate_batch(self, batch: Any, information: dict[str, Any], /) -> dict[str, Any]:  # type: ignore[override]
+            return {"num_samples": len(batch[0])}
+
+    with inline(Named) as trainer:
+        assert trainer.train()["num_samples"] == trainer.validate()["num_samples"] == 12
+
+
+def test_the_keys_of_the_default_results_and_their_order() -> None:
+    with inline() as trainer:
+        train, val = trainer.train(), trainer.validate()
+        assert list(train) == ["epoch", "batch_count", "num_samples", "train_loss", "last_train_loss"]
+        assert list(val) == ["batch_count", "num_samples", "val_loss", "last_val_loss", "val_accuracy", "last_val_accuracy"]
+        assert (train["epoch"], train["batch_count"], train["num_samples"]) == (1, 3, 12)
+        assert all(type(value) in (int, float) for value in [*train.values(), *val.values()])
+        assert val["val_accuracy"] == 0
+
+
+def test_profile() -> None:
+    with inline() as trainer:
+        assert "profile" not in trainer.train()
+        train, val = trainer.train(profile=True), trainer.validate(profile=True)
+        assert set(train["profile"]) == {"mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s"}
+        assert set(val["profile"]) == {"mean_validation_s", "mean_eval_fwd_s"}
+        assert all(seconds > 0 for seconds in train["profile"].values())
+        assert "profile" not in trainer.train()
+
+
+def test_without_reduction_there_is_a_list() -> None:
+    with inline() as trainer:
+        (result,) = trainer.train(reduce_results=False)
+        assert result["num_samples"] == 12
+        assert list(result)[0] == "epoch"
+        assert [each["num_samples"] for each in trainer.validate(reduce_results=False)] == [12]
+
+
+def test_metrics_of_every_kind() -> None:
+    class Various(Line):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            index = batch_info["batch_idx"]
+            return {
+                "num_samples": [1, 1, 2][index],
+                "tensor": torch.tensor(float(index), requires_grad=True),
+                "whole": index,
+                "nan": math.nan if index == 1 else 1.0,
+                "text": f"batch {index}",
+                "nested": {"index": index},
+                "many": torch.arange(2),
+            }
+
+    with inline(Various) as trainer:
+        result = trainer.train()
+        assert result["num_samples"] == 4
+        assert result["tensor"] == (0 + 1 + 2 * 2) / 4
+        assert result["last_tensor"] == result["last_whole"] == 2
+        assert math.isnan(result["nan"])
+        assert result["text"] == "batch 2"
+        assert result["nested"] == {"index": 2}
+        assert result["many"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("answer", [None, 1.0, [1]])
+def test_a_batch_must_answer_with_a_dict(answer: Any) -> None:
+    operator = type("Own", (Line,), {"train_batch": lambda self, batch, batch_info: answer})
+    with inline(operator) as trainer, pytest.raises(TypeError, match="must return a dict of metrics"):
+        trainer.train()
+
+
+def test_an_epoch_must_answer_with_a_dict() -> None:
+    operator = type("Own", (Line,), {"train_epoch": lambda self, iterator, info: None})
+    with inline(operator) as trainer, pytest.raises(TypeError, match="train_epoch and validate must return a dict"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("missing", ["model", "optimizer", "criterion"])
+def test_the_default_batch_names_what_is_missing(missing: str) -> None:
+    class Forgetful(Line):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            delattr(self, missing)
+
+    with inline(Forgetful) as trainer, pytest.raises(RuntimeError, match=f"train_batch needs self.{missing}: set it"):
+        trainer.train()
+
+
+def test_the_default_batch_says_which_batches_it_takes() -> None:
+    class Dicts(Line):
+        def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+            return {"train_loader": [{"x": torch.ones(1)}]}
+
+    with inline(Dicts) as trainer, pytest.raises(TypeError, match=r"\(\*features, target\), got a dict: override"):
+        trainer.train()
+
+
+def test_several_features_reach_the_model() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(2, 1)
+
+        def forward(self, left: Any, right: Any) -> Any:
+            return self.line(torch.cat([left, right], dim=1))
+
+    class Two(Line):
+        def setup(self, config: dict[str, Any]) -> None:
+            model = Pair()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            self.model, self.optimizer, self.criterion = self.register(
+                models=model, optimizers=optimizer, criterion=nn.MSELoss()
+            )
+            batch = torch.ones(4, 1), torch.ones(4, 1), torch.zeros(4, 1)
+            self.register_data(train_loader=[batch], validation_loader=[batch])
+
+    with inline(Two) as trainer:
+        assert trainer.train()["num_samples"] == trainer.validate()["num_samples"] == 4
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "accuracy"),
+    [
+        (torch.eye(3), torch.tensor([0, 1, 0]), 2 / 3),
+        (torch.eye(3).reshape(1, 3, 3), torch.tensor([[0, 1, 1]]), 2 / 3),
+        (torch.ones(3, 1), torch.ones(3, 1), 0.0),
+        (torch.ones(3), torch.ones(3), 0.0),
+    ],
+)
+def test_accuracy_is_counted_where_there_are_classes(output: Any, target: Any, accuracy: float) -> None:
+    operator = Line({})
+    operator.model, operator.criterion = (lambda x: output), (lambda a, b: torch.zeros(()))
+    assert float(operator.validate_batch((output, target), {})["val_accuracy"]) == pytest.approx(accuracy)
+
+
+def decaying(optimizer: Any) -> StepLR:
+    return StepLR(optimizer, 1, gamma=0.5)
+
+
+@pytest.mark.parametrize(
+    ("freq", "steps", "halvings"),
+    [
+        ("batch", [None], 3),
+        ("batch", [2, None], 3),
+        ("epoch", [None, None], 2),
+        ("epoch", [2], 0),
+        ("epoch", [2, None], 1),
+        ("epoch", [3], 1),
+        ("epoch", [4], 1),
+        ("epoch", [3, None], 2),
+        ("manual", [None, None], 0),
+    ],
+)
+def test_schedulers_step(freq: str, steps: list[int | None], halvings: int) -> None:
+    with inline(config={"scheduler": decaying, "lr": 1e-3}, scheduler_step_freq=freq) as trainer:
+        for num_steps in steps:
+            trainer.train(num_steps=num_steps)
+        assert operator_of(trainer).optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**halvings)
+
+
+def test_update_scheduler() -> None:
+    def plateau(optimizer: Any) -> ReduceLROnPlateau:
+        return ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+
+    with inline(config={"scheduler": plateau, "lr": 1.0}, scheduler_step_freq="manual") as trainer:
+        for loss in (1.0, 2.0):
+            trainer.update_scheduler(loss)
+        assert operator_of(trainer).optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    with inline() as trainer, pytest.raises(TypeError, match=r"self\.register\(schedulers=\.\.\.\)"):
+        trainer.update_scheduler(1.0)
+
+
+def test_a_scheduler_needs_to_know_when() -> None:
+    with pytest.raises(ConfigError, match="scheduler_step_freq='batch', 'epoch' or 'manual'"):
+        inline(config={"scheduler": decaying})
+
+
+def test_models_are_in_the_right_mode() -> None:
+    class Modes(Line):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            return {"training": self.model.training, "grad": torch.is_grad_enabled()}
+
+        validate_batch = train_batch
+
+    with inline(Modes) as trainer:
+        for _ in range(2):
+            assert (trainer.train()["training"], trainer.validate()["training"]) == (1, 0)
+        assert trainer.validate()["grad"] == 0
+
+
+class Movable:
+    """A batch of the user's own."""
+
+    def __init__(self) -> None:
+        self.where: Any = None
+
+    def to(self, device: Any) -> "Movable":
+        self.where = device
+        return self
+
+
+def test_batches_of_any_kind_are_moved() -> None:
+    device, tensor = torch.device("meta"), torch.ones(2)
+    Point = namedtuple("Point", "x y")  # noqa: PYI024
+    moved = move(
+        {"a": tensor, "b": [tensor, 3], "c": (tensor, "text"), "d": Point(tensor, None), "e": Movable()}, device
+    )
+    assert all(each.device == device for each in (moved["a"], moved["b"][0], moved["c"][0], moved["d"].x))
+    assert moved["b"][1:] == [3]
+    assert moved["c"][1] == "text"
+    assert isinstance(moved["d"], Point)
+    assert moved["e"].where == device
+
+
+def test_a_dict_with_its_own_to_uses_it() -> None:
+    class Encoding(UserDict):  # type: ignore[type-arg]
+        def to(self, device: Any) -> str:
+            return f"to {device}"
+
+    class Strict(dict):  # type: ignore[type-arg]
+        """Cannot be made from its content, but can be moved."""
+
+        def __init__(self, *, rows: int) -> None:
+            super().__init__(rows=rows)
+
+        def to(self, device: Any) -> str:
+            return f"to {device}"
+
+    device = torch.device("meta")
+    assert move(Encoding(), device) == move(Strict(rows=1), device) == "to meta"
+
+
+def test_one_worker_trains_as_a_plain_loop_does() -> None:
+    """Shuffled, with dropout, several epochs: bit for bit."""
+
+    class Dropping(Line):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            return super().train_batch((nn.functional.dropout(batch[0]), batch[1]), batch_info)
+
+    with inline(Dropping, config={"shuffle": True, "rows": 13}) as trainer:
+        torch.manual_seed(11)
+        for _ in range(3):
+            trainer.train()
+            trainer.validate()
+        trained = weights(trainer)
+
+    plain = Line({"shuffle": True, "rows": 13})
+    loaders = plain.loaders(plain.config)
+    torch.manual_seed(11)
+    for _ in range(3):
+        for x, y in loaders["train_loader"]:
+            plain.optimizer.zero_grad()
+            plain.criterion(plain.model(nn.functional.dropout(x)), y).backward()
+            plain.optimizer.step()
+        for _ in loaders["validation_loader"]:
+            pass
+    assert torch.equal(nn.utils.parameters_to_vector(plain.model.parameters()), trained)
+
+
+def test_an_iterable_data_set_is_streamed_anew_each_epoch() -> None:
+    class Three(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with inline(Recording, config={"loader": lambda: DataLoader(Three(), batch_size=2)}) as trainer:
+        assert [trainer.train()["epoch"] for _ in range(2)] == [1, 2]
+        assert list(flat(operator_of(trainer).seen)) == [0, 1, 2, 0, 1, 2]
+
+
+def test_an_operator_can_be_driven_by_hand() -> None:
+    """Without a trainer, as in a notebook: the methods take plain iterables."""
+    operator = Recording({})
+    result = operator.train_epoch([torch.tensor([1, 2])], {"x": 1})
+    assert (result["batch_count"], result["num_samples"], operator.global_step) == (1, 2, 1)
+    assert operator.validate(DataLoader(Numbers(4), batch_size=2))["num_samples"] == 4
+    assert "info" in inspect.signature(operator.validate).parameters
