@@ -75,7 +75,13 @@ def train_while_one_dies(trainer):
     # Whatever stands in `info` reaches every train_batch as part of batch_info.
     train = trainer.train(info={"victim": victim})
     print_row(train, trainer.validate())
-    print(f"recoveries: {trainer.recoveries}")
+    print(f"recoveries: {len(trainer.recoveries)}")
+    for recovery in trainer.recoveries:
+        print(
+            f"  {recovery.reason} in batch {recovery.batch}, lost rank(s) {recovery.lost_ranks}: "
+            f"{recovery.world_size_before} -> {recovery.world_size_after} workers, "
+            f"{recovery.seconds:.2f} s"
+        )
     print(f"samples in that epoch: {train['num_samples']} of {len(digits()[0])}")
     print(f"workers now: {trainer.apply_all_workers(os.getpid)}")
 

@@ -92,7 +92,7 @@ class ImageClassificationOperator(TrainingOperator):
         with self.autocast():
             logits = self.model(images)
             loss = self.criterion(logits, labels)
-        self.optimizer.zero_grad()
+        self.zero_grad(self.optimizer)
         self.backward(loss)
         self.step(self.optimizer)
         return {

@@ -88,7 +88,7 @@ class LanguageModelOperator(TrainingOperator):
         tokens, following = batch
         with self.autocast():
             loss = next_token_loss(self.model(tokens), following)
-        self.optimizer.zero_grad()
+        self.zero_grad(self.optimizer)
         self.backward(loss)
         self.step(self.optimizer)
         return {"train_loss": loss.detach(), "num_samples": tokens.size(0)}

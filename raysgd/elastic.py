@@ -25,7 +25,7 @@ __all__ = [
     "decide",
 ]
 
-Reason = Literal["worker death", "node loss", "hang", "network", "preemption", "growth", "shrink"]
+Reason = Literal["worker death", "node loss", "hang", "network", "preemption", "growth", "shrink", "restart"]
 
 
 @dataclass(frozen=True)

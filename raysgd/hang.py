@@ -14,6 +14,9 @@ COLLECTIVE_FRAMES = (
     ("torch/nn/parallel/distributed.py", ""),
     ("torch/distributed/_functional_collectives.py", ""),
     ("horovod/torch/mpi_ops.py", ""),
+    # A step is one graph function, and its sums over the ranks are in it.
+    ("tensorflow/python/eager/execute.py", "quick_execute"),
+    ("tensorflow/python/ops/gen_collective_ops.py", ""),
 )
 # How far below the innermost frame a collective may stand (logging and timing wrappers lie in between).
 DEPTH = 4

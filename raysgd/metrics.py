@@ -15,6 +15,7 @@ __all__ = ["COMMITTED", "completed", "over_pieces", "over_workers", "plain"]
 
 SAMPLES = "num_samples"
 BATCHES = "batch_count"
+SKIPPED = "skipped_steps"
 # Travels with a result, never shown: samples that all ranks together have committed, where the plan knows it.
 COMMITTED = "__committed__"
 Result = dict[str, Any]
@@ -66,7 +67,7 @@ def over_workers(results: Sequence[Mapping[str, Any]]) -> Result:
             merged[key] = holders[0][key]
         elif key == SAMPLES:
             merged[key] = sum(value for value, _ in numbers)
-        elif key in ("epoch", BATCHES, COMMITTED):
+        elif key in ("epoch", BATCHES, SKIPPED, COMMITTED):
             merged[key] = max(value for value, _ in numbers)
         else:
             merged[key] = _mean(numbers)
@@ -85,7 +86,7 @@ def over_pieces(pieces: Sequence[Mapping[str, Any]]) -> Result:
         numbers = [(row[key], _weight(row)) for row in holders if _is_number(row[key])]
         if len(numbers) < len(holders) or key.startswith("last_") or key == "epoch":
             merged[key] = holders[-1][key]
-        elif key in (SAMPLES, BATCHES):
+        elif key in (SAMPLES, BATCHES, SKIPPED):
             merged[key] = sum(value for value, _ in numbers)
         else:
             merged[key] = _mean(numbers)

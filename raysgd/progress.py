@@ -28,11 +28,12 @@ class Progress:
     expected: int = 0
     finished: bool = False
     phase: str = "idle"
+    applied: int = 0
 
     @property
-    def order(self) -> tuple[int, int, bool]:
-        """Sorts ranks by how much they have committed."""
-        return (self.step, self.epoch, self.finished)
+    def order(self) -> tuple[int, int, int, bool]:
+        """Sorts ranks by how much they have committed; `applied` tells apart ranks inside one batch."""
+        return (self.step, self.applied, self.epoch, self.finished)
 
     def at(self, phase: str) -> Progress:
         return replace(self, phase=phase)

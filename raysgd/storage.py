@@ -9,25 +9,47 @@ from typing import Any
 
 from raysgd.errors import CheckpointError
 
-__all__ = ["read", "write"]
+__all__ = ["Draft", "read", "write"]
+
+
+class Draft:
+    """A temporary file beside `path`, which becomes it when all is written: no reader ever sees half of it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Not tempfile's: its files are for their owner only, and a checkpoint is for whom the umask says.
+        self._temporary = self.path.parent / f".{self.path.name}.{uuid.uuid4().hex[:8]}.tmp"
+        self.file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115  (keep and drop close it)
+
+    def again(self) -> None:
+        """What was written is void: from the start."""
+        self.file.seek(0)
+        self.file.truncate()
+
+    def keep(self) -> Path:
+        """Syncs, then renames."""
+        os.fsync(self.file.fileno())
+        self.file.close()
+        os.replace(self._temporary, self.path)
+        return self.path
+
+    def drop(self) -> None:
+        self.file.close()
+        self._temporary.unlink(missing_ok=True)
 
 
 def write(path: str | os.PathLike[str], data: Any) -> Path:
-    """Writes bytes to a temporary file beside `path`, syncs it, and renames it: no reader ever sees half of it."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Not tempfile's: its files are for their owner only, and a checkpoint is for whom the umask says.
-    temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
+    """Writes bytes: the whole file, or none."""
+    draft = Draft(path)
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        left = memoryview(data).cast("B")
+        while left:
+            left = left[draft.file.write(left) :]
+        return draft.keep()
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        draft.drop()
         raise
-    return target
 
 
 def read(path: str | os.PathLike[str]) -> bytes:

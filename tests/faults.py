@@ -7,6 +7,7 @@ weights; what it holds at the end of an epoch is what the weights have seen.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -22,11 +23,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from raysgd import TorchTrainer
 from raysgd.torch import TrainingOperator
+from raysgd.torch.backend import TorchBackend
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At global step `step`, the worker with `rank` does `kind`: kill, exit, stop, term, raise, sleep or stuck."""
+    """At global step `step`, the worker with `rank` does `kind`: kill, exit, stop, term, raise, sleep,
+    or cut (its connections to the other ranks)."""
 
     rank: int
     step: int
@@ -57,6 +60,9 @@ class Fault:
             raise ZeroDivisionError(f"planned in {self.name}")
         elif self.kind == "sleep":
             time.sleep(self.seconds)
+        elif self.kind == "cut":
+            for backend in [each for each in gc.get_objects() if isinstance(each, TorchBackend)]:
+                backend.abort()
         else:
             raise AssertionError(f"no such fault: {self.kind}")
 
@@ -156,7 +162,8 @@ class Ground:
         self.marks = marks
         config = {"marks": str(marks), **arguments.pop("config", {})}
         self.samples = config.get("samples", 240)
-        self.trainer = TorchTrainer(training_operator_cls=LedgerOperator, config=config, **arguments)
+        operator = arguments.pop("operator", LedgerOperator)
+        self.trainer = TorchTrainer(training_operator_cls=operator, config=config, **arguments)
         self._seen: Counter[int] = Counter()
         self._armed = 0
 

@@ -22,7 +22,7 @@ FLOORS = {
     "1b": "torch tf horovod train",
     "2": "workers",
     "3": "engine",
-    "4": "torch/trainer tf/trainer train/trainer utils",
+    "4": "torch/trainer torch/checkpoints tf/trainer train/trainer utils",
     "5a": "__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__",
     "5b": "operators tune cli",
 }
@@ -35,6 +35,7 @@ SIBLINGS = {
     "elastic": {"outcomes"},
     "snapshot": {"progress"},
     "protocols": {"outcomes", "progress", "rendezvous", "snapshot"},
+    "torch/trainer": {"torch/checkpoints"},
 }
 
 # Where a package from outside may be imported; the operators are bodies of the user's kind.

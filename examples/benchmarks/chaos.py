@@ -21,8 +21,8 @@ from typing import Any
 
 import traces
 from counting import CountingOperator, lost_and_doubled
-from disturbing import Disturber, LocalNodes, alive
-from report import emit
+from disturbing import Disturber, LocalNodes, alive, state
+from report import claim_stdout, emit
 
 from raysgd import TorchTrainer
 from raysgd.config import ElasticConfig
@@ -163,9 +163,11 @@ def chaos(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     finally:
         trainer.shutdown()
     result = figures(run, disturber, calm_rate, trace, storm_began)
-    result["left_behind"] = len(left_behind(trace))
+    left = left_behind(trace)
+    result["left_behind"] = len(left)
+    broken += [f"process {worker} was left behind, in state {state(worker)}" for worker in left]
     nodes.shutdown()
-    for name in ("lost", "doubled", "left_behind"):
+    for name in ("lost", "doubled"):
         if result[name]:
             broken.append(f"{name}: {result[name]}")
     if result["longest_gap_s"] > args.gap_limit_s:
@@ -189,12 +191,13 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="show raysgd's log")
     parser.add_argument("--smoke", action="store_true", help="three faults, short epochs")
     args = parser.parse_args()
+    out = claim_stdout()
     if args.smoke:
         args.minutes, args.faults, args.every_s, args.samples = 1.0, 3, 2.0, 2000
     logging.basicConfig(level=logging.INFO if args.verbose else logging.ERROR, stream=sys.stderr)
 
     result, broken = chaos(args)
-    emit("chaos", vars(args), [{**result, "broken": broken}], COLUMNS)
+    emit(out, "chaos", vars(args), [{**result, "broken": broken}], COLUMNS)
     for promise in broken:
         print(f"BROKEN: {promise}", file=sys.stderr)
     sys.exit(1 if broken else 0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import traces
 
-__all__ = ["Disturber", "LocalNodes", "alive", "children"]
+__all__ = ["Disturber", "LocalNodes", "alive", "children", "state"]
 
 WEIGHTS = {"kill": 6, "stop": 2, "remove node": 2, "add node": 2}
 STEPPED_LATELY_S = 2.0
@@ -31,6 +31,8 @@ class LocalNodes:
         import ray
         from ray.cluster_utils import Cluster
 
+        # Ray sets a signal handler when it starts a node, which only a main thread may do; ours is training.
+        ray._private.utils.set_sigterm_handler = lambda handler: None
         self._cpus, self.at_least, self.at_most = cpus, at_least, at_most
         self.cluster = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
@@ -160,13 +162,16 @@ def send(process: int, number: signal.Signals) -> bool:
     return True
 
 
-def alive(process: int) -> bool:
-    """Does it run (or is it stopped)? A zombie does not."""
+def state(process: int) -> str:
+    """The kernel's letter for it: R and S run, T is stopped, Z is a zombie; X: there is no such process."""
     try:
-        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state not in "ZX"
+        return "X"
+
+
+def alive(process: int) -> bool:
+    return state(process) not in "ZX"
 
 
 def children(parent: int) -> list[int]:

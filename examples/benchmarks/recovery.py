@@ -25,7 +25,7 @@ from typing import Any
 
 import traces
 from processes import HERE, child, command_for
-from report import emit, spread
+from report import claim_stdout, emit, spread
 
 COLUMNS = ("case", "gap_s", "batches_redone", "lost", "doubled", "reported_s", "note")
 LIMIT_S = 240
@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.005, help="rest in each step")
     parser.add_argument("--smoke", action="store_true", help="raysgd in place, once")
     args = parser.parse_args()
+    out = claim_stdout()
     if args.smoke:
         args.rounds, args.cases, args.steps = 1, ["raysgd, in place"], 200
 
@@ -173,7 +174,7 @@ def main() -> None:
     rows = [row(case.name, results[case.name], case.missing()) for case in asked]
     if results[GROWTH]:
         rows.append(row(GROWTH, results[GROWTH], []))
-    emit("recovery", vars(args), rows, COLUMNS)
+    emit(out, "recovery", vars(args), rows, COLUMNS)
     if any(each.get("lost") or each.get("doubled") for each in rows):
         sys.exit(1)
 

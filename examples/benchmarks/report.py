@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-__all__ = ["emit", "machine", "spread", "table"]
+__all__ = ["claim_stdout", "emit", "machine", "spread", "table"]
 
 PACKAGES = ("raysgd", "ray", "torch", "lightning", "accelerate")
 
@@ -53,8 +53,20 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     )
 
 
+def claim_stdout() -> TextIO:
+    """Stdout for the document alone: from here on, what anybody else prints there goes to stderr."""
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return own
+
+
 def emit(
-    benchmark: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], columns: Sequence[str]
+    out: TextIO,
+    benchmark: str,
+    settings: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    columns: Sequence[str],
 ) -> dict[str, Any]:
     """Prints the document and the table; returns the document."""
     document = {
@@ -65,7 +77,7 @@ def emit(
         "rows": [dict(row) for row in rows],
     }
     print(table(rows, columns), file=sys.stderr)
-    print(json.dumps(document, indent=1, default=str), flush=True)
+    print(json.dumps(document, indent=1, default=str), file=out, flush=True)
     return document
 
 

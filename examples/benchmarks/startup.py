@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import child, command_for
-from report import emit, spread
+from report import claim_stdout, emit, spread
 
 SCRIPTS = Path(__file__).resolve().parent / "first_epoch"
 BASE = "Ray Train v2"
@@ -89,12 +89,13 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=[program.name for program in PROGRAMS])
     parser.add_argument("--smoke", action="store_true", help="raysgd and torchrun, once")
     args = parser.parse_args()
+    out = claim_stdout()
     if args.smoke:
         args.rounds, args.contenders = 1, ["raysgd", "torchrun"]
 
     asked = [program for program in PROGRAMS if not args.contenders or program.name in args.contenders]
     seconds = measure([program for program in asked if not program.missing()], args.rounds)
-    emit("startup", vars(args), [row(program, seconds) for program in asked], COLUMNS)
+    emit(out, "startup", vars(args), [row(program, seconds) for program in asked], COLUMNS)
 
 
 if __name__ == "__main__":

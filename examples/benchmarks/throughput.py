@@ -22,7 +22,7 @@ from typing import Any
 import ray
 from contenders import CONTENDERS, Contender
 from profiling import where_the_time_goes
-from report import emit, spread
+from report import claim_stdout, emit, spread
 from workloads import WORKLOADS, Workload
 
 BASE = "hand-written"
@@ -118,6 +118,7 @@ def main() -> None:
     )
     parser.add_argument("--smoke", action="store_true", help="a few steps of each, only to see that it runs")
     args = parser.parse_args()
+    out = claim_stdout()
     if args.smoke:
         args.rounds, args.steps, args.workloads = 1, 3, args.workloads[:2]
 
@@ -132,7 +133,7 @@ def main() -> None:
         if args.profile:
             print(where_the_time_goes(workload, max(args.workers)), file=sys.stderr)
     ray.shutdown()
-    emit("throughput", vars(args), rows, COLUMNS)
+    emit(out, "throughput", vars(args), rows, COLUMNS)
 
 
 if __name__ == "__main__":

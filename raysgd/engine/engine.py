@@ -94,9 +94,15 @@ class Engine:
         self._crew.on_progress, self._crew.on_message = on_progress, on_message
         self._ledger = Ledger(on_recovery)
         self._standing = Standing(self._crew, backend, limits, group.pack(factory), group.pack(hook))
-        self._recruiter = Recruiter(self._crew, self._standing.warm, patience_s=limits.start_s, in_place=backend.in_place)
+        self._recruiter = Recruiter(self._crew, self._standing.warm, limits=limits, in_place=backend.in_place)
         self._membership = Membership(
-            self._crew, self._standing, self._recruiter, self._ledger, elastic=elastic, limits=limits
+            self._crew,
+            self._standing,
+            self._recruiter,
+            self._ledger,
+            elastic=elastic,
+            limits=limits,
+            in_place=backend.in_place,
         )
         self._recoverer = Recoverer(
             self._crew,
@@ -205,12 +211,14 @@ class Engine:
                 if job.again == "keep" and (kept := _kept(watch.outcomes)) is not None:
                     return [kept]
             if revived is not None:
-                pieces = self._since_snapshot(revived)
+                pieces = self._since_snapshot(revived, pieces)
 
-    def _since_snapshot(self, revived: Snapshot) -> list[Piece]:
+    def _since_snapshot(self, revived: Snapshot, pieces: list[Piece]) -> list[Piece]:
         """What counts of a call that goes on from a snapshot: what the snapshot itself had counted."""
-        if revived.call != self._calls or revived.partial is None:
+        if revived.call != self._calls:
             return []
+        if revived.partial is None:
+            return pieces  # a survivor handed it over as it ended: all that was counted until then stands
         return [Piece((Ok(revived.partial, revived.progress),))]
 
     def _fan_out(self, job: Job) -> tuple[Watch, Observation]:

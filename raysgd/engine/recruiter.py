@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from raysgd.config import Limits
 from raysgd.engine.crew import Crew
 from raysgd.outcomes import Failed, Ok
 
@@ -16,6 +17,7 @@ logger = logging.getLogger("raysgd")
 
 LOOK_EVERY_S = 0.5
 GATHER_S = 3.0
+LATE_S = 20.0
 
 
 class Recruiter:
@@ -26,15 +28,17 @@ class Recruiter:
     """
 
     def __init__(
-        self, crew: Crew, warm: Callable[[], dict[str, Any]], *, patience_s: float, in_place: bool = True
+        self, crew: Crew, warm: Callable[[], dict[str, Any]], *, limits: Limits, in_place: bool = True
     ) -> None:
-        self._crew, self._warm, self._patience_s, self._in_place = crew, warm, patience_s, in_place
+        self._crew, self._warm, self._in_place = crew, warm, in_place
+        self._patience_s, self._setup_s = limits.start_s, limits.setup_s
         self._launched: dict[str, float] = {}
         self._warming: dict[str, int] = {}
         self.ready: list[str] = []
         self._ready_at = 0.0
         self._look_at = 0.0
         self._pause_s = LOOK_EVERY_S
+        self._late_s = LATE_S
 
     @property
     def starting(self) -> int:
@@ -73,8 +77,9 @@ class Recruiter:
                     self._warming[worker] = self._crew.submit(worker, "warm", self._warm())
                 else:
                     self._got_ready(worker)
-            elif time.monotonic() - since > self._patience_s:
-                self._drop(worker, f"its process did not come up within {self._patience_s:g} s")
+            elif time.monotonic() - since > self._patience_s or self._stuck(since):
+                waited = time.monotonic() - since
+                self._drop(worker, f"its process did not come up within {waited:.0f} s")
         for worker, call in list(self._warming.items()):
             outcome = self._crew.reply(call)
             if isinstance(outcome, Ok):
@@ -84,6 +89,16 @@ class Recruiter:
             elif outcome is not None:
                 story = outcome.traceback if isinstance(outcome, Failed) else str(outcome)
                 self._drop(worker, f"its set-up failed: {story}")
+            elif time.monotonic() - self._crew.members[worker].moved_at > self._setup_s:
+                self._drop(worker, f"its set-up did not end within {self._setup_s:.0f} s")
+
+    def _stuck(self, since: float) -> bool:
+        """Ray can forget an actor that was being started on a node when that died. One that is late although
+        there is room for another is tried anew; later each time, since it could just be a slow start."""
+        late = time.monotonic() - since > self._late_s and self._crew.group.room() > 0
+        if late:
+            self._late_s = min(self._late_s * 2, self._patience_s)
+        return late
 
     def take(self) -> list[str]:
         """Hands the ready ones over to the group."""
@@ -102,7 +117,7 @@ class Recruiter:
     def _got_ready(self, worker: str) -> None:
         self.ready.append(worker)
         self._ready_at = time.monotonic()
-        self._pause_s = LOOK_EVERY_S
+        self._pause_s, self._late_s = LOOK_EVERY_S, LATE_S
 
     def dismiss_all(self) -> None:
         for worker in [*self._launched, *self._warming, *self.ready]:

@@ -20,6 +20,7 @@ logger = logging.getLogger("raysgd")
 
 ATTEMPTS = 3
 QUIET_S = 2.0
+SLOW_S = 15.0
 
 
 class Standing:
@@ -44,8 +45,9 @@ class Standing:
     def start(self) -> None:
         """Launches the first workers and sets them up."""
         for attempt in range(1, ATTEMPTS + 1):
+            lacking = self._crew.target - self._crew.group.room()
             workers = self._crew.launch(self._crew.target)
-            if self._arrive(workers) and self.form(workers):
+            if self._arrive(workers, lacking) and self.form(workers):
                 return
             logger.warning("a worker died during start-up (attempt %d of %d)", attempt, ATTEMPTS)
             for worker in workers:
@@ -55,7 +57,7 @@ class Standing:
             "their last words are in Ray's logs (out of memory, or a crash in native code?)"
         )
 
-    def _arrive(self, workers: Sequence[str]) -> bool:
+    def _arrive(self, workers: Sequence[str], lacking: int) -> bool:
         """Waits for launched processes to come up; says what for; gives up after the stated limit."""
         started = time.monotonic()
         said = False
@@ -68,7 +70,11 @@ class Standing:
                 for worker in workers:
                     self._crew.dismiss(worker)
                 raise ResourceError(self.shortage(len(missing)))
-            said = said or self.say_waiting(len(missing), waited)
+            if lacking > 0:
+                said = said or self.say_waiting(len(missing), waited)
+            elif waited > SLOW_S and not said:
+                said = True
+                logger.warning("%d worker process(es) are still starting after %.0f s", len(missing), waited)
         return True
 
     def say_waiting(self, missing: int, waited: float) -> bool:

@@ -14,7 +14,9 @@ from raysgd.tf.operator import TrainingOperator
 __all__ = ["check_call", "check_common", "checked_config", "operator_class", "workers"]
 
 
-def operator_class(model_creator: Any, data_creator: Any, training_operator_cls: Any) -> type[TrainingOperator]:
+def operator_class(
+    model_creator: Any, data_creator: Any, training_operator_cls: Any
+) -> type[TrainingOperator]:
     """The class that was given, or one made of v1's two creators."""
     if training_operator_cls is None:
         if model_creator is None or data_creator is None:
@@ -35,7 +37,9 @@ def workers(num_replicas: Any, num_workers: Any) -> int:
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise ConfigError(f"{name} must be a whole number of at least 1, got {number!r}")
     if None not in (num_replicas, num_workers) and num_replicas != num_workers:
-        raise ConfigError(f"num_replicas={num_replicas} and num_workers={num_workers} are the same thing: pass one")
+        raise ConfigError(
+            f"num_replicas={num_replicas} and num_workers={num_workers} are the same thing: pass one"
+        )
     number = num_workers if num_workers is not None else num_replicas
     return 1 if number is None else int(number)
 
@@ -68,9 +72,15 @@ def check_common(hook: Any, timeout_s: Any, elastic: Any, use_gpu: Any) -> None:
 
 
 def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
-    if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 0):
-        raise ConfigError(f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}")
+    if num_steps is not None and (
+        not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 0
+    ):
+        raise ConfigError(
+            f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}"
+        )
     if not isinstance(max_retries, int) or max_retries < -1:
-        raise ConfigError(f"max_retries must be a whole number: losses allowed in this call, -1 for no bound; got {max_retries!r}")
+        raise ConfigError(
+            f"max_retries must be a whole number: losses allowed in this call, -1 for no bound; got {max_retries!r}"
+        )
     if info is not None and not isinstance(info, Mapping):
         raise ConfigError(f"info must be a dict, got {info!r}")

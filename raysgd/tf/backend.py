@@ -43,7 +43,12 @@ class TensorFlowBackend:
     in_place = False
 
     def __init__(
-        self, *, host: str = "127.0.0.1", join_s: float = 60.0, heartbeat_s: float = 2.0, threads: int | None = None
+        self,
+        *,
+        host: str = "127.0.0.1",
+        join_s: float = 60.0,
+        heartbeat_s: float = 2.0,
+        threads: int | None = None,
     ) -> None:
         self._host, self._join_s, self._heartbeat_s, self._threads = host, join_s, heartbeat_s, threads
         self._point: MeetingPoint | None = None
@@ -67,7 +72,9 @@ class TensorFlowBackend:
 
     def join(self, seat: Seat, settings: dict[str, Any]) -> None:
         if self._strategy is not None:
-            raise RuntimeError("TensorFlow's collectives cannot be set up twice in one process: a fresh one is needed")
+            raise RuntimeError(
+                "TensorFlow's collectives cannot be set up twice in one process: a fresh one is needed"
+            )
         prepare_runtime(self._threads)
         if seat.world_size == 1:
             return

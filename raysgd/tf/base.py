@@ -22,7 +22,11 @@ class OperatorBase:
     """Owns the registered parts and the channel to the other ranks. The replica tells it each batch's share."""
 
     def __init__(
-        self, config: dict[str, Any] | None = None, *, settings: ReplicaSettings | None = None, seat: Seat | None = None
+        self,
+        config: dict[str, Any] | None = None,
+        *,
+        settings: ReplicaSettings | None = None,
+        seat: Seat | None = None,
     ) -> None:
         self._config: dict[str, Any] = {} if config is None else config
         self._settings = settings or ReplicaSettings()
@@ -71,32 +75,36 @@ class OperatorBase:
         which are meant. Nothing is applied anywhere unless every rank's gradients have arrived.
         """
         optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
-        variables = self._parts.trained_by(optimizer) if model is None else list(model.trainable_variables)
-        gradients = tape.gradient(loss, variables, output_gradients=self._share * _scale(optimizer, loss))
+        gradients, variables = self.gradients(tape, loss, model=model, optimizer=optimizer)
         self.apply_gradients(gradients, variables, optimizer=optimizer)
 
-    def apply_gradients(self, gradients: Sequence[Any], variables: Sequence[Any], *, optimizer: Any) -> None:
-        """For gradients made otherwise: sums them over the ranks and applies them. A mean's must be multiplied with
-        `self.share` before, and a scaling optimizer's must still be scaled."""
-        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+    def gradients(
+        self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None
+    ) -> tuple[list[Any], list[Any]]:
+        """The first half of a step, for who wants to clip or count gradients: those of the batch of all workers, the
+        same on each of them, and the variables they are for. Under mixed_float16 they are still scaled."""
+        optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
+        trained = self._parts.trained_by(optimizer) if model is None else list(model.trainable_variables)
+        found = tape.gradient(loss, trained, output_gradients=self._share * _scale(optimizer, loss))
+        pairs = [(g, v) for g, v in zip(found, trained, strict=True) if g is not None]
         if not pairs:
-            raise ConfigError("the loss does not depend on any of the variables to be trained: there are no gradients")
-        given = [tf.convert_to_tensor(gradient) for gradient, _ in pairs]
-        statistics = self._statistics if self._channel.size > 1 else []
-        parts = [as_tensor(v) * tf.cast(self._share, v.dtype) for v in statistics]
-        arrived = self._channel.sum([*given, *parts])
-        with tf.control_dependencies(arrived if self._channel.size > 1 else []):
-            summed = [tf.identity(gradient) for gradient in arrived[: len(pairs)]]
-            if not hasattr(optimizer, "scale_loss") and hasattr(optimizer, "get_unscaled_gradients"):
-                summed = optimizer.get_unscaled_gradients(summed)
-            optimizer.apply_gradients(zip(summed, [v for _, v in pairs], strict=True))
-            for variable, mean in zip(statistics, arrived[len(pairs) :], strict=True):
+            raise ConfigError("the loss depends on none of the variables to be trained: there are no gradients")
+        variables = [variable for _, variable in pairs]
+        mine = [tf.convert_to_tensor(gradient) for gradient, _ in pairs]
+        if self._channel.size == 1:
+            return mine, variables
+        parts = [as_tensor(v) * tf.cast(self._share, v.dtype) for v in self._statistics]
+        arrived = self._channel.sum([*mine, *parts])
+        with tf.control_dependencies(arrived):
+            for variable, mean in zip(self._statistics, arrived[len(pairs) :], strict=True):
                 variable.assign(mean)
+            return [tf.identity(gradient) for gradient in arrived[: len(pairs)]], variables
 
-    @property
-    def share(self) -> Any:
-        """This worker's part of the batch of all workers: what a mean over its own rows weighs in the whole."""
-        return self._share
+    def apply_gradients(self, gradients: Sequence[Any], variables: Sequence[Any], *, optimizer: Any) -> None:
+        """The second half of a step: this worker's optimizer applies what all workers have."""
+        if not hasattr(optimizer, "scale_loss") and hasattr(optimizer, "get_unscaled_gradients"):
+            gradients = optimizer.get_unscaled_gradients(gradients)  # Keras 2 leaves that to the caller
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     def _take_share(self, share: float) -> None:
         if share != self._share_now:
@@ -105,7 +113,9 @@ class OperatorBase:
 
     def _only(self, parts: list[Any], name: str) -> Any:
         if len(parts) != 1:
-            raise ConfigError(f"{len(parts)} {name}s are registered: say which one, step(tape, loss, {name}=...)")
+            raise ConfigError(
+                f"{len(parts)} {name}s are registered: say which one, step(tape, loss, {name}=...)"
+            )
         return parts[0]
 
     # -- what an operator may ask ---------------------------------------------------------------------

@@ -46,7 +46,9 @@ class CompiledOperator(TrainingOperator):
         train, test = _pair(type(self).data_creator(config))
         self.model = model = type(self).model_creator(config)
         if getattr(model, "optimizer", None) is None or not getattr(model, "compiled", True):
-            raise ConfigError("model_creator must return a compiled model: call model.compile(optimizer=..., loss=...)")
+            raise ConfigError(
+                "model_creator must return a compiled model: call model.compile(optimizer=..., loss=...)"
+            )
         if self._settings.distributed:
             _refuse_sums(model)
         self._keras = importlib.import_module(type(model.optimizer).__module__.partition(".")[0])
@@ -91,7 +93,7 @@ class CompiledOperator(TrainingOperator):
         x, y, weight = self._weighted(*_unpacked(batch))
         self._fit_callbacks.on_train_batch_begin(batch_info["batch_idx"])
         with self.timers.record("step"):
-            loss = self._train_step(x, y, weight, self._counts)
+            loss = self._train_graph(x, y, weight, self._counts)
         self._fit_callbacks.on_train_batch_end(batch_info["batch_idx"], {"loss": float(loss)})
         return {"train_loss": loss, NUM_SAMPLES: _rows(x)}
 
@@ -103,11 +105,10 @@ class CompiledOperator(TrainingOperator):
         x, y, weight = _unpacked(batch)
         self._evaluate_callbacks.on_test_batch_begin(batch_info["batch_idx"])
         with self.timers.record("eval"):
-            loss = self._validate_step(x, y, weight)
+            loss = self._validate_graph(x, y, weight)
         self._evaluate_callbacks.on_test_batch_end(batch_info["batch_idx"], {"loss": float(loss)})
         return {"validation_loss": loss, NUM_SAMPLES: _rows(x)}
 
-    @tf.function(reduce_retracing=True)
     def _train_step(self, x: Any, y: Any, weight: Any, counts: bool) -> Any:
         with tf.GradientTape() as tape:
             output = self.model(x, training=True)
@@ -117,7 +118,6 @@ class CompiledOperator(TrainingOperator):
             self.model.compute_metrics(x, y, output, sample_weight=weight)
         return loss
 
-    @tf.function(reduce_retracing=True)
     def _validate_step(self, x: Any, y: Any, weight: Any) -> Any:
         output = self.model(x, training=False)
         self.model.compute_metrics(x, y, output, sample_weight=weight)
@@ -145,8 +145,12 @@ class CompiledOperator(TrainingOperator):
         if callbacks.callbacks:
             samples = float(report.get(NUM_SAMPLES, 0))
             loss = samples and report[prefix + "loss"] * samples
-            whole, count = self._channel.sum([tf.constant(loss, tf.float64), tf.constant(samples, tf.float64)])
-            logs = {name.removeprefix(prefix): value for name, value in report.items() if name.startswith(prefix)}
+            whole, count = self._channel.sum(
+                [tf.constant(loss, tf.float64), tf.constant(samples, tf.float64)]
+            )
+            logs = {
+                name.removeprefix(prefix): value for name, value in report.items() if name.startswith(prefix)
+            }
             logs["loss"] = float(whole) / max(float(count), 1.0)
             if train:
                 callbacks.on_epoch_end(self._epoch_idx, logs)
@@ -182,10 +186,16 @@ def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     for key in ("epochs", "steps_per_epoch", "steps"):
         value = given.get(key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"config[{name!r}][{key!r}] must be a whole number of at least 1, got {value!r}")
+            raise ConfigError(
+                f"config[{name!r}][{key!r}] must be a whole number of at least 1, got {value!r}"
+            )
     weights = given.get("class_weight")
-    if weights is not None and not (isinstance(weights, Mapping) and all(isinstance(k, int) for k in weights)):
-        raise ConfigError(f"config[{name!r}]['class_weight'] must be a dict from class number to weight, got {weights!r}")
+    if weights is not None and not (
+        isinstance(weights, Mapping) and all(isinstance(k, int) for k in weights)
+    ):
+        raise ConfigError(
+            f"config[{name!r}]['class_weight'] must be a dict from class number to weight, got {weights!r}"
+        )
     return dict(given)
 
 

@@ -13,8 +13,8 @@ __all__ = ["Cursor"]
 @dataclass
 class Cursor:
     """Committed counts. `epoch` counts epochs begun; `offset` is the place in it, in batches of all ranks together;
-    `ended` that it is over. The others are of the trainer's call that is running or was last: call_epoch is the
-    epoch that the call is to end."""
+    `ended` that it is over. The others are of the trainer's call that is running or was last: call_units counts the
+    samples that all ranks together have committed in it, call_epoch is the epoch that it is to end."""
 
     step: int = 0
     epoch: int = 0
@@ -23,6 +23,7 @@ class Cursor:
     call: int = -1
     call_batches: int = 0
     call_expected: int = 0
+    call_units: int = 0
     call_done: bool = False
     call_epoch: int = 0
 
@@ -36,7 +37,13 @@ class Cursor:
     def open_call(self, call: int) -> bool:
         """Begins a call, or goes on with it; False when its work is done already."""
         if call != self.call:
-            self.call, self.call_batches, self.call_expected, self.call_done = call, 0, 0, False
+            self.call, self.call_batches, self.call_expected, self.call_units, self.call_done = (
+                call,
+                0,
+                0,
+                0,
+                False,
+            )
             self.call_epoch = self.epoch + self.ended
         return not self.call_done
 

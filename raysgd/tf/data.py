@@ -23,11 +23,12 @@ __all__ = ["Drawn", "OwnSource", "SharedSource", "Source", "make_source"]
 
 @dataclass(frozen=True)
 class Drawn:
-    """One rank's batch; where the epoch stands once it is committed; the batch's part of that of all ranks; and
-    whether its rows are new (or repeated, by a rank that has none but must take part)."""
+    """One rank's batch; where the epoch stands once it is committed; the rows of all ranks' batches together, and this
+    one's part of them; and whether its rows are new (or repeated, by a rank that has none but must take part)."""
 
     batch: Any
     offset: int
+    rows: int
     share: float = 1.0
     fresh: bool = True
 
@@ -76,18 +77,18 @@ class SharedSource:
         return islice(iter(self.data), offset, None)
 
     def _dealt(self, batch: Any, seat: Seat, offset: int) -> Drawn | None:
-        if seat.world_size == 1:
-            return Drawn(batch, offset)
         rows = _rows(batch)
+        if seat.world_size == 1:
+            return Drawn(batch, offset, rows)
         base, extra = divmod(rows, seat.world_size)
         rank = seat.world_rank
         start, size = rank * base + min(rank, extra), base + (rank < extra)
         if size:
-            return Drawn(_cut(batch, start, start + size), offset, share=size / rows)
+            return Drawn(_cut(batch, start, start + size), offset, rows, share=size / rows)
         if not self._pad:
             return None
         again = rank % rows
-        return Drawn(_cut(batch, again, again + 1), offset, share=0.0, fresh=False)
+        return Drawn(_cut(batch, again, again + 1), offset, rows, share=0.0, fresh=False)
 
 
 class OwnSource:
@@ -109,7 +110,7 @@ class OwnSource:
                 return
             last = batch if batch is not None else last if last is not None else _blank(self.data)
             offset += 1
-            yield Drawn(last, offset, share=mine / total, fresh=mine > 0)
+            yield Drawn(last, offset, total, share=mine / total, fresh=mine > 0)
 
     def steps_left(self, offset: int) -> int | None:
         return None if self._channel.size > 1 else _length(self.data, offset)
@@ -130,7 +131,7 @@ def make_source(data: Any, seat: Seat, channel: Channel, *, training: bool) -> S
         return OwnSource(_own_files(data, seat), channel, together=training and seat.world_size > 1)
     if policy == policies.OFF:
         return OwnSource(data, channel, together=training and seat.world_size > 1)
-    raise ConfigError(f"the data set asks for {policy}; AUTO, DATA, FILE and OFF are possible here")
+    raise ConfigError(f"the data set asks for {policies(policy).name}; AUTO, DATA, FILE and OFF are possible here")
 
 
 def _own_files(data: Any, seat: Seat) -> Any:

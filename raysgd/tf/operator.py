@@ -66,24 +66,25 @@ class TrainingOperator(OperatorBase):
         """One step on one batch `(x, y)` or `(x, y, sample_weight)`, as one graph function."""
         x, y, weight = self._unpack(batch, "train_batch")
         with self.timers.record("step"):
-            loss = self._train_step(x, y, weight, self._counts)
+            loss = self._train_graph(x, y, weight, self._counts)
         return {"train_loss": loss, NUM_SAMPLES: _rows(y)}
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """One pass without gradients; returns what to report."""
         self._meter = meter = AverageMeterCollection()
         for batch_idx, batch in enumerate(val_iterator):
-            self._count(val_iterator, self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})}), meter)
+            self._count(
+                val_iterator, self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})}), meter
+            )
         return dict(meter.summary())
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Loss and, for class numbers, arg-max accuracy of one batch `(x, y)`."""
         x, y, weight = self._unpack(batch, "validate_batch")
         with self.timers.record("eval"):
-            loss, accuracy = self._validate_step(x, y, weight)
+            loss, accuracy = self._validate_graph(x, y, weight)
         return {"val_loss": loss, "val_accuracy": accuracy, NUM_SAMPLES: _rows(y)}
 
-    @tf.function(reduce_retracing=True)
     def _train_step(self, x: Any, y: Any, weight: Any, counts: bool) -> Any:
         with tf.GradientTape() as tape:
             output = self.model(x, training=True)
@@ -94,7 +95,6 @@ class TrainingOperator(OperatorBase):
             self._update_metrics(y, output, weight)
         return loss
 
-    @tf.function(reduce_retracing=True)
     def _validate_step(self, x: Any, y: Any, weight: Any) -> Any:
         output = self.model(x, training=False)
         self._update_metrics(y, output, weight)
@@ -105,7 +105,9 @@ class TrainingOperator(OperatorBase):
         return self._loss(y, output, weight), accuracy
 
     def _loss(self, y: Any, output: Any, weight: Any) -> Any:
-        loss = self.criterion(y, output) if weight is None else self.criterion(y, output, sample_weight=weight)
+        loss = (
+            self.criterion(y, output) if weight is None else self.criterion(y, output, sample_weight=weight)
+        )
         return tf.reduce_mean(loss)
 
     def _update_metrics(self, y: Any, output: Any, weight: Any) -> None:
@@ -129,13 +131,18 @@ class TrainingOperator(OperatorBase):
         absent metrics are left out of the answer. One optimizer for all models, or as many as there are models."""
         parts = self._parts
         parts.models, parts.optimizers = as_list(models), as_list(optimizers)
-        if not parts.models or not all(hasattr(model, "trainable_variables") for model in parts.models):
+        if not parts.models or not all(hasattr(type(model), "trainable_variables") for model in parts.models):
             raise ConfigError(f"models must be a Keras model, or a list or tuple of them, got {models!r}")
-        if len(parts.optimizers) not in (1, len(parts.models)) or not all(map(_is_optimizer, parts.optimizers)):
+        if len(parts.optimizers) not in (1, len(parts.models)) or not all(
+            map(_is_optimizer, parts.optimizers)
+        ):
             raise ConfigError(
                 f"optimizers must be one Keras optimizer, or one for each of the {len(parts.models)} models, got {optimizers!r}"
             )
-        parts.optimizers = [_scaling(optimizer, model) for optimizer, model in zip(parts.optimizers, parts.models, strict=False)]
+        parts.optimizers = [
+            _scaling(optimizer, model)
+            for optimizer, model in zip(parts.optimizers, parts.models, strict=False)
+        ]
         if getattr(criterion, "reduction", None) == "sum":
             raise ConfigError(
                 "the criterion sums over the batch, so its steps would depend on the number of workers: use "
@@ -154,14 +161,23 @@ class TrainingOperator(OperatorBase):
         """Takes the data: a `tf.data.Dataset` (or anything that can be iterated again and again) of batches."""
         for name, data in {"train_dataset": train_dataset, "validation_dataset": validation_dataset}.items():
             if data is not None and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
-                raise ConfigError(f"{name} must be a tf.data.Dataset or another iterable of batches, got {data!r}")
+                raise ConfigError(
+                    f"{name} must be a tf.data.Dataset or another iterable of batches, got {data!r}"
+                )
         self._parts.train_dataset = train_dataset
         self._parts.validation_dataset = validation_dataset
 
     # -- for the default methods ----------------------------------------------------------------------
 
     _counts = True
+    _train_graph: Any
+    _validate_graph: Any
     _validation_prefix = "val_"
+
+    def _complete(self) -> None:
+        super()._complete()
+        self._train_graph = tf.function(self._train_step, reduce_retracing=True)
+        self._validate_graph = tf.function(self._validate_step, reduce_retracing=True)
 
     def _metrics(self) -> list[Any]:
         return self._parts.metrics

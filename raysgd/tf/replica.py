@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from raysgd.errors import ConfigError
 from raysgd.meters import AverageMeterCollection
+from raysgd.metrics import COMMITTED
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Seat
@@ -30,7 +31,9 @@ __all__ = ["TFReplica", "TFReplicaFactory"]
 class TFReplicaFactory:
     """Makes a replica in a worker; picklable, and the only thing of a trainer's that travels there."""
 
-    def __init__(self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: ReplicaSettings) -> None:
+    def __init__(
+        self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: ReplicaSettings
+    ) -> None:
         self.operator_cls, self.config, self.settings = operator_cls, config, settings
 
     def __call__(self, seat: Seat, control: Control) -> TFReplica:
@@ -48,13 +51,16 @@ class TFReplicaFactory:
 class TFReplica:
     """Owns the operator, its sources and the cursor. Each public call of the trainer is a method `_run_<name>`."""
 
-    def __init__(self, operator: TrainingOperator, settings: ReplicaSettings, seat: Seat, control: Control) -> None:
+    def __init__(
+        self, operator: TrainingOperator, settings: ReplicaSettings, seat: Seat, control: Control
+    ) -> None:
         self.operator, self._settings, self._seat, self._control = operator, settings, seat, control
         self._cursor, self._val_cursor = Cursor(), Cursor()
         self._feed: Feed | None = None
         self._train: Source | None = None
         self._validation: Source | None = None
         self._snapshots = Snapshotter(settings.snapshot_every, control)
+        self._prefix = "train_"
         self._steps_before = 0
         self._statistics_before: list[Any] = []
 
@@ -87,28 +93,30 @@ class TFReplica:
         """The trainer's `train`: the rest of the epoch, or of `num_steps`, from where the cursor stands."""
         cursor, operator = self._cursor, self.operator
         if not cursor.open_call(call):
-            return {"epoch": cursor.epoch}
+            return {"epoch": cursor.epoch, COMMITTED: cursor.call_units}
         if snapshot_first:
             self._snapshots.take(self)
         source = self._train_source()
         own_loop = type(operator).train_epoch is not TrainingOperator.train_epoch
-        self._begin(profile)
+        self._begin("train_", profile)
         operator.global_step = cursor.step
         self._feed = feed = self._make_feed(source, cursor, num_steps, unwind=own_loop)
         try:
             with operator.timers.record("train_epoch"):
-                result = operator.train_epoch(feed, info=info, num_steps=num_steps, epoch_idx=cursor.call_epoch - 1)
+                result = operator.train_epoch(
+                    feed, info=info, num_steps=num_steps, epoch_idx=cursor.call_epoch - 1
+                )
         except MembershipChange:
             result = {}
         feed.leave()
         if feed.stopped:
             asked = not self._control.interrupted
             return Interrupted(self.partial(result), "stopped at a batch border", self.progress, asked=asked)
-        report = self._reported(result, profile, "train_")
+        report = self._reported(result, profile)
         self._feed = None
         cursor.call_done = True
         self._snapshots.call_ended(self)
-        return {"epoch": cursor.epoch, **report}
+        return {"epoch": cursor.epoch, **report, COMMITTED: cursor.call_units}
 
     def _make_feed(self, source: Source, cursor: Cursor, limit: int | None, *, unwind: bool = False) -> Feed:
         training = cursor is self._cursor
@@ -181,7 +189,7 @@ class TFReplica:
             self._validation = make_source(data, self._seat, operator._channel, training=False)
         cursor.open_call(cursor.call + 1)
         kept = cursor.as_dict()
-        self._begin(profile)
+        self._begin(operator._validation_prefix, profile)
         feed = self._make_feed(self._validation, cursor, num_steps)
         try:
             with operator.timers.record("validation"):
@@ -190,7 +198,7 @@ class TFReplica:
             if feed.stopped:
                 cursor.adopt(kept)
                 return Interrupted(None, "a peer was lost", self.progress)
-            return self._reported(result, profile, operator._validation_prefix)
+            return self._reported(result, profile)
         except BaseException:
             cursor.adopt(kept)
             raise
@@ -200,14 +208,21 @@ class TFReplica:
     def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
         """What the running call has so far, as this rank sees it."""
         found = metric_results(self.operator._metrics(), Channel())
-        prefix = "train_" if self._feed is not None else self.operator._validation_prefix
-        return {**{prefix + name: value for name, value in found.items()}, **(result or {}), **self._measured()}
+        return {
+            **{self._prefix + name: value for name, value in found.items()},
+            **(result or {}),
+            **self._measured(),
+        }
 
     def _measured(self) -> dict[str, Any]:
-        return {"epoch": self._cursor.epoch, **self.operator._meter.summary()}
+        return {
+            "epoch": self._cursor.epoch,
+            **self.operator._meter.summary(),
+            COMMITTED: self._cursor.call_units,
+        }
 
-    def _begin(self, profile: bool) -> None:
-        operator = self.operator
+    def _begin(self, prefix: str, profile: bool) -> None:
+        operator, self._prefix = self.operator, prefix
         operator._meter = AverageMeterCollection()
         for metric in operator._metrics():
             metric.reset_state()
@@ -217,13 +232,13 @@ class TFReplica:
         else:
             operator.timers.disable()
 
-    def _reported(self, result: Any, profile: bool, prefix: str) -> dict[str, Any]:
+    def _reported(self, result: Any, profile: bool) -> dict[str, Any]:
         if not isinstance(result, dict):
             raise TypeError(f"train_epoch and validate must return a dict of results, got {result!r}")
         report = dict(result)
         for name, value in metric_results(self.operator._metrics(), self.operator._channel).items():
-            report.setdefault(prefix + name, value)
-        self.operator._on_report(prefix, report)
+            report.setdefault(self._prefix + name, value)
+        self.operator._on_report(self._prefix, report)
         if profile:
             report["profile"] = self.operator.timers.stats()
         return report

@@ -72,7 +72,9 @@ class TFTrainer:
         self.num_replicas = number = arguments.workers(num_replicas, num_workers)
         self.config = arguments.checked_config(config, number)
         arguments.check_common(initialization_hook, timeout_s, elastic, use_gpu)
-        resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
+        resources = WorkerResources.parse(
+            num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None
+        )
         elastic = elastic or ElasticConfig()
         limits = Limits.derive(
             timeout_s=timeout_s,
@@ -160,7 +162,7 @@ class TFTrainer:
         try:
             pieces = self._engine.run(job)
             merged = [metrics.over_workers(piece.values) for piece in pieces]
-            result = metrics.over_pieces(merged)
+            result = metrics.completed(metrics.over_pieces(merged), merged)
         finally:
             self._bar.close(result)
         return result, _by_worker(pieces)
@@ -252,7 +254,9 @@ class TFTrainer:
     def resize(self, num_workers: int) -> None:
         """Sets the number of workers, in the middle of an epoch too; waits until missing ones have joined."""
         if arguments.workers(None, num_workers) > 1 and not self._factory.settings.distributed:
-            raise ConfigError("a trainer made with num_workers=1 cannot grow: make it with num_workers=2 or more")
+            raise ConfigError(
+                "a trainer made with num_workers=1 cannot grow: make it with num_workers=2 or more"
+            )
         self._engine.resize(num_workers)
 
     def shutdown(self, force: bool = False) -> None:
@@ -270,7 +274,11 @@ class TFTrainer:
 
 def _by_worker(pieces: list[Piece]) -> list[dict[str, Any]]:
     """Each rank's own results. After a change of members: those of every generation, one after the other."""
-    return [{k: metrics.plain(v) for k, v in value.items()} for piece in pieces for value in piece.values]
+    return [
+        {name: metrics.plain(value) for name, value in own.items() if name != metrics.COMMITTED}
+        for piece in pieces
+        for own in piece.values
+    ]
 
 
 def _backend(limits: Limits, threads: int | None) -> TensorFlowBackend:

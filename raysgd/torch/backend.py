@@ -25,10 +25,16 @@ class TorchBackend:
     """On the driver: owns the store of the generation that stands (its port is bound, not guessed, and it is new each
     time). On a worker: owns the membership of the default process group, and knows its sockets."""
 
-    in_place = True
-
-    def __init__(self, name: str, *, host: str = "127.0.0.1", join_s: float = 60.0, collective_s: float = 540.0) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        *,
+        host: str = "127.0.0.1",
+        join_s: float = 60.0,
+        collective_s: float = 540.0,
+        in_place: bool = True,
+    ) -> None:
+        self.name, self.in_place = name, in_place
         self._host, self._join_s, self._collective_s = host, join_s, collective_s
         self._store: Any = None
         self._before: set[str] | None = None

@@ -12,7 +12,8 @@ __all__ = ["Cursor"]
 
 @dataclass
 class Cursor:
-    """Committed counts. `epoch` counts epochs begun; `offset` is the place in it; `ended` that it is over.
+    """Committed counts. `applied` counts single optimizers' steps: two ranks can be in one batch, the one after its first
+    optimizer's step and the other after its second. `epoch` counts epochs begun; `offset` is the place in it; `ended` that it is over.
 
     stream, parked: the place in a data set passed to `train(dataset=...)`, and the epoch's place meanwhile.
     call_units counts the samples that all ranks together have committed in the call, where a plan knows it.
@@ -20,6 +21,7 @@ class Cursor:
     """
 
     step: int = 0
+    applied: int = 0
     epoch: int = 0
     offset: int = 0
     ended: bool = True
@@ -63,6 +65,7 @@ class Cursor:
     def progress(self, phase: str) -> Progress:
         return Progress(
             step=self.step,
+            applied=self.applied,
             epoch=self.epoch,
             batches=self.call_batches,
             expected=self.call_expected,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from raysgd.errors import ConfigError
 from raysgd.progress import Control
 from raysgd.rendezvous import Seat
 from raysgd.torch.cursor import Cursor
@@ -43,9 +44,10 @@ class Feed:
         window: int = 1,
         on_batch: Callable[[Any, int, bool], None] | None = None,
         unwind: bool = False,
+        name: str = "train_loader",
     ) -> None:
         self._source, self._cursor, self._seat, self._control = source, cursor, seat, control
-        self._limit, self._shared, self._unwind = limit, shared, unwind
+        self._limit, self._shared, self._unwind, self._name = limit, shared, unwind, name
         self._carrier, self._on_commit = carrier, on_commit
         self._window_size, self._on_batch = window, on_batch
         self._drawn: Ahead | Iterator[Drawn] | None = None
@@ -140,6 +142,8 @@ class Feed:
                 return drawn
             cursor.ended = self.epoch_ended = True
             self._drawn = None
+            if cursor.offset == 0:
+                self._refuse_empty()
             if self._limit is None and cursor.call_batches == 0 and cursor.offset > 0:
                 cursor.call_epoch += 1  # earlier calls had done that epoch to its last batch: this call's is the next
                 continue
@@ -147,6 +151,18 @@ class Feed:
             if self._limit is None or self._empty_epochs > 1:
                 self._finish()
                 return None
+
+    def _refuse_empty(self) -> None:
+        """An epoch without a batch is a mistake of its data; only a rank's own share of a validation may be empty."""
+        source = self._source
+        whole = len(source.order) if isinstance(source, PlannedSource) else 1
+        if self._name == "validation_loader" and self._shared and whole > 0:
+            return
+        raise ConfigError(
+            f"{self._name} gave no batch at all: its data set is empty, or drop_last=True leaves less than one step for "
+            f"{self._seat.world_size} worker(s), or it is a generator that an earlier epoch used up. "
+            f"Register data with at least one batch: self.register_data({self._name}=...)"
+        )
 
     def _ahead(self, drawn: Iterator[Drawn]) -> Ahead | Iterator[Drawn]:
         """One batch is drawn in advance where that pays, or where a window must know whether it is its last."""

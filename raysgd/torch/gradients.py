@@ -93,7 +93,7 @@ class Gradients:
             if hasattr(model, "require_backward_grad_sync"):
                 model.require_backward_grad_sync = on  # type: ignore[assignment]
             elif hasattr(model, "set_requires_gradient_sync"):
-                model.set_requires_gradient_sync(on)
+                model.set_requires_gradient_sync(on)  # type: ignore[operator]
 
     def _remember_witness(self, optimizer: Any) -> None:
         parameters = self._precision.parameters(optimizer)

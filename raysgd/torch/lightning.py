@@ -15,7 +15,8 @@ from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 from raysgd.meters import AverageMeterCollection
 from raysgd.torch import lightning_module as modules
-from raysgd.torch.lightning_log import Logbook, samples_in
+from raysgd.torch.gradients import samples_in
+from raysgd.torch.lightning_log import Logbook
 from raysgd.torch.lightning_schedules import Schedules, read_configuration
 from raysgd.torch.lightning_trainer import StepServices, TrainerStandIn
 from raysgd.torch.operator import TrainingOperator
@@ -46,7 +47,7 @@ class LightningOperator(TrainingOperator):
             on_train_batch_start, training_step, backward and step with their hooks, on_train_batch_end
         schedulers, on_train_epoch_end
 
-    Owns the module, what it logs and when its schedulers step. `ddp_args` may be changed in a subclass.
+    Owns the module, what it logs and when its schedulers step. The trainer's `ddp_args` go before those here.
     """
 
     module_cls: ClassVar[type]
@@ -56,8 +57,8 @@ class LightningOperator(TrainingOperator):
     def setup(self, config: dict[str, Any]) -> None:
         self._base = modules.lightning_base(self.module_cls)
         self.module = module = modules.construct(self.module_cls, config)
-        modules.refuse_unsupported(module, self._base, self._settings.precision)
-        self._stand_in = module.trainer = TrainerStandIn(module, self._seat)
+        modules.refuse_unsupported(module, self._base, self._settings)
+        self._stand_in = module.trainer = TrainerStandIn(module, self._seat, self._settings.options)
         self._epoch, self._batch_idx = -1, 0
         self._open = False  # is there an epoch whose end has not been told?
         self._greeted: int | None = None  # the epoch whose start this very process has told the module
@@ -70,7 +71,8 @@ class LightningOperator(TrainingOperator):
             module.configure_optimizers(), automatic=module.automatic_optimization
         )
         self._schedules = Schedules(module, schedules, self.device)
-        self.register(models=module, optimizers=optimizers, ddp_args=self.ddp_args)
+        ddp_args = {**self.ddp_args, **self._settings.options.ddp_args}
+        self.register(models=module, optimizers=optimizers, ddp_args=ddp_args)
         # Not through `register`: a schedule knows when it steps, whatever the trainer's scheduler_step_freq.
         self._parts.schedulers = [schedule.scheduler for schedule in schedules]
         self.register_data(
@@ -376,8 +378,7 @@ def _outputs(output: Any) -> dict[str, Any]:
 
 def _measured(name: str, outputs: dict[str, Any], batch: Any) -> dict[str, Any]:
     """What a batch reports if the module logs nothing."""
-    samples = samples_in(batch)
-    measured: dict[str, Any] = {NUM_SAMPLES: 1 if samples is None else samples}
+    measured: dict[str, Any] = {NUM_SAMPLES: samples_in(batch)}
     loss = outputs.get("loss")
     if isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1):
         measured[name] = loss

@@ -13,7 +13,7 @@ from torch import nn
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 
-__all__ = ["Logbook", "samples_in"]
+__all__ = ["Logbook"]
 
 
 class Logbook:
@@ -111,16 +111,6 @@ class Logbook:
                 "module since its __init__ or setup"
             )
         self._logged_metrics[name] = path
-
-
-def samples_in(batch: Any) -> int | None:
-    """The length of the first tensor in a batch."""
-    if isinstance(batch, torch.Tensor):
-        return batch.size(0) if batch.dim() else 1
-    inner = (
-        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    )
-    return next((samples for each in inner if (samples := samples_in(each)) is not None), None)
 
 
 def _is_metric(value: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from raysgd.errors import ConfigError
+from raysgd.torch.settings import ReplicaSettings
 
 __all__ = [
     "construct",
@@ -97,7 +98,7 @@ def overrides(module: Any, base: type, hook: str) -> bool:
     return own is not None and own is not getattr(base, hook, None)
 
 
-def refuse_unsupported(module: Any, base: type, precision: str) -> None:
+def refuse_unsupported(module: Any, base: type, settings: ReplicaSettings) -> None:
     name = type(module).__name__
     for needed in ("training_step", "configure_optimizers"):
         if not overrides(module, base, needed):
@@ -110,8 +111,28 @@ def refuse_unsupported(module: Any, base: type, precision: str) -> None:
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise ConfigError(f"{name}.training_step(dataloader_iter) is not supported: take (batch, batch_idx)")
-    if precision == "apex":
+    _refuse_options(settings, automatic=module.automatic_optimization)
+
+
+def _refuse_options(settings: ReplicaSettings, *, automatic: bool) -> None:
+    options = settings.options
+    if settings.precision == "apex":
         raise ConfigError("precision 'apex' is not supported with from_ptl: use 'fp16' or 'bf16'")
+    if options.parallel == "fsdp":
+        raise ConfigError("parallel='fsdp' is not supported with from_ptl: use 'ddp'")
+    if options.accumulate > 1:
+        raise ConfigError(
+            f"accumulate={options.accumulate} is not supported with from_ptl: use larger batches, or "
+            "accumulate in the module with automatic_optimization = False"
+        )
+    if options.clip_norm is not None and options.clip_value is not None:
+        raise ConfigError("clip_norm and clip_value together are not supported with from_ptl: pass one")
+    for name in ("clip_norm", "clip_value", "comm_hook"):
+        if not automatic and getattr(options, name) is not None:
+            raise ConfigError(
+                f"{name} is not supported with automatic_optimization = False: leave it to the module's "
+                "training_step, with self.clip_gradients for instance"
+            )
 
 
 def takes_index(step: Callable[..., Any]) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from raysgd.errors import ConfigError
 from raysgd.rendezvous import Seat
 from raysgd.torch.lightning_schedules import Schedule
+from raysgd.torch.options import TrainingOptions
 from raysgd.torch.precision import Precision
 
 __all__ = ["StepServices", "TrainerStandIn"]
@@ -57,7 +58,9 @@ class StepServices:
             module.on_before_optimizer_step(optimizer)
             if module.automatic_optimization:
                 module.configure_gradient_clipping(
-                    optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+                    optimizer,
+                    gradient_clip_val=module.trainer.gradient_clip_val,
+                    gradient_clip_algorithm=module.trainer.gradient_clip_algorithm,
                 )
             return result
 
@@ -72,7 +75,7 @@ class StepServices:
         if clip_val <= 0:
             return
         self._precision.unscale(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = self._precision.parameters(optimizer)
         if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
             nn.utils.clip_grad_value_(parameters, clip_val)
         else:
@@ -98,11 +101,15 @@ class TrainerStandIn:
     testing = predicting = sanity_checking = barebones = False
     accumulate_grad_batches = 1
     logger = progress_bar_callback = datamodule = None
-    gradient_clip_val = gradient_clip_algorithm = None
     _results = None  # what self.log asks for first; outside of a call there is none, and it says so
 
-    def __init__(self, module: Any, seat: Seat) -> None:
+    def __init__(self, module: Any, seat: Seat, options: TrainingOptions) -> None:
         self.lightning_module = self.model = module
+        clip_by_norm = options.clip_norm is not None
+        self.gradient_clip_val = options.clip_norm if clip_by_norm else options.clip_value
+        self.gradient_clip_algorithm = (
+            None if self.gradient_clip_val is None else "norm" if clip_by_norm else "value"
+        )
         self.seat = seat
         self.current_epoch = self.global_step = 0
         self.loggers: list[Any] = []

@@ -86,6 +86,8 @@ class TrainingOptions:
             raise ConfigError(
                 "sync_batchnorm=True needs GPUs (torch has no SyncBatchNorm for CPUs): use use_gpu=True, or leave it out"
             )
+        if self.hook_name == "bf16" and num_workers > 1 and not use_gpu:
+            raise ConfigError("comm_hook='bf16' needs GPUs (torch has it for NCCL only): use 'fp16', or leave it out")
         if precision == "apex" and self.compile:
             raise ConfigError("precision='apex' exchanges functions that compile would have read: use 'fp16' or 'bf16'")
         if self.parallel == "fsdp" and precision in ("fp16", "apex"):

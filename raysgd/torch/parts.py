@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,22 @@ class Parts:
         if self.shards is not None:
             self.shards.seated()
         wrapping.rewrap(self.wrapped, self.ddp_args, self.options)
+
+    @contextmanager
+    def validating(self) -> Iterator[None]:
+        """No rank waits for another in here: they validate different numbers of batches."""
+        quiet = [model for model in self.wrapped if hasattr(model, "require_forward_param_sync")]
+        for model in quiet:
+            model.require_forward_param_sync = False  # type: ignore[assignment]
+        if self.shards is not None:
+            self.shards.gather_for_validation()
+        try:
+            yield
+        finally:
+            for model in quiet:
+                model.require_forward_param_sync = True  # type: ignore[assignment]
+            if self.shards is not None:
+                self.shards.end_validation()
 
 
 def as_list(value: Any, kind: type | tuple[type, ...] | None = None) -> list[Any]:

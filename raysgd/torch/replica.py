@@ -5,36 +5,42 @@ from __future__ import annotations
 import copy
 import io
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.metrics import COMMITTED
 from raysgd.meters import AverageMeterCollection
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Seat
-from raysgd.torch import states
+from raysgd.torch import shard_files, states
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import LiveSource, PlannedSource, Source, StreamSource, close
 from raysgd.torch.feed import Feed, MembershipChange
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.parts import move
+from raysgd.torch.prefetch import make_carrier
 from raysgd.torch.sampling import is_planned, unit_size
 from raysgd.torch.settings import ReplicaSettings
+from raysgd.torch.sharded import gathered
 from raysgd.torch.snapshots import Snapshotter
 from raysgd.torch.tolerant import call_with
 
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
 
+PARTIAL_S = 10.0
 PREFIX = {"train": "train_", "validation": "val_"}
 
 
 class TorchReplicaFactory:
     """Makes a replica in a worker; picklable, and the only thing of a trainer's that travels there."""
+
+    def __repr__(self) -> str:
+        return f"the operator {self.operator_cls.__name__} with its config"
 
     def __init__(self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: ReplicaSettings) -> None:
         self.operator_cls, self.config, self.settings = operator_cls, config, settings
@@ -61,7 +67,9 @@ class TorchReplica:
         self._train: Source | None = None
         self._validation: Source | None = None
         self._snapshots = Snapshotter(settings.snapshot_every, control)
-        self._moves = operator.device.type != "cpu"
+        self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
+        self._partial_at = 0.0
+        self._partial: dict[str, Any] | None = None
         self._state_of = 0  # how many workers there were where a loaded state comes from; 0: nothing was loaded
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
@@ -105,6 +113,8 @@ class TorchReplica:
         self._time(profile)
         operator._meter = AverageMeterCollection()
         operator.global_step = cursor.step
+        operator._precision.take_skipped()
+        self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
         self._feed = feed = self._make_feed(source, cursor, num_steps, shared=True, unwind=own_loop)
         try:
             with operator.timers.record("train_epoch"):
@@ -127,6 +137,7 @@ class TorchReplica:
     def _make_feed(
         self, source: Source, cursor: Cursor, num_steps: int | None, *, shared: bool, unwind: bool = False
     ) -> Feed:
+        trains, accumulate = cursor is self._cursor, self._settings.options.accumulate
         return Feed(
             source,
             cursor,
@@ -134,15 +145,17 @@ class TorchReplica:
             self._control,
             limit=num_steps,
             shared=shared and self._settings.distributed,
-            prepare=self._prepare,
-            on_commit=self._on_commit if cursor is self._cursor else self._on_validated,
+            carrier=self._carrier,
+            on_commit=self._on_commit if trains else self._on_validated,
+            window=accumulate if trains else 1,
+            on_batch=self.operator._gradients.begin if trains and accumulate > 1 else None,
             unwind=unwind,
+            name="train_loader" if trains else "validation_loader",
         )
 
-    def _prepare(self, batch: Any) -> Any:
-        return move(batch, self.operator.device) if self._moves else batch
-
     def _on_step(self, *_: Any) -> None:
+        self._cursor.applied += 1
+        self.operator._gradients.stepped()
         if self._feed is not None:
             self._feed.stepped()
 
@@ -150,14 +163,21 @@ class TorchReplica:
         self.operator._precision.batch_done()
         control = self._control
         if last or control.due():
-            control.report(self._cursor.progress("train"), self.partial())
+            control.report(self._cursor.progress("train"), self._told())
         if not last:
             self._snapshots.batch_done(self)
+
+    def _told(self) -> dict[str, Any] | None:
+        """The figures so far. Those on a GPU are read now and then only, as reading waits for the device."""
+        now = time.monotonic()
+        if self.operator.device.type == "cpu" or now >= self._partial_at:
+            self._partial_at, self._partial = now + PARTIAL_S, self.partial()
+        return self._partial
 
     def _on_validated(self, last: bool = False) -> None:
         if last or self._control.due():
             told = replace(self._cursor.progress("validate"), batches=self._val_cursor.call_batches)
-            self._control.report(told, self.partial())
+            self._control.report(told, self._told())
 
     # -- validation -----------------------------------------------------------------------------------
 
@@ -176,18 +196,12 @@ class TorchReplica:
         self._time(profile)
         self._reset_metrics("validation")
         feed = self._make_feed(self._validation, cursor, num_steps, shared=True)
-        quiet = [model for model in operator._parts.wrapped if hasattr(model, "require_forward_param_sync")]
-        for model in quiet:
-            model.require_forward_param_sync = False  # type: ignore[assignment]
         try:
-            with operator.timers.record("validation"):
+            with operator._parts.validating(), operator.timers.record("validation"):
                 result = call_with(operator.validate, feed, info=info)
         except BaseException:
             cursor.adopt(kept)
             raise
-        finally:
-            for model in quiet:
-                model.require_forward_param_sync = True  # type: ignore[assignment]
         feed.leave()
         if feed.stopped:
             cursor.adopt(kept)
@@ -215,7 +229,9 @@ class TorchReplica:
         if is_planned(loader) and (shared or not self._settings.distributed):
             whole = unit_size(loader) * self._settings.num_workers if self._settings.batch == "global" else None
             return PlannedSource(loader, pad=training, global_batch=whole if training else None)
-        return LiveSource(loader, shard=shared, together=training)
+        # What a window and the batch drawn ahead may hold uncommitted.
+        keep = self._settings.options.accumulate + 1
+        return LiveSource(loader, shard=shared, together=training, keep=keep)
 
     # -- results --------------------------------------------------------------------------------------
 
@@ -228,6 +244,8 @@ class TorchReplica:
         if not isinstance(result, dict):
             raise TypeError(f"train_epoch and validate must return a dict of results, got {result!r}")
         report = result if cursor is None else {"epoch": cursor.epoch, **result, COMMITTED: cursor.call_units}
+        if cursor is not None and (skipped := self.operator._precision.take_skipped()):
+            report["skipped_steps"] = skipped
         metric = self.operator._parts.metrics.get(phase)
         if metric is not None:
             value = metric.compute()
@@ -264,33 +282,75 @@ class TorchReplica:
         for scheduler in schedulers:
             scheduler.step(metric)
 
-    def _run_get_model(self) -> list[Any]:
-        """Bare models on the CPU, as copies: the training models stay where they are."""
-        return [copy.deepcopy(model).cpu() for model in self.operator._parts.models]
+    def _run_get_model(self) -> list[Any] | None:
+        """Bare models on the CPU, as copies: the training models stay where they are. From rank 0."""
+        first, parts = self._seat.world_rank == 0, self.operator._parts
+        if parts.shards is not None:
+            saved = gathered([model.state_dict() for model in parts.models], keep=first)
+            return parts.shards.whole_models(saved) if first else None
+        return [copy.deepcopy(model).cpu() for model in parts.models] if first else None
 
     def _run_random_state(self) -> dict[str, Any]:
         return states.random_state()
 
     def _run_checkpoint(self, ranks: list[Any]) -> Any:
         """The whole checkpoint as bytes, on rank 0; `ranks` are the random states of all."""
-        return states.dump({**self.whole(), "rng": ranks}) if self._seat.world_rank == 0 else None
+        state = self._complete(ranks)
+        return None if state is None else states.dump(state)
+
+    def _complete(self, ranks: list[Any]) -> dict[str, Any] | None:
+        """A checkpoint's content, on rank 0. Of a model in shards every rank has a part."""
+        first = self._seat.world_rank == 0
+        return {**self.whole(), "rng": ranks} if first or self.in_shards else None
+
+    def _run_save(self, sink: Any, ranks: list[Any], blocking: bool) -> None:
+        """Rank 0 sends the checkpoint into `sink`: now, or a copy of it from a thread."""
+        state = self._complete(ranks)
+        if self._seat.world_rank == 0:
+            assert state is not None
+            if blocking:
+                sink.send(lambda file: torch.save(state, file))
+            else:
+                self._snapshots.send(sink, state)
+
+    def _run_save_shards(self, folder: str, ranks: list[Any]) -> None:
+        shard_files.write(folder, {**self.whole(raw=True), "rng": ranks})
+
+    def _run_check_shards(self, folder: str) -> None:
+        states.check(self.operator, states.shaped(shard_files.read_outline(folder)))
+
+    def _run_restore_shards(self, folder: str) -> None:
+        self._take_over(shard_files.read(folder, self.operator))
 
     def _run_check(self, data: Any, trusted: bool) -> None:
         states.check(self.operator, states.parse(data.data, trusted=trusted))
 
     def _run_restore(self, data: Any, trusted: bool) -> None:
-        state = states.parse(data.data, trusted=trusted)
+        self._take_over(states.parse(data.data, trusted=trusted))
+
+    def _take_over(self, state: dict[str, Any]) -> None:
         self._adopt(state)
+        if self.in_shards:
+            self._snapshots.take(self)  # no survivor of a loss will have all of it
         ranks = state.get("rng") or []
         if self._seat.world_rank < len(ranks):
             states.restore_random(ranks[self._seat.world_rank])
 
     # -- state ----------------------------------------------------------------------------------------
 
-    def whole(self) -> dict[str, Any]:
-        """Operator and position; tensors are shared with the live ones."""
+    @property
+    def in_shards(self) -> bool:
+        """Does it take all ranks to put the state together?"""
+        return self.operator._parts.shards is not None
+
+    def whole(self, *, raw: bool = False) -> dict[str, Any]:
+        """Operator and position; tensors are shared with the live ones. Shards are put together (on rank 0), unless they
+        are wanted `raw`."""
         cursor = self._cursor
         state = states.gather(self.operator)
+        if self.in_shards and not raw:
+            keep = self._seat.world_rank == 0
+            state |= {name: gathered(state[name], keep=keep) for name in ("models", "optimizers")}
         state["epoch"] = cursor.epoch
         state["world_size"] = self._seat.world_size
         state["position"] = cursor.as_dict()
@@ -300,6 +360,12 @@ class TorchReplica:
         return state
 
     def state(self) -> memoryview:
+        """For a peer that is behind, or new."""
+        if self.in_shards:
+            raise TrainingFailedError(
+                "with parallel='fsdp' each worker holds a part of the model, and one alone cannot give it to another: load "
+                "the newest checkpoint into a new trainer"
+            )
         return states.dump(self.whole())
 
     def load(self, data: Any) -> None:
@@ -328,6 +394,7 @@ class TorchReplica:
             self._feed = None
         self.operator._seat = seat
         self.operator._precision.abandon()
+        self.operator._gradients.abandon()
         self.operator._parts.rewrap()
         # A recruit's state is that of the old world, and what `resized` does to it must happen on every rank.
         before = self._state_of if old.solo else old.world_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import time
 from dataclasses import astuple
@@ -15,6 +16,8 @@ from raysgd.torch import states
 
 __all__ = ["Snapshotter", "copied"]
 
+logger = logging.getLogger(__name__)
+
 
 class _Source(Protocol):
     """What is asked of the replica."""
@@ -22,7 +25,8 @@ class _Source(Protocol):
     _cursor: Any
     _seat: Any
 
-    in_shards: bool
+    @property
+    def in_shards(self) -> bool: ...
 
     def whole(self) -> dict[str, Any]: ...
 
@@ -54,8 +58,7 @@ class Snapshotter:
                 self.take(replica)
             self._mark = replica._cursor.step // every
         elif time.monotonic() >= self._due_at:
-            self._mark = 0
-        self._due_at = time.monotonic() + every
+            self._due_at = time.monotonic() + every
             self.take(replica)
 
     def take(self, replica: _Source) -> None:
@@ -79,6 +82,19 @@ class Snapshotter:
             target=lambda: upload(message, states.dump(state)), name="raysgd-snapshot", daemon=True
         )
         self._thread.start()
+
+    def send(self, sink: Any, state: dict[str, Any]) -> None:
+        """A save in the background: training waits for one copy in memory. The connection comes first, so that the
+        driver hears of this process's end at any time from here on."""
+        stream, kept = sink.connect(), copied(state)
+
+        def write() -> None:
+            try:
+                stream.send(lambda file: torch.save(kept, file))
+            except Exception:
+                logger.warning("a save in the background failed", exc_info=True)  # the driver has been told
+
+        threading.Thread(target=write, name="raysgd-save", daemon=True).start()
 
     def close(self) -> None:
         if self._thread is not None:

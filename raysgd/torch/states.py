@@ -126,7 +126,7 @@ def restore(operator: OperatorBase, state: dict[str, Any]) -> None:
     """Takes a checked state."""
     parts, precision = operator._parts, operator._precision
     for model, saved in zip(parts.models, state["models"], strict=True):
-        model.load_state_dict(placed(saved, model.state_dict()))
+        model.load_state_dict(saved if parts.shards is None else placed(saved, model.state_dict()))
     for optimizer, saved in zip(parts.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(placed_optimizer(saved, optimizer))
     for scheduler, saved in zip(parts.schedulers, state.get("schedulers") or [], strict=True):

@@ -6,26 +6,28 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from raysgd import metrics, storage
+from raysgd import metrics
 from raysgd.callbacks.progress_bar import make_bar
 from raysgd.config import ElasticConfig, Limits, WorkerResources
 from raysgd.elastic import Recovery
 from raysgd.engine.crew import Member
 from raysgd.engine.engine import Engine, Job, Piece
-from raysgd.errors import CheckpointError, ConfigError
+from raysgd.errors import ConfigError
 from raysgd.protocols import Backend
 from raysgd.rendezvous import Alone, Seat
 from raysgd.torch import arguments, states
 from raysgd.torch.backend import TorchBackend
+from raysgd.torch.checkpoints import Checkpoints, SaveHandle
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.options import TrainingOptions
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import ReplicaSettings
-from raysgd.workers.blob import Blob
 from raysgd.workers.inline import InlineGroup
 
 __all__ = ["TorchTrainer"]
@@ -70,8 +72,9 @@ class TorchTrainer:
         use_local: bool = False,
         use_ray: bool | None = None,
         elastic: ElasticConfig | None = None,
-        **removed: Any,
+        **more: Any,
     ) -> None:
+        options, removed = TrainingOptions.taken_from(more, wrap_ddp=wrap_ddp)
         arguments.refuse_removed(removed)
         arguments.check_operator(training_operator_cls, TrainingOperator)
         self.max_replicas = num_workers = arguments.check_num_workers(num_workers)
@@ -102,7 +105,7 @@ class TorchTrainer:
         settings = ReplicaSettings(
             distributed=num_workers > 1,
             use_gpu=self.use_gpu,
-            wrap_ddp=wrap_ddp,
+            wrap_ddp=options.parallel == "ddp",
             add_dist_sampler=add_dist_sampler,
             scheduler_step_freq=scheduler_step_freq,
             use_tqdm=use_tqdm,
@@ -112,6 +115,10 @@ class TorchTrainer:
             threads=max(1, int(resources.cpus)) if remote else None,
             batch=elastic.batch,
             snapshot_every=elastic.snapshot_every,
+            options=options,
+        )
+        options.check_with(
+            num_workers=num_workers, use_gpu=self.use_gpu, precision=settings.precision, elastic=elastic
         )
         if use_local and num_workers > 1:
             warnings.warn(
@@ -121,7 +128,9 @@ class TorchTrainer:
             )
         self._bar = make_bar(use_tqdm)
         self._factory = TorchReplicaFactory(training_operator_cls, worker_config, settings)
-        meeting: Backend = _backend(process_group, limits) if num_workers > 1 else Alone()
+        rejoins = options.parallel != "fsdp"  # a shard that is lost is nowhere else: only a snapshot has it
+        elastic = elastic if rejoins else replace(elastic, grow=False)
+        meeting: Backend = _backend(process_group, limits, rejoins) if num_workers > 1 else Alone()
         group = _ray_group(meeting, resources) if remote else InlineGroup(meeting)
         self._engine = Engine(
             group,
@@ -133,6 +142,7 @@ class TorchTrainer:
             limits=limits,
             on_progress=self._on_progress,
         )
+        self._checkpoints = Checkpoints(self._engine)
         self._engine.start()
 
     # -- training -------------------------------------------------------------------------------------
@@ -178,6 +188,7 @@ class TorchTrainer:
         return self._shown("validate", job, reduce_results)
 
     def _shown(self, label: str, job: Job, reduce_results: bool) -> Any:
+        self._checkpoints.raise_failed()
         self._bar.open(label)
         result: dict[str, Any] | None = None
         try:
@@ -207,6 +218,7 @@ class TorchTrainer:
     def _apply(self, method: str, fn: Callable[..., Any]) -> list[Any]:
         if not callable(fn):
             raise ConfigError(f"fn must be a function, got {fn!r}")
+        self._checkpoints.raise_failed()
         pieces = self._engine.run(Job(method, {"function": self._engine.pack(fn)}, again="keep"))
         self._engine.state_changed_by_hand()
         return [outcome.value for outcome in pieces[-1].outcomes if hasattr(outcome, "value")]
@@ -235,40 +247,35 @@ class TorchTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a checkpoint holds, as one dictionary with tensors on the CPU."""
-        return states.parse(self._checkpoint(), trusted=True)
+        self._checkpoints.raise_failed()
+        return states.parse(self._checkpoints.content(), trusted=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Takes what `state_dict` gave, of any number of workers. Checked on every worker first: a state that does
         not fit raises, and changes nothing. (It always blocks; `blocking` is there for v1's sake.)"""
-        self._restore(states.dump(states.shaped(dict(state_dict))), trusted=True)
+        self._checkpoints.raise_failed()
+        self._checkpoints.restore(states.dump(states.shaped(dict(state_dict))), trusted=True)
 
-    def save(self, checkpoint: str | os.PathLike[str]) -> str:
-        """Writes a checkpoint file, whole or not at all; returns its path."""
-        return str(storage.write(checkpoint, self._checkpoint()))
+    def save(
+        self, checkpoint: str | os.PathLike[str], *, blocking: bool = True, sharded: bool = False
+    ) -> str | SaveHandle:
+        """Writes a checkpoint file, whole or not at all; returns its path. With `blocking=False` training can go on after
+        one copy in memory, and the answer is a handle. `sharded`: a directory that every worker writes its part of."""
+        self._checkpoints.raise_failed()
+        saved: str | SaveHandle = self._checkpoints.save(checkpoint, blocking=blocking, sharded=sharded)
+        return saved
 
     def load(self, checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> None:
-        """Takes a checkpoint file. Runs no code from it, unless it is `trusted` (for operator state of your own types)."""
-        data = storage.read(checkpoint)
-        try:
-            self._restore(data, trusted=trusted)
-        except CheckpointError as error:
-            raise CheckpointError(f"{checkpoint}: {error}") from error
+        """Takes a checkpoint, of any number of workers. Runs no code from it, unless it is `trusted` (for operator state
+        of your own types, and for what was saved `sharded`)."""
+        self._checkpoints.raise_failed()
+        self._checkpoints.load(checkpoint, trusted=trusted)
 
     def restore(self, *args: Any) -> None:
         raise DeprecationWarning("restore() is called load() for TorchTrainer")
 
-    def _checkpoint(self) -> Any:
-        ranks = self._engine.run(Job("random_state"))[-1].values
-        return self._engine.run(Job("checkpoint", {"ranks": ranks}))[-1].values[0].data
-
-    def _restore(self, data: Any, *, trusted: bool) -> None:
-        states.parse(data, trusted=trusted)  # what is damaged or foreign never reaches a worker
-        given = {"data": Blob(data), "trusted": trusted}
-        self._engine.run(Job("check", given))
-        self._engine.run(Job("restore", given))
-        self._engine.state_changed_by_hand(replaced=True)
-
     def _first(self, method: str, **given: Any) -> Any:
+        self._checkpoints.raise_failed()
         return self._engine.run(Job(method, given))[-1].values[0]
 
     # -- the group ------------------------------------------------------------------------------------
@@ -291,11 +298,20 @@ class TorchTrainer:
                 "a trainer made with num_workers=1 has no process group and cannot grow: make it with num_workers=2 or "
                 "more (ElasticConfig(min_workers=1) lets it shrink to one)"
             )
+        if self._factory.settings.options.parallel == "fsdp":
+            raise ConfigError(
+                "with parallel='fsdp' each worker holds a part of the model: save, and load into a trainer with "
+                f"num_workers={num_workers}"
+            )
         self._engine.resize(num_workers)
 
     def shutdown(self, force: bool = False) -> None:
-        """Ends the workers. A second call is fine; any other call afterwards is an error."""
+        """Ends the workers, after saves in the background. A second call is fine; any other call afterwards is an error."""
+        if not force:
+            self._checkpoints.finish()
         self._engine.stop(force=force)
+        if not force:
+            self._checkpoints.raise_failed()
 
     def __enter__(self) -> TorchTrainer:
         return self
@@ -350,11 +366,17 @@ def _needs_ray(use_ray: bool | None, num_workers: int, resources: WorkerResource
     return bool(use_ray)
 
 
-def _backend(name: str, limits: Limits) -> TorchBackend:
+def _backend(name: str, limits: Limits, in_place: bool) -> TorchBackend:
     from raysgd.workers.cluster import driver_address, ensure_cluster
 
     ensure_cluster()
-    return TorchBackend(name, host=driver_address(), join_s=limits.join_s, collective_s=limits.collective_s)
+    return TorchBackend(
+        name,
+        host=driver_address(),
+        join_s=limits.join_s,
+        collective_s=limits.collective_s,
+        in_place=in_place,
+    )
 
 
 def _ray_group(backend: Backend, resources: WorkerResources) -> Any:

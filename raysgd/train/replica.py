@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd.outcomes import Interrupted
@@ -69,17 +68,15 @@ class FunctionReplica:
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    def _run_function(self, task: Any, attempt: bytes, call: int = 0, snapshot_first: bool = False) -> Any:
+    def _run_function(self, task: Any, attempt: Attempt, checkpoint: Any, **engines: Any) -> Any:
         """The trainer's `run`. What the function returns is pickled here, where an error about it is the user's."""
-        function, config = pickle.loads(task.data)
-        told: Attempt = pickle.loads(attempt.data if hasattr(attempt, "data") else attempt)
-        if told.run != self._run_number:
-            self._run_number, self._points = told.run, 0
+        if attempt.run != self._run_number:
+            self._run_number, self._points = attempt.run, 0
             self._kept.forget()
         session = Session(
             self._seat,
             self._control,
-            told,
+            replace(attempt, checkpoint=None if checkpoint is None else bytes(checkpoint.data)),
             dumps=self._factory.dumps,
             encode=self._factory.encode,
             passed=self._passed,
@@ -88,16 +85,19 @@ class FunctionReplica:
         self._control.begun = self._points + 1
         try:
             with running(session):
-                self._stoppable = True
-                if self._control.interrupted:
-                    raise Stopped(asked=False)
-                value = function(config) if inspect.signature(function).parameters else function()
-                self._stoppable = False
+                return self._factory.dumps(self._call(*task))
         except Stopped as stop:
             return Interrupted(None, "the function was stopped", self.progress, asked=stop.asked)
+
+    def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """With the door open for `_on_wake`, which closes it behind itself: no second stop hits the clean-up."""
+        self._stoppable = True
+        try:
+            if self._control.interrupted:
+                raise Stopped(asked=False)
+            return function(*arguments)
         finally:
             self._stoppable = False
-        return self._factory.dumps(value)
 
     def _run_apply(self, function: Callable[[], Any], only: int | None = None) -> Any:
         """On every rank, or on one."""

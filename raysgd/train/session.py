@@ -67,6 +67,8 @@ class Session:
     ) -> None:
         self.seat, self.attempt, self.kept = seat, attempt, kept
         self.dumps = dumps
+        self.amp: Any = None  # what train.torch.accelerate decided
+        self.seed: int | None = None  # what train.torch.enable_reproducibility was given
         self._control, self._encode, self.passed = control, encode, passed
         self._payload = attempt.checkpoint
         self._reports = attempt.reports

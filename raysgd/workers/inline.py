@@ -61,7 +61,7 @@ class InlineGroup:
         self._launched = False
 
     def room(self) -> int:
-        return 0
+        return 0 if self._launched else 1
 
     def wanting(self, count: int) -> str:
         return "nothing: the worker is this process"

@@ -1,4 +1,4 @@
-"""Operators for the class face's tests on a cluster. Workers get them by value: this module is not installed there."""
+"""Operators for the tests on a cluster. Workers get them by value: this module is not installed there."""
 
 import random
 from collections.abc import Iterator
@@ -52,7 +52,9 @@ class Classes(TrainingOperator):
         )
         batch = config.get(BATCH_SIZE, 8)
         self.register_data(
-            train_loader=DataLoader(data(config.get("rows", 64)), batch_size=batch, shuffle=config.get("shuffle", False)),
+            train_loader=DataLoader(
+                data(config.get("rows", 64)), batch_size=batch, shuffle=config.get("shuffle", False)
+            ),
             validation_loader=DataLoader(data(101), batch_size=batch),
         )
         self.note = {"rank": self.world_rank}

@@ -56,12 +56,17 @@ def test_the_same_trainer_goes_back_and_takes_the_same_way(pair: TorchTrainer, s
     assert drawn == saved.drawn
     assert drawn[0] != drawn[1], "each rank has its own random state"
     rest = pair.train()
-    assert (rest["batch_count"], rest["num_samples"]) == (saved.rest["batch_count"], saved.rest["num_samples"])
+    assert (rest["batch_count"], rest["num_samples"]) == (
+        saved.rest["batch_count"],
+        saved.rest["num_samples"],
+    )
     assert rest["train_loss"] == pytest.approx(saved.rest["train_loss"], rel=1e-5)
     assert pair.train()["epoch"] == saved.epoch_after
     assert torch.allclose(weights(pair), saved.weights_after, rtol=1e-5)
     assert pair.apply_all_operators(lambda operator: operator.note) == [{"loaded": {"rank": 0}}] * 2
-    assert pair.apply_all_operators(lambda operator: float(operator.table.sum())) == [2e6, 2e6], "8 MB, to each rank"
+    assert pair.apply_all_operators(lambda operator: float(operator.table.sum())) == [2e6, 2e6], (
+        "8 MB, to each rank"
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 3])

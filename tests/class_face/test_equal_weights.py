@@ -1,4 +1,4 @@
-"""The same seed, the same data, the same global batch: the same weights, by hand, with one worker and with two."""
+"""The same seed, data and global batch give the same weights: by hand, with one worker and with two."""
 
 import pytest
 import torch

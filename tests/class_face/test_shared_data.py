@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from raysgd import ConfigError
 from raysgd.data import Dataset
 from raysgd.torch import TorchTrainer
 from tests.class_face.parts import Classes, Uneven, data
@@ -48,7 +49,9 @@ def give(trainer: TorchTrainer, count: int, **options: Any) -> list[float]:
     """Another train loader, from the next epoch on; returns its rows."""
 
     def exchange(operator: Any) -> None:
-        operator.register_data(train_loader=DataLoader(data(count), **options), validation_loader=DataLoader(data(101), 8))
+        operator.register_data(
+            train_loader=DataLoader(data(count), **options), validation_loader=DataLoader(data(101), 8)
+        )
         operator.rows.clear()
 
     trainer.apply_all_operators(exchange)
@@ -76,12 +79,18 @@ def test_fewer_rows_than_workers(trainer: TorchTrainer) -> None:
     rows = give(trainer, 1, batch_size=8)
     assert trainer.train()["num_samples"] == 1
     assert taken(trainer) == rows * 2
+    trainer.apply_all_operators(
+        lambda operator: operator.register_data(train_loader=[], validation_loader=DataLoader(data(1)))
+    )
+    assert trainer.validate()["num_samples"] == 1, "one rank has no share of it, and that is fine"
 
 
 def test_an_empty_loader(trainer: TorchTrainer) -> None:
     give(trainer, 0, batch_size=8)
-    assert trainer.train()["num_samples"] == 0
-    assert trainer.train(num_steps=3)["batch_count"] == 0
+    with pytest.raises(ConfigError, match="train_loader gave no batch"):
+        trainer.train()
+    with pytest.raises(ConfigError, match="train_loader gave no batch"):
+        trainer.train(num_steps=3)
     give(trainer, 64, batch_size=8)
     assert trainer.train()["num_samples"] == 64
 
@@ -136,4 +145,3 @@ def test_uneven_streams_end_the_epoch_together(trainer: TorchTrainer) -> None:
     second = trainer.train(num_steps=10)
     assert (second["batch_count"], second["epoch"]) == (10, first["epoch"] + 2)
     assert trainer.train()["batch_count"] == 6
-    assert trainer.validate()["num_samples"] == 0

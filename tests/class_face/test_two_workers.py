@@ -122,7 +122,9 @@ def test_the_model_is_of_the_users_own_class(trainer: TorchTrainer) -> None:
     assert type(model) is Net
     assert isinstance(model.layers, nn.Sequential)
     assert not any(name.startswith("module.") for name in model.state_dict())
-    ranks = trainer.apply_all_operators(lambda operator: operator.model.module.layers[0].weight.detach().clone())
+    ranks = trainer.apply_all_operators(
+        lambda operator: operator.model.module.layers[0].weight.detach().clone()
+    )
     assert torch.equal(ranks[0], ranks[1])
     assert torch.equal(ranks[0], model.layers[0].weight)
 
@@ -151,7 +153,9 @@ def test_an_error_on_one_rank_comes_at_once_with_all_that_is_known(trainer: Torc
     result = trainer.train()
     assert result["batch_count"] == 3, "the batch that failed and the rest"
     assert not torch.equal(weights(trainer), before)
-    ranks = trainer.apply_all_operators(lambda operator: operator.model.module.layers[0].weight.detach().clone())
+    ranks = trainer.apply_all_operators(
+        lambda operator: operator.model.module.layers[0].weight.detach().clone()
+    )
     assert torch.equal(ranks[0], ranks[1])
 
 
@@ -159,8 +163,6 @@ def fail_on_one(operator: Any) -> int:
     if operator.world_rank == 1:
         raise OwnError("applied", code=7)
     return 0
-
-
 
 
 def test_an_error_in_an_applied_function_leaves_the_trainer_usable(trainer: TorchTrainer) -> None:
@@ -180,7 +182,7 @@ def test_what_cannot_travel_is_named(trainer: TorchTrainer) -> None:
 
 def test_an_answer_that_cannot_travel_is_named(trainer: TorchTrainer) -> None:
     started = time.monotonic()
-    with pytest.raises(TypeError, match="the answer cannot be sent to the driver.*lock.*return plain values"):
+    with pytest.raises(TypeError, match=r"the answer cannot be sent.*lock.*return plain values"):
         trainer.apply_all_workers(lambda: threading.Lock())
     assert time.monotonic() - started < 5
     assert trainer.apply_all_workers(lambda: 1) == [1, 1]

@@ -1,4 +1,4 @@
-"""An operator class works on every worker wherever it was written: in a script, beside it, or in a notebook's cell."""
+"""An operator class works on every worker, be it from a script, from a file beside it, or from a notebook."""
 
 import os
 import subprocess
@@ -23,7 +23,8 @@ class Small(TrainingOperator):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.model, self.optimizer, self.criterion = self.register(
             models=model, optimizers=optimizer, criterion=nn.MSELoss())
-        self.register_data(train_loader=DataLoader(TensorDataset(torch.ones(10, 2), torch.ones(10, 1)), batch_size=2))
+        data = TensorDataset(torch.ones(10, 2), torch.ones(10, 1))
+        self.register_data(train_loader=DataLoader(data, batch_size=2))
 """
 TRAINING = """
 with TorchTrainer(training_operator_cls=Small, num_workers=2, use_gpu=False) as trainer:

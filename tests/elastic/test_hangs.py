@@ -72,9 +72,9 @@ class StuckLoader(LedgerOperator):
         self.register_data(train_loader=loader)
 
 
-def test_a_stuck_data_loader_on_one_rank(ray_cluster: None, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("tests.faults.LedgerOperator", StuckLoader)
-    ground = Ground(tmp_path / "stuck", num_workers=2, elastic=ElasticConfig(hang_timeout_s=LIMIT_S, grow=False))
+def test_a_stuck_data_loader_on_one_rank(ray_cluster: None, tmp_path: Path) -> None:
+    elastic = ElasticConfig(hang_timeout_s=LIMIT_S, grow=False)
+    ground = Ground(tmp_path / "stuck", operator=StuckLoader, num_workers=2, elastic=elastic)
     try:
         ground.trainer.train()
         ground.assert_epoch_exact()
@@ -99,9 +99,9 @@ class Deadlocked(LedgerOperator):
         return super().train_batch(batch, batch_info)
 
 
-def test_a_deadlock_with_nobody_to_blame_goes_on(ray_cluster: None, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("tests.faults.LedgerOperator", Deadlocked)
-    ground = Ground(tmp_path / "dead", num_workers=2, elastic=ElasticConfig(hang_timeout_s=LIMIT_S, grow=False))
+def test_a_deadlock_with_nobody_to_blame_goes_on(ray_cluster: None, tmp_path: Path) -> None:
+    elastic = ElasticConfig(hang_timeout_s=LIMIT_S, grow=False)
+    ground = Ground(tmp_path / "dead", operator=Deadlocked, num_workers=2, elastic=elastic)
     try:
         ground.trainer.train()
         ground.assert_epoch_exact()

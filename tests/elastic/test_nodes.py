@@ -28,7 +28,7 @@ ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
 cluster.wait_for_nodes()
 
 def later(seconds, action):
-    """On a thread that stays: Ray ends a node's processes with the thread that started them."""
+    # On a thread that stays: Ray ends the processes of a node with the thread that started them.
     done = threading.Event()
     def run():
         time.sleep(seconds)

@@ -6,12 +6,14 @@ import torch
 lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install 'raysgd[lightning]'")
 
 from raysgd import TorchTrainer, TrainingOperator  # noqa: E402
+from raysgd.torch.options import TrainingOptions  # noqa: E402
+from raysgd.torch.settings import ReplicaSettings  # noqa: E402
 from tests.lightning import modules  # noqa: E402
 
 EPOCHS = 3
 
 
-def by_lightning(module):
+def by_lightning(module, **options):
     trainer = lightning.Trainer(
         max_epochs=EPOCHS,
         accelerator="cpu",
@@ -20,6 +22,7 @@ def by_lightning(module):
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        **options,
     )
     trainer.fit(module)
     return trainer
@@ -48,6 +51,19 @@ def test_equal_weights(name):
     if validated:
         assert validated["val_loss"] == pytest.approx(reference.callback_metrics["val_loss"].item())
         assert validated["num_samples"] == modules.VAL_ROWS
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_equal_weights_with_clipping(algorithm):
+    theirs = modules.Net()
+    by_lightning(theirs, gradient_clip_val=0.03, gradient_clip_algorithm=algorithm)
+
+    options = TrainingOptions(**{f"clip_{algorithm}": 0.03})
+    operator = TrainingOperator.from_ptl(modules.Net)(settings=ReplicaSettings(options=options))
+    for epoch in range(EPOCHS):
+        operator.train_epoch(operator.module.train_dataloader(), epoch_idx=epoch)
+    ours = operator.module.state_dict()
+    assert all(torch.equal(value, ours[key]) for key, value in theirs.state_dict().items())
 
 
 def test_the_model_is_free_of_raysgd():

@@ -9,7 +9,9 @@ lightning = pytest.importorskip("lightning", reason="needs Lightning: pip instal
 
 from raysgd import TorchTrainer, TrainingOperator  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
-from tests.lightning.modules import Net, Plateau, rows  # noqa: E402
+from raysgd.torch.options import TrainingOptions  # noqa: E402
+from raysgd.torch.settings import ReplicaSettings  # noqa: E402
+from tests.lightning.modules import Adversaries, Net, Plateau, rows  # noqa: E402
 
 
 def trainer_of(module_cls):
@@ -92,3 +94,17 @@ def test_validation_needs_its_step():
     module_cls = type("Half", (Net,), {"validation_step": lightning.LightningModule.validation_step})
     with trainer_of(module_cls) as trainer, pytest.raises(ConfigError, match="validation_step in Half"):
         trainer.validate()
+
+
+@pytest.mark.parametrize(
+    ("module_cls", "options", "message"),
+    [
+        (Net, {"accumulate": 2}, "accumulate=2 is not supported with from_ptl"),
+        (Net, {"parallel": "fsdp"}, "parallel='fsdp' is not supported"),
+        (Net, {"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm and clip_value together"),
+        (Adversaries, {"clip_norm": 1.0}, "clip_norm is not supported with automatic_optimization = False"),
+    ],
+)
+def test_refused_keywords(module_cls, options, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainingOperator.from_ptl(module_cls)(settings=ReplicaSettings(options=TrainingOptions(**options)))

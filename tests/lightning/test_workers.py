@@ -79,7 +79,7 @@ def test_a_lost_worker_changes_neither_weights_nor_hooks(ray_cluster: None, tmp_
             trainer.validate()
             if epoch == 1:
                 assert trainer.recoveries[0].lost_ranks == (1,)
-                trainer.resize(2)  # the replacement may have joined before: at the earliest, between two calls
+                trainer.resize(2)  # it may have joined before: between two calls
         calls = trainer.apply_all_operators(lambda operator: operator.module.calls)
         assert_all_equal(trainer, alone("Spread", {"folder": str(tmp_path)}))
     survivor = [(what, epoch) for epoch in range(EPOCHS) for what in ("start", "end")]

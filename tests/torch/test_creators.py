@@ -80,7 +80,9 @@ def test_a_scheduler_without_a_loss_is_a_scheduler() -> None:
 
 @pytest.mark.parametrize(("loss", "expected"), [(nn.MSELoss, 1.0), (scaled_loss, 3.0)])
 def test_a_loss_class_is_made_and_a_loss_function_gets_the_config(loss: Any, expected: float) -> None:
-    with inline(TrainingOperator.from_creators(model, optimizer, loader, loss), config={"scale": 3.0}) as trainer:
+    with inline(
+        TrainingOperator.from_creators(model, optimizer, loader, loss), config={"scale": 3.0}
+    ) as trainer:
         zero, one = torch.zeros(1, 1), torch.ones(1, 1)
         assert float(operator_of(trainer).criterion(zero, one)) == expected
 
@@ -111,7 +113,9 @@ def test_another_number_of_loaders_is_refused(count: int) -> None:
         inline(made)
 
 
-@pytest.mark.parametrize("name", ["model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator"])
+@pytest.mark.parametrize(
+    "name", ["model_creator", "optimizer_creator", "data_creator", "loss_creator", "scheduler_creator"]
+)
 def test_creators_must_be_functions(name: str) -> None:
     given: dict[str, Any] = {"model_creator": model, "optimizer_creator": optimizer, name: 3}
     with pytest.raises(ConfigError, match=f"{name} must be a function"):

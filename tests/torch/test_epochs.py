@@ -74,20 +74,29 @@ def test_any_iterable_is_a_loader(loader: Any) -> None:
         assert seen(trainer) == [0, 1, 2, 0, 1, 2, 0]
 
 
-@pytest.mark.parametrize("loader", [lambda: [], lambda: DataLoader(Numbers(0)), lambda: iter([torch.tensor([1])])])
-def test_a_loader_that_gives_nothing_does_not_loop_for_ever(loader: Any) -> None:
+@pytest.mark.parametrize("steps", [None, 5])
+@pytest.mark.parametrize("loader", [lambda: [], lambda: DataLoader(Numbers(0))])
+def test_a_loader_that_gives_nothing_says_so(loader: Any, steps: int | None) -> None:
     with inline(Recording, config={"loader": loader}) as trainer:
+        with pytest.raises(ConfigError, match=r"train_loader gave no batch at all.*drop_last"):
+            trainer.train(num_steps=steps)
+        with pytest.raises(ConfigError, match="validation_loader gave no batch"):
+            trainer.validate(num_steps=steps)
+
+
+def test_a_used_up_generator_says_so_in_its_second_epoch() -> None:
+    with inline(Recording, config={"loader": lambda: iter([torch.tensor([1])])}) as trainer:
         trainer.train()
-        result = trainer.train(num_steps=5)
-        assert (result["batch_count"], result["num_samples"]) == (0, 0)
-        assert trainer.validate(num_steps=5)["batch_count"] == 0
-        assert trainer.validate()["num_samples"] == 0
+        with pytest.raises(ConfigError, match="an earlier epoch used up"):
+            trainer.train(num_steps=5)
 
 
 def test_a_loader_that_is_exchanged_is_taken_up() -> None:
     with inline(Recording) as trainer:
         trainer.train()
-        trainer.apply_all_operators(lambda operator: operator.register_data(train_loader=DataLoader(Numbers(3))))
+        trainer.apply_all_operators(
+            lambda operator: operator.register_data(train_loader=DataLoader(Numbers(3)))
+        )
         seen(trainer)
         assert trainer.train()["num_samples"] == 3
         assert seen(trainer) == [0, 1, 2]
@@ -178,7 +187,9 @@ def test_a_data_set_passed_to_one_call_is_a_stream_of_its_own() -> None:
 
 
 def test_a_transform_is_applied() -> None:
-    dataset = Dataset(pairs(2), batch_size=2, max_concurrency=1, transform=lambda pair: (pair[0] + 5, pair[1]))
+    dataset = Dataset(
+        pairs(2), batch_size=2, max_concurrency=1, transform=lambda pair: (pair[0] + 5, pair[1])
+    )
     with inline(Sums) as trainer:
         assert trainer.train(dataset=dataset, num_steps=1)["first"] == 5
 
@@ -196,9 +207,9 @@ def test_an_error_in_such_a_call_does_not_confuse_the_next() -> None:
         assert seen(trainer) == [*range(4, 12)]
 
 
-def test_an_empty_data_set_ends() -> None:
-    with inline() as trainer:
-        assert trainer.train(dataset=Dataset([], batch_size=2), num_steps=3)["batch_count"] == 0
+def test_an_empty_data_set_says_so() -> None:
+    with inline() as trainer, pytest.raises(ConfigError, match="gave no batch"):
+        trainer.train(dataset=Dataset([], batch_size=2), num_steps=3)
 
 
 @pytest.mark.parametrize("method", ["train", "validate"])
@@ -207,5 +218,8 @@ def test_without_data_it_says_what_to_register(method: str) -> None:
         def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
             return {}
 
-    with inline(NoData) as trainer, pytest.raises(ConfigError, match=r"self\.register_data\(.*_loader=\.\.\.\).*NoData"):
+    with (
+        inline(NoData) as trainer,
+        pytest.raises(ConfigError, match=r"self\.register_data\(.*_loader=\.\.\.\).*NoData"),
+    ):
         getattr(trainer, method)()

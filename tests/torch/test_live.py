@@ -1,4 +1,4 @@
-"""What can only be iterated: IterableDatasets, shared through worker info or a hook of their own, and plain iterables."""
+"""What can only be iterated: IterableDatasets, shared through worker info or a hook, and plain iterables."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -35,7 +35,7 @@ def whole(source: PlannedSource, seat: Seat, offset: int = 0) -> list[Drawn]:
 
 
 def played(make: Loaders, world: int, *, pad: bool = True, epoch: int = 0) -> list[list[Drawn]]:
-    """An epoch of every rank. All copies draw the same random order, as rank 0's order would be everybody's."""
+    """An epoch of every rank. All copies draw the same order, as rank 0's would be everybody's."""
     ranks = []
     for rank in range(world):
         torch.manual_seed(7)
@@ -179,7 +179,9 @@ def test_without_batches_each_rank_gets_items() -> None:
 def test_a_distributed_sampler_of_the_users_is_asked_as_if_it_were_alone() -> None:
     def make() -> DataLoader[Any]:
         data = Numbers(10)
-        return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=1, seed=3))
+        return DataLoader(
+            data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=1, seed=3)
+        )
 
     seen = {}
     for epoch in (0, 1):
@@ -195,7 +197,7 @@ def test_a_sampler_without_a_length_says_what_to_do() -> None:
             return iter(int, 1)
 
     source = PlannedSource(DataLoader(Numbers(4), sampler=Endless()), pad=True)
-    with pytest.raises(ConfigError, match="Endless has no length.*__len__.*IterableDataset"):
+    with pytest.raises(ConfigError, match=r"Endless has no length.*__len__.*IterableDataset"):
         source.begin(0, Seat(), shared=False)
 
 
@@ -244,8 +246,8 @@ def test_every_option_of_the_loader_survives() -> None:
     )  # fmt: skip
     twin = PlannedSource(given, pad=True)._twin
     assert type(twin) is Own
-    for name in ("prefetch_factor", "persistent_workers", "worker_init_fn", "multiprocessing_context", "timeout",
-                 "num_workers", "collate_fn", "pin_memory", "dataset", "batch_size"):  # fmt: skip
+    kept = "prefetch_factor persistent_workers worker_init_fn multiprocessing_context timeout num_workers"
+    for name in f"{kept} collate_fn pin_memory dataset batch_size".split():
         assert getattr(twin, name) == getattr(given, name), name
     assert isinstance(given.sampler, SequentialSampler), "the user's own loader is left as it was"
 
@@ -258,7 +260,7 @@ class WhichWorker(Numbers):
 
 
 def test_persistent_loader_processes_follow_a_new_plan() -> None:
-    """Three epochs, of which the second is dealt anew in its middle: processes stay, and nobody sees a stale plan."""
+    """Three epochs, the second dealt anew in its middle: processes stay, and none sees a stale plan."""
     loader = DataLoader(
         WhichWorker(16), batch_size=2, num_workers=2, persistent_workers=True, shuffle=True, timeout=30
     )
@@ -274,7 +276,11 @@ def test_persistent_loader_processes_follow_a_new_plan() -> None:
     order = [int(index) for index in source.order]
     later = whole(source, Seat(world_rank=1, world_size=2, generation=1), taken[-1].offset)
     assert list(flat([each.batch[:, 0].tolist() for each in taken])) == order[:6]
-    assert list(flat([each.batch[:, 0].tolist() for each in later])) == [*order[8:10], *order[12:14], order[15]]
+    assert list(flat([each.batch[:, 0].tolist() for each in later])) == [
+        *order[8:10],
+        *order[12:14],
+        order[15],
+    ]
 
     source.begin(2, alone, shared=False)
     assert sorted(flat([each.batch[:, 0].tolist() for each in whole(source, alone)])) == list(range(16))

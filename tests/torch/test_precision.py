@@ -11,7 +11,12 @@ from raysgd import ConfigError
 from raysgd.torch.precision import Fp16, make_precision
 from tests.torch.small import Line, inline, operator_of, weights
 
-FORMATS: list[dict[str, Any]] = [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "fp16"}, {"use_fp16": True}]
+FORMATS: list[dict[str, Any]] = [
+    {"precision": "fp32"},
+    {"precision": "bf16"},
+    {"precision": "fp16"},
+    {"use_fp16": True},
+]
 
 
 class Watching(Line):
@@ -37,12 +42,22 @@ def test_it_learns(arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "use_fp16", "native", "apex"),
-    [({}, False, False, False), ({"use_fp16": True}, True, True, False), ({"precision": "fp16"}, True, True, False)],
+    [
+        ({}, False, False, False),
+        ({"use_fp16": True}, True, True, False),
+        ({"precision": "fp16"}, True, True, False),
+    ],
 )
-def test_what_the_operator_is_told(arguments: dict[str, Any], use_fp16: Any, native: bool, apex: bool) -> None:
+def test_what_the_operator_is_told(
+    arguments: dict[str, Any], use_fp16: Any, native: bool, apex: bool
+) -> None:
     with inline(**arguments) as trainer:
         operator = operator_of(trainer)
-        assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == (use_fp16, native, apex)
+        assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == (
+            use_fp16,
+            native,
+            apex,
+        )
         assert (operator._amp_scaler is not None) == native
 
 
@@ -61,7 +76,7 @@ def test_what_is_no_precision(arguments: dict[str, Any], says: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("apex") is not None, reason="an apex is installed")
 def test_apex_says_where_it_could_come_from() -> None:
-    with pytest.raises(ImportError, match="needs NVIDIA Apex.*use 'fp16'"):
+    with pytest.raises(ImportError, match=r"needs NVIDIA Apex.*use 'fp16'"):
         inline(use_fp16="apex")
 
 

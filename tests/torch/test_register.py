@@ -96,7 +96,8 @@ def test_optimizers_that_can_be_iterated_are_single() -> None:
 
 
 @pytest.mark.parametrize(
-    ("criterion", "scheduler", "length"), [(False, False, 2), (True, False, 3), (False, True, 3), (True, True, 4)]
+    ("criterion", "scheduler", "length"),
+    [(False, False, 2), (True, False, 3), (False, True, 3), (True, True, 4)],
 )
 def test_what_is_absent_is_left_out(criterion: bool, scheduler: bool, length: int) -> None:
     one = model()
@@ -148,7 +149,7 @@ def test_v1s_names_say_what_is_missing() -> None:
         with pytest.raises(RuntimeError, match=r"did Bare.setup call self.register\?"):
             getattr(operator, f"_get_{name}")()
     for name in ("train_loader", "validation_loader"):
-        with pytest.raises(RuntimeError, match="self.register_data"):
+        with pytest.raises(RuntimeError, match=r"self\.register_data"):
             getattr(operator, f"_get_{name}")()
 
 
@@ -169,5 +170,7 @@ def test_an_operator_without_setup_says_so() -> None:
 
 
 def test_setup_without_register_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"Bare.setup did not call self.register\(models=..., optimizers=...\)"):
+    with pytest.raises(
+        ConfigError, match=r"Bare.setup did not call self.register\(models=..., optimizers=...\)"
+    ):
         inline(Bare)

@@ -74,7 +74,15 @@ def test_state_dict_goes_the_same_way_without_a_file() -> None:
     with inline(Noisy, **ARGUMENTS) as first, inline(Noisy, **ARGUMENTS) as second:
         first.train()
         state = first.state_dict()
-        assert {"models", "optimizers", "schedulers", "operator", "epoch", "global_step", "rng"} <= state.keys()
+        assert {
+            "models",
+            "optimizers",
+            "schedulers",
+            "operator",
+            "epoch",
+            "global_step",
+            "rng",
+        } <= state.keys()
         assert state["epoch"] == 1
         assert not any(key.startswith("module.") for key in state["models"][0])
         second.load_state_dict(state)
@@ -112,7 +120,9 @@ class Other(Line):
     def setup(self, config: dict[str, Any]) -> None:
         model = config["model"]()
         optimizers = [config.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)]
-        self.register(models=model, optimizers=optimizers * config.get("optimizers", 1), criterion=nn.MSELoss())
+        self.register(
+            models=model, optimizers=optimizers * config.get("optimizers", 1), criterion=nn.MSELoss()
+        )
         self.register_data(**self.loaders(config))
 
 
@@ -136,11 +146,23 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "bare model": (lambda: saved(nn.Linear(2, 1).state_dict()), "not a checkpoint of raysgd: it holds"),
     "a list": (lambda: saved([1, 2]), "it holds list"),
     "models of nothing": (lambda: saved({"models": [3], "optimizers": [{}]}), "not a checkpoint of raysgd"),
-    "optimizers of nothing": (lambda: saved({"models": [{}], "optimizers": [3]}), "not a checkpoint of raysgd"),
+    "optimizers of nothing": (
+        lambda: saved({"models": [{}], "optimizers": [3]}),
+        "not a checkpoint of raysgd",
+    ),
     "other format": (lambda: saved({"models": [], "format": "x"}), "format is 'x'"),
-    "from the future": (lambda: saved({"models": [], "format": "raysgd-torch", "version": 99}), "newer raysgd"),
-    "another shape": (lambda: of(model=lambda: nn.Linear(3, 1), rows=0), "weight has shape (1, 2) here and (1, 3)"),
-    "other layers": (lambda: of(model=lambda: nn.Sequential(nn.Linear(2, 1))), "missing there ['bias', 'weight']"),
+    "from the future": (
+        lambda: saved({"models": [], "format": "raysgd-torch", "version": 99}),
+        "newer raysgd",
+    ),
+    "another shape": (
+        lambda: of(model=lambda: nn.Linear(3, 1), rows=0),
+        "weight has shape (1, 2) here and (1, 3)",
+    ),
+    "other layers": (
+        lambda: of(model=lambda: nn.Sequential(nn.Linear(2, 1))),
+        "missing there ['bias', 'weight']",
+    ),
     "more optimizers": (lambda: of(optimizers=2), "has 2 optimizers, and this operator registers 1"),
     "another optimizer": (lambda: of(optimizer=torch.optim.Adam), "optimizer 0"),
 }

@@ -1,0 +1,147 @@
+"""A trainer's way to files and back, on the driver: checked before anything changes, complete or absent, in the
+background where that is asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from raysgd import storage
+from raysgd.engine.engine import Engine, Job
+from raysgd.errors import CheckpointError, ConfigError
+from raysgd.torch import states
+from raysgd.torch.streams import LocalSink, Receiver
+from raysgd.workers.blob import Blob
+from raysgd.workers.inline import InlineGroup
+
+__all__ = ["Checkpoints", "SaveHandle"]
+
+SHUTDOWN_S = 600.0
+
+
+class SaveHandle:
+    """A save that goes on while training does. Its failure shows here, and in the trainer's next call."""
+
+    def __init__(self, path: str | os.PathLike[str], future: Future[str]) -> None:
+        self.path = str(path)
+        self._future = future
+        self._seen = False
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> str:
+        """Waits for the file to be complete; its path, or the error that kept it from being."""
+        self._seen = self._seen or self._future.exception(timeout) is not None
+        return self._future.result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits; the error, or None when all went well."""
+        error = self._future.exception(timeout)
+        self._seen = self._seen or error is not None
+        return error
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "failed" if self._future.exception() else "done"
+        return f"SaveHandle({self.path!r}, {state})"
+
+
+class Checkpoints:
+    """Owns the saves that are still running. Everything else is in the workers, or in files."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._running: list[SaveHandle] = []
+
+    def save(self, path: str | os.PathLike[str], *, blocking: bool, sharded: bool) -> Any:
+        if sharded:
+            if not blocking:
+                raise ConfigError("sharded=True writes from every worker at once and blocks: leave blocking=False out")
+            return self._save_shards(Path(path))
+        way = self._way(path, again=blocking)
+        try:
+            self._engine.run(Job("save", {"sink": way.sink, "ranks": self._random_states(), "blocking": blocking}))
+        except BaseException:
+            way.close()
+            raise
+        if blocking:
+            return way.done.result()
+        handle = SaveHandle(path, way.done)
+        self._running.append(handle)
+        return handle
+
+    def content(self) -> Any:
+        """The whole checkpoint as bytes."""
+        return self._engine.run(Job("checkpoint", {"ranks": self._random_states()}))[-1].values[0].data
+
+    def load(self, path: str | os.PathLike[str], *, trusted: bool) -> None:
+        try:
+            if Path(path).is_dir():
+                self._load_shards(Path(path), trusted=trusted)
+            else:
+                self.restore(storage.read(path), trusted=trusted)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    def restore(self, data: Any, *, trusted: bool) -> None:
+        states.parse(data, trusted=trusted)  # what is damaged or foreign never reaches a worker
+        self._take({"data": Blob(data), "trusted": trusted})
+
+    def raise_failed(self) -> None:
+        """The error of a background save that failed and that nobody has looked at."""
+        failed = [handle for handle in self._running if handle.done() and handle._future.exception() and not handle._seen]
+        self._running = [handle for handle in self._running if not handle.done()]
+        for handle in failed:
+            error = handle.exception()
+            raise CheckpointError(f"the save to {handle.path} in the background failed: {error}") from error
+
+    def finish(self) -> None:
+        """Waits for what still runs, as the workers are about to end."""
+        for handle in self._running:
+            handle._future.exception(SHUTDOWN_S)
+
+    # -- in parts -------------------------------------------------------------------------------------
+
+    def _save_shards(self, target: Path) -> str:
+        draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
+        draft.mkdir(parents=True)
+        try:
+            self._engine.run(Job("save_shards", {"folder": str(draft), "ranks": self._random_states()}))
+            if target.exists():
+                old = draft.with_suffix(".old")
+                os.replace(target, old)
+                os.replace(draft, target)
+                shutil.rmtree(old)
+            else:
+                os.replace(draft, target)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        return str(target)
+
+    def _load_shards(self, folder: Path, *, trusted: bool) -> None:
+        if not trusted:
+            raise CheckpointError(
+                "this is a directory, as save(sharded=True) writes it: torch keeps a pickled index in it, and reading that "
+                "can run code. If you made it yourself, pass trusted=True"
+            )
+        self._take({"folder": str(folder.absolute())}, kind="_shards")
+
+    def _take(self, given: dict[str, Any], kind: str = "") -> None:
+        self._engine.run(Job(f"check{kind}", given))
+        self._engine.state_changed_by_hand(replaced=True)  # first: workers may send a snapshot of what they take
+        self._engine.run(Job(f"restore{kind}", given))
+
+    def _random_states(self) -> list[Any]:
+        return self._engine.run(Job("random_state"))[-1].values
+
+    def _way(self, path: str | os.PathLike[str], *, again: bool) -> LocalSink | Receiver:
+        if isinstance(self._engine.group, InlineGroup):
+            return LocalSink(path)
+        from raysgd.workers.cluster import driver_address
+
+        return Receiver(path, driver_address(), again=again)

@@ -1,0 +1,102 @@
+"""Functions on elastic workers: `Trainer(backend="torch", num_workers=2).run(train_func)`.
+
+Inside the function: `train.report`, `train.save_checkpoint`, `train.world_rank`, ..., `train.torch.prepare_model`.
+Importing this loads neither torch, tensorflow, horovod nor ray; each comes with the first name that needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from raysgd.train.backends import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
+from raysgd.train.callbacks import TrainingCallback
+from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.elastic import elastic
+from raysgd.train.errors import (
+    InactiveWorkerGroupError,
+    OutsideRunError,
+    ReportMismatchError,
+    SGDBackendError,
+    TrainBackendError,
+    TrainingWorkerError,
+)
+from raysgd.train.functions import (
+    get_checkpoint,
+    get_context,
+    get_dataset_shard,
+    load_checkpoint,
+    local_rank,
+    report,
+    save_checkpoint,
+    world_rank,
+    world_size,
+)
+from raysgd.train.strategy import CheckpointStrategy
+
+if TYPE_CHECKING:
+    from raysgd.train import tensorflow, torch
+    from raysgd.train.executor import BackendExecutor
+    from raysgd.train.iterator import SGDIterator, TrainingIterator
+    from raysgd.train.trainer import Trainer
+    from raysgd.train.worker_group import WorkerGroup
+
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "BackendExecutor",
+    "Checkpoint",
+    "CheckpointStrategy",
+    "HorovodConfig",
+    "InactiveWorkerGroupError",
+    "OutsideRunError",
+    "ReportMismatchError",
+    "SGDBackendError",
+    "SGDIterator",
+    "TensorflowConfig",
+    "TorchConfig",
+    "TrainBackendError",
+    "Trainer",
+    "TrainingCallback",
+    "TrainingIterator",
+    "TrainingWorkerError",
+    "WorkerGroup",
+    "elastic",
+    "get_checkpoint",
+    "get_context",
+    "get_dataset_shard",
+    "load_checkpoint",
+    "local_rank",
+    "report",
+    "save_checkpoint",
+    "tensorflow",
+    "torch",
+    "world_rank",
+    "world_size",
+]
+
+_LAZY = {
+    "BackendExecutor": "raysgd.train.executor",
+    "SGDIterator": "raysgd.train.iterator",
+    "Trainer": "raysgd.train.trainer",
+    "TrainingIterator": "raysgd.train.iterator",
+    "WorkerGroup": "raysgd.train.worker_group",
+}
+_MODULES = ("tensorflow", "torch")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    if name in _MODULES:
+        try:
+            return import_module(f"raysgd.train.{name}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != name:
+                raise
+            raise ImportError(f"raysgd.train.{name} needs {name}: pip install 'raysgd[{name}]'") from error
+    raise AttributeError(f"module 'raysgd.train' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

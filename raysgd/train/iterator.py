@@ -1,0 +1,59 @@
+"""A run that the user walks through, one round of reports at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from raysgd.train.executor import BackendExecutor
+
+__all__ = ["SGDIterator", "TrainingIterator"]
+
+logger = logging.getLogger("raysgd")
+
+
+class TrainingIterator:
+    """Yields what all ranks reported in each round: a list of dicts. The function runs on, whether or not one looks."""
+
+    def __init__(self, executor: BackendExecutor) -> None:
+        self._executor = executor
+        self._finished = False
+        self._results: list[Any] | None = None
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        return self
+
+    def __next__(self) -> list[dict[str, Any]]:
+        if self._finished:
+            raise StopIteration
+        try:
+            rows = self._executor.fetch_next_result()
+            if rows is not None:
+                return rows
+            self._results = self._executor.finish_training()
+        except KeyboardInterrupt as interrupt:
+            self._finished = True
+            self._executor.cancel(interrupt)
+            raise
+        except BaseException:
+            self._finished = True
+            raise
+        self._finished = True
+        raise StopIteration
+
+    def is_finished(self) -> bool:
+        """Have all rounds been fetched, and has the function ended?"""
+        return self._finished
+
+    def get_final_results(self, force: bool = False) -> list[Any] | None:
+        """What each rank returned. Before the end None, unless `force`: then it waits, and drops what is still reported."""
+        if not self._finished and force:
+            for _ in self:
+                pass
+        if not self._finished:
+            logger.info("the function still runs: iterate to its end, or call get_final_results(force=True)")
+        return self._results
+
+
+SGDIterator = TrainingIterator

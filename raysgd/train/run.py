@@ -1,0 +1,152 @@
+"""One run of a training function, as the driver sees it: attempts, rounds of reports, checkpoints. Knows no workers."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raysgd.errors import ConfigError
+from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.keeper import CheckpointKeeper
+from raysgd.train.rounds import Report, Round, Rounds, checkpoint_of
+from raysgd.train.session import Attempt
+
+__all__ = ["Run", "RunOptions", "payload_of", "task_of"]
+
+DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a run is given beside its function. `shards(world_size)` makes each rank's data sets, for every attempt anew."""
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    trial: Mapping[str, Any] = field(default_factory=dict)
+    shards: Callable[[int], Sequence[Mapping[str, Any]]] | None = None
+
+
+class Run:
+    """Owns the rounds of the running attempt and the queue of complete ones. What goes wrong in here is told to `fail`,
+    since reports are taken in while the engine is at work."""
+
+    def __init__(
+        self,
+        number: int,
+        keeper: CheckpointKeeper,
+        *,
+        fail: Callable[[BaseException], None],
+        decode: Callable[[dict[str, Any]], dict[str, Any]],
+        options: RunOptions | None = None,
+    ) -> None:
+        self.number, self.keeper = number, keeper
+        self._fail, self._decode = fail, decode
+        self._options = options or RunOptions()
+        self._attempt = 0
+        self._reports = 0
+        self._rounds = Rounds(0)
+        self._complete: queue.SimpleQueue[Rows | None] = queue.SimpleQueue()
+        self.values: list[Any] = []
+        self.error: BaseException | None = None
+
+    # -- the engine's thread --------------------------------------------------------------------------
+
+    def begin_attempt(self, world_size: int) -> Attempt:
+        """The function is about to be fanned out. What ranks of the last attempt had reported and others had not
+        counts too: a report that was taken is never forgotten."""
+        for leftover in self._rounds.leftovers():
+            self._close(leftover)
+        self._attempt += 1
+        self._rounds = Rounds(world_size)
+        shards = self._options.shards(world_size) if self._options.shards is not None else ()
+        return Attempt(
+            run=self.number,
+            number=self._attempt,
+            reports=self._reports,
+            metadata=dict(self._options.metadata),
+            trial=dict(self._options.trial),
+            shards=tuple(shards),
+            detailed=bool(int(os.environ.get(DETAILED, "0") or "0")),
+        )
+
+    def take(self, message: dict[str, Any], body: Any) -> None:
+        """One rank's report has come. Those of an attempt that is over are late, and nobody was promised them."""
+        if (message.get("run"), message.get("attempt")) != (self.number, self._attempt):
+            return
+        try:
+            split = int(message["metrics"])
+            metrics = self._decode(pickle.loads(body[:split]))
+            payload = bytes(body[split:]) if message["checkpoint"] else None
+            complete = self._rounds.add(Report(int(message["rank"]), message["kind"], metrics, payload))
+            if complete is not None:
+                self._close(complete)
+        except Exception as error:
+            self._fail(error)
+
+    def end(self, values: list[Any]) -> None:
+        """The function returned on every rank."""
+        self._rounds.check_all_said()
+        self.values = values
+
+    def closed(self, error: BaseException | None = None) -> None:
+        """There will be no more rounds."""
+        try:
+            for leftover in self._rounds.leftovers():
+                self._close(leftover)
+        except Exception as late:
+            error = error or late
+        self.error = error
+        self._complete.put(None)
+
+    def _close(self, round_: Round) -> None:
+        payload = checkpoint_of(round_)
+        if payload is not None:
+            self.keeper.take(payload, round_[0].metrics)
+        if round_[0].kind == "report":
+            self._reports += 1
+            self._complete.put([report.metrics for report in round_])
+
+    # -- the user's thread ----------------------------------------------------------------------------
+
+    def next_rows(self, timeout: float) -> Rows | None:
+        """The next complete round; None when there are no more. Raises queue.Empty when none came in time."""
+        rows = self._complete.get(timeout=timeout)
+        if rows is None:
+            self._complete.put(None)
+        return rows
+
+
+def task_of(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A training function with the arguments it is called with: none, or the config."""
+    if not callable(function):
+        raise ConfigError(f"the training function must be a function of no or one argument, got {function!r}")
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(f"config must be a dict, got {config!r}")
+    count = len(inspect.signature(function).parameters)
+    if count > 1:
+        raise ConfigError(
+            f"the training function must take no argument or one (the config), and this one takes {count}: put the others "
+            "into the config, or bind them with functools.partial"
+        )
+    return function, (dict(config or {}),) * count
+
+
+def payload_of(checkpoint: Any, dumps: Callable[[Any], bytes]) -> bytes | None:
+    """What a run is started with, as bytes: a dict, a Checkpoint, or the path of a stored one."""
+    if checkpoint is None:
+        return None
+    if isinstance(checkpoint, Mapping):
+        checkpoint = Checkpoint.from_dict(checkpoint)
+    elif isinstance(checkpoint, (str, Path)):
+        if not Path(checkpoint).exists():
+            raise ConfigError(f"there is no checkpoint at {Path(checkpoint).absolute()}")
+        checkpoint = Checkpoint(checkpoint)
+    if not isinstance(checkpoint, Checkpoint):
+        raise ConfigError(f"checkpoint must be a dict, the path of a stored one or a Checkpoint, got {checkpoint!r}")
+    return checkpoint.to_bytes(dumps=dumps)

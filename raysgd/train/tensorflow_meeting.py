@@ -1,0 +1,70 @@
+"""How ranks of a TensorFlow function meet: each is told everybody's address in TF_CONFIG; the function makes the strategy."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from raysgd.rendezvous import Seat
+from raysgd.tf.meeting import MeetingFailed, MeetingPoint, meet, own_port
+
+__all__ = ["TensorflowMeeting"]
+
+UNAVAILABLE = 14
+# The words of TensorFlow's collective runtime when a peer has gone.
+WORDS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
+
+
+class TensorflowMeeting:
+    """On the driver: owns the meeting point of the generation that stands. A process can enter TensorFlow's collectives
+    only once, so after a loss the function runs again in fresh processes."""
+
+    in_place = False
+
+    def __init__(self, *, host: str, join_s: float) -> None:
+        self._host, self._join_s = host, join_s
+        self._point: MeetingPoint | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_point": None}
+
+    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
+        if self._point is not None:
+            self._point.close()
+            self._point = None
+        if not seats:
+            return []
+        self._point = point = MeetingPoint(len(seats))
+        return [{"host": self._host, "port": point.port, "token": point.token} for _ in seats]
+
+    def join(self, seat: Seat, settings: dict[str, Any]) -> None:
+        if seat.solo:
+            return
+        with own_port() as port:
+            addresses = meet(**settings, rank=seat.world_rank, own=port, limit_s=self._join_s)
+        task = {"type": "worker", "index": seat.world_rank}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
+
+    def leave(self) -> None:
+        """There is no way out but the end of the process."""
+
+    def abort(self) -> None:
+        context = sys.modules.get("tensorflow.python.eager.context")
+        if context is not None and context.context()._initialized:
+            context.context().abort_collective_ops(UNAVAILABLE, "a peer left this generation")
+
+    def is_interruption(self, error: BaseException) -> bool:
+        """By the names of TensorFlow's types and the runtime's own words; also as the cause of another error."""
+        seen: BaseException | None = error
+        for _ in range(10):
+            if seen is None:
+                return False
+            if isinstance(seen, MeetingFailed):
+                return True
+            if type(seen).__module__.startswith("tensorflow") and any(word in str(seen) for word in WORDS):
+                return True
+            seen = seen.__cause__ or seen.__context__
+        return False

@@ -1,0 +1,70 @@
+"""How ranks of a torch function meet: as the class face's do, and with what ported scripts look for in the environment."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysgd.rendezvous import Seat
+from raysgd.torch.backend import TorchBackend
+
+__all__ = ["TorchMeeting", "share_devices", "to_cpu"]
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class TorchMeeting(TorchBackend):
+    """`env`: also fill in MASTER_ADDR, RANK and the others. Workers of one node see all of their GPUs, as scripts that say
+    `cuda:{local_rank}` expect."""
+
+    def __init__(self, name: str, *, env: bool = True, use_gpu: bool = False, **limits: Any) -> None:
+        super().__init__(name, **limits)
+        self._env, self._use_gpu = env, use_gpu
+
+    def join(self, seat: Seat, settings: dict[str, Any]) -> None:
+        if self._env and not seat.solo:
+            os.environ.update(environment(seat, settings))
+        if self._use_gpu and not seat.solo and not torch.cuda.is_initialized():
+            store = dist.PrefixStore(f"devices-{seat.generation}", self._client(settings))
+            torch.cuda.set_device(share_devices(store, seat))
+        super().join(seat, settings)
+
+
+def environment(seat: Seat, settings: dict[str, Any]) -> dict[str, str]:
+    """What torch's own launcher would set."""
+    return {
+        "MASTER_ADDR": str(settings["host"]),
+        "MASTER_PORT": str(settings["port"]),
+        "RANK": str(seat.world_rank),
+        "WORLD_SIZE": str(seat.world_size),
+        "LOCAL_RANK": str(seat.local_rank),
+        "LOCAL_WORLD_SIZE": str(seat.local_world_size),
+        "NODE_RANK": str(seat.node_rank),
+    }
+
+
+def share_devices(store: Any, seat: Seat) -> int:
+    """Makes the GPUs of all ranks on this node visible, in the order of ranks; the index of this rank's own first one.
+
+    Only before CUDA is used in this process: later the variable means nothing.
+    """
+    own = os.environ.get(VISIBLE, "")
+    store.set(f"{seat.node_rank}/{seat.local_rank}", own)
+    everybody = [store.get(f"{seat.node_rank}/{rank}").decode() for rank in range(seat.local_world_size)]
+    union = list(dict.fromkeys(gpu for ids in everybody for gpu in ids.split(",") if gpu))
+    os.environ[VISIBLE] = ",".join(union)
+    return union.index(own.split(",")[0]) if own else 0
+
+
+def to_cpu(value: Any) -> Any:
+    """Tensors of a GPU as tensors of the CPU: the driver may have no GPU to read them on."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu() if value.is_cuda else value
+    if isinstance(value, dict):
+        return {key: to_cpu(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(to_cpu(each) for each in value)
+    return value

@@ -1,0 +1,252 @@
+"""The function face: runs functions of the user's on workers that may come and go."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from raysgd.config import ElasticConfig, WorkerResources
+from raysgd.elastic import Recovery
+from raysgd.errors import ConfigError
+from raysgd.train.backends import parse_backend
+from raysgd.train.callbacks import Callbacks
+from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
+from raysgd.train.executor import BackendExecutor
+from raysgd.train.iterator import TrainingIterator
+from raysgd.train.run import RunOptions
+from raysgd.train.strategy import CheckpointStrategy
+from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
+
+__all__ = ["Trainer"]
+
+RESULTS = "ray_results"
+
+
+class Trainer:
+    """Runs training functions on `num_workers` processes.
+
+        def train_func(config):
+            for epoch in range(config["epochs"]):
+                train.report(epoch=epoch)
+            return train.world_rank()
+
+        with Trainer(backend="torch", num_workers=2) as trainer:
+            print(trainer.run(train_func, config={"epochs": 3}))
+
+    What `run()` does:
+
+        every worker runs the function
+        every rank has reported     -> callbacks hear it; its checkpoint is stored
+        a worker is lost            -> the function runs again from the newest checkpoint, in the workers that are left
+        machines become free        -> new workers join when a checkpoint has been saved
+        return what each rank returned
+
+    `max_retries` bounds the losses that one run survives (-1: no bound).
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        num_workers: int = 1,
+        use_gpu: bool = False,
+        resources_per_worker: Mapping[str, float] | None = None,
+        logdir: str | Path | None = None,
+        max_retries: int = 3,
+        *,
+        elastic: ElasticConfig | None = None,
+    ) -> None:
+        config = parse_backend(backend)
+        if not isinstance(use_gpu, bool):
+            raise ConfigError(f"use_gpu must be True or False, got {use_gpu!r}")
+        if elastic is not None and not isinstance(elastic, ElasticConfig):
+            raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
+        wanted = WorkerResources.parse(1, use_gpu, resources_per_worker, gpu_asked=use_gpu)
+        self._make = lambda: BackendExecutor(
+            config,
+            num_workers,
+            wanted.cpus,
+            wanted.gpus,
+            wanted.custom,
+            max_retries,
+            elastic=elastic,
+        )
+        self._executor = self._make()
+        self.logdir = _make_logdir(logdir)
+        self._earlier = _newest_run(self.logdir)
+        self._runs = 0
+
+    # -- life -----------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        initialization_hook: Callable[[], Any] | None = None,
+        train_cls: type | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Starts the workers. The hook runs once in each; of `train_cls`, each makes an object with the other arguments,
+        for `execute`."""
+        if initialization_hook is not None and not callable(initialization_hook):
+            raise ConfigError(f"initialization_hook must be a function without arguments, got {initialization_hook!r}")
+        self._executor.start(initialization_hook, train_cls, args, kwargs)
+
+    def shutdown(self) -> None:
+        """Ends the workers and frees what they held. What was run can still be asked for (checkpoints, directories)."""
+        self._executor.shutdown()
+
+    def __enter__(self) -> Trainer:
+        if not self._executor.is_started:
+            self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # -- runs -----------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        train_func: Callable[..., Any],
+        config: Mapping[str, Any] | None = None,
+        callbacks: Iterable[Any] | None = None,
+        checkpoint: Any = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+    ) -> list[Any]:
+        """Runs the function to its end; what each rank returned, in rank order.
+
+        `checkpoint` (a dict, or the path of a stored one) is what `load_checkpoint()` gives at first.
+        """
+        told = Callbacks(callbacks)
+        rounds = self.run_iterator(train_func, config, checkpoint, checkpoint_strategy)
+        failed = True
+        try:
+            told.start_training(str(self.latest_run_dir))
+            for rows in rounds:
+                told.handle_result(rows)
+            failed = False
+        finally:
+            if failed and not rounds.is_finished():
+                self._executor.cancel(KeyboardInterrupt())
+            told.finish_training(error=failed)
+        results = rounds.get_final_results()
+        assert results is not None
+        return results
+
+    def run_iterator(
+        self,
+        train_func: Callable[..., Any],
+        config: Mapping[str, Any] | None = None,
+        checkpoint: Any = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+    ) -> TrainingIterator:
+        """Runs the function, and yields what all ranks report, round by round."""
+        self._check_started()
+        run_dir = self._run_dir(self._runs + 1)
+        self._executor.start_training(
+            train_func,
+            run_dir,
+            checkpoint,
+            checkpoint_strategy,
+            config=config,
+            options=RunOptions(trial={"trial_dir": run_dir}),
+        )
+        self._runs += 1
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return TrainingIterator(self._executor)
+
+    def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`; the answers in rank order."""
+        self._check_started()
+        return self._executor.worker_group.execute_object(func, args, kwargs)
+
+    def execute_single(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The same on rank 0 only."""
+        self._check_started()
+        return self._executor.worker_group.execute_object(func, args, kwargs, only=0)[0]
+
+    def to_worker_group(self, train_cls: type, *args: Any, **kwargs: Any) -> TrainWorkerGroup:
+        """Workers that hold an object of `train_cls` each, with the backend set up, for you to drive by Ray calls. They
+        are yours: shut the group down when you are done."""
+        if self._executor.is_started:
+            raise TrainBackendError("to_worker_group() starts workers of its own: make a new Trainer for it, and do not start it")
+        executor = self._make()
+        executor.start(None, train_cls, args, kwargs)
+        return executor.lend()
+
+    def _check_started(self) -> None:
+        if not self._executor.is_started:
+            raise InactiveWorkerGroupError("this trainer is not active: call start() before run(), and not after shutdown()")
+
+    # -- what there is --------------------------------------------------------------------------------
+
+    @property
+    def worker_group(self) -> WorkerGroup:
+        """The workers, for plain functions: `trainer.worker_group.execute(fn)`."""
+        return self._executor.worker_group
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        """Every change of the workers so far: losses, growth, preemptions."""
+        return self._executor.recoveries
+
+    @property
+    def latest_run_dir(self) -> Path | None:
+        """Of the newest run; None before the first."""
+        return self._run_dir(self._runs) if self._runs else None
+
+    def _run_dir(self, number: int) -> Path:
+        return self.logdir / f"run_{self._earlier + number:03d}"
+
+    @property
+    def latest_checkpoint(self) -> dict[str, Any] | None:
+        """The newest checkpoint of the newest run, also when it was never written to disk."""
+        return self._executor.latest_checkpoint
+
+    def get_latest_checkpoint(self) -> dict[str, Any] | None:
+        """`latest_checkpoint`, as a call."""
+        return self.latest_checkpoint
+
+    @property
+    def latest_checkpoint_dir(self) -> Path | None:
+        """Where the newest run's checkpoints are."""
+        return self._executor.latest_checkpoint_dir
+
+    @property
+    def latest_checkpoint_path(self) -> Path | None:
+        """The newest checkpoint on disk."""
+        return self._executor.latest_checkpoint_path
+
+    @property
+    def best_checkpoint_path(self) -> Path | None:
+        """The best checkpoint on disk by the run's strategy; by default the newest."""
+        return self._executor.best_checkpoint_path
+
+
+def _make_logdir(logdir: str | Path | None) -> Path:
+    """A relative path lies in the default results directory. Without one, a name of its own, of the time."""
+    home = Path.home() / RESULTS
+    if logdir is not None:
+        path = home / Path(logdir).expanduser()
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    name = f"sgd_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    for number in itertools.count(1):
+        path = home / (name if number == 1 else f"{name}_{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        break
+    return path
+
+
+def _newest_run(logdir: Path) -> int:
+    """Runs that lie in this directory already keep their names."""
+    numbers = [path.name.removeprefix("run_") for path in logdir.glob("run_*")]
+    return max((int(number) for number in numbers if number.isdigit()), default=0)

@@ -1,0 +1,227 @@
+"""N worker processes that run functions: `execute(fn, ...)` on all, `execute_single(rank, fn, ...)` on one."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from raysgd.config import ElasticConfig, Limits, WorkerResources
+from raysgd.engine.engine import Engine, Job
+from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.rendezvous import Alone
+from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
+from raysgd.train.replica import FunctionReplicaFactory
+from raysgd.workers.packing import dumps
+from raysgd.workers.ray_group import RayGroup
+
+__all__ = ["RemoteObject", "TrainWorkerGroup", "WorkerGroup", "limits_for"]
+
+PATIENCE_S = 5.0
+
+
+def limits_for(*, join_s: float = 60.0, collective_s: float = 1800.0, hang_s: float = 1800.0) -> Limits:
+    """Every wait's limit, for functions: nobody knows when a function's batch is done, so a hang is told late."""
+    start_s = float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100))
+    return Limits(start_s=start_s, setup_s=hang_s, join_s=join_s, collective_s=collective_s, hang_s=hang_s)
+
+
+def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> WorkerResources:
+    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
+        raise ConfigError(f"num_workers must be a whole number of at least 1, got {num_workers!r}")
+    wanted = {**dict(additional or {}), "GPU": gpus}
+    return WorkerResources.parse(cpus, bool(gpus), wanted)
+
+
+class WorkerGroup:
+    """A group of its own (`WorkerGroup(num_workers=2)`, then `start()`), or the workers of a trainer, in a backend's hooks.
+
+        group = WorkerGroup(num_workers=2)
+        group.start()
+        group.execute(os.getpid)
+        group.shutdown()
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 1,
+        num_cpus_per_worker: float = 1,
+        num_gpus_per_worker: float = 0,
+        additional_resources_per_worker: Mapping[str, float] | None = None,
+        actor_cls: type | None = None,
+        actor_cls_args: Sequence[Any] = (),
+        actor_cls_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._resources = check_resources(
+            num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
+        )
+        self._count = num_workers
+        make = None if actor_cls is None else functools.partial(actor_cls, *actor_cls_args, **(actor_cls_kwargs or {}))
+        self._factory = FunctionReplicaFactory(dumps=dumps, make=make)
+        self._has_object = actor_cls is not None
+        self._engine: Engine | None = None
+        self._guard: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of(cls, engine: Engine, *, has_object: bool = False, guard: Callable[[], None]) -> WorkerGroup:
+        """The workers of an engine that stands already. `guard` raises when they are busy with something else."""
+        group = cls()
+        group._engine, group._has_object, group._guard = engine, has_object, guard
+        return group
+
+    def start(self) -> None:
+        if self._engine is not None:
+            raise InactiveWorkerGroupError("this worker group was started already; shut it down first")
+        meeting = Alone()
+        engine = Engine(
+            RayGroup(meeting, self._resources),
+            meeting,
+            self._factory,
+            target=self._count,
+            elastic=ElasticConfig(grow=False),
+            limits=limits_for(),
+        )
+        engine.start()
+        self._engine = engine
+
+    def shutdown(self, patience_s: float = PATIENCE_S) -> None:
+        """Ends the workers: after they have closed what they host, or at once with patience_s=0."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.stop(force=patience_s <= 0)
+
+    def __len__(self) -> int:
+        if self._engine is None:
+            return 0
+        return self._engine.world_size
+
+    @property
+    def _active(self) -> Engine:
+        if self._engine is None:
+            raise InactiveWorkerGroupError("this worker group is not active: call start() first, or make a new one")
+        self._guard()
+        return self._engine
+
+    # -- calls ----------------------------------------------------------------------------------------
+
+    def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls `func(*args, **kwargs)` on every worker; the answers in rank order."""
+        return self._call(func, args, kwargs, None)
+
+    def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls it on one worker."""
+        self._check_index(worker_index)
+        return self._call(func, args, kwargs, worker_index)[worker_index]
+
+    def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Ray references to the answers, for ray.get; a worker that dies is Ray's error there."""
+        return [self.execute_single_async(rank, func, *args, **kwargs) for rank in range(len(self))]
+
+    def execute_single_async(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._check_index(worker_index)
+        engine = self._active
+        request = {"method": "apply", "arguments": {"function": engine.pack(functools.partial(func, *args, **kwargs))}}
+        return engine.refer(worker_index, "run", request)
+
+    def execute_object(self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None = None) -> list[Any]:
+        """Calls `func(obj, *args, **kwargs)` with the object that each worker made of the class it was given."""
+        if not self._has_object:
+            raise ConfigError(
+                "execute() calls a function on an object in each worker, and there is none: name its class in "
+                "start(train_cls=...). To call a plain function on the workers, use run() or worker_group.execute()"
+            )
+        return self._call(_on_object(func, args, kwargs), (), {}, only, method="apply_object")
+
+    def _call(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None, method: str = "apply"
+    ) -> list[Any]:
+        if not callable(func):
+            raise ConfigError(f"the first argument must be a function, got {func!r}")
+        engine = self._active
+        whole = functools.partial(func, *args, **kwargs) if args or kwargs else func
+        job = Job(method, {"function": engine.pack(whole), "only": only}, again="keep", max_losses=0)
+        try:
+            return [outcome.value for outcome in engine.run(job)[-1].outcomes if hasattr(outcome, "value")]
+        except TrainingFailedError as error:
+            raise TrainingWorkerError(str(error)) from error
+
+    def _check_index(self, index: Any) -> None:
+        if not isinstance(index, int) or not 0 <= index < len(self):
+            raise ConfigError(f"worker_index must be a rank from 0 to {len(self) - 1}, got {index!r}")
+
+    # -- members --------------------------------------------------------------------------------------
+
+    def add_workers(self, num_workers: int) -> None:
+        """Starts more; they get the next ranks."""
+        self._active.resize(len(self) + num_workers)
+
+    def remove_workers(self, worker_indexes: Sequence[int]) -> None:
+        """Ends these; the others move up."""
+        ranks = sorted(set(worker_indexes))
+        for rank in ranks:
+            self._check_index(rank)
+        if len(ranks) == len(self):
+            raise ConfigError("remove_workers would leave nobody: use shutdown()")
+        self._active.remove(ranks)
+
+
+def _on_object(func: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[Any], Any]:
+    def call(instance: Any) -> Any:
+        return func(instance, *args, **kwargs)
+
+    return call
+
+
+class RemoteObject:
+    """One worker's object of the user's: `worker.method.remote(...)` gives a Ray reference."""
+
+    def __init__(self, engine: Engine, rank: int) -> None:
+        self._engine, self._rank = engine, rank
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return RemoteMethod(self._engine, self._rank, name)
+
+
+class RemoteMethod:
+    """A method of such an object."""
+
+    def __init__(self, engine: Engine, rank: int, name: str) -> None:
+        self._engine, self._rank, self._name = engine, rank, name
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        given = {"name": self._name, "positional": self._engine.pack(args), "named": self._engine.pack(kwargs)}
+        return self._engine.refer(self._rank, "run", {"method": "method", "arguments": given})
+
+
+class TrainWorkerGroup:
+    """The objects of a class of the user's, one in each worker, with the backend set up. Indexed and iterated by rank."""
+
+    def __init__(self, engine: Engine, shutdown: Callable[[], None]) -> None:
+        self._engine: Engine | None = engine
+        self._shutdown = shutdown
+        self._size = engine.world_size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, rank: int) -> RemoteObject:
+        if not -self._size <= rank < self._size:
+            raise IndexError(f"there are {self._size} workers, there is no worker {rank}")
+        if self._engine is None:
+            raise InactiveWorkerGroupError("this worker group was shut down")
+        return RemoteObject(self._engine, rank % self._size)
+
+    def __iter__(self) -> Iterator[RemoteObject]:
+        return (self[rank] for rank in range(self._size))
+
+    def shutdown(self, patience_s: float = PATIENCE_S) -> None:
+        """Ends the workers: in order, or at once with patience_s=0."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        if patience_s <= 0:
+            engine.stop(force=True)
+        self._shutdown()

@@ -1,0 +1,183 @@
+"""Losses under every kind of loop and data: a loop of the user's own, live iterators, cut networks, deaths that repeat."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from raysgd import ElasticConfig, TrainingFailedError
+from raysgd.torch.backend import TorchBackend
+from tests.faults import Fault, Ground, LedgerOperator, Numbered
+
+pytestmark = pytest.mark.elastic
+
+QUIET = ElasticConfig(grow=False, hang_timeout_s=60)
+
+
+@pytest.fixture
+def make(ray_cluster: None, tmp_path: Path) -> Iterator[Any]:
+    made: list[Ground] = []
+
+    def ground(**arguments: Any) -> Ground:
+        made.append(Ground(tmp_path / "marks", **{"num_workers": 3, "elastic": QUIET, **arguments}))
+        return made[-1]
+
+    yield ground
+    for each in made:
+        each.trainer.shutdown()
+
+
+class OwnLoop(LedgerOperator):
+    """v1's documented signature, a loop of its own, and an `except` that must not swallow our stop signs."""
+
+    def train_epoch(self, iterator: Any, info: Any) -> dict[str, Any]:
+        losses = []
+        for batch in iterator:
+            losses.append(self.train_batch(batch, {})["train_loss"])
+            self.global_step += 1
+        return {"mean_loss": torch.stack(losses).mean().item() if losses else 0.0}
+
+
+def test_a_train_epoch_of_ones_own(make: Any) -> None:
+    ground = make(operator=OwnLoop)
+    ground.arm(Fault(1, 6), Fault(0, 11, where="after"))
+    result = ground.trainer.train()
+    assert ground.fired() == 2
+    ground.assert_epoch_exact()
+    assert result["epoch"] == 1 and result["mean_loss"] > 0
+
+
+def test_growth_under_a_train_epoch_of_ones_own(make: Any) -> None:
+    ground = make(operator=OwnLoop, elastic=ElasticConfig(), config={"samples": 1200, "pace": 0.02}, num_workers=2)
+    ground.arm(Fault(1, 6))
+    for _ in range(8):
+        ground.trainer.train()
+        ground.assert_epoch_exact()
+        if ground.trainer.world_size == 2:
+            break
+    assert [recovery.reason for recovery in ground.trainer.recoveries] == ["worker death", "growth"]
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Shares itself out by worker info, as such data sets do."""
+
+    def __init__(self, size: int) -> None:
+        self.samples = Numbered(size)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        start, step = (info.id, info.num_workers) if info is not None else (0, 1)
+        for index in range(start, len(self.samples), step):
+            yield self.samples[index]
+
+
+class Streaming(LedgerOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.register_data(train_loader=DataLoader(Stream(240), batch_size=4))
+
+
+def test_live_iterators_go_on_where_they_stand(make: Any) -> None:
+    ground = make(operator=Streaming)
+    ground.arm(Fault(1, 6))
+    ground.trainer.train()
+    seen = ground.trained()
+    assert max(seen.values()) == 1
+    survivors = {index for index in range(240) if index % 3 != 1}
+    assert survivors <= set(seen), "the survivors' own shares are trained on whole, each sample once"
+    assert len(set(seen) - survivors) == 5 * 4, "and of the lost rank's share, what it had done"
+
+
+class Buckets(BatchSampler):
+    """A batch sampler of the user's own; its batches stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__(RandomSampler(range(100), generator=torch.Generator().manual_seed(5)), 3, False)
+
+
+class Bucketed(LedgerOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.register_data(train_loader=DataLoader(Numbered(100), batch_sampler=Buckets()))
+
+
+def test_batch_samplers_keep_every_sample(make: Any) -> None:
+    ground = make(operator=Bucketed, config={"samples": 100})
+    for rank in (1, 0):
+        ground.arm(Fault(rank, 4))
+        ground.trainer.train()
+        ground.assert_epoch_exact()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 13])
+def test_tails_smaller_than_the_group(make: Any, size: int) -> None:
+    ground = make(config={"samples": size, "batch_size": 2})
+    ground.arm(Fault(2, 1))
+    result = ground.trainer.train()
+    assert set(ground.trained()) == set(range(size))
+    assert result["num_samples"] == size
+
+
+def test_drop_last_drops_less_than_one_step(make: Any) -> None:
+    ground = make(config={"samples": 101, "loader": {"drop_last": True}})
+    ground.arm(Fault(1, 4))
+    ground.trainer.train()
+    seen = ground.trained()
+    assert max(seen.values()) == 1 and 101 - len(seen) < 2 * 4
+
+
+def test_a_cut_network_is_joined_again(make: Any) -> None:
+    ground = make()
+    ground.arm(Fault(1, 6, "cut", "backward"))
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+    cut = ground.trainer.recoveries[0]
+    assert (cut.reason, cut.lost_ranks, cut.world_size_after, cut.in_place) == ("network", (), 3, True)
+
+
+def die_when_joining_again(marks: str) -> Any:
+    """An initialization hook: the second time this process meets the others, it dies before it has met them. Once."""
+
+    def hook() -> None:
+        join, meetings = TorchBackend.join, []
+
+        def dying(self: Any, seat: Any, settings: Any) -> None:
+            meetings.append(seat)
+            if len(meetings) == 2 and seat.world_rank == 1:
+                Fault(1, 0, "kill", "rendezvous").fire(marks)
+            join(self, seat, settings)
+
+        TorchBackend.join = dying  # type: ignore[method-assign]
+
+    return hook
+
+
+def test_a_death_during_the_rendezvous(make: Any, tmp_path: Path) -> None:
+    ground = make(num_workers=4, initialization_hook=die_when_joining_again(str(tmp_path / "marks")))
+    ground.arm(Fault(3, 6))
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+    loss = ground.trainer.recoveries[0]
+    assert (loss.lost_ranks, loss.world_size_after, loss.in_place) == ((1, 3), 2, True)
+
+
+class Poisoned(LedgerOperator):
+    """One sample kills whoever trains on it, every time: a crash in native code."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if 17 in batch[0].tolist() and self.global_step > 8:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_crash_that_repeats_names_its_batch(make: Any) -> None:
+    ground = make(operator=Poisoned, elastic=ElasticConfig(hang_timeout_s=60, grow=False))
+    with pytest.raises(TrainingFailedError, match="max_retries=2") as caught:
+        ground.trainer.train(max_retries=2)
+    places = [line for line in str(caught.value).splitlines() if "worker death in epoch 1, batch 1" in line]
+    assert len(places) == 3, "the same sample each time; its batch moves a little as fewer ranks share the epoch"

@@ -1,0 +1,168 @@
+"""Several batches, one step: the same weights as one batch that holds them all, in every number format, whatever is lost."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import ConfigError
+from raysgd.torch.gradients import samples_in
+from tests.torch.small import Line, inline, operator_of, weights
+
+
+class Deep(Line):
+    """Enough of a model for clipping to matter; its data do not divide evenly."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        )
+        x = torch.randn(config.get("rows", 22), 3)
+        data = TensorDataset(x, 5 * x.sum(1, keepdim=True))
+        self.register_data(train_loader=self.loader(data, config["batch"]))
+        self.steps = 0
+        self.optimizer.register_step_post_hook(lambda *_: setattr(self, "steps", self.steps + 1))
+
+    def loader(self, data: Any, batch: int) -> Any:
+        return DataLoader(data, batch_size=batch)
+
+
+class Streaming(Deep):
+    """Batches of a plain iterable, whose end nobody knows in advance."""
+
+    def loader(self, data: Any, batch: int) -> Any:
+        return list(DataLoader(data, batch_size=batch))
+
+
+def trained(kind: type[Deep] = Deep, *, calls: Any = (None, None), **arguments: Any) -> tuple[torch.Tensor, Any]:
+    with inline(kind, **arguments) as trainer:
+        scaler = operator_of(trainer)._amp_scaler
+        if scaler is not None:
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+        results = [trainer.train(num_steps=steps) for steps in calls]
+        return weights(trainer), (results[-1], operator_of(trainer).steps)
+
+
+@pytest.mark.parametrize("kind", [Deep, Streaming])
+@pytest.mark.parametrize("more", [{}, {"clip_norm": 0.5}, {"clip_value": 0.1}, {"clip_norm": 1.0, "clip_value": 0.2}], ids=str)
+@pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-6), ("fp16", 3e-3), ("bf16", 3e-2)])
+def test_four_batches_are_one_batch_four_times_as_large(
+    kind: type[Deep], more: dict[str, Any], precision: str, close: float
+) -> None:
+    small, (result, steps) = trained(kind, config={"batch": 2}, accumulate=4, precision=precision, **more)
+    large, (expected, _) = trained(kind, config={"batch": 8}, precision=precision, **more)
+    plain, _ = trained(kind, config={"batch": 8}, precision=precision)
+    assert torch.allclose(small, large, atol=close), (small - large).abs().max()
+    assert steps == 6  # 22 rows: two whole windows and a short one, in each of two epochs
+    assert (result["batch_count"], result["num_samples"]) == (11, 22)
+    assert result["train_loss"] == pytest.approx(expected["train_loss"], rel=10 * close)
+    assert not more or not torch.allclose(plain, large, atol=close)
+
+
+def test_clipping_under_fp16_against_a_loop_by_hand() -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
+    x = torch.randn(22, 3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for _ in range(2):
+        for rows, target in zip(x.split(2), (5 * x.sum(1, keepdim=True)).split(2), strict=True):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = nn.functional.mse_loss(model(rows), target)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+    ours, _ = trained(config={"batch": 2}, precision="fp16", clip_norm=0.5)
+    assert torch.equal(ours, nn.utils.parameters_to_vector(model.parameters()).detach())
+
+
+def test_a_call_that_ends_in_a_window_closes_it() -> None:
+    ours, (result, steps) = trained(config={"batch": 2}, accumulate=4, calls=[6, 5])
+    assert steps == 2 + 2 and result["batch_count"] == 5
+    by_hand, _ = trained(config={"batch": 2}, accumulate=11, calls=[4, 2, 4, 1])
+    assert torch.allclose(ours, by_hand, atol=1e-6)
+
+
+class Own(Deep):
+    """A loop of the user's own, with the helpers."""
+
+    def train_epoch(self, iterator: Any, info: Any) -> dict[str, Any]:
+        for x, y in iterator:
+            self.zero_grad()
+            with self.autocast():
+                loss = self.criterion(self.model(x), y)
+            self.backward(loss)
+            self.step()
+        return {}
+
+
+def test_a_loop_of_the_users_own_with_the_helpers() -> None:
+    ours, (_, steps) = trained(Own, config={"batch": 2}, accumulate=4)
+    assert steps == 6
+    assert torch.allclose(ours, trained(config={"batch": 8})[0], atol=1e-6)
+
+
+class StepsItself(Deep):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.optimizer.zero_grad()
+        self.criterion(self.model(batch[0]), batch[1]).backward()
+        self.optimizer.step()
+        return {}
+
+
+class Clears(Deep):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.optimizer.zero_grad()
+        self.backward(self.criterion(self.model(batch[0]), batch[1]))
+        self.step()
+        return {}
+
+
+@pytest.mark.parametrize(("kind", "says"), [(StepsItself, "steps its optimizer itself"), (Clears, "self.zero_grad()")])
+def test_operators_that_do_not_know_of_windows_are_told(kind: type[Deep], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        trained(kind, config={"batch": 2}, accumulate=4)
+    trained(kind, config={"batch": 2})
+
+
+class FailsOnce(Deep):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if batch_info["global_step"] == 6 and not hasattr(self, "failed"):
+            self.failed = True
+            raise ZeroDivisionError("in the middle of a window")
+        return super().train_batch(batch, batch_info)
+
+
+@pytest.mark.parametrize("base", [Deep, Streaming])
+def test_an_error_in_a_window_redoes_the_whole_window(base: type[Deep]) -> None:
+    kind = type("Fails", (FailsOnce, base), {})
+    with inline(kind, config={"batch": 2}, accumulate=4) as trainer:
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        assert operator_of(trainer).steps == 1
+        trainer.train()
+        trainer.train()
+        assert operator_of(trainer).steps == 6
+        assert torch.allclose(weights(trainer), trained(base, config={"batch": 8})[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        (torch.zeros(3, 2), 3),
+        ({"a": "text", "x": torch.zeros(5)}, 5),
+        (("ids", [torch.zeros(4)]), 4),
+        (torch.tensor(1.0), 1),
+        (object(), 1),
+    ],
+)
+def test_how_many_samples_a_batch_has(batch: Any, count: int) -> None:
+    assert samples_in(batch) == count

@@ -1,0 +1,128 @@
+"""Models in shards (FSDP2), over gloo: train, validate, save whole and in parts, load on another number of workers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import CheckpointError, ConfigError, ElasticConfig, TorchTrainer
+from raysgd.torch import TrainingOperator
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Layers(TrainingOperator):
+    """Sizes that do not divide by the number of workers, a frozen weight, a buffer, and Adam's state to travel."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(config.get("seed", 5))
+        body = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh())
+        model = nn.Sequential(body, nn.BatchNorm1d(7, momentum=None), nn.Linear(7, 1))
+        model[1].eval()
+        model[2].bias.requires_grad_(False)
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.03)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        )
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(42, 3, generator=generator)
+        data = TensorDataset(x, x.sum(1, keepdim=True))
+        batch = config["batch"]
+        validation = DataLoader(TensorDataset(*data[:13]), batch_size=4)
+        self.register_data(train_loader=DataLoader(data, batch_size=batch), validation_loader=validation)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.model[1].eval()
+        mark = self.config.get("fails")
+        if mark and self.world_rank == 1 and batch_info["global_step"] == 4 and not Path(mark).exists():
+            Path(mark).touch()
+            raise ZeroDivisionError("planned")
+        return super().train_batch(batch, batch_info)
+
+
+def trainer(workers: int, batch: int, config: dict[str, Any] | None = None, **arguments: Any) -> TorchTrainer:
+    given = {"batch": batch, **(config or {})}
+    return TorchTrainer(
+        training_operator_cls=Layers, config=given, num_workers=workers, use_gpu=False, clip_norm=0.5, **arguments
+    )
+
+
+def weights(from_trainer: TorchTrainer) -> torch.Tensor:
+    model = from_trainer.get_model()
+    assert not any(hasattr(each, "full_tensor") for each in model.parameters()) and not hasattr(model, "unshard")
+    assert [each.requires_grad for each in model.parameters()][-1] is False
+    return torch.cat([value.detach().flatten().float() for value in model.state_dict().values()])
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, atol=1e-5)
+
+
+def test_from_two_workers_to_three_and_back(tmp_path: Path) -> None:
+    whole, parts = str(tmp_path / "whole.pt"), str(tmp_path / "parts")
+    with trainer(1, 12) as plain:
+        plain.train()
+        expected, checked = weights(plain), plain.validate()
+        plain.train()
+        later = weights(plain)
+
+    with trainer(2, 2, {"fails": str(tmp_path / "failed")}, parallel="fsdp", accumulate=3) as two:
+        with pytest.raises(ZeroDivisionError):
+            two.train()
+        two.train()
+        assert same(weights(two), expected)
+        result = two.validate()
+        assert result["num_samples"] == 13 and result["val_loss"] == pytest.approx(checked["val_loss"], rel=1e-4)
+        kinds = two.apply_all_operators(lambda op: [type(p).__name__ for p in op.model.parameters()])
+        assert set(kinds[0]) == {"DTensor"}
+        held = two.apply_all_operators(lambda op: sum(p.to_local().numel() for p in op.model.parameters()))
+        assert sum(held) == sum(p.numel() for p in two.get_model().parameters()) and min(held) > 0
+        two.save(whole)
+        assert two.save(parts, sharded=True) == parts
+        two.save(parts, sharded=True)  # over the old one
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["failed", "parts", "whole.pt"]
+
+    with trainer(1, 12, {"seed": 6}) as plain:
+        plain.load(whole)
+        plain.train()
+        assert same(weights(plain), later)
+
+    with trainer(3, 4, {"seed": 7}, parallel="fsdp") as three:
+        with pytest.raises(CheckpointError, match="trusted=True"):
+            three.load(parts)
+        three.load(parts, trusted=True)
+        assert same(weights(three), expected)
+        three.load(whole)
+        three.train()
+        assert same(weights(three), later)
+        three.save(parts, sharded=True)
+        with pytest.raises(ConfigError, match="save.*load"):
+            three.resize(2)
+
+    with trainer(2, 6, {"seed": 8}, parallel="fsdp", precision="bf16") as two:
+        two.load(parts, trusted=True)
+        assert same(weights(two), later)
+        assert two.train()["train_loss"] < 2
+
+
+@pytest.mark.elastic
+def test_a_lost_shard_comes_back_from_the_snapshot(tmp_path: Path) -> None:
+    with trainer(2, 6, parallel="fsdp", elastic=ElasticConfig(snapshot_every=2)) as two:
+        two.train(num_steps=2)
+
+        def die_once(operator: Any) -> None:
+            import os
+
+            if operator.world_rank == 1:
+                os._exit(1)
+
+        two.apply_all_operators(die_once)
+        two.train()
+        assert [loss.in_place for loss in two.recoveries] == [False]
+        lost = weights(two)
+    with trainer(1, 12) as plain:
+        plain.train()
+        assert same(lost, weights(plain))

@@ -1,0 +1,122 @@
+"""Accumulation, compiled models and DDP's hooks on two workers, also when one of them is killed in between."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import ElasticConfig, TorchTrainer
+from raysgd.torch import TrainingOperator
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Net(TrainingOperator):
+    """Counts its steps and, where no hook was asked for, the all-reduces; dies once where the config says."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        )
+        x = torch.randn(44, 3)
+        data = TensorDataset(x, 5 * x.sum(1, keepdim=True))
+        self.register_data(train_loader=DataLoader(data, batch_size=config["batch"]))
+        self.counts = {"steps": 0, "reduces": 0}
+        self.optimizer.register_step_post_hook(lambda *_: self.count("steps"))
+        if config.get("count"):
+            self.model.register_comm_hook(None, self.reduce)
+
+    def count(self, name: str) -> None:
+        self.counts[name] += 1
+
+    def reduce(self, state, bucket):  # DDP checks annotations, and knows its own only
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        self.count("reduces")
+        return allreduce_hook(None, bucket)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        result = super().train_batch(batch, batch_info)
+        mark = self.config.get("mark")
+        if mark and self.world_rank == 1 and batch_info["global_step"] == 5 and not os.path.exists(mark):
+            Path(mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+
+def trained(config: dict[str, Any], **arguments: Any) -> tuple[torch.Tensor, Any, TorchTrainer]:
+    """Weights after two epochs, the last result, and the trainer, which is shut down."""
+    with TorchTrainer(training_operator_cls=Net, config=config, use_gpu=False, **arguments) as trainer:
+        trainer.train()
+        result = trainer.train()
+        seen = trainer.apply_all_operators(what_is_there)
+        return nn.utils.parameters_to_vector(trainer.get_model().parameters()).detach(), (result, seen), trainer
+
+
+def what_is_there(operator: Any) -> dict[str, Any]:
+    from torch._dynamo.utils import counters
+
+    log = getattr(operator.model, "_get_ddp_logging_data", dict)()
+    return {**operator.counts, "graphs": counters["stats"]["unique_graphs"], "hook": log.get("comm_hook")}
+
+
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    """One worker, in this process, whose batches hold what two workers' windows hold."""
+    return trained({"batch": 16})[0]
+
+
+def test_one_all_reduce_for_each_window(expected: torch.Tensor) -> None:
+    ours, (result, seen), _ = trained({"batch": 2, "count": True}, num_workers=2, accumulate=4)
+    assert torch.allclose(ours, expected, atol=1e-6)
+    assert [each["steps"] for each in seen] == [6, 6]  # 44 samples in windows of 16, two epochs
+    assert [each["reduces"] for each in seen] == [6, 6]
+    assert (result["batch_count"], result["num_samples"]) == (11, 44)
+
+
+@pytest.mark.elastic
+def test_a_loss_in_a_window_redoes_it_and_nothing_is_compiled_anew(expected: torch.Tensor, tmp_path: Path) -> None:
+    ours, (_, seen), trainer = trained(
+        {"batch": 2, "mark": str(tmp_path / "died")},
+        num_workers=2,
+        accumulate=4,
+        compile={"backend": "aot_eager"},
+        elastic=ElasticConfig(batch="global", grow=False),
+    )
+    assert [loss.in_place for loss in trainer.recoveries] == [True]
+    assert torch.allclose(ours, expected, atol=1e-5), (ours - expected).abs().max()
+    assert len(seen) == 1 and seen[0]["steps"] == 6
+    # One for the usual batch size and one for any other, before the loss and after it.
+    assert seen[0]["graphs"] <= 2
+
+
+@pytest.mark.elastic
+@pytest.mark.parametrize(
+    ("hook", "name", "close"),
+    [
+        ("fp16", "fp16_compress_hook", 0.01),
+        ({"name": "powersgd", "matrix_approximation_rank": 8, "start_powerSGD_iter": 2}, "powerSGD_hook", 0.3),
+    ],
+    ids=["fp16", "powersgd"],
+)
+def test_hooks_by_name_are_there_again_after_a_loss(
+    hook: Any, name: str, close: float, expected: torch.Tensor, tmp_path: Path
+) -> None:
+    ours, (_, seen), trainer = trained(
+        {"batch": 8, "mark": str(tmp_path / "died")},
+        num_workers=2,
+        comm_hook=hook,
+        elastic=ElasticConfig(batch="global", grow=False),
+    )
+    assert len(trainer.recoveries) == 1
+    assert [each["hook"] for each in seen] == [name]
+    assert torch.allclose(ours, expected, atol=close), (ours - expected).abs().max()
+    assert not torch.equal(ours, expected)

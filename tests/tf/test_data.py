@@ -1,0 +1,119 @@
+"""Each row once per epoch, on any number of ranks, from any place in it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from raysgd.errors import ConfigError  # noqa: E402
+from raysgd.rendezvous import Seat  # noqa: E402
+from raysgd.tf.channel import Channel  # noqa: E402
+from raysgd.tf.data import Drawn, OwnSource, SharedSource, make_source  # noqa: E402
+
+
+def numbers(count: int = 23, size: int = 5, seed: int | None = None) -> Any:
+    data = tf.data.Dataset.range(count)
+    return (data if seed is None else data.shuffle(count, seed=seed)).batch(size)
+
+
+def seats(world: int) -> list[Seat]:
+    return [Seat(world_rank=rank, world_size=world) for rank in range(world)]
+
+
+def rows(drawn: Drawn) -> list[int]:
+    return [int(row) for row in drawn.batch] if drawn.fresh else []
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_each_row_once_and_shares_add_up(world: int) -> None:
+    ranks = [list(SharedSource(numbers(), pad=True).batches(seat, 1, 0)) for seat in seats(world)]
+    assert {len(rank) for rank in ranks} == {5}
+    for step in zip(*ranks, strict=True):
+        assert sum(drawn.share for drawn in step) == pytest.approx(1)
+        assert all(len(drawn.batch) for drawn in step), "every rank has something to compute"
+    assert sorted(row for rank in ranks for drawn in rank for row in rows(drawn)) == list(range(23))
+
+
+def test_in_a_validation_nobody_repeats() -> None:
+    ranks = [list(SharedSource(numbers(), pad=False).batches(seat, 1, 0)) for seat in seats(7)]
+    assert sorted(row for rank in ranks for drawn in rank for row in rows(drawn)) == list(range(23))
+    assert all(drawn.fresh for rank in ranks for drawn in rank)
+
+
+def test_another_number_of_ranks_takes_up_a_shuffled_epoch() -> None:
+    def fresh() -> SharedSource:
+        tf.random.set_seed(1)
+        return SharedSource(numbers(seed=4), pad=True)
+
+    whole = [rows(drawn) for drawn in fresh().batches(seats(1)[0], 3, 0)]
+    rest = [list(fresh().batches(seat, 3, 2)) for seat in seats(2)]
+    assert [rows(one) + rows(other) for one, other in zip(*rest, strict=True)] == whole[2:]
+    assert whole != [rows(drawn) for drawn in fresh().batches(seats(1)[0], 1, 0)], "epochs differ"
+
+
+def test_a_call_goes_on_where_the_last_one_ended() -> None:
+    source, seat = SharedSource(numbers(seed=4), pad=True), seats(1)[0]
+    first = source.batches(seat, 1, 0)
+    seen = rows(next(first)) + rows(next(first))
+    undone = rows(next(first))
+    again = source.batches(seat, 1, 2)
+    assert rows(next(again)) == undone, "drawn, but never committed: its turn again"
+    seen += undone + [row for drawn in again for row in rows(drawn)]
+    assert sorted(seen) == list(range(23))
+
+
+def test_any_iterable_of_batches_will_do() -> None:
+    batches = [np.arange(4), np.arange(4, 7)]
+    ranks = [list(SharedSource(batches, pad=True).batches(seat, 1, 0)) for seat in seats(2)]
+    assert [rows(drawn) for drawn in ranks[0]] == [[0, 1], [4, 5]]
+    assert [rows(drawn) for drawn in ranks[1]] == [[2, 3], [6]]
+
+
+class Ensemble(Channel):
+    """Adds what the other ranks will have."""
+
+    def __init__(self, others: list[int]) -> None:
+        super().__init__(1)
+        self._others = iter(others)
+
+    def sum(self, tensors: Any) -> list[Any]:
+        return [tensors[0] + next(self._others)]
+
+
+def test_who_has_less_of_his_own_repeats_without_weight() -> None:
+    source = OwnSource(numbers(5), Ensemble([5, 3, 0]), together=True)
+    drawn = list(source.batches(seats(2)[0], 1, 0))
+    assert [(len(each.batch), each.share, each.fresh) for each in drawn] == [(5, 0.5, True), (5, 0.0, False)]
+    assert drawn[0].rows == 10 and drawn[1].rows == 3
+
+
+def test_by_file_each_rank_reads_files_of_its_own(tmp_path: Path) -> None:
+    names = []
+    for number in range(4):
+        names.append(str(tmp_path / f"{number}.txt"))
+        Path(names[-1]).write_text("".join(f"{number}{row}\n" for row in range(3)))
+    data = tf.data.TextLineDataset(names).batch(4)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+    ranks = []
+    for seat in seats(2):
+        source = make_source(data.with_options(options), seat, Ensemble([]), training=False)
+        assert isinstance(source, OwnSource)
+        ranks.append([row.decode() for batch in source.data for row in batch.numpy()])
+    assert {row[0] for row in ranks[0]}.isdisjoint({row[0] for row in ranks[1]})
+    assert len(ranks[0]) == len(ranks[1]) == 6
+
+
+def test_policies() -> None:
+    def source(name: str) -> Any:
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[name]
+        return make_source(numbers().with_options(options), seats(2)[1], Ensemble([]), training=True)
+
+    assert isinstance(source("AUTO"), SharedSource) and isinstance(source("DATA"), SharedSource)
+    assert isinstance(source("OFF"), OwnSource)
+    with pytest.raises(ConfigError, match="HINT"):
+        source("HINT")

@@ -1,0 +1,193 @@
+"""TFTrainer with one worker, in this process: what it computes, reports, keeps and refuses."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from raysgd.constants import BATCH_SIZE  # noqa: E402
+from raysgd.errors import CheckpointError, ConfigError  # noqa: E402
+from raysgd.tf import TFTrainer, TrainingOperator  # noqa: E402
+from tests.tf import small  # noqa: E402
+from tests.tf.small import ROWS, Small, arrays, data_creator, model_creator  # noqa: E402
+
+LIBRARIES = ["keras", "tf_keras"]
+
+
+def of_creators(config: dict[str, Any] | None = None, **given: Any) -> TFTrainer:
+    return TFTrainer(model_creator, data_creator, config or {}, **given)
+
+
+def alone(library: str, epochs: int, **fit: Any) -> Any:
+    """What Keras itself makes of it."""
+    config = {"library": library}
+    train, _ = data_creator(config)
+    model = model_creator(config)
+    model.build((None, 8))
+    model.fit(train, epochs=epochs, verbose=0, **fit)
+    return model
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_it_learns_what_keras_learns(library: str) -> None:
+    pytest.importorskip(library)
+    model = alone(library, 2)
+    with of_creators({"library": library}) as trainer:
+        first, second = trainer.train(), trainer.train()
+        result = trainer.validate()
+        mine = trainer.get_model().get_weights()
+    for expected, got in zip(model.get_weights(), mine, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+    assert second["train_loss"] < first["train_loss"]
+    assert list(first)[:3] == ["epoch", "batch_count", "num_samples"]
+    assert (first["batch_count"], first["num_samples"], second["epoch"]) == (6, ROWS, 2)
+    assert {"train_accuracy", "last_train_loss"} <= set(first)
+    loss, accuracy = model.evaluate(data_creator({})[1], verbose=0)
+    assert result["validation_loss"] == pytest.approx(loss, rel=1e-5)
+    assert result["validation_accuracy"] == pytest.approx(accuracy, rel=1e-5)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_both_faces_train_alike_and_a_checkpoint_holds_the_optimizer(library: str, tmp_path: Path) -> None:
+    pytest.importorskip(library)
+    with TFTrainer(training_operator_cls=Small, config={"library": library, "normalized": True}) as trainer:
+        first = trainer.train()
+        path = trainer.save(tmp_path / "a.ckpt")
+        expected = trainer.train()
+        state = trainer.state_dict()
+    assert {"train_hits", "train_loss"} <= set(first)
+    with TFTrainer(training_operator_cls=Small, config={"library": library, "normalized": True}) as trainer:
+        trainer.load(path)
+        assert trainer.train(num_steps=0)["epoch"] == 1
+        got = trainer.train()
+        again = trainer.state_dict()
+    assert got["epoch"] == expected["epoch"] == 2
+    assert [a.shape for a in arrays(again)] == [a.shape for a in arrays(state)]
+    slots = [array for array in again["optimizers"][0] if array.ndim == 2]
+    assert slots and all(np.abs(slot).sum() > 0 for slot in slots)
+    assert int(again["optimizers"][0][0]) == 22, "the optimizer's own counter goes on"
+
+
+def test_steps_go_on_in_the_epoch() -> None:
+    with TFTrainer(training_operator_cls=Small) as trainer:
+        results = [trainer.train(num_steps=4) for _ in range(3)]
+        rest = trainer.train()
+    assert [result["epoch"] for result in results] == [1, 1, 2]
+    assert [result["num_samples"] for result in results] == [40, 40, 31]
+    assert (rest["epoch"], rest["batch_count"]) == (2, 10)
+
+
+def test_fit_config_counts_epochs_and_calls_callbacks() -> None:
+    keras = importlib.import_module("keras")
+    heard: list[Any] = []
+
+    class Listener(keras.callbacks.Callback):  # type: ignore[name-defined,misc]
+        def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+            heard.append((epoch, sorted(logs or {})))
+            self.model.stop_training = epoch == 2
+
+    config = {"fit_config": {"epochs": 5, "callbacks": [Listener()], "steps_per_epoch": 6, "verbose": 0}}
+    with of_creators(config) as trainer:
+        result = trainer.train()
+    assert [epoch for epoch, _ in heard] == [0, 1, 2]
+    assert heard[0][1] == ["accuracy", "loss"]
+    assert result["epoch"] == 3 and "stop_training" not in result
+
+
+def test_class_weights_are_those_of_keras() -> None:
+    weights = {0: 0.5, 1: 1.0, 2: 4.0}
+    model = alone("keras", 1, class_weight=weights)
+    with of_creators({"fit_config": {"class_weight": weights}}) as trainer:
+        trainer.train()
+        mine = trainer.get_model().get_weights()
+    for expected, got in zip(model.get_weights(), mine, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"fit_config": {"batch_size": 3}}, "'batch_size': batch the data set"),
+        ({"fit_config": {"validation_data": 1}}, "validate"),
+        ({"fit_config": {"workers": 2}}, "'workers': it has no meaning here"),
+        ({"evaluate_config": {"sample_weight": 1}}, "sample_weight"),
+        ({"fit_config": {"epochs": 0}}, "at least 1"),
+        ({BATCH_SIZE: 0}, "batch of all workers"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_by_name(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        of_creators(config)
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ConfigError, match="training_operator_cls, or model_creator"):
+        TFTrainer()
+    with pytest.raises(ConfigError, match="not both"):
+        TFTrainer(model_creator, data_creator, training_operator_cls=Small)
+    with pytest.raises(ConfigError, match="the same thing"):
+        of_creators(num_replicas=2, num_workers=3)
+    with pytest.raises(ConfigError, match="compiled model"):
+        TFTrainer(lambda config: small.make_model(importlib.import_module("keras")), data_creator)
+
+
+def test_a_foreign_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    class Other(Small):
+        def setup(self, config: dict[str, Any]) -> None:
+            keras = importlib.import_module("keras")
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+            self.register(models=model, optimizers=keras.optimizers.SGD(0.1))
+
+    with TFTrainer(training_operator_cls=Other) as trainer:
+        path = trainer.save(tmp_path / "other.ckpt")
+    with of_creators() as trainer:
+        before = arrays(trainer.state_dict())
+        with pytest.raises(CheckpointError, match=r"other.ckpt: model 0 has 4 variables here and 2"):
+            trainer.load(path)
+        for old, new in zip(before, arrays(trainer.state_dict()), strict=True):
+            np.testing.assert_array_equal(old, new)
+
+
+class Pair(TrainingOperator):
+    """Two models with an optimizer each, in a batch of one's own."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        keras = importlib.import_module("keras")
+        keras.mixed_precision.set_dtype_policy(config.get("policy", "float32"))
+        try:
+            models = [keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)]) for _ in range(2)]
+        finally:
+            keras.mixed_precision.set_dtype_policy("float32")
+        optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.0)]
+        self.models, self.optimizers = self.register(models=models, optimizers=optimizers)
+        features, labels = small.make_data()
+        data = tf.data.Dataset.from_tensor_slices((features, labels.astype("float32")))
+        self.register_data(train_dataset=data.batch(20))
+        self.learn = tf.function(self._learn)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {"loss": self.learn(*batch), "num_samples": len(batch[0])}
+
+    def _learn(self, x: Any, y: Any) -> Any:
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                error = tf.cast(model(x, training=True)[:, 0], tf.float32) - y
+                loss = tf.reduce_mean(error**2)
+            self.step(tape, loss, model=model, optimizer=optimizer)
+        return loss
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_several_models_in_a_batch_of_ones_own_in_any_precision(policy: str) -> None:
+    with TFTrainer(training_operator_cls=Pair, config={"policy": policy}) as trainer:
+        start = trainer.state_dict()["models"]
+        for _ in range(3):
+            result = trainer.train()
+        end = trainer.state_dict()["models"]
+    assert result["num_samples"] == ROWS and np.isfinite(result["loss"])
+    moved = [float(np.abs(new[0] - old[0]).max()) for old, new in zip(start, end, strict=True)]
+    assert moved[0] > 0.01 and moved[1] == 0

@@ -1,0 +1,91 @@
+"""TFTrainer on several workers: the same weights as one has, whatever is lost on the way."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from raysgd import ElasticConfig  # noqa: E402
+from raysgd.tf import TFTrainer  # noqa: E402
+from tests.tf.small import ROWS, Small, arrays, data_creator, model_creator  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for got, expected in zip(arrays(one), arrays(other), strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+def undisturbed(epochs: int, **config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One worker, alone in a process of its own: its state and its last result."""
+    with TFTrainer(training_operator_cls=Small, config=config, use_ray=True) as trainer:
+        for _ in range(epochs):
+            result = trainer.train()
+        return trainer.state_dict(), result
+
+
+@pytest.mark.parametrize(("workers", "library"), [(2, "keras"), (3, "tf_keras")])
+def test_compiled_models_on_several_workers(ray_cluster: None, workers: int, library: str) -> None:
+    pytest.importorskip(library)
+    config = {"library": library}
+    with TFTrainer(model_creator, data_creator, config) as trainer:
+        expected = [trainer.train(), trainer.train(), trainer.validate()]
+        state = trainer.state_dict()
+    with TFTrainer(model_creator, data_creator, config, num_replicas=workers) as trainer:
+        results = [trainer.train(), trainer.train(), trainer.validate()]
+        same(trainer.state_dict(), state)
+        ranks = trainer.train(reduce_results=False)
+    for got, wanted in zip(results, expected, strict=True):
+        assert got["num_samples"] == wanted["num_samples"] == ROWS
+        metrics = [name for name in wanted if name.startswith(("train_", "validation_"))]
+        assert {name: got[name] for name in metrics} == pytest.approx({name: wanted[name] for name in metrics}, rel=1e-4)
+    assert len(ranks) == workers and sum(rank["num_samples"] for rank in ranks) == ROWS
+
+
+@pytest.mark.elastic
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_dies_in_mid_epoch(ray_cluster: None, tmp_path: Path, rank: int) -> None:
+    config = {"fault": (rank, 15, "kill"), "marks": str(tmp_path), "normalized": rank == 1}
+    with TFTrainer(training_operator_cls=Small, config=config, num_workers=2) as trainer:
+        trainer.train()
+        result = trainer.train()
+        (recovery,) = trainer.recoveries
+        state = trainer.state_dict()
+    assert (recovery.reason, recovery.lost_ranks, recovery.in_place) == ("worker death", (rank,), False)
+    assert recovery.world_size_after == 2 and recovery.batches_redone <= 1
+    assert (recovery.epoch, recovery.batch) == (2, 4)
+    expected, whole = undisturbed(2) if rank == 0 else (None, None)
+    assert (result["epoch"], result["batch_count"], result["num_samples"]) == (2, 11, ROWS)
+    if expected is not None and whole is not None:
+        same(state, expected)
+        assert result["train_loss"] == pytest.approx(whole["train_loss"], rel=0.2)
+
+
+@pytest.mark.elastic
+def test_an_error_of_the_users_leaves_the_trainer_usable(ray_cluster: None, tmp_path: Path) -> None:
+    config = {"fault": (1, 5, "raise"), "marks": str(tmp_path)}
+    with TFTrainer(training_operator_cls=Small, config=config, num_workers=2) as trainer:
+        with pytest.raises(ZeroDivisionError, match="planned"):
+            trainer.train()
+        rest = trainer.train()
+        same(trainer.state_dict(), undisturbed(1)[0])
+    assert (rest["epoch"], rest["num_samples"]) == (1, ROWS - 50)
+
+
+@pytest.mark.elastic
+def test_a_hang_and_a_resize(ray_cluster: None, tmp_path: Path) -> None:
+    config = {"fault": (1, 5, "stop"), "marks": str(tmp_path)}
+    elastic = ElasticConfig(hang_timeout_s=8)
+    with TFTrainer(training_operator_cls=Small, config=config, num_workers=2, elastic=elastic) as trainer:
+        hung = trainer.train()
+        trainer.resize(3)
+        grown = trainer.train()
+        same(trainer.state_dict(), undisturbed(2)[0])
+        reasons = [recovery.reason for recovery in trainer.recoveries]
+        assert trainer.world_size == 3
+    assert hung["num_samples"] == grown["num_samples"] == ROWS
+    assert reasons == ["hang", "growth"]

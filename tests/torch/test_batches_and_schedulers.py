@@ -1,0 +1,161 @@
+"""Kinds of batches, how they reach the device, and when schedulers step."""
+
+from collections import UserDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from raysgd import ConfigError
+from raysgd.torch.parts import move
+from tests.torch.small import Line, inline, operator_of
+
+
+def test_the_default_batch_says_which_batches_it_takes() -> None:
+    class Dicts(Line):
+        def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+            return {"train_loader": [{"x": torch.ones(1)}]}
+
+    with (
+        inline(Dicts) as trainer,
+        pytest.raises(TypeError, match=r"\(\*features, target\), got a dict: override"),
+    ):
+        trainer.train()
+
+
+def test_several_features_reach_the_model() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(2, 1)
+
+        def forward(self, left: Any, right: Any) -> Any:
+            return self.line(torch.cat([left, right], dim=1))
+
+    class Two(Line):
+        def setup(self, config: dict[str, Any]) -> None:
+            model = Pair()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            self.model, self.optimizer, self.criterion = self.register(
+                models=model, optimizers=optimizer, criterion=nn.MSELoss()
+            )
+            batch = torch.ones(4, 1), torch.ones(4, 1), torch.zeros(4, 1)
+            self.register_data(train_loader=[batch], validation_loader=[batch])
+
+    with inline(Two) as trainer:
+        assert trainer.train()["num_samples"] == trainer.validate()["num_samples"] == 4
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "accuracy"),
+    [
+        (torch.eye(3), torch.tensor([0, 1, 0]), 2 / 3),
+        (torch.eye(3).reshape(1, 3, 3), torch.tensor([[0, 1, 1]]), 2 / 3),
+        (torch.ones(3, 1), torch.ones(3, 1), 0.0),
+        (torch.ones(3), torch.ones(3), 0.0),
+    ],
+)
+def test_accuracy_is_counted_where_there_are_classes(output: Any, target: Any, accuracy: float) -> None:
+    operator = Line({})
+    operator.model, operator.criterion = (lambda x: output), (lambda a, b: torch.zeros(()))
+    assert float(operator.validate_batch((output, target), {})["val_accuracy"]) == pytest.approx(accuracy)
+
+
+def decaying(optimizer: Any) -> StepLR:
+    return StepLR(optimizer, 1, gamma=0.5)
+
+
+@pytest.mark.parametrize(
+    ("freq", "steps", "halvings"),
+    [
+        ("batch", [None], 3),
+        ("batch", [2, None], 3),
+        ("epoch", [None, None], 2),
+        ("epoch", [2], 0),
+        ("epoch", [2, None], 1),
+        ("epoch", [3], 1),
+        ("epoch", [4], 1),
+        ("epoch", [3, None], 2),
+        ("manual", [None, None], 0),
+    ],
+)
+def test_schedulers_step(freq: str, steps: list[int | None], halvings: int) -> None:
+    with inline(config={"scheduler": decaying, "lr": 1e-3}, scheduler_step_freq=freq) as trainer:
+        for num_steps in steps:
+            trainer.train(num_steps=num_steps)
+        assert operator_of(trainer).optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.5**halvings)
+
+
+def test_update_scheduler() -> None:
+    def plateau(optimizer: Any) -> ReduceLROnPlateau:
+        return ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+
+    with inline(config={"scheduler": plateau, "lr": 1.0}, scheduler_step_freq="manual") as trainer:
+        for loss in (1.0, 2.0):
+            trainer.update_scheduler(loss)
+        assert operator_of(trainer).optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    with inline() as trainer, pytest.raises(TypeError, match=r"self\.register\(schedulers=\.\.\.\)"):
+        trainer.update_scheduler(1.0)
+
+
+def test_a_scheduler_needs_to_know_when() -> None:
+    with pytest.raises(ConfigError, match="scheduler_step_freq='batch', 'epoch' or 'manual'"):
+        inline(config={"scheduler": decaying})
+
+
+def test_models_are_in_the_right_mode() -> None:
+    class Modes(Line):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            return {"training": self.model.training, "grad": torch.is_grad_enabled()}
+
+        validate_batch = train_batch
+
+    with inline(Modes) as trainer:
+        for _ in range(2):
+            assert (trainer.train()["training"], trainer.validate()["training"]) == (1, 0)
+        assert trainer.validate()["grad"] == 0
+
+
+class Movable:
+    """A batch of the user's own."""
+
+    def __init__(self) -> None:
+        self.where: Any = None
+
+    def to(self, device: Any) -> "Movable":
+        self.where = device
+        return self
+
+
+def test_batches_of_any_kind_are_moved() -> None:
+    device, tensor = torch.device("meta"), torch.ones(2)
+    Point = namedtuple("Point", "x y")
+    moved = move(
+        {"a": tensor, "b": [tensor, 3], "c": (tensor, "text"), "d": Point(tensor, None), "e": Movable()},
+        device,
+    )
+    assert all(each.device == device for each in (moved["a"], moved["b"][0], moved["c"][0], moved["d"].x))
+    assert moved["b"][1:] == [3]
+    assert moved["c"][1] == "text"
+    assert isinstance(moved["d"], Point)
+    assert moved["e"].where == device
+
+
+def test_a_dict_with_its_own_to_uses_it() -> None:
+    class Encoding(UserDict):  # type: ignore[type-arg]
+        def to(self, device: Any) -> str:
+            return f"to {device}"
+
+    class Strict(dict):  # type: ignore[type-arg]
+        """Cannot be made from its content, but can be moved."""
+
+        def __init__(self, *, rows: int) -> None:
+            super().__init__(rows=rows)
+
+        def to(self, device: Any) -> str:
+            return f"to {device}"
+
+    device = torch.device("meta")
+    assert move(Encoding(), device) == move(Strict(rows=1), device) == "to meta"

@@ -1,0 +1,282 @@
+"""The executor and the worker group, for people who build on them."""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import train
+from raysgd.train import (
+    Backend,
+    BackendConfig,
+    BackendExecutor,
+    InactiveWorkerGroupError,
+    SGDBackendError,
+    TorchConfig,
+    TrainingWorkerError,
+    WorkerGroup,
+)
+
+
+@pytest.fixture(scope="module")
+def executor(ray_cluster: None) -> Iterator[BackendExecutor]:
+    made = BackendExecutor(BackendConfig(), num_workers=2)
+    made.start()
+    yield made
+    made.shutdown()
+
+
+def test_training_needs_workers(ray_cluster: None, tmp_path: Path) -> None:
+    made = BackendExecutor(BackendConfig(), num_workers=2)
+    assert not made.is_started
+    with pytest.raises(InactiveWorkerGroupError):
+        made.start_training(lambda: 1, tmp_path)
+    made.start()
+    assert made.is_started
+    assert len(made.worker_group) == 2
+    made.shutdown()
+    with pytest.raises(InactiveWorkerGroupError):
+        made.start_training(lambda: 1, tmp_path)
+
+
+def test_results_need_a_training(ray_cluster: None, tmp_path: Path) -> None:
+    made = BackendExecutor(BackendConfig())
+    made.start()
+    for call in (made.fetch_next_result, made.finish_training):
+        with pytest.raises(SGDBackendError, match="before start_training"):
+            call()
+    with pytest.raises(SGDBackendError, match="started already"):
+        made.start()
+    made.shutdown()
+
+
+def test_a_training(executor: BackendExecutor, tmp_path: Path) -> None:
+    executor.start_training(lambda: 1, tmp_path)
+    assert executor.finish_training() == [1, 1]
+
+
+def test_rounds_are_fetched_one_by_one(executor: BackendExecutor, tmp_path: Path) -> None:
+    def function() -> None:
+        for step in range(2):
+            train.report(step=step)
+
+    executor.start_training(function, tmp_path)
+    for step in range(2):
+        rows = executor.fetch_next_result()
+        assert rows is not None
+        assert [row["step"] for row in rows] == [step, step]
+    assert executor.fetch_next_result() is None
+    assert executor.fetch_next_result() is None
+    assert executor.finish_training() == [None, None]
+
+
+def test_nobody_has_to_fetch(executor: BackendExecutor, tmp_path: Path) -> None:
+    def function() -> int:
+        for _ in range(20):
+            train.report(step=1)
+        return 3
+
+    executor.start_training(function, tmp_path)
+    assert executor.finish_training() == [3, 3]
+
+
+def test_one_training_at_a_time(executor: BackendExecutor, tmp_path: Path) -> None:
+    def function() -> int:
+        time.sleep(1)
+        return 4
+
+    executor.start_training(function, tmp_path)
+    with pytest.raises(SGDBackendError, match="is running"):
+        executor.start_training(lambda: 5, tmp_path)
+    with pytest.raises(SGDBackendError, match="is running"):
+        executor.worker_group.execute(os.getpid)
+    assert executor.finish_training() == [4, 4]
+
+
+def test_checkpoint_numbers(executor: BackendExecutor, tmp_path: Path) -> None:
+    def function() -> None:
+        for epoch in range(2):
+            train.save_checkpoint(epoch=epoch)
+
+    executor.start_training(function, tmp_path, latest_checkpoint_id=100)
+    executor.finish_training()
+    assert executor.latest_checkpoint is not None
+    assert executor.latest_checkpoint["epoch"] == 1
+    assert executor.latest_checkpoint_id == 102
+    assert executor.latest_checkpoint_dir == tmp_path / "checkpoints"
+    assert executor.latest_checkpoint_path == tmp_path / "checkpoints" / "checkpoint_000102"
+    assert executor.latest_checkpoint_path.exists()
+
+
+def test_a_loss_that_is_not_allowed(ray_cluster: None, tmp_path: Path) -> None:
+    def function() -> None:
+        if train.world_rank() == 1:
+            os._exit(1)
+        time.sleep(30)
+
+    made = BackendExecutor(BackendConfig(), num_workers=2, max_retries=0)
+    made.start()
+    made.start_training(function, tmp_path)
+    with pytest.raises(TrainingWorkerError, match="max_retries=0"):
+        made.finish_training()
+    made.shutdown()
+
+
+def test_shutting_down_ends_a_training(ray_cluster: None, tmp_path: Path) -> None:
+    made = BackendExecutor(BackendConfig(), num_workers=2)
+    made.start()
+    made.start_training(lambda: time.sleep(60), tmp_path)
+    began = time.monotonic()
+    made.shutdown()
+    assert time.monotonic() - began < 15
+
+
+# -- torch --------------------------------------------------------------------------------------------
+
+
+def process_group() -> tuple[bool, int]:
+    import torch.distributed as dist
+
+    return dist.is_initialized(), dist.get_world_size() if dist.is_initialized() else 0
+
+
+def sum_over_ranks() -> tuple[float, str | None]:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([float(train.world_rank() + 1)])
+    dist.all_reduce(total)
+    return total.item(), os.environ.get("MASTER_PORT")
+
+
+@pytest.mark.parametrize("init_method", ["env", "tcp"])
+def test_torch(ray_cluster: None, init_method: Any, tmp_path: Path) -> None:
+    config = TorchConfig(backend="gloo", init_method=init_method)
+    made = BackendExecutor(config, num_workers=2)
+    made.start()
+    assert made.worker_group.execute(process_group) == [(True, 2), (True, 2)]
+    made.start_training(sum_over_ranks, tmp_path)
+    sums = made.finish_training()
+    assert [total for total, _ in sums] == [3.0, 3.0]
+    assert [port is not None for _, port in sums] == [init_method == "env"] * 2
+    config.backend_cls().on_shutdown(made.worker_group, config)
+    assert made.worker_group.execute(process_group) == [(False, 0), (False, 0)]
+    made.shutdown()
+
+
+# -- backends of the user's own -----------------------------------------------------------------------
+
+
+class Greeting(Backend):
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(set_greeting, backend_config.text)
+
+    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(os.environ.update, {"TRAININGS": str(len(worker_group))})
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        Path(backend_config.note).write_text(str(worker_group.execute(os.getenv, "GREETING")))
+
+    @staticmethod
+    def decode_data(data: dict[str, Any]) -> dict[str, Any]:
+        return {**data, "decoded": True}
+
+
+def set_greeting(text: str) -> None:
+    os.environ["GREETING"] = text
+
+
+@dataclass
+class GreetingConfig(BackendConfig):
+    note: str
+    text: str = "hello"
+
+    def backend_cls(self) -> type[Backend]:  # type: ignore[override]
+        return Greeting
+
+
+def greeted() -> Any:
+    train.report(a=1)
+    return os.environ["GREETING"], os.environ["TRAININGS"]
+
+
+def test_hooks_of_a_users_backend(ray_cluster: None, tmp_path: Path) -> None:
+    made = BackendExecutor(GreetingConfig(str(tmp_path / "note")), num_workers=2)
+    made.start()
+    assert made.worker_group.execute(os.getenv, "GREETING") == ["hello", "hello"]
+    made.start_training(greeted, tmp_path)
+    rows = made.fetch_next_result()
+    assert rows is not None
+    assert rows[0]["decoded"]
+    assert made.finish_training() == [("hello", "2"), ("hello", "2")]
+    made.shutdown()
+    assert (tmp_path / "note").read_text() == "['hello', 'hello']"
+
+
+def test_hooks_are_called_again_after_a_loss(ray_cluster: None, tmp_path: Path) -> None:
+    def function() -> Any:
+        if train.world_size() == 2 and train.world_rank() == 0:
+            os._exit(1)
+        time.sleep(0.2)
+        return train.world_rank(), os.environ["GREETING"], os.environ["TRAININGS"]
+
+    made = BackendExecutor(GreetingConfig(str(tmp_path / "note"), "good day"), num_workers=2)
+    made.start()
+    made.worker_group.execute(set_greeting, "overwritten")
+    made.start_training(function, tmp_path)
+    assert made.finish_training() == [(0, "good day", "1")]
+    made.shutdown()
+
+
+# -- the worker group ---------------------------------------------------------------------------------
+
+
+def test_a_worker_group_of_its_own(ray_cluster: None) -> None:
+    import ray
+
+    group = WorkerGroup(num_workers=2)
+    with pytest.raises(RuntimeError, match="not active"):
+        group.execute(os.getpid)
+    group.start()
+    assert len(group) == 2
+    pids = group.execute(os.getpid)
+    assert len(set(pids)) == 2 and os.getpid() not in pids
+    assert group.execute(divmod, 7, 2) == [(3, 1)] * 2
+    assert group.execute(sorted, [1, 2], reverse=True) == [[2, 1]] * 2
+    assert group.execute_single(1, os.getpid) == pids[1]
+    assert ray.get(group.execute_async(os.getpid)) == pids
+    assert ray.get(group.execute_single_async(0, os.getpid)) == pids[0]
+    with pytest.raises(ZeroDivisionError):
+        group.execute(divmod, 1, 0)
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        group.execute_single(2, os.getpid)
+
+    group.add_workers(1)
+    assert len(group) == 3
+    assert group.execute(os.getpid)[:2] == pids
+    group.remove_workers([0])
+    assert len(group) == 2
+    assert group.execute(os.getpid)[0] == pids[1]
+    with pytest.raises(ValueError, match="shutdown"):
+        group.remove_workers([0, 1])
+    group.shutdown()
+    with pytest.raises(RuntimeError, match="not active"):
+        group.execute(os.getpid)
+
+
+def test_a_worker_that_dies_in_a_call_is_an_error(ray_cluster: None) -> None:
+    group = WorkerGroup(num_workers=2)
+    group.start()
+    with pytest.raises(TrainingWorkerError):
+        group.execute(os._exit, 1)
+    group.shutdown(patience_s=0)
+
+
+@pytest.mark.parametrize("wrong", [{"num_workers": 0}, {"num_workers": -1}, {"num_cpus_per_worker": -1}, {"num_gpus_per_worker": -1}])
+def test_a_worker_groups_arguments(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        WorkerGroup(**wrong)

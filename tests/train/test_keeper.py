@@ -1,0 +1,134 @@
+"""Which checkpoints stay: the newest in memory always, on disk what the strategy says."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.errors import CheckpointError
+from raysgd.train import Checkpoint, CheckpointStrategy
+from raysgd.train.keeper import CheckpointKeeper
+
+
+def keeper(tmp_path: Path, *losses: float, initial: bytes | None = None, **strategy: Any) -> CheckpointKeeper:
+    made = CheckpointKeeper(tmp_path, CheckpointStrategy(**strategy), initial=initial)
+    for number, loss in enumerate(losses):
+        made.take(pickle.dumps({"number": number, "loss": loss}), {})
+    return made
+
+
+def on_disk(tmp_path: Path) -> list[str]:
+    return sorted(path.name.removeprefix("checkpoint_") for path in tmp_path.iterdir())
+
+
+def test_all_are_kept_by_default(tmp_path: Path) -> None:
+    made = keeper(tmp_path, 3, 2, 1)
+    assert on_disk(tmp_path) == ["000001", "000002", "000003"]
+    assert made.latest_path == made.best_path == tmp_path / "checkpoint_000003"
+    assert made.latest_id == 3
+    assert pickle.loads((tmp_path / "checkpoint_000002").read_bytes()) == {"number": 1, "loss": 2}
+
+
+def test_zero_writes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
+    made = keeper(tmp_path, 3, 2, num_to_keep=0)
+    assert on_disk(tmp_path) == []
+    assert (made.latest_path, made.best_path) == (None, None)
+    assert made.latest is not None
+    assert made.latest.to_dict() == {"number": 1, "loss": 2}
+
+
+@pytest.mark.parametrize(("order", "kept"), [("min", ["000001", "000003"]), ("max", ["000002", "000004"])])
+def test_the_best_two(tmp_path: Path, order: str, kept: list[str]) -> None:
+    made = keeper(
+        tmp_path, 2, 4, 1, 3, num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order=order
+    )
+    assert on_disk(tmp_path) == kept
+    assert made.best_path == tmp_path / {"min": "checkpoint_000003", "max": "checkpoint_000002"}[order]
+    assert made.latest is not None
+    assert made.latest.to_dict()["number"] == 3, "the newest is in memory, on disk or not"
+
+
+def test_a_tie_is_skipped(tmp_path: Path) -> None:
+    keeper(tmp_path, 1, 1, num_to_keep=1, checkpoint_score_attribute="loss")
+    assert on_disk(tmp_path) == ["000001"]
+
+
+def test_by_time_the_newest_stay_however_fast_they_come(tmp_path: Path) -> None:
+    keeper(tmp_path, 1, 1, 1, num_to_keep=2)
+    assert on_disk(tmp_path) == ["000002", "000003"]
+
+
+def test_the_score_may_be_in_the_metrics(tmp_path: Path) -> None:
+    made = CheckpointKeeper(tmp_path, CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy"))
+    for accuracy in (0.5, 0.9, 0.7):
+        made.take(pickle.dumps({"weights": [1]}), {"accuracy": accuracy})
+    assert on_disk(tmp_path) == ["000002"]
+
+
+def test_the_checkpoint_is_asked_before_the_metrics(tmp_path: Path) -> None:
+    strategy = CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    made = CheckpointKeeper(tmp_path, strategy)
+    made.take(pickle.dumps({"loss": 1}), {"loss": 9})
+    made.take(pickle.dumps({"loss": 2}), {"loss": 0})
+    assert on_disk(tmp_path) == ["000001"]
+
+
+@pytest.mark.parametrize("content", [{}, {"loss": "small"}, {"loss": None}])
+def test_a_missing_or_odd_score_is_an_error(tmp_path: Path, content: dict[str, Any]) -> None:
+    made = CheckpointKeeper(tmp_path, CheckpointStrategy(checkpoint_score_attribute="loss"))
+    with pytest.raises(ValueError, match="'loss' must be a number"):
+        made.take(pickle.dumps(content), {})
+
+
+@pytest.mark.parametrize("wrong", [{"num_to_keep": -1}, {"num_to_keep": 1.5}, {"checkpoint_score_order": "best"}])
+def test_a_strategy_is_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        CheckpointStrategy(**wrong)
+
+
+def test_numbers_go_on_from_where_a_run_was_resumed(tmp_path: Path) -> None:
+    made = CheckpointKeeper(tmp_path, latest_id=100)
+    for _ in range(2):
+        made.take(pickle.dumps({}), {})
+    assert made.latest_id == 102
+    assert (tmp_path / "checkpoint_000102").exists()
+
+
+def test_what_a_run_starts_with_is_its_newest_until_it_has_its_own(tmp_path: Path) -> None:
+    made = keeper(tmp_path, initial=pickle.dumps({"epoch": 7}))
+    assert made.latest is not None
+    assert made.latest.to_dict() == {"epoch": 7}
+    assert on_disk(tmp_path) == []
+
+
+def test_a_directory_is_stored_as_one(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "sub").mkdir(parents=True)
+    (source / "sub" / "weights.bin").write_bytes(b"123")
+    made = CheckpointKeeper(tmp_path / "kept")
+    made.take(Checkpoint.from_directory(source).to_bytes(), {"loss": 1})
+    path = made.latest_path
+    assert path is not None
+    assert (path / "sub" / "weights.bin").read_bytes() == b"123"
+    assert [each.name for each in (tmp_path / "kept").iterdir()] == ["checkpoint_000001"], "nothing half written"
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    made = CheckpointKeeper(tmp_path)
+    monkeypatch.setattr("raysgd.storage.os.replace", full)
+    with pytest.raises(OSError, match="no space"):
+        made.take(pickle.dumps({"epoch": 1}), {})
+    assert on_disk(tmp_path) == []
+    assert made.latest is not None
+    assert made.latest.to_dict() == {"epoch": 1}
+
+
+def test_a_damaged_file_says_which(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint_000001"
+    path.write_bytes(b"not a pickle")
+    with pytest.raises(CheckpointError, match="checkpoint_000001"):
+        Checkpoint(path).to_dict()

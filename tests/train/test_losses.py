@@ -1,0 +1,239 @@
+"""Workers die while a function runs: it runs again in those that are left, from the newest checkpoint."""
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import ElasticConfig, train
+from raysgd.train import Trainer, TrainingCallback, TrainingWorkerError
+
+pytestmark = pytest.mark.elastic
+
+
+def once(marks: str, name: str) -> bool:
+    """True for the first process that asks, whoever it is."""
+    try:
+        os.close(os.open(Path(marks) / name, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def die(config: dict[str, Any], name: str = "dead") -> None:
+    if once(config["marks"], name):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def marks(tmp_path: Path) -> str:
+    (tmp_path / "marks").mkdir()
+    return str(tmp_path / "marks")
+
+
+@pytest.fixture
+def made(ray_cluster: None, tmp_path: Path) -> Any:
+    trainers: list[Trainer] = []
+
+    def make(backend: Any = "none", num_workers: int = 3, **arguments: Any) -> Trainer:
+        trainer = Trainer(backend, num_workers=num_workers, logdir=tmp_path / "logs", **arguments)
+        trainers.append(trainer)
+        trainer.start()
+        return trainer
+
+    yield make
+    for trainer in trainers:
+        trainer.shutdown()
+
+
+Make = Callable[..., Trainer]
+STILL = ElasticConfig(grow=False)
+
+
+def epochs(config: dict[str, Any]) -> dict[str, Any]:
+    """Five epochs with a checkpoint each; rank `who` dies before or after that of epoch 2."""
+    found = train.load_checkpoint()
+    start = 0 if found is None else found["epoch"] + 1
+    for epoch in range(start, 5):
+        dying = epoch == 2 and train.world_rank() == config["who"] and train.world_size() == 3
+        if dying and config["when"] == "before":
+            die(config)
+        train.save_checkpoint(epoch=epoch)
+        if dying and config["when"] == "after":
+            die(config)
+        time.sleep(0.05)
+        train.report(epoch=epoch)
+    return {"pid": os.getpid(), "rank": train.world_rank(), "size": train.world_size(), "start": start}
+
+
+@pytest.mark.parametrize(("who", "when"), [(0, "before"), (0, "after"), (2, "after")])
+def test_the_survivors_run_it_again(made: Make, marks: str, who: int, when: str) -> None:
+    trainer = made(elastic=STILL)
+    pids = trainer.worker_group.execute(os.getpid)
+    rounds = trainer.run_iterator(epochs, {"marks": marks, "who": who, "when": when})
+    seen = [[row["epoch"] for row in rows] for rows in rounds]
+    results = rounds.get_final_results()
+    assert results is not None
+    survivors = [pid for rank, pid in enumerate(pids) if rank != who]
+    assert [result["pid"] for result in results] == survivors, "in the surviving processes, in their old order"
+    assert [(result["rank"], result["size"]) for result in results] == [(0, 2), (1, 2)]
+    if when == "after":
+        assert results[0]["start"] == 3, "a checkpoint that was taken is not forgotten when its rank dies"
+    else:
+        assert results[0]["start"] in (2, 3)
+    assert [epoch[0] for epoch in seen][-1] == 4
+    assert {row for rows in seen for row in rows} >= {0, 1, 3, 4}
+    (loss,) = trainer.recoveries
+    assert (loss.reason, loss.lost_ranks, loss.in_place) == ("worker death", (who,), True)
+    assert loss.seconds < 2
+
+
+def test_a_report_outlives_the_worker_that_made_it(made: Make, marks: str) -> None:
+    def function(config: dict[str, Any]) -> None:
+        if train.world_size() == 2 and train.world_rank() == 0:
+            train.report({"said": "last words"}, checkpoint=train.Checkpoint.from_dict({"epoch": 9}))
+            die(config)
+        if train.world_size() == 2:
+            time.sleep(60)
+        train.report(said=train.get_checkpoint().to_dict()["epoch"])  # type: ignore[union-attr]
+
+    trainer = made(num_workers=2, elastic=STILL)
+    rounds = trainer.run_iterator(function, {"marks": marks})
+    assert [[row["said"] for row in rows] for rows in rounds] == [["last words"], [9]]
+
+
+def test_a_survivor_in_a_collective_is_freed(made: Make, marks: str) -> None:
+    def function(config: dict[str, Any]) -> tuple[float, int]:
+        import torch
+        import torch.distributed as dist
+
+        total = torch.ones(1)
+        for step in range(20):
+            if step == 10 and train.world_rank() == 1 and train.world_size() == 3:
+                die(config)
+            dist.all_reduce(total)
+            total /= train.world_size()
+            time.sleep(0.01)
+        return total.item(), dist.get_world_size()
+
+    trainer = made("torch", elastic=STILL)
+    began = time.monotonic()
+    assert trainer.run(function, {"marks": marks}) == [(1.0, 2), (1.0, 2)]
+    assert time.monotonic() - began < 15
+    assert [loss.lost_ranks for loss in trainer.recoveries] == [(1,)]
+
+
+def test_when_nobody_is_left_fresh_workers_go_on_from_the_checkpoint(made: Make, marks: str) -> None:
+    def function(config: dict[str, Any]) -> tuple[int, int]:
+        found = train.load_checkpoint()
+        if found is None:
+            train.save_checkpoint(epoch=4)
+            time.sleep(0.5)  # the others' checkpoints are not needed, but their deaths are
+            die(config, f"dead-{train.world_rank()}")
+            time.sleep(60)
+        assert found is not None
+        return found["epoch"], train.world_size()
+
+    trainer = made(num_workers=2)
+    assert {result[0] for result in trainer.run(function, {"marks": marks})} == {4}
+    assert not all(recovery.in_place for recovery in trainer.recoveries) or len(trainer.recoveries) == 2
+
+
+def test_the_bound_on_losses(made: Make) -> None:
+    def function() -> None:
+        if train.world_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    class Listener(TrainingCallback):
+        failed: bool | None = None
+
+        def finish_training(self, error: bool = False) -> None:
+            self.failed = error
+
+    trainer = made(num_workers=3, max_retries=1, elastic=STILL)
+    listener = Listener()
+    with pytest.raises(TrainingWorkerError, match="max_retries=1") as raised:
+        trainer.run(function, callbacks=[listener])
+    assert isinstance(raised.value, RuntimeError)
+    assert listener.failed
+    assert len(trainer.recoveries) == 2
+
+
+def test_no_bound_on_losses(made: Make, marks: str) -> None:
+    """More losses than Python's stack has room for a recursion of would take too long: five show that it is a loop."""
+
+    def function(config: dict[str, Any]) -> int:
+        for loss in range(5):
+            if train.world_rank() == 0:
+                die(config, str(loss))
+        return train.world_rank()
+
+    trainer = made(num_workers=2, max_retries=-1)
+    assert trainer.run(function, {"marks": marks})[0] == 0
+    assert len(list(Path(marks).iterdir())) == 5
+
+
+def test_new_workers_join_at_a_checkpoint(made: Make, marks: str) -> None:
+    def function(config: dict[str, Any]) -> list[tuple[int, int]]:
+        found = train.load_checkpoint()
+        history = [] if found is None else found["history"]
+        while train.world_size() < 2 or len(history) < 4:
+            if train.world_rank() == 1 and len(history) == 2:
+                die(config)
+            history = [*history, train.world_size()]
+            train.save_checkpoint(history=history)
+            time.sleep(0.1)
+        return history
+
+    trainer = made(num_workers=2)
+    first, second = trainer.run(function, {"marks": marks})
+    assert first == second, "nothing was lost and nothing done twice"
+    assert first[:2] == [2, 2] and 1 in first
+    reasons = [recovery.reason for recovery in trainer.recoveries]
+    assert reasons == ["worker death", "growth"]
+
+
+def test_elastic_state_goes_on_in_the_middle_of_an_epoch(made: Make, marks: str) -> None:
+    """Every sample of every epoch exactly once, and the same weights on all ranks, although a worker dies on the way."""
+
+    def function(config: dict[str, Any]) -> tuple[list[int], list[float], int]:
+        import torch
+        import torch.distributed as dist
+        from torch.utils.data import DataLoader, TensorDataset
+
+        torch.manual_seed(0)
+        data = TensorDataset(torch.arange(90), torch.randn(90, 4))
+        model = train.torch.prepare_model(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        loader = train.torch.elastic_data_loader(DataLoader(data, batch_size=3, shuffle=True))
+        state = train.elastic({"model": model, "optimizer": optimizer, "loader": loader, "seen": [], "epoch": 0})
+        while state["epoch"] < 2:
+            for index, inputs in loader:
+                if len(state["seen"]) >= 45 and train.world_rank() == config["who"] and train.world_size() == 3:
+                    die(config)
+                everybody: list[Any] = [None] * train.world_size()
+                dist.all_gather_object(everybody, index.tolist())
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+                state["seen"] = [*state["seen"], *(each for part in everybody for each in part)]
+                state.commit()
+            state["epoch"] += 1
+        weights = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+        return state["seen"], weights, train.world_size()
+
+    for who in (0, 2):
+        (Path(marks) / str(who)).mkdir()
+        trainer = made("torch", elastic=STILL)
+        results = trainer.run(function, {"marks": f"{marks}/{who}", "who": who})
+        assert [size for _, _, size in results] == [2, 2]
+        for seen, weights, _ in results:
+            assert Counter(seen) == Counter({index: 2 for index in range(90)})
+            assert weights == results[0][1]
+        assert len(trainer.recoveries) == 1

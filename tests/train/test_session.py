@@ -1,0 +1,317 @@
+"""A training function in a replica of its own: no Ray, no engine, a control desk that writes down what it is given."""
+
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from raysgd import train
+from raysgd.outcomes import Interrupted
+from raysgd.progress import Control
+from raysgd.rendezvous import Seat
+from raysgd.train.backends import Backend
+from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
+from raysgd.train.session import Attempt
+from raysgd.workers.blob import Blob
+
+SEAT = Seat(world_rank=1, world_size=3, local_rank=1, local_world_size=2, node_rank=0)
+
+
+class Bench:
+    """A replica, and what reached the driver: (message, metrics, checkpoint)."""
+
+    def __init__(self, seat: Seat = SEAT, factory: FunctionReplicaFactory | None = None) -> None:
+        self.said: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = []
+        self.control = Control()
+        self.control.deliver = self._deliver
+        self.replica: FunctionReplica = (factory or FunctionReplicaFactory())(seat, self.control)
+        self.seat = seat
+
+    def _deliver(self, message: dict[str, Any], body: Any) -> None:
+        split = message["metrics"]
+        payload = pickle.loads(body[split:]) if message["checkpoint"] else None
+        self.said.append((message, pickle.loads(body[:split]), payload))
+
+    def run(self, function: Callable[..., Any], *arguments: Any, checkpoint: Any = None, **attempt: Any) -> Any:
+        given = None if checkpoint is None else Blob(pickle.dumps(checkpoint))
+        told = Attempt(**{"run": 1, "number": 1, **attempt})
+        value = self.replica.run("function", task=(function, arguments), attempt=told, checkpoint=given, call=1)
+        return pickle.loads(value) if isinstance(value, bytes) else value
+
+
+def test_ranks_and_context() -> None:
+    def function() -> tuple[Any, ...]:
+        context = train.get_context()
+        return (
+            (train.world_rank(), train.local_rank(), train.world_size()),
+            (context.get_world_rank(), context.get_local_rank(), context.get_world_size()),
+            (context.get_local_world_size(), context.get_node_rank()),
+            context.get_metadata(),
+            (context.get_trial_name(), context.get_trial_dir(), context.get_trial_id()),
+        )
+
+    told = Bench().run(function, metadata={"owner": "me"}, trial={"trial_name": "t1", "trial_dir": "/there"})
+    assert told == ((1, 1, 3), (1, 1, 3), (2, 0), {"owner": "me"}, ("t1", "/there", None))
+
+
+def test_report_in_both_spellings() -> None:
+    def function() -> None:
+        train.report(loss=1, step=0)
+        train.report({"loss": 2})
+        train.report({"loss": 3}, checkpoint=train.Checkpoint.from_dict({"epoch": 3}))
+        train.report(metrics=4, checkpoint=5)
+
+    bench = Bench()
+    bench.run(function)
+    assert [(m["kind"], m["rank"], m["run"], m["attempt"]) for m, _, _ in bench.said] == [("report", 1, 1, 1)] * 4
+    shown = [{k: v for k, v in metrics.items() if not k.startswith("_")} for _, metrics, _ in bench.said]
+    assert shown == [{"loss": 1, "step": 0}, {"loss": 2}, {"loss": 3}, {"metrics": 4, "checkpoint": 5}]
+    assert [payload and payload["epoch"] for _, _, payload in bench.said] == [None, None, 3, None]
+
+
+def test_reports_are_filled_in() -> None:
+    def function() -> None:
+        train.report(a=1)
+        time.sleep(0.05)
+        train.report(a=1, _timestamp=7)
+
+    bench = Bench()
+    bench.run(function, reports=4)
+    first, second = (metrics for _, metrics, _ in bench.said)
+    assert set(first) == {"a", "_timestamp", "_time_this_iter_s", "_training_iteration"}
+    assert abs(first["_timestamp"] - time.time()) < 60
+    assert (first["_training_iteration"], second["_training_iteration"]) == (5, 6), "counts on over attempts"
+    assert second["_time_this_iter_s"] >= 0.05
+    assert second["_timestamp"] == 7, "the user's own value wins"
+
+
+def test_detailed_fill_in() -> None:
+    bench = Bench()
+    bench.run(lambda: train.report(), detailed=True)
+    assert {"_date", "_hostname", "_node_ip", "_pid", "_time_total_s"} <= set(bench.said[0][1])
+
+
+def test_load_checkpoint_is_the_newest() -> None:
+    def function() -> list[Any]:
+        seen = [train.load_checkpoint()]
+        train.save_checkpoint(epoch=1)
+        seen.append(train.load_checkpoint())
+        found = train.get_checkpoint()
+        assert found is not None
+        return [*seen, found.to_dict()]
+
+    bench = Bench()
+    before, after, again = bench.run(function, checkpoint={"epoch": 0})
+    assert before == {"epoch": 0}
+    assert after["epoch"] == again["epoch"] == 1
+    assert "_timestamp" in after
+    assert bench.said[0][0]["kind"] == "checkpoint"
+    assert Bench().run(lambda: (train.load_checkpoint(), train.get_checkpoint())) == (None, None)
+
+
+def test_a_saved_checkpoint_is_a_copy() -> None:
+    def function() -> Any:
+        weights = [1]
+        train.save_checkpoint(weights=weights)
+        weights.append(2)
+        found = train.load_checkpoint()
+        assert found is not None
+        return found["weights"]
+
+    assert Bench().run(function) == [1]
+
+
+def test_metadata_go_into_checkpoints() -> None:
+    bench = Bench()
+    bench.run(lambda: train.save_checkpoint(a=1), metadata={"owner": "me"})
+    payload = bench.said[0][2]
+    assert payload is not None
+    assert train.Checkpoint.from_dict(payload).get_metadata() == {"owner": "me"}
+
+
+def test_dataset_shards() -> None:
+    shards = tuple({"train": [rank], "test": [-rank]} for rank in range(3))
+    assert Bench().run(lambda: train.get_dataset_shard("test"), shards=shards) == [-1]
+    assert Bench().run(lambda: train.get_dataset_shard(), shards=({}, {"train": [5]}, {})) == [5]
+    assert Bench().run(lambda: train.get_dataset_shard("train")) is None
+    for name in ("valid", None):
+        with pytest.raises(ValueError, match="test, train"):
+            Bench().run(lambda name=name: train.get_dataset_shard(name), shards=shards)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: train.report(a=1),
+        lambda: train.save_checkpoint(a=1),
+        train.load_checkpoint,
+        train.get_checkpoint,
+        train.world_rank,
+        train.local_rank,
+        train.world_size,
+        train.get_dataset_shard,
+        train.get_context,
+        lambda: train.elastic({"a": 1}),
+    ],
+)
+def test_outside_a_function_an_error_says_so(call: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=r"works only inside a training function"):
+        call()
+
+
+def test_after_the_function_it_is_outside_again() -> None:
+    bench = Bench()
+    with pytest.raises(ZeroDivisionError):
+        bench.run(lambda: 1 / 0)
+    with pytest.raises(train.OutsideRunError, match=r"train\.report\(\)"):
+        train.report(a=1)
+
+
+def test_a_thread_of_the_function_may_report() -> None:
+    def function() -> None:
+        thread = threading.Thread(target=train.report, kwargs={"a": 1})
+        thread.start()
+        thread.join()
+
+    bench = Bench()
+    bench.run(function)
+    assert len(bench.said) == 1
+
+
+def test_an_encoder_of_the_backend_is_used() -> None:
+    class Doubling(Backend):
+        @staticmethod
+        def encode_data(data: dict[str, Any]) -> dict[str, Any]:
+            return {name: 2 * value for name, value in data.items()}
+
+    bench = Bench(factory=FunctionReplicaFactory(encode=Doubling.encode_data))
+    bench.run(lambda: (train.report(a=1), train.save_checkpoint(b=2)))
+    assert bench.said[0][1]["a"] == 2
+    assert bench.said[1][2] is not None
+    assert bench.said[1][2]["b"] == 4
+
+
+# -- stopping and going on ----------------------------------------------------------------------------
+
+
+def test_an_interrupt_wakes_a_function_that_does_nothing_of_ours() -> None:
+    bench = Bench()
+    threading.Timer(0.2, bench.control.interrupt).start()
+    began = time.monotonic()
+    outcome = bench.run(lambda: time.sleep(30))
+    assert isinstance(outcome, Interrupted)
+    assert not outcome.asked
+    assert time.monotonic() - began < 5
+
+
+def test_an_interrupt_passes_through_handlers_of_exceptions() -> None:
+    def function() -> str:
+        try:
+            time.sleep(30)
+        except Exception:
+            return "swallowed"
+        return "slept"
+
+    bench = Bench()
+    threading.Timer(0.1, bench.control.interrupt).start()
+    assert isinstance(bench.run(function), Interrupted)
+
+
+def test_an_interrupt_that_was_swallowed_comes_again_at_the_next_report() -> None:
+    def function() -> None:
+        try:
+            time.sleep(30)
+        except BaseException:
+            train.report(a=1)
+
+    bench = Bench()
+    threading.Timer(0.1, bench.control.interrupt).start()
+    assert isinstance(bench.run(function), Interrupted)
+    assert bench.said == []
+
+
+def test_an_interrupt_between_calls_stops_nothing() -> None:
+    bench = Bench()
+    bench.control.interrupt()
+    bench.control.clear()
+    assert bench.run(lambda: 5) == 5
+
+
+def test_everybody_stops_at_an_agreed_checkpoint() -> None:
+    def function() -> None:
+        for epoch in range(10):
+            train.report(epoch=epoch)
+            train.save_checkpoint(epoch=epoch)
+
+    bench = Bench()
+    assert bench.control.propose(3)
+    bench.control.confirm()
+    outcome = bench.run(function)
+    assert isinstance(outcome, Interrupted)
+    assert outcome.asked
+    assert outcome.progress.step == 3
+    assert [payload["epoch"] for _, _, payload in bench.said if payload is not None] == [0, 1, 2]
+
+
+def test_commits_survive_and_are_put_back() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def function() -> None:
+        state = train.elastic({"epoch": 0, "sum": 0})
+        seen.append((state["epoch"], state["sum"]))
+        while state["epoch"] < 5:
+            state["sum"] += state["epoch"]
+            state["epoch"] += 1
+            state.commit()
+
+    bench = Bench()
+    bench.control.propose(2)
+    bench.control.confirm()
+    assert isinstance(bench.run(function), Interrupted)
+    bench.control.clear()
+    bench.run(function, number=2)
+    assert seen == [(0, 0), (2, 1)], "goes on where the last commit was"
+
+    newcomer = Bench()
+    newcomer.replica.load(bench.replica.state())
+    assert newcomer.replica.progress.step == bench.replica.progress.step == 5
+    newcomer.run(function, number=2)
+    assert seen[-1] == (5, 10), "a newcomer takes a survivor's commit"
+
+    bench.run(function, run=2)
+    assert seen[-1] == (0, 0), "another run starts anew"
+
+
+def test_restore_undoes_what_was_not_committed() -> None:
+    def function() -> list[int]:
+        state = train.elastic({"numbers": [1]})
+        state["numbers"].append(2)
+        state.commit()
+        state["numbers"].append(3)
+        state.restore()
+        return list(state["numbers"])
+
+    assert Bench().run(function) == [1, 2]
+
+
+def test_elastic_says_what_it_wants() -> None:
+    def changed() -> None:
+        train.elastic({"other": 1})
+
+    bench = Bench()
+    bench.run(lambda: train.elastic({"a": 1}).commit())
+    with pytest.raises(ValueError, match="must keep the same things"):
+        bench.run(changed, number=2)
+    with pytest.raises(ValueError, match="takes a dict"):
+        Bench().run(lambda: train.elastic([1]))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not one of the plain values"):
+        Bench().run(lambda: train.elastic({"a": 1}).__setitem__("b", 2))
+
+
+def test_sync_of_several_needs_a_process_group() -> None:
+    with pytest.raises(ValueError, match="process group"):
+        Bench().run(lambda: train.elastic({"a": 1}).sync())
+    assert Bench(Seat()).run(lambda: train.elastic({"a": 1}).sync()) is None

@@ -1,0 +1,365 @@
+"""Functions on real workers: what they return, report and save, and what the driver then knows."""
+
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import NotActiveError, train
+from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    made = Trainer("none", num_workers=2, logdir=tmp_path_factory.mktemp("logs"), max_retries=0)
+    made.start(initialization_hook=lambda: os.environ.update(RAYSGD_HOOK="1"))
+    yield made
+    made.shutdown()
+
+
+class Listener(TrainingCallback):
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def start_training(self, logdir: str) -> None:
+        self.heard.append(Path(logdir).name)
+
+    def handle_result(self, results: list[dict[str, Any]]) -> None:
+        self.heard.append([row["step"] for row in results])
+
+    def finish_training(self, error: bool = False) -> None:
+        self.heard.append(error)
+
+
+def test_return_values_in_rank_order(trainer: Trainer) -> None:
+    assert trainer.run(lambda: 1) == [1, 1]
+    assert trainer.run(lambda: (train.world_rank(), train.world_size())) == [(0, 2), (1, 2)]
+
+
+def test_local_ranks(trainer: Trainer) -> None:
+    assert set(trainer.run(train.local_rank)) == {0, 1}
+
+
+def test_the_hook_ran_in_every_worker(trainer: Trainer) -> None:
+    assert trainer.run(lambda: os.environ["RAYSGD_HOOK"]) == ["1", "1"]
+    assert "RAYSGD_HOOK" not in os.environ
+
+
+def test_config(trainer: Trainer) -> None:
+    assert trainer.run(lambda config: config["a"], config={"a": 3}) == [3, 3]
+    assert trainer.run(lambda config: config) == [{}, {}]
+    assert trainer.run(lambda: 0, config={"a": 3}) == [0, 0], "a function may leave the config alone"
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "message"),
+    [
+        (lambda a, b: None, {}, "takes 2"),
+        (5, {}, "must be a function"),
+        (lambda: 0, {"config": 5}, "config must be a dict"),
+        (lambda: 0, {"checkpoint": "/no/such/file"}, "no checkpoint at /no/such/file"),
+        (lambda: 0, {"checkpoint": 5}, "checkpoint must be a dict"),
+        (lambda: 0, {"checkpoint_strategy": 5}, "must be a CheckpointStrategy"),
+    ],
+)
+def test_wrong_arguments(trainer: Trainer, function: Any, given: dict[str, Any], message: str) -> None:
+    before = trainer.latest_run_dir
+    with pytest.raises(ValueError, match=message):
+        trainer.run(function, **given)
+    assert trainer.latest_run_dir == before, "a call that is refused is no run"
+
+
+def test_callbacks_hear_every_round(trainer: Trainer) -> None:
+    def function() -> None:
+        for step in range(3):
+            train.report(step=step + 10 * train.world_rank())
+
+    listener = Listener()
+    trainer.run(function, callbacks=[listener])
+    assert trainer.latest_run_dir is not None
+    assert listener.heard == [trainer.latest_run_dir.name, [0, 10], [1, 11], [2, 12], False]
+
+
+def test_an_error_has_its_own_type_and_callbacks_hear_of_it(trainer: Trainer) -> None:
+    def function() -> None:
+        train.report(step=0)
+        if train.world_rank() == 1:
+            raise NotImplementedError("mine")
+        time.sleep(60)
+
+    listener = Listener()
+    began = time.monotonic()
+    with pytest.raises(NotImplementedError, match="mine") as raised:
+        trainer.run(function, callbacks=[listener])
+    assert time.monotonic() - began < 20, "the other rank is stopped, not waited for"
+    assert "on rank 1" in str(raised.value.__cause__)
+    assert listener.heard[1:] == [[0, 0], True]
+    assert trainer.run(lambda: 1) == [1, 1], "the trainer stays usable"
+
+
+def test_a_callback_that_raises_does_not_stop_the_training(
+    trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Clumsy(Listener):
+        def handle_result(self, results: list[dict[str, Any]]) -> None:
+            raise RuntimeError("disk full")
+
+    clumsy, listener = Clumsy(), Listener()
+    trainer.run(lambda: train.report(step=1), callbacks=[clumsy, listener])
+    assert listener.heard[1:] == [[1, 1], False]
+    assert "Clumsy.handle_result raised" in caplog.text
+    with pytest.raises(ValueError, match="TrainingCallback"):
+        trainer.run(lambda: 1, callbacks=[5])
+
+
+def test_checkpoints_are_on_disk_and_in_memory(trainer: Trainer) -> None:
+    def function() -> None:
+        for epoch in range(2):
+            train.save_checkpoint(epoch=epoch)
+
+    trainer.run(function)
+    assert trainer.latest_checkpoint is not None
+    assert trainer.latest_checkpoint["epoch"] == 1
+    assert trainer.get_latest_checkpoint() == trainer.latest_checkpoint
+    assert trainer.latest_run_dir is not None
+    assert trainer.latest_checkpoint_dir == trainer.latest_run_dir / "checkpoints"
+    assert trainer.latest_checkpoint_path == trainer.latest_checkpoint_dir / "checkpoint_000002"
+    assert trainer.best_checkpoint_path == trainer.latest_checkpoint_path
+    assert pickle.loads(trainer.latest_checkpoint_path.read_bytes())["epoch"] == 1
+
+
+def test_a_run_starts_from_a_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
+    def function() -> Any:
+        found = train.load_checkpoint()
+        return found and found["epoch"]
+
+    assert trainer.run(function) == [None, None], "another run's checkpoint is not this one's"
+    assert trainer.run(function, checkpoint={"epoch": 5}) == [5, 5]
+    path = tmp_path / "mine"
+    path.write_bytes(pickle.dumps({"epoch": 6}))
+    assert trainer.run(function, checkpoint=path) == [6, 6]
+    assert trainer.run(function, checkpoint=str(path)) == [6, 6]
+
+
+def test_the_strategy_decides_what_stays(trainer: Trainer) -> None:
+    def function() -> None:
+        for loss in (2, 4, 1, 3):
+            train.report({"loss": 2}, checkpoint=train.Checkpoint.from_dict({"loss": loss}))
+
+    best = CheckpointStrategy(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    trainer.run(function, checkpoint_strategy=best)
+    assert trainer.latest_checkpoint_dir is not None
+    assert sorted(path.name[-1] for path in trainer.latest_checkpoint_dir.iterdir()) == ["1", "3"]
+    assert trainer.best_checkpoint_path == trainer.latest_checkpoint_dir / "checkpoint_000003"
+    assert trainer.latest_checkpoint is not None
+    assert trainer.latest_checkpoint["loss"] == 3
+
+    trainer.run(function, checkpoint_strategy=CheckpointStrategy(num_to_keep=0))
+    assert trainer.latest_checkpoint_dir is not None
+    assert not trainer.latest_checkpoint_dir.exists()
+    assert trainer.latest_checkpoint["loss"] == 3
+
+    wrong = CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy")
+    with pytest.raises(ValueError, match="'accuracy' must be a number"):
+        trainer.run(function, checkpoint_strategy=wrong)
+
+
+def test_ranks_that_disagree_are_named(trainer: Trainer) -> None:
+    def kinds() -> None:
+        if train.world_rank() == 0:
+            train.save_checkpoint(epoch=0)
+        else:
+            train.report(a=1)
+        time.sleep(60)
+
+    def counts() -> None:
+        if train.world_rank() == 1:
+            train.report(a=1)
+
+    with pytest.raises(RuntimeError, match=r"rank\(s\) 1 called train.report.*rank\(s\) 0 called train.save_checkpoint"):
+        trainer.run(kinds)
+    with pytest.raises(RuntimeError, match=r"rank\(s\) 1 called train.report\(\) more often than rank\(s\) 0"):
+        trainer.run(counts)
+    assert trainer.run(lambda: 1) == [1, 1]
+
+
+def test_every_run_has_its_directory(trainer: Trainer) -> None:
+    trainer.run(lambda: 1)
+    first = trainer.latest_run_dir
+    trainer.run(lambda: 1)
+    second = trainer.latest_run_dir
+    assert first is not None and second is not None
+    assert first.is_dir() and second.is_dir()
+    assert int(second.name.removeprefix("run_")) == int(first.name.removeprefix("run_")) + 1
+    assert second.parent == trainer.logdir
+
+
+def test_what_cannot_be_sent_back_is_an_error(trainer: Trainer) -> None:
+    import threading
+
+    with pytest.raises(TypeError, match="pickle"):
+        trainer.run(lambda: threading.Lock())
+    with pytest.raises(TypeError, match="pickle"):
+        trainer.run(lambda: train.report(lock=threading.Lock()))
+    assert trainer.recoveries == [], "it is not taken for a death"
+
+
+# -- the iterator -------------------------------------------------------------------------------------
+
+
+def reports(config: dict[str, int]) -> int:
+    for step in range(config["steps"]):
+        train.report(step=step)
+        train.save_checkpoint(step=step)
+    return train.world_rank()
+
+
+def test_the_iterator_yields_rounds(trainer: Trainer) -> None:
+    rounds = trainer.run_iterator(reports, config={"steps": 3})
+    first = next(rounds)
+    assert [row["step"] for row in first] == [0, 0]
+    assert not rounds.is_finished()
+    assert rounds.get_final_results() is None
+    assert [row[0]["step"] for row in rounds] == [1, 2], "checkpoints are not shown"
+    assert rounds.is_finished()
+    assert rounds.get_final_results() == [0, 1]
+    assert list(rounds) == []
+
+
+def test_final_results_by_force(trainer: Trainer) -> None:
+    rounds = trainer.run_iterator(reports, config={"steps": 3})
+    next(rounds)
+    assert rounds.get_final_results(force=True) == [0, 1]
+    assert rounds.is_finished()
+    assert trainer.latest_checkpoint is not None
+    assert trainer.latest_checkpoint["step"] == 2, "checkpoints are taken in all the same"
+
+
+def test_an_error_comes_out_of_the_iterator(trainer: Trainer) -> None:
+    def function() -> None:
+        train.report(step=0)
+        raise ZeroDivisionError
+
+    rounds = trainer.run_iterator(function)
+    next(rounds)
+    with pytest.raises(ZeroDivisionError):
+        next(rounds)
+    assert rounds.is_finished()
+
+
+# -- life ---------------------------------------------------------------------------------------------
+
+
+def test_before_the_start_and_after_the_end(ray_cluster: None, tmp_path: Path) -> None:
+    made = Trainer("none", logdir=tmp_path)
+    assert made.latest_run_dir is None
+    assert made.latest_checkpoint is None
+    calls = [lambda: made.run(print), lambda: made.run_iterator(print), lambda: made.execute(print)]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="not active"):
+            call()
+    made.start()
+    made.run(lambda: train.save_checkpoint(a=1))
+    made.shutdown()
+    made.shutdown()
+    for call in calls:
+        with pytest.raises(NotActiveError, match="not active"):
+            call()
+    assert made.latest_checkpoint is not None, "what was saved can still be asked for"
+    made.start()
+    assert made.run(lambda: 2) == [2], "a trainer can be started anew"
+    made.shutdown()
+
+
+class Counter:
+    def __init__(self, start: int, step: int = 1) -> None:
+        self.value, self.step = start, step
+
+    def add(self, times: int = 1) -> int:
+        self.value += self.step * times
+        return self.value
+
+
+def free_cpus_become(wanted: float) -> bool:
+    """Ray's own figure follows within seconds."""
+    import ray
+
+    deadline = time.monotonic() + 20
+    while ray.available_resources().get("CPU", 0) != wanted and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return bool(ray.available_resources().get("CPU", 0) == wanted)
+
+
+def test_execute_works_on_objects_in_the_workers(trainer: Trainer, tmp_path: Path) -> None:
+    assert free_cpus_become(6), "8, less the two of the trainer that all these tests share"
+    made = Trainer("none", num_workers=2, logdir=tmp_path)
+    made.start(None, Counter, 10, step=5)
+    assert free_cpus_become(4)
+    assert made.execute(lambda counter: counter.add()) == [15, 15]
+    assert made.execute_single(lambda counter, times: counter.add(times), 2) == 25
+    assert made.execute(Counter.add, times=0) == [25, 15]
+    with pytest.raises(RuntimeError, match="workers of its own"):
+        made.to_worker_group(Counter, 1)
+    made.shutdown()
+    assert free_cpus_become(6)
+
+
+def test_execute_without_objects_says_what_is_missing(trainer: Trainer) -> None:
+    with pytest.raises(ValueError, match="train_cls"):
+        trainer.execute(print)
+
+
+def test_to_worker_group(ray_cluster: None, tmp_path: Path) -> None:
+    import ray
+
+    group = Trainer("none", num_workers=2, logdir=tmp_path).to_worker_group(Counter, 1, step=2)
+    assert len(group) == 2
+    assert ray.get(group[0].add.remote()) == 3
+    assert ray.get([worker.add.remote(times=2) for worker in group]) == [7, 5]
+    with pytest.raises(Exception, match="no_such"):
+        ray.get(group[1].no_such.remote())
+    with pytest.raises(IndexError):
+        group[2]
+    group.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        group[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"backend": 5}, TypeError, "BackendConfig"),
+        ({"backend": "mpi"}, ValueError, "'torch', 'tensorflow', 'horovod'"),
+        ({"backend": "none", "num_workers": 0}, ValueError, "num_workers"),
+        ({"backend": "none", "max_retries": -2}, ValueError, "max_retries"),
+        ({"backend": "none", "use_gpu": 1}, ValueError, "use_gpu"),
+        ({"backend": "none", "resources_per_worker": {"GPU": 1}}, ValueError, "use_gpu=True"),
+        ({"backend": "none", "use_gpu": True, "resources_per_worker": {"GPU": 0}}, ValueError, "use_gpu is True"),
+        ({"backend": "none", "elastic": 5}, ValueError, "ElasticConfig"),
+    ],
+)
+def test_a_trainers_arguments(arguments: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=message):
+        Trainer(logdir=tmp_path, **arguments)
+
+
+def test_resources_are_the_callers_own_dict(tmp_path: Path) -> None:
+    wanted = {"CPU": 2, "special": 1}
+    Trainer("none", resources_per_worker=wanted, logdir=tmp_path)
+    assert wanted == {"CPU": 2, "special": 1}
+
+
+def test_log_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = tmp_path / "ray_results"
+    first, second = Trainer("none").logdir, Trainer("none").logdir
+    assert first.parent == second.parent == home
+    assert first.name.startswith("sgd_20")
+    assert first != second, "two of the same second do not share"
+    assert Trainer("none", logdir="mine").logdir == home / "mine"
+    assert Trainer("none", logdir=tmp_path / "there").logdir == tmp_path / "there"
+    assert all(path.is_dir() for path in (first, second, home / "mine", tmp_path / "there"))
