@@ -18,8 +18,9 @@ COLLECTIVE_FRAMES = (
     ("tensorflow/python/eager/execute.py", "quick_execute"),
     ("tensorflow/python/ops/gen_collective_ops.py", ""),
 )
-# How far below the innermost frame a collective may stand (logging and timing wrappers lie in between).
-DEPTH = 4
+# Frames of these packages may lie further inside than the collective (logging and timing wrappers); anybody else's
+# code, called from there (a hook in the backward pass), is where the rank really is.
+FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,13 @@ class Report:
 
 def in_collective(stack: Sequence[str]) -> bool:
     """Frames are "path:line function" lines, innermost first."""
-    for frame in stack[:DEPTH]:
+    for frame in stack:
         place, _, function = frame.rpartition(" ")
         path = place.rpartition(":")[0].replace("\\", "/")
         if any(path.endswith(end) and name in ("", function) for end, name in COLLECTIVE_FRAMES):
             return True
+        if not any(framework in path for framework in FRAMEWORKS):
+            return False
     return False
 
 

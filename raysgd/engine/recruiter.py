@@ -17,6 +17,8 @@ logger = logging.getLogger("raysgd")
 
 LOOK_EVERY_S = 0.5
 GATHER_S = 3.0
+# Where every change of members ends all processes, it is worth more patience to have one change only.
+GATHER_ALL_S = 15.0
 LATE_S = 20.0
 
 
@@ -47,7 +49,8 @@ class Recruiter:
     def gathered(self) -> bool:
         """Are those that are ready all that will be ready soon? One rejoin for several is better than several."""
         waited = time.monotonic() - self._ready_at
-        return bool(self.ready) and (self.starting == 0 or waited > GATHER_S)
+        enough = GATHER_S if self._in_place else GATHER_ALL_S
+        return bool(self.ready) and (self.starting == 0 or waited > enough)
 
     def look(self, missing: int) -> None:
         """Starts what is missing and fits, now and then; moves the ones on their way along."""
@@ -64,6 +67,8 @@ class Recruiter:
     def launch(self, count: int) -> None:
         for worker in self._crew.launch(count):
             self._launched[worker] = time.monotonic()
+        if not self._in_place:
+            self._ready_at = time.monotonic()
 
     def tick(self) -> None:
         for worker in [*self._launched, *self._warming, *self.ready]:

@@ -1,0 +1,90 @@
+"""What a set of outcomes amounts to, and what to do about it: tables, since both are pure."""
+
+import pytest
+
+from raysgd.elastic import GiveUp, Rejoin, Restart, Situation, Wait, backoff, classify, decide
+from raysgd.outcomes import Failed, Interrupted, Lost, Ok
+
+OK, PAUSED = Ok(1), Interrupted(asked=True)
+CUT = Interrupted(cause="RuntimeError: Connection closed by peer")
+DEAD, HUNG, ERROR = Lost("it ended"), Lost("stopped", "hang"), Failed(ValueError("mine"))
+
+OUTCOMES = {
+    "all well": ([OK, OK], "done", ""),
+    "one dead, one cut": ([CUT, DEAD], "broken", "worker death"),
+    "the peer's error came before the notice of death": ([CUT, CUT, DEAD], "broken", "worker death"),
+    "one dead, one finished": ([OK, DEAD], "broken", "worker death"),
+    "all dead": ([DEAD, DEAD], "broken", "worker death"),
+    "one hung": ([CUT, HUNG], "broken", "hang"),
+    "all cut and nobody dead": ([CUT, CUT], "broken", "network"),
+    "one cut, one finished": ([OK, CUT], "broken", "network"),
+    "everybody stopped as asked": ([PAUSED, PAUSED], "paused", ""),
+    "one finished before the border": ([OK, PAUSED], "paused", ""),
+    "a death while stopping": ([PAUSED, DEAD], "broken", "worker death"),
+    "an error, and the peers it cut": ([CUT, ERROR, CUT], "user_error", ""),
+    "an error and a death together": ([DEAD, ERROR], "user_error", ""),
+    "errors everywhere": ([ERROR, ERROR], "user_error", ""),
+}
+
+
+@pytest.mark.parametrize(("outcomes", "kind", "reason"), OUTCOMES.values(), ids=OUTCOMES)
+def test_classification(outcomes: list, kind: str, reason: str) -> None:
+    named = {f"w{rank}": outcome for rank, outcome in enumerate(outcomes)}
+    seen = classify(named)
+    assert (seen.kind, seen.reason) == (kind, reason)
+    assert seen.lost == tuple(name for name, outcome in named.items() if isinstance(outcome, Lost))
+    if kind == "user_error":
+        assert isinstance(named[seen.culprit], Failed)
+
+
+def situation(**facts: object) -> Situation:
+    usual = dict(
+        survivors=2, ready=0, starting=0, free=0, target=3, min_workers=1, in_place=True,
+        losses=1, max_losses=3, attempts=0, max_attempts=10, gathered=True,
+    )  # fmt: skip
+    return Situation(**{**usual, **facts})
+
+
+DECISIONS = {
+    "survivors go on at once": (dict(), Rejoin()),
+    "also when others are starting": (dict(starting=1, gathered=False), Rejoin()),
+    "too many losses": (dict(losses=4), GiveUp),
+    "no bound": (dict(losses=1000, max_losses=-1), Rejoin()),
+    "no loss allowed": (dict(losses=1, max_losses=0), GiveUp),
+    "nobody left, room for all": (dict(survivors=0, free=5), Restart(3)),
+    "nobody left, room for one": (dict(survivors=0, free=1), Restart(1)),
+    "nobody left, no room": (dict(survivors=0), Wait(7.0)),
+    "nobody left, recruits on their way": (dict(survivors=0, starting=3), Wait(7.0)),
+    "nobody left, the first of several is ready": (dict(survivors=0, ready=1, starting=2, gathered=False), Wait(7.0)),
+    "nobody left, all are ready": (dict(survivors=0, ready=3), Rejoin()),
+    "fewer than the least, room": (dict(survivors=1, min_workers=2, free=1), Restart(1)),
+    "fewer than the least, no room": (dict(survivors=1, min_workers=2), Wait(7.0)),
+    "fewer than the least, one is ready": (dict(survivors=1, min_workers=2, ready=1), Rejoin()),
+    "room for too few": (dict(survivors=0, min_workers=3, free=2), Wait(7.0)),
+    "waited long enough": (dict(survivors=0, attempts=10), GiveUp),
+    "waited long, but somebody is coming": (dict(survivors=0, attempts=10, starting=1), Wait(7.0)),
+}
+
+
+@pytest.mark.parametrize(("facts", "expected"), DECISIONS.values(), ids=DECISIONS)
+def test_decisions(facts: dict, expected: object) -> None:
+    decision = decide(situation(**facts), wait_s=7.0)
+    if isinstance(expected, type):
+        assert isinstance(decision, expected)
+    else:
+        assert decision == expected
+
+
+def test_backoff_doubles_up_to_its_limit() -> None:
+    assert [backoff(attempt, 1.0, 10.0, jitter=0.0) for attempt in range(6)] == [1, 2, 4, 8, 10, 10]
+
+
+def test_jitter_takes_off_up_to_half() -> None:
+    waits = {backoff(3, 1.0, 60.0, jitter=jitter) for jitter in (0.0, 0.5, 0.999)}
+    assert max(waits) == 8 and min(waits) > 4 and len(waits) == 3
+
+
+def test_giving_up_says_why() -> None:
+    decision = decide(situation(survivors=1, min_workers=3, attempts=10), wait_s=1)
+    assert isinstance(decision, GiveUp)
+    assert all(word in decision.why for word in ("10 waits", "min_workers=3", "standing=1"))

@@ -1,0 +1,47 @@
+"""Who is to blame when nothing moves."""
+
+import pytest
+
+from raysgd.hang import Report, culprits, describe, in_collective
+
+WAITS = ("/x/torch/autograd/graph.py:824 _engine_run_backward", "/x/torch/_tensor.py:1 backward", "/u/op.py:3 train_batch")
+GATHERS = ("/x/torch/distributed/distributed_c10d.py:4 all_gather", "/u/op.py:3 train_batch")
+BUSY = ("/u/op.py:9 sleep_for_ever", "/u/op.py:3 train_batch", "/x/torch/autograd/graph.py:824 _engine_run_backward")
+
+CASES = {
+    "one does not answer": ([WAITS, None, WAITS], [1]),
+    "two do not answer": ([None, WAITS, None], [0, 2]),
+    "one is outside": ([GATHERS, WAITS, BUSY], [2]),
+    "all wait": ([WAITS, GATHERS], []),
+    "nobody waits": ([BUSY, BUSY], []),
+    "silence outweighs being busy": ([BUSY, None, WAITS], [1]),
+}
+
+
+def reports(stacks: list) -> dict[str, Report]:
+    return {str(rank): Report(rank=rank, stack=stack) for rank, stack in enumerate(stacks)}
+
+
+@pytest.mark.parametrize(("stacks", "guilty"), CASES.values(), ids=CASES)
+def test_culprits(stacks: list, guilty: list[int]) -> None:
+    assert culprits(reports(stacks)) == [str(rank) for rank in guilty]
+
+
+def test_the_last_one_running_is_to_blame_when_the_others_gave_up_on_it() -> None:
+    assert culprits(reports([BUSY])) == []
+    assert culprits(reports([BUSY]), others_fell=True) == ["0"]
+    assert culprits(reports([WAITS]), others_fell=True) == []
+
+
+def test_only_the_inner_frames_say_where_a_rank_stands() -> None:
+    assert in_collective(WAITS) and in_collective(GATHERS)
+    assert in_collective(("/x/torch/distributed/c10d_logger.py:83 wrapper", *GATHERS))
+    assert not in_collective(("/u/hook.py:1 a_hook_in_the_backward_pass", *WAITS))
+    assert not in_collective(("/x/torch/autograd/graph.py:10 something_else",))
+    assert not in_collective(())
+
+
+def test_a_report_reads_well() -> None:
+    line = describe(Report(rank=3, node="abc", phase="a batch", batch=17, stack=BUSY))
+    assert line.startswith("rank 3 on abc, in a batch, batch 17, at\n") and "sleep_for_ever" in line
+    assert "does not answer" in describe(Report(rank=1))

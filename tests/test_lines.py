@@ -1,0 +1,116 @@
+"""The line between a worker and its driver: frames, tokens, orders, and what its end means."""
+
+import queue
+import random
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from raysgd.workers.events import Arrived, Event, Gone, Heard
+from raysgd.workers.frames import FrameReader, send
+from raysgd.workers.line import Line, LineAddress
+from raysgd.workers.switchboard import Switchboard
+
+
+def test_frames_survive_any_cut() -> None:
+    one, other = socket.socketpair()
+    for number in range(20):
+        send(one, {"n": number, "text": "ä" * number}, bytes(range(number)))
+    one.close()
+    stream = b"".join(iter(lambda: other.recv(1 << 16), b""))
+    chance, reader, found = random.Random(1), FrameReader(), []
+    while stream:
+        cut = chance.randint(1, 40)
+        found += reader.feed(stream[:cut])
+        stream = stream[cut:]
+    assert found == [({"n": n, "text": "ä" * n}, bytes(range(n))) for n in range(20)]
+
+
+class Desk:
+    """A switchboard with its events."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.board = Switchboard(self.events, "127.0.0.1")
+
+    def line(self, worker: str = "w", token: str | None = None) -> Line:
+        self.aborted: list[str] = []
+        address = LineAddress(*self.board.address, token or self.board.token)
+        return Line(address, worker, "node", lambda: self.aborted.append(worker))
+
+    def next(self, kind: type) -> Any:
+        while True:
+            event = self.events.get(timeout=5)
+            if isinstance(event, kind):
+                return event
+
+
+@pytest.fixture
+def desk() -> Any:
+    desk = Desk()
+    yield desk
+    desk.board.close()
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_worker_arrives_and_is_told(desk: Desk) -> None:
+    line = desk.line()
+    arrived = desk.next(Arrived)
+    assert (arrived.worker, arrived.node) == ("w", "node")
+    line.call, line.generation = 7, 2
+    desk.board.tell("w", {"t": "propose", "id": 1, "call": 7, "at": 5})
+    assert desk.next(Heard).message == {"t": "consent", "id": 1, "kept": True, "begun": 0}
+    desk.board.tell("w", {"t": "propose", "id": 2, "call": 6, "at": 5})
+    assert desk.next(Heard).message["kept"] is False, "an order for another call is refused"
+    desk.board.tell("w", {"t": "interrupt", "generation": 1})
+    desk.board.tell("w", {"t": "stack", "id": 3})
+    assert any("test_lines.py" in frame for frame in desk.next(Heard).message["frames"])
+    assert not line.control.interrupted and not desk.aborted, "an order of an old generation means nothing"
+    desk.board.tell("w", {"t": "interrupt", "generation": 2})
+    wait_for(lambda: desk.aborted == ["w"] and line.control.interrupted)
+    desk.board.hang_up("w")
+
+
+def test_uploads_do_not_take_the_line(desk: Desk) -> None:
+    line = desk.line()
+    body = random.Random(2).randbytes(3 << 20)
+    line.upload({"progress": [1, 2]}, body)
+    heard = desk.next(Heard)
+    assert heard.body == body and heard.message["progress"] == [1, 2] and heard.worker == "w"
+    desk.board.hang_up("w")
+
+
+def test_a_stranger_is_refused(desk: Desk) -> None:
+    with socket.create_connection(desk.board.address) as stranger:
+        send(stranger, {"t": "hello", "token": "guess", "worker": "w", "node": "n", "pid": 1})
+        stranger.settimeout(5)
+        assert stranger.recv(1) == b""
+    with socket.create_connection(desk.board.address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
+        stranger.settimeout(5)
+        assert stranger.recv(1) == b""
+    assert desk.events.empty()
+
+
+def test_the_end_of_a_line_is_told_once(desk: Desk) -> None:
+    with socket.create_connection(desk.board.address) as worker:
+        send(worker, {"t": "hello", "token": desk.board.token, "worker": "w", "node": "n", "pid": 1})
+        desk.next(Arrived)
+    assert "process ended" in desk.next(Gone).cause
+    assert not desk.board.tell("w", {"t": "confirm"})
+
+
+def test_who_leaves_on_purpose_is_no_news(desk: Desk) -> None:
+    desk.line()
+    desk.next(Arrived)
+    desk.board.hang_up("w")
+    time.sleep(0.1)
+    assert desk.events.empty()
