@@ -6,11 +6,12 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
+from typing import Any
 
 from raysgd.config import WorkerResources
 from raysgd.errors import ConfigError
 
-__all__ = ["alive_nodes", "draining_nodes", "driver_address", "ensure_cluster", "free_by_node", "holds_at_most", "node_lives", "room_for"]
+__all__ = ["alive_nodes", "draining_nodes", "driver_address", "ensure_cluster", "free_by_node", "holds_at_most", "node_lives", "placement", "room_for"]
 
 logger = logging.getLogger("raysgd")
 
@@ -22,7 +23,7 @@ def ensure_cluster() -> None:
     import ray
 
     if ray.is_initialized():
-        if ray.util.client.ray.is_connected():  # type: ignore[attr-defined]
+        if ray.util.client.ray.is_connected():
             raise ConfigError(
                 "this script is connected through Ray Client (ray://), and workers cannot reach it there. "
                 "Run it on the cluster (for example with `ray job submit`), or connect with ray.init(address='auto')"
@@ -30,7 +31,7 @@ def ensure_cluster() -> None:
         return
     address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        context = ray.init(address=address, logging_level=logging.WARNING)
+        context: Any = ray.init(address=address, logging_level=logging.WARNING)
         if address != "local":
             logger.info("connected to the Ray cluster at %s", context.address_info.get("gcs_address", address))
             return
@@ -89,9 +90,30 @@ def draining_nodes() -> set[str]:
         return set()
 
 
+def placement() -> Any:
+    """Spread over the nodes; inside a Tune trial, in the bundles that the trial holds."""
+    import ray
+
+    group = ray.util.get_current_placement_group()
+    if group is None:
+        return "SPREAD"
+    return ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+
+
 def room_for(resources: WorkerResources) -> int:
     """How many more workers fit now, node by node (a worker never spans two)."""
-    return sum(resources.fits(free) for free in free_by_node().values())
+    return sum(resources.fits(_held(free)) for free in free_by_node().values())
+
+
+def _held(free: Mapping[str, float]) -> Mapping[str, float]:
+    """What is free for us: all, or what our own placement group holds (Ray names it `CPU_group_<id>`)."""
+    import ray
+
+    group = ray.util.get_current_placement_group()
+    if group is None:
+        return free
+    mark = f"_group_{group.id.hex()}"
+    return {name.removesuffix(mark): amount for name, amount in free.items() if name.endswith(mark)}
 
 
 def holds_at_most(resources: WorkerResources) -> int:

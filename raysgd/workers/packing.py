@@ -47,7 +47,7 @@ def dumps(value: Any) -> bytes:
     a function that says `torch.distributed` and `self.config` drags one in by its names)."""
     from ray import cloudpickle
 
-    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc, name-defined]
+    class Pickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
                 return import_module, (obj.__name__,)

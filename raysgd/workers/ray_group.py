@@ -67,11 +67,11 @@ class RayGroup:
         workers = []
         for _ in range(count):
             worker = uuid.uuid4().hex[:8]
-            actor = self._actor_class.options(
+            actor: Any = self._actor_class.options(
                 num_cpus=self._resources.cpus,
                 num_gpus=self._resources.gpus,
                 resources=dict(self._resources.custom) or None,
-                scheduling_strategy="SPREAD",
+                scheduling_strategy=cluster.placement(),
                 max_restarts=0,
                 max_task_retries=0,
                 name=f"raysgd-{worker}",

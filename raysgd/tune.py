@@ -1,0 +1,148 @@
+"""Trainers as Tune trials: each trial is a trainer with a group of workers of its own (extra: tune).
+
+    Trainable = TorchTrainer.as_trainable(training_operator_cls=Digits, num_workers=2, use_gpu=False)
+    tune.Tuner(Trainable, param_space={"lr": tune.grid_search([0.1, 0.01])}).fit()
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+try:
+    from ray import tune
+except ImportError as error:  # pragma: no cover - depends on what is installed
+    raise RuntimeError("raysgd.tune needs Ray Tune: pip install 'raysgd[tune]'") from error
+
+from raysgd.errors import ConfigError
+
+__all__ = ["BaseTorchTrainable", "TFTrainable", "torch_trainable"]
+
+CHECKPOINT = "trainer.checkpoint"
+Step = Callable[[Any, dict[str, Any]], dict[str, Any]]
+
+
+class BaseTorchTrainable(tune.Trainable):  # type: ignore[misc]
+    """One trial: makes its trainer from the trial's config, and trains and validates once in each step.
+
+    Losses are left to Tune here (`max_retries=0`): it starts the trial again from its last checkpoint.
+    """
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self._trainer = self._create_trainer(config)
+
+    @abstractmethod
+    def _create_trainer(self, tune_config: dict[str, Any]) -> Any:
+        """The trial's trainer; its operator's config has the trial's values."""
+
+    @property
+    def trainer(self) -> Any:
+        return self._trainer
+
+    def step(self) -> dict[str, Any]:
+        train = self.trainer.train(max_retries=0, profile=True)
+        validation = self.trainer.validate(profile=True)
+        profile = {**train.pop("profile", {}), **validation.pop("profile", {})}
+        return {**train, **validation, "profile": profile}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        self.trainer.save(os.path.join(checkpoint_dir, CHECKPOINT))
+
+    def load_checkpoint(self, checkpoint_dir: Any) -> None:
+        # The file is this experiment's own: operator state of any type may be in it.
+        self.trainer.load(os.path.join(checkpoint_dir, CHECKPOINT), trusted=True)
+
+    def cleanup(self) -> None:
+        self.trainer.shutdown()
+
+
+def torch_trainable(
+    trainer_cls: type, *, override_tune_step: Step | None = None, **arguments: Any
+) -> type[BaseTorchTrainable]:
+    """A trainable class for `trainer_cls(**arguments)`; see `TorchTrainer.as_trainable`."""
+    if override_tune_step is not None and len(inspect.signature(override_tune_step).parameters) != 2:
+        raise ConfigError(
+            "override_tune_step must be a function of two arguments, (trainer, info), where info['iteration'] counts"
+        )
+
+    class TorchTrainable(BaseTorchTrainable):
+        """Closes over the trainer's arguments."""
+
+        @classmethod
+        def default_resource_request(cls, config: dict[str, Any]) -> Any:
+            return _bundles({**arguments, **{name: config[name] for name in RESOURCES if name in config}})
+
+        def step(self) -> dict[str, Any]:
+            if override_tune_step is None:
+                return super().step()
+            return override_tune_step(self.trainer, {"iteration": self.training_iteration})
+
+        def _create_trainer(self, tune_config: dict[str, Any]) -> Any:
+            values = dict(tune_config)
+            chosen = {name: values.pop(name) for name in RESOURCES if name in values}
+            config = {**(arguments.get("config") or {}), **values}
+            return trainer_cls(**{**arguments, **chosen, "config": config})
+
+    return TorchTrainable
+
+
+class TFTrainable(tune.Trainable):  # type: ignore[misc]
+    """One trial of a `TFTrainer`, described by the trial's config: model_creator, data_creator, num_replicas,
+    num_cpus_per_worker, use_gpu, trainer_config. Every other value reaches the creators, beside trainer_config's."""
+
+    ARGUMENTS = ("model_creator", "data_creator", "num_replicas", "num_cpus_per_worker", "use_gpu")
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> Any:
+        return _bundles(
+            {
+                "num_workers": config.get("num_replicas", 1),
+                "num_cpus_per_worker": config.get("num_cpus_per_worker", 1),
+                "use_gpu": bool(config.get("use_gpu", False)),
+            }
+        )
+
+    def setup(self, config: dict[str, Any]) -> None:
+        from importlib import import_module
+
+        values = dict(config)
+        arguments = {name: values.pop(name) for name in self.ARGUMENTS if name in values}
+        settings = {**(values.pop("trainer_config", None) or {}), **values}
+        self._trainer = import_module("raysgd.tf.trainer").TFTrainer(**arguments, config=settings)
+
+    def step(self) -> dict[str, Any]:
+        return {**self._trainer.train(), **self._trainer.validate()}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        self._trainer.save(os.path.join(checkpoint_dir, CHECKPOINT))
+
+    def load_checkpoint(self, checkpoint_dir: Any) -> None:
+        self._trainer.restore(os.path.join(checkpoint_dir, CHECKPOINT))
+
+    def cleanup(self) -> None:
+        self._trainer.shutdown()
+
+
+RESOURCES = ("num_workers", "num_cpus_per_worker", "use_gpu", "resources_per_worker")
+
+
+def _bundles(arguments: Mapping[str, Any]) -> Any:
+    """One CPU for the trial itself, and a bundle for each worker it starts."""
+    use_gpu = arguments.get("use_gpu", "auto")
+    if use_gpu == "auto":
+        import torch
+
+        use_gpu = torch.cuda.is_available()
+    worker = {
+        "CPU": arguments.get("num_cpus_per_worker", 1),
+        "GPU": int(use_gpu),
+        **(arguments.get("resources_per_worker") or {}),
+    }
+    worker = {name: amount for name, amount in worker.items() if amount}
+    count = arguments.get("num_workers", 1)
+    inline = count == 1 and not arguments.get("use_ray")
+    bundles = [{"CPU": 1.0, **worker}] if inline else [{"CPU": 1.0}, *[worker] * count]
+    return tune.PlacementGroupFactory(bundles, strategy="PACK")
