@@ -37,6 +37,7 @@ DOCS = ["sphinx>=7", "myst-parser>=2", "furo"]
 DEV = [
     *LIGHTNING,
     *TORCHMETRICS,
+    *TUNE,
     *DOCS,
     "hypothesis",
     "mypy",
@@ -45,6 +46,8 @@ DEV = [
     "ruff",
     "scikit-learn",
     "setuptools>=64",
+    "tensorflow-cpu",
+    "tf-keras",
     "types-tqdm",
     "wheel",
 ]

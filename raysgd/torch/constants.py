@@ -56,3 +56,7 @@ def __getattr__(name: str) -> int:
             f"Correct it, or unset it for the default of {_DEFAULT_SECONDS[name]}."
         )
     return int(text)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
