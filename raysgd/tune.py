@@ -10,6 +10,7 @@ import inspect
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 try:
@@ -106,8 +107,6 @@ class TFTrainable(tune.Trainable):  # type: ignore[misc]
         )
 
     def setup(self, config: dict[str, Any]) -> None:
-        from importlib import import_module
-
         values = dict(config)
         arguments = {name: values.pop(name) for name in self.ARGUMENTS if name in values}
         settings = {**(values.pop("trainer_config", None) or {}), **values}
@@ -133,9 +132,7 @@ def _bundles(arguments: Mapping[str, Any]) -> Any:
     """One CPU for the trial itself, and a bundle for each worker it starts."""
     use_gpu = arguments.get("use_gpu", "auto")
     if use_gpu == "auto":
-        import torch
-
-        use_gpu = torch.cuda.is_available()
+        use_gpu = import_module("raysgd.torch.assembly").wants_gpu(use_gpu)
     worker = {
         "CPU": arguments.get("num_cpus_per_worker", 1),
         "GPU": int(use_gpu),

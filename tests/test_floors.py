@@ -22,7 +22,8 @@ FLOORS = {
     "1b": "torch tf horovod train",
     "2": "workers",
     "3": "engine",
-    "4": "torch/trainer torch/checkpoints tf/trainer train/trainer utils",
+    "4": "torch/trainer torch/assembly torch/checkpoints tf/trainer train/trainer train/executor train/iterator "
+    "train/worker_group utils",
     "5a": "__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__",
     "5b": "operators tune cli",
 }
@@ -31,11 +32,15 @@ FLOOR_OF = {unit: floor for floor, units in FLOORS.items() for unit in units.spl
 # Who may import whom on one floor, beside files of one folder. All of floor 0 may import its own ground.
 GROUND = {"errors", "config", "constants", "version"}
 SIBLINGS = {
+    "train": {"torch", "tf"},
+    "train/executor": {"train/worker_group"},
+    "train/iterator": {"train/executor"},
+    "train/trainer": {"train/executor", "train/iterator", "train/worker_group"},
     "outcomes": {"progress"},
     "elastic": {"outcomes"},
     "snapshot": {"progress"},
     "protocols": {"outcomes", "progress", "rendezvous", "snapshot"},
-    "torch/trainer": {"torch/checkpoints"},
+    "torch/trainer": {"torch/checkpoints", "torch/assembly"},
 }
 
 # Where a package from outside may be imported; the operators are bodies of the user's kind.

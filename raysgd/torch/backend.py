@@ -49,7 +49,7 @@ class TorchBackend:
         self._store = None  # closes the old one: whoever still waits in it is freed
         if not seats:
             return []
-        self._store = dist.TCPStore(
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             self._host, 0, None, True, timeout=datetime.timedelta(seconds=self._join_s), wait_for_workers=False
         )
         return [{"host": self._host, "port": self._store.port} for _ in seats]
@@ -59,11 +59,11 @@ class TorchBackend:
     def join(self, seat: Seat, settings: dict[str, Any]) -> None:
         self._before = _socket_names()
         try:
-            store = dist.HashStore() if seat.solo else self._client(settings)
+            store = dist.HashStore() if seat.solo else self._client(settings)  # type: ignore[attr-defined]
             name = "gloo" if seat.solo and self.name == "gloo" else self.name
             dist.init_process_group(
                 name,
-                store=dist.PrefixStore(f"generation-{seat.generation}", store),
+                store=dist.PrefixStore(f"generation-{seat.generation}", store),  # type: ignore[attr-defined]
                 rank=seat.world_rank,
                 world_size=seat.world_size,
                 timeout=datetime.timedelta(seconds=self._collective_s),
@@ -75,7 +75,7 @@ class TorchBackend:
             self._before = None
 
     def _client(self, settings: dict[str, Any]) -> Any:
-        return dist.TCPStore(
+        return dist.TCPStore(  # type: ignore[attr-defined]
             settings["host"], settings["port"], None, False, timeout=datetime.timedelta(seconds=self._join_s)
         )
 

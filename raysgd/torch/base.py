@@ -50,9 +50,10 @@ class OperatorBase:
         """Wrap forward pass and loss in it; right in every precision."""
         return self._precision.autocast()
 
-    def backward(self, loss: torch.Tensor, optimizer: Any = None) -> None:
-        """The backward pass, with the loss scaled where precision or accumulation need it."""
-        self._gradients.backward(loss, optimizer)
+    def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
+        """The backward pass, with the loss scaled where precision or accumulation need it. (`loss_id` is for Apex, with
+        num_losses in its arguments.)"""
+        self._gradients.backward(loss, optimizer, loss_id)
 
     def step(self, optimizer: Any = None) -> None:
         """The optimizer's step (of the only one, when none is given), with clipping; in the middle of batches that
@@ -123,11 +124,11 @@ class OperatorBase:
 
     @property
     def use_fp16_native(self) -> bool:
-        return self._settings.precision == "fp16"
+        return self._precision.key == "amp_native"
 
     @property
     def use_fp16_apex(self) -> bool:
-        return self._settings.precision == "apex"
+        return self._precision.key == "amp_apex"
 
     @property
     def _amp(self) -> Any:

@@ -93,7 +93,9 @@ class Checkpoints:
 
     def raise_failed(self) -> None:
         """The error of a background save that failed and that nobody has looked at."""
-        failed = [handle for handle in self._running if handle.done() and handle._future.exception() and not handle._seen]
+        failed = [
+            handle for handle in self._running if handle.done() and handle._future.exception() and not handle._seen
+        ]
         self._running = [handle for handle in self._running if not handle.done()]
         for handle in failed:
             error = handle.exception()
@@ -126,8 +128,8 @@ class Checkpoints:
     def _load_shards(self, folder: Path, *, trusted: bool) -> None:
         if not trusted:
             raise CheckpointError(
-                "this is a directory, as save(sharded=True) writes it: torch keeps a pickled index in it, and reading that "
-                "can run code. If you made it yourself, pass trusted=True"
+                "this is a directory, as save(sharded=True) writes it: torch keeps a pickled index in it, and reading "
+                "that can run code. If you made it yourself, pass trusted=True"
             )
         self._take({"folder": str(folder.absolute())}, kind="_shards")
 

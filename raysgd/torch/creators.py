@@ -58,7 +58,8 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def model(self) -> nn.Module:
-        return _first(self._parts.wrapped, "model")
+        model: nn.Module = _first(self._parts.wrapped, "model")
+        return model
 
     @property
     def optimizers(self) -> list[Any]:

@@ -208,6 +208,6 @@ def close(source: Source | None) -> None:
     twin = getattr(source, "_twin", None)
     iterator = getattr(twin, "_iterator", None)
     with contextlib.suppress(AttributeError):
-        iterator._shutdown_workers()
+        iterator._shutdown_workers()  # type: ignore[union-attr]
 
 

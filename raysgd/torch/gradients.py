@@ -1,7 +1,7 @@
 """What happens between backward and step: windows of batches that share one step, and clipping.
 
-A window is `accumulate` batches, or what is left of them at the end of an epoch or call. Its gradients are the mean over
-all its samples: the same as of one batch that holds them all (for a loss that is a mean over samples).
+A window is `accumulate` batches, or what is left of them at the end of an epoch or call. Its gradients are the mean
+over all its samples: the same as of one batch that holds them all (for a loss that is a mean over samples).
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Gradients:
             for optimizer in optimizers:
                 optimizer.zero_grad()
 
-    def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
+    def backward(self, loss: torch.Tensor, optimizer: Any, loss_id: int = 0) -> None:
         if self._waits:
             self._look_for_witness()
             loss = loss * (self._samples / self._usual)
-        self._precision.backward(loss, optimizer)
+        self._precision.backward(loss, optimizer, loss_id=loss_id)
 
     def step(self, optimizer: Any) -> None:
         """The step, where the window ends; nothing before that."""
@@ -82,9 +82,9 @@ class Gradients:
         """An optimizer stepped, by whatever hand."""
         if not self._closing:
             raise ConfigError(
-                f"accumulate={self._options.accumulate} was asked for, but this operator steps its optimizer itself after "
-                "every batch: use self.zero_grad(), self.backward(loss) and self.step(optimizer), which know the window, "
-                "or leave accumulate out"
+                f"accumulate={self._options.accumulate} was asked for, but this operator steps its optimizer itself "
+                "after every batch: use self.zero_grad(), self.backward(loss) and self.step(optimizer), which know the "
+                "window, or leave accumulate out"
             )
 
     def _sync(self, on: bool) -> None:

@@ -1,4 +1,4 @@
-"""How training is made fast and kept calm: what the trainer's keywords say about wrapping, accumulation and clipping."""
+"""What the trainer's keywords say about wrapping, accumulation and clipping."""
 
 from __future__ import annotations
 
@@ -72,19 +72,29 @@ class TrainingOptions:
             raise ConfigError(f"the comm_hook {name!r} takes no arguments, got {sorted(self.hook_args)}")
 
     def _check_together(self) -> None:
+        self.check_ddp(self.ddp_args)
         if self.parallel == "ddp":
             return
         for name in ("ddp_args", "comm_hook"):
             if getattr(self, name):
-                raise ConfigError(f"{name} is for DistributedDataParallel, but parallel is {self.parallel!r}: leave one out")
+                raise ConfigError(
+                    f"{name} is for DistributedDataParallel, but parallel is {self.parallel!r}: leave one out"
+                )
         if self.parallel == "fsdp" and self.channels_last:
             raise ConfigError("parallel='fsdp' cuts parameters into contiguous shards: it cannot keep channels_last")
+
+    def check_ddp(self, arguments: Mapping[str, Any]) -> None:
+        if self.accumulate > 1 and arguments.get("static_graph"):
+            raise ConfigError(
+                "ddp_args={'static_graph': True} does not go with accumulate: DDP learns the graph from the first "
+                "batch, and must exchange gradients in it. Leave one of them out"
+            )
 
     def check_with(self, *, num_workers: int, use_gpu: bool, precision: str, elastic: ElasticConfig) -> None:
         """What these options cannot be combined with; called by the trainer, before anything starts."""
         if self.sync_batchnorm and num_workers > 1 and not use_gpu:
             raise ConfigError(
-                "sync_batchnorm=True needs GPUs (torch has no SyncBatchNorm for CPUs): use use_gpu=True, or leave it out"
+                "sync_batchnorm=True needs GPUs (torch has no SyncBatchNorm for CPUs): pass use_gpu=True, or leave it"
             )
         if self.hook_name == "bf16" and num_workers > 1 and not use_gpu:
             raise ConfigError("comm_hook='bf16' needs GPUs (torch has it for NCCL only): use 'fp16', or leave it out")
@@ -92,13 +102,13 @@ class TrainingOptions:
             raise ConfigError("precision='apex' exchanges functions that compile would have read: use 'fp16' or 'bf16'")
         if self.parallel == "fsdp" and precision in ("fp16", "apex"):
             raise ConfigError(
-                f"parallel='fsdp' goes with precision 'fp32' or 'bf16', got {precision!r}: each worker sees the gradients "
-                "of its shard only, so they could not agree on skipping a step"
+                f"parallel='fsdp' goes with precision 'fp32' or 'bf16', got {precision!r}: each worker sees the "
+                "gradients of its shard only, so they could not agree on skipping a step"
             )
         if self.parallel == "fsdp" and isinstance(elastic.snapshot_every, float):
             raise ConfigError(
-                "with parallel='fsdp' all workers make a snapshot together, and their clocks differ: set snapshot_every to "
-                f"'epoch', a number of batches or None, got {elastic.snapshot_every!r} seconds"
+                "with parallel='fsdp' all workers make a snapshot together, and their clocks differ: set snapshot_every "
+                f"to 'epoch', a number of batches or None, got {elastic.snapshot_every!r} seconds"
             )
 
     @property
@@ -118,7 +128,9 @@ class TrainingOptions:
         own = {name: value for name, value in given.items() if name in names}
         if not wrap_ddp:
             if own.get("parallel") is not None:
-                raise ConfigError(f"wrap_ddp=False means parallel=None, but parallel={own['parallel']!r} was given: pass one")
+                raise ConfigError(
+                    f"wrap_ddp=False means parallel=None, but parallel={own['parallel']!r} was given: pass one"
+                )
             own["parallel"] = None
         if own.get("ddp_args", ...) is None:
             del own["ddp_args"]

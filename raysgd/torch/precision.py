@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ class Precision:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def backward(self, loss: torch.Tensor, optimizer: Any = None) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
+        loss.backward()
 
     def unscale(self, optimizer: Any) -> None:
         """Before gradients are looked at (clipping)."""
@@ -86,8 +85,8 @@ class Fp16(Precision):
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self._type, dtype=torch.float16)
 
-    def backward(self, loss: torch.Tensor, optimizer: Any = None) -> None:
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
+        self.scaler.scale(loss).backward()
 
     def unscale(self, optimizer: Any) -> None:
         if id(optimizer) not in self._unscaled:
@@ -144,8 +143,9 @@ class Apex(Precision):
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
         return list(self.amp.master_params(optimizer))
 
-    def backward(self, loss: torch.Tensor, optimizer: Any = None) -> None:
-        with self.amp.scale_loss(loss, self._optimizers if optimizer is None else optimizer) as scaled:
+    def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
+        of = self._optimizers if optimizer is None else optimizer
+        with self.amp.scale_loss(loss, of, loss_id=loss_id) as scaled:
             scaled.backward()
 
     def state(self) -> dict[str, Any] | None:
@@ -161,8 +161,9 @@ def find_apex() -> Any:
         apex = importlib.import_module("apex")
     except ImportError as error:
         raise ImportError(
-            "precision 'apex' needs NVIDIA Apex, and nothing called apex is installed. It is not on PyPI: build a release "
-            "that still has apex.amp (25.02 or before) from NVIDIA's sources, or use 'fp16', which needs nothing but torch"
+            "precision 'apex' needs NVIDIA Apex, and nothing called apex is installed. It is not on PyPI: build a "
+            "release that still has apex.amp (25.02 or before) from NVIDIA's sources, or use 'fp16', which needs nothing "
+            "but torch"
         ) from error
     try:
         return importlib.import_module("apex.amp")
@@ -180,9 +181,12 @@ def make_precision(name: str, device: torch.device) -> Precision:
     if name == "bf16":
         return Bf16(device)
     if name == "fp16":
-        return Fp16(device)
+        return Fp16(device) if _is_native() else Apex()
     if name == "apex":
         return Apex()
     raise ConfigError(f"precision must be 'fp32', 'fp16', 'bf16' or 'apex', got {name!r}")
 
 
+def _is_native() -> bool:
+    """Has torch mixed precision of its own? A build without it takes Apex, as RaySGD v1 did."""
+    return hasattr(torch, "autocast") and hasattr(getattr(torch, "amp", None), "GradScaler")

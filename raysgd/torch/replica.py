@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import io
 import re
 import time
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from raysgd.errors import ConfigError, TrainingFailedError
-from raysgd.metrics import COMMITTED
 from raysgd.meters import AverageMeterCollection
+from raysgd.metrics import COMMITTED
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Seat
-from raysgd.torch import shard_files, states
+from raysgd.torch import states
+from raysgd.torch.answers import ANSWERS
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import LiveSource, PlannedSource, Source, StreamSource, close
 from raysgd.torch.feed import Feed, MembershipChange
@@ -58,7 +59,7 @@ class TorchReplicaFactory:
 
 
 class TorchReplica:
-    """Owns the operator, its sources and the cursor. Each public call of the trainer is a method `_run_<name>`."""
+    """Owns the operator, its sources and the cursor. Trains and validates; what else it is asked is in `answers`."""
 
     def __init__(self, operator: TrainingOperator, settings: ReplicaSettings, seat: Seat, control: Control) -> None:
         self.operator, self._settings, self._seat, self._control = operator, settings, seat, control
@@ -66,7 +67,7 @@ class TorchReplica:
         self._feed: Feed | None = None
         self._train: Source | None = None
         self._validation: Source | None = None
-        self._snapshots = Snapshotter(settings.snapshot_every, control)
+        self.snapshots = Snapshotter(settings.snapshot_every, control)
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None
@@ -80,7 +81,8 @@ class TorchReplica:
         return self._cursor.progress(self._control.phase)
 
     def run(self, method: str, **arguments: Any) -> Any:
-        run: Callable[..., Any] = getattr(self, f"_run_{method}")
+        own: dict[str, Callable[..., Any]] = {"train": self._run_train, "validate": self._run_validate}
+        run = own[method] if method in own else functools.partial(ANSWERS[method], self)
         self._control.phase = method
         try:
             return run(**arguments)
@@ -100,21 +102,15 @@ class TorchReplica:
     ) -> Any:
         """The trainer's `train`: the rest of the epoch, or of `num_steps`, from where the cursor stands."""
         cursor, operator = self._cursor, self.operator
-        if call != cursor.call:
-            self._reset_metrics("train")
-            if dataset is None:
-                cursor.unpark()  # a call on a data set of its own may have ended in an error
-        if not cursor.open_call(call):
+        if not self._open_call(call, dataset):
             return {"epoch": cursor.epoch, COMMITTED: cursor.call_units}
         if snapshot_first:
-            self._snapshots.take(self)
+            self.snapshots.take(self)
         source = self._train_source(dataset)
         own_loop = type(operator).train_epoch is not TrainingOperator.train_epoch
         self._time(profile)
         operator._meter = AverageMeterCollection()
         operator.global_step = cursor.step
-        operator._precision.take_skipped()
-        self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
         self._feed = feed = self._make_feed(source, cursor, num_steps, shared=True, unwind=own_loop)
         try:
             with operator.timers.record("train_epoch"):
@@ -131,8 +127,16 @@ class TorchReplica:
         self._feed = None
         cursor.call_done = True
         cursor.unpark()
-        self._snapshots.call_ended(self)
+        self.snapshots.call_ended(self)
         return report
+
+    def _open_call(self, call: int, dataset: Any) -> bool:
+        """Begins the call, or goes on with it after a change of members; False when its work is done already."""
+        if call != self._cursor.call:
+            self._reset_metrics("train")
+            if dataset is None:
+                self._cursor.unpark()  # a call on a data set of its own may have ended in an error
+        return self._cursor.open_call(call)
 
     def _make_feed(
         self, source: Source, cursor: Cursor, num_steps: int | None, *, shared: bool, unwind: bool = False
@@ -165,7 +169,7 @@ class TorchReplica:
         if last or control.due():
             control.report(self._cursor.progress("train"), self._told())
         if not last:
-            self._snapshots.batch_done(self)
+            self.snapshots.batch_done(self)
 
     def _told(self) -> dict[str, Any] | None:
         """The figures so far. Those on a GPU are read now and then only, as reading waits for the device."""
@@ -186,7 +190,8 @@ class TorchReplica:
         operator, cursor = self.operator, self._val_cursor
         if operator._parts.validation_loader is None:
             raise ConfigError(
-                f"validate() needs data: give self.register_data(validation_loader=...) in {type(operator).__name__}.setup"
+                "validate() needs data: give self.register_data(validation_loader=...) in "
+                f"{type(operator).__name__}.setup"
             )
         loader = operator._parts.validation_loader
         if self._validation is None or (cursor.ended and self._validation.loader is not loader):
@@ -218,8 +223,8 @@ class TorchReplica:
         if self._train is None or (self._cursor.ended and self._train.loader is not loader):
             if loader is None:
                 raise ConfigError(
-                    f"train() needs data: give self.register_data(train_loader=...) in {type(self.operator).__name__}.setup, "
-                    "or pass train(dataset=..., num_steps=...)"
+                    "train() needs data: give self.register_data(train_loader=...) in "
+                    f"{type(self.operator).__name__}.setup, or pass train(dataset=..., num_steps=...)"
                 )
             self._train = self._source(loader, training=True)
         return self._train
@@ -260,6 +265,9 @@ class TorchReplica:
             metric.reset()
 
     def _time(self, profile: bool) -> None:
+        """Timers and figures of a call begin anew."""
+        self.operator._precision.take_skipped()
+        self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
         timers = self.operator.timers
         timers.reset()
         if profile:
@@ -267,76 +275,11 @@ class TorchReplica:
         else:
             timers.disable()
 
-    # -- other calls ----------------------------------------------------------------------------------
-
-    def _run_apply_operator(self, function: Callable[[Any], Any]) -> Any:
-        return function(self.operator)
-
-    def _run_apply(self, function: Callable[[], Any]) -> Any:
-        return function()
-
-    def _run_update_scheduler(self, metric: Any) -> None:
-        schedulers = self.operator._parts.schedulers
-        if not schedulers:
-            raise TypeError("update_scheduler needs a scheduler: register one with self.register(schedulers=...)")
-        for scheduler in schedulers:
-            scheduler.step(metric)
-
-    def _run_get_model(self) -> list[Any] | None:
-        """Bare models on the CPU, as copies: the training models stay where they are. From rank 0."""
-        first, parts = self._seat.world_rank == 0, self.operator._parts
-        if parts.shards is not None:
-            saved = gathered([model.state_dict() for model in parts.models], keep=first)
-            return parts.shards.whole_models(saved) if first else None
-        return [copy.deepcopy(model).cpu() for model in parts.models] if first else None
-
-    def _run_random_state(self) -> dict[str, Any]:
-        return states.random_state()
-
-    def _run_checkpoint(self, ranks: list[Any]) -> Any:
-        """The whole checkpoint as bytes, on rank 0; `ranks` are the random states of all."""
-        state = self._complete(ranks)
-        return None if state is None else states.dump(state)
-
-    def _complete(self, ranks: list[Any]) -> dict[str, Any] | None:
-        """A checkpoint's content, on rank 0. Of a model in shards every rank has a part."""
-        first = self._seat.world_rank == 0
-        return {**self.whole(), "rng": ranks} if first or self.in_shards else None
-
-    def _run_save(self, sink: Any, ranks: list[Any], blocking: bool) -> None:
-        """Rank 0 sends the checkpoint into `sink`: now, or a copy of it from a thread."""
-        state = self._complete(ranks)
-        if self._seat.world_rank == 0:
-            assert state is not None
-            if blocking:
-                sink.send(lambda file: torch.save(state, file))
-            else:
-                self._snapshots.send(sink, state)
-
-    def _run_save_shards(self, folder: str, ranks: list[Any]) -> None:
-        shard_files.write(folder, {**self.whole(raw=True), "rng": ranks})
-
-    def _run_check_shards(self, folder: str) -> None:
-        states.check(self.operator, states.shaped(shard_files.read_outline(folder)))
-
-    def _run_restore_shards(self, folder: str) -> None:
-        self._take_over(shard_files.read(folder, self.operator))
-
-    def _run_check(self, data: Any, trusted: bool) -> None:
-        states.check(self.operator, states.parse(data.data, trusted=trusted))
-
-    def _run_restore(self, data: Any, trusted: bool) -> None:
-        self._take_over(states.parse(data.data, trusted=trusted))
-
-    def _take_over(self, state: dict[str, Any]) -> None:
-        self._adopt(state)
-        if self.in_shards:
-            self._snapshots.take(self)  # no survivor of a loss will have all of it
-        ranks = state.get("rng") or []
-        if self._seat.world_rank < len(ranks):
-            states.restore_random(ranks[self._seat.world_rank])
-
     # -- state ----------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self._seat.world_rank
 
     @property
     def in_shards(self) -> bool:
@@ -344,8 +287,8 @@ class TorchReplica:
         return self.operator._parts.shards is not None
 
     def whole(self, *, raw: bool = False) -> dict[str, Any]:
-        """Operator and position; tensors are shared with the live ones. Shards are put together (on rank 0), unless they
-        are wanted `raw`."""
+        """Operator and position; tensors are shared with the live ones. Shards are put together (on rank 0),
+        unless they are wanted `raw`."""
         cursor = self._cursor
         state = states.gather(self.operator)
         if self.in_shards and not raw:
@@ -363,8 +306,8 @@ class TorchReplica:
         """For a peer that is behind, or new."""
         if self.in_shards:
             raise TrainingFailedError(
-                "with parallel='fsdp' each worker holds a part of the model, and one alone cannot give it to another: load "
-                "the newest checkpoint into a new trainer"
+                "with parallel='fsdp' each worker holds a part of the model, and one alone cannot give it to "
+                "another: load the newest checkpoint into a new trainer"
             )
         return states.dump(self.whole())
 
@@ -386,6 +329,15 @@ class TorchReplica:
             self._train = self._source(loader, training=True)
             self._train.load(place)
 
+    def take_over(self, state: dict[str, Any]) -> None:
+        """A checkpoint's content, which fits. Random states are each rank's own."""
+        self._adopt(state)
+        if self.in_shards:
+            self.snapshots.take(self)  # no survivor of a loss will have all of it
+        ranks = state.get("rng") or []
+        if self.rank < len(ranks):
+            states.restore_random(ranks[self.rank])
+
     def seated(self, seat: Seat) -> None:
         """A new generation: fresh wrappers, a fresh deal; who was cut short forgets the batch in work."""
         old, self._seat = self._seat, seat
@@ -404,7 +356,7 @@ class TorchReplica:
     def close(self) -> None:
         close(self._train)
         close(self._validation)
-        self._snapshots.close()
+        self.snapshots.close()
 
 
 def _snake(name: str) -> str:

@@ -54,7 +54,7 @@ def epoch_order(loader: DataLoader[Any]) -> Order:
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
     if isinstance(sampler, DistributedSampler):
-        alone = DistributedSampler(
+        alone: Any = DistributedSampler(
             sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
         )
         alone.set_epoch(sampler.epoch)

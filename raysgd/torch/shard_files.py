@@ -29,7 +29,8 @@ def write(folder: str, state: dict[str, Any]) -> None:
     path = Path(folder)
     if not path.is_dir():
         raise CheckpointError(
-            f"this worker does not see {folder}: save(sharded=True) needs a file system that all workers and the driver share"
+            f"this worker does not see {folder}: save(sharded=True) needs a file system that all workers and "
+            "the driver share"
         )
     tensors: dict[str, torch.Tensor] = {}
 
@@ -38,7 +39,7 @@ def write(folder: str, state: dict[str, Any]) -> None:
         return {TENSOR: key}
 
     outline = {**state, **{part: _mapped(state[part], part, take_out) for part in PARTS}}
-    save(tensors, checkpoint_id=folder)
+    save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
     if not dist.is_initialized() or dist.get_rank() == 0:
         storage.write(path / OUTLINE, states.dump(outline))
 
@@ -68,7 +69,7 @@ def read(folder: str, operator: OperatorBase) -> dict[str, Any]:
             tensors[key] = torch.zeros_like(owner, dtype=dtype, requires_grad=False)
         else:
             tensors[key] = torch.zeros(size, dtype=dtype)
-    load(tensors, checkpoint_id=folder)
+    load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
     return {**outline, **{part: _filled(outline[part], tensors.__getitem__) for part in PARTS}}
 
 

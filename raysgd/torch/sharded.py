@@ -35,8 +35,8 @@ class Shards:
             self._cut()
         elif self._seat != seat:
             raise ConfigError(
-                f"a shard made for rank {self._seat[0]} of {self._seat[1]} cannot become rank {seat[0]} of {seat[1]}: with "
-                "parallel='fsdp', save, and load into a trainer with the other number of workers"
+                f"a shard made for rank {self._seat[0]} of {self._seat[1]} cannot become rank {seat[0]} of {seat[1]}: "
+                "with parallel='fsdp', save, and load into a trainer with the other number of workers"
             )
         else:
             for module in self._roots():

@@ -1,7 +1,8 @@
 """A checkpoint's way from the worker that has it to a file of the driver's: as a stream, never whole in memory.
 
 A worker gets a sink (an address and a word), writes into it, and ends it; the driver's receiver puts what comes into a
-draft of the file and keeps it at the end. A stream that breaks leaves no file.
+draft of the file and keeps it at the end. A worker that sees the draft itself, since it is on the same machine or file
+system, writes it there, and the stream says only how that went. A stream that breaks leaves no file.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class LocalSink:
         draft = None
         try:
             draft = Draft(self._path)
-            with io.BufferedWriter(draft.file, PIECE) as file:  # type: ignore[arg-type]
+            with io.BufferedWriter(draft.file, PIECE) as file:
                 write(file)
                 file.flush()
                 self.done.set_result(str(draft.keep()))
@@ -70,12 +71,22 @@ class StreamSink:
     host: str
     port: int
     token: str
+    draft: str
+    mark: bytes
 
     def connect(self) -> Stream:
         connection = socket.create_connection((self.host, self.port), timeout=60)
         connection.settimeout(600)
         connection.sendall(self.token.encode())
-        return Stream(connection)
+        return Stream(connection, self._seen_here())
+
+    def _seen_here(self) -> str | None:
+        """The driver's very file, if this process can write it: only that one begins with the mark."""
+        try:
+            with open(self.draft, "r+b") as file:
+                return self.draft if file.read(len(self.mark) + 1) == self.mark else None
+        except OSError:
+            return None
 
     def send(self, write: Callable[[Any], None]) -> None:
         self.connect().send(write)
@@ -84,8 +95,8 @@ class StreamSink:
 class Stream(io.RawIOBase):
     """The worker's end. Each write goes with its length before it, so that an end can be told from a break."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, direct: str | None) -> None:
+        self._connection, self._direct = connection, direct
 
     def writable(self) -> bool:
         return True
@@ -101,10 +112,14 @@ class Stream(io.RawIOBase):
         """Runs `write(file)`; ends the stream, or tells what went wrong."""
         with contextlib.closing(self._connection):
             try:
-                file = io.BufferedWriter(self, PIECE)
+                raw = self if self._direct is None else open(self._direct, "wb", buffering=0)  # noqa: SIM115
+                file = io.BufferedWriter(raw, PIECE)
                 write(file)
                 file.flush()
-            except OSError:
+                if raw is not self:
+                    os.fsync(raw.fileno())
+                    raw.close()
+            except ConnectionError:
                 raise
             except BaseException as error:
                 said = f"{type(error).__name__}: {error}".encode()
@@ -123,7 +138,11 @@ class Receiver:
         self._listener = _listen(host)
         self._listener.settimeout(0.5)
         self._token = secrets.token_hex(TOKEN_BYTES // 2)
-        self.sink = StreamSink(host, self._listener.getsockname()[1], self._token)
+        self._mark = secrets.token_bytes(16)
+        self._draft.file.write(self._mark)
+        self.sink = StreamSink(
+            host, self._listener.getsockname()[1], self._token, str(self._draft.temporary.absolute()), self._mark
+        )
         self._closed = False
         threading.Thread(target=self._serve, name="raysgd-save", daemon=True).start()
 
@@ -158,11 +177,16 @@ class Receiver:
                 if not self._again:
                     raise CheckpointError(f"the worker that was sending the checkpoint was lost ({error})") from error
                 self._draft.again()
+                self._draft.file.write(self._mark)
 
     def _receive(self, connection: socket.socket) -> None:
         buffer = bytearray(PIECE)
-        while (length := _number(connection)) > END:
+        length = _number(connection)
+        if length > END:
+            self._draft.again()
+        while length > END:
             _into_file(connection, length, self._draft.file, memoryview(buffer))
+            length = _number(connection)
         if length == FAILED:
             said = _exactly(connection, _number(connection)).decode(errors="replace")
             self.done.set_exception(CheckpointError(f"the checkpoint could not be written: {said}"))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -14,25 +11,21 @@ import torch
 
 from raysgd import metrics
 from raysgd.callbacks.progress_bar import make_bar
-from raysgd.config import ElasticConfig, Limits, WorkerResources
+from raysgd.config import ElasticConfig
 from raysgd.elastic import Recovery
 from raysgd.engine.crew import Member
-from raysgd.engine.engine import Engine, Job, Piece
+from raysgd.engine.engine import Job, Piece
 from raysgd.errors import ConfigError
-from raysgd.protocols import Backend
-from raysgd.rendezvous import Alone, Seat
-from raysgd.torch import arguments, states
-from raysgd.torch.backend import TorchBackend
+from raysgd.rendezvous import Seat
+from raysgd.torch import assembly, states
+from raysgd.torch.arguments import check_num_workers
+from raysgd.torch.assembly import TrainerArguments
 from raysgd.torch.checkpoints import Checkpoints, SaveHandle
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.options import TrainingOptions
-from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import ReplicaSettings
 from raysgd.workers.inline import InlineGroup
 
 __all__ = ["TorchTrainer"]
-
-logger = logging.getLogger("raysgd")
 
 
 class TorchTrainer:
@@ -74,74 +67,11 @@ class TorchTrainer:
         elastic: ElasticConfig | None = None,
         **more: Any,
     ) -> None:
-        options, removed = TrainingOptions.taken_from(more, wrap_ddp=wrap_ddp)
-        arguments.refuse_removed(removed)
-        arguments.check_operator(training_operator_cls, TrainingOperator)
-        self.max_replicas = num_workers = arguments.check_num_workers(num_workers)
-        arguments.check_scheduler_step(scheduler_step_freq)
-        if initialization_hook is not None and not callable(initialization_hook):
-            raise ConfigError(f"initialization_hook must be a function without arguments, got {initialization_hook!r}")
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s <= 0:
-            raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-        if elastic is not None and not isinstance(elastic, ElasticConfig):
-            raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
-        self.config, worker_config = arguments.per_worker_config(config, num_workers)
-        self.use_gpu = _wants_gpu(use_gpu)
-        resources = WorkerResources.parse(
-            num_cpus_per_worker,
-            self.use_gpu,
-            resources_per_worker,
-            gpu_asked=None if use_gpu == "auto" else bool(use_gpu),
-        )
-        self.use_gpu = self.use_gpu or resources.gpus > 0
-        process_group = arguments.check_backend(backend, self.use_gpu)
-        elastic = elastic or ElasticConfig()
-        limits = Limits.derive(
-            timeout_s=timeout_s,
-            hang_timeout_s=elastic.hang_timeout_s,
-            start_s=float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)),
-        )
-        remote = _needs_ray(use_ray, num_workers, resources)
-        settings = ReplicaSettings(
-            distributed=num_workers > 1,
-            use_gpu=self.use_gpu,
-            wrap_ddp=options.parallel == "ddp",
-            add_dist_sampler=add_dist_sampler,
-            scheduler_step_freq=scheduler_step_freq,
-            use_tqdm=use_tqdm,
-            precision=arguments.resolve_precision(precision, use_fp16),
-            use_fp16=use_fp16 or precision in ("fp16", "apex"),
-            num_workers=num_workers,
-            threads=max(1, int(resources.cpus)) if remote else None,
-            batch=elastic.batch,
-            snapshot_every=elastic.snapshot_every,
-            options=options,
-        )
-        options.check_with(
-            num_workers=num_workers, use_gpu=self.use_gpu, precision=settings.precision, elastic=elastic
-        )
-        if use_local and num_workers > 1:
-            warnings.warn(
-                "use_local=True with several workers: no rank lives in the driver any more; get_local_operator() gives "
-                "an operator made here that holds the current state",
-                stacklevel=2,
-            )
-        self._bar = make_bar(use_tqdm)
-        self._factory = TorchReplicaFactory(training_operator_cls, worker_config, settings)
-        rejoins = options.parallel != "fsdp"  # a shard that is lost is nowhere else: only a snapshot has it
-        elastic = elastic if rejoins else replace(elastic, grow=False)
-        meeting: Backend = _backend(process_group, limits, rejoins) if num_workers > 1 else Alone()
-        group = _ray_group(meeting, resources) if remote else InlineGroup(meeting)
-        self._engine = Engine(
-            group,
-            meeting,
-            self._factory,
-            hook=initialization_hook,
-            target=num_workers,
-            elastic=elastic,
-            limits=limits,
-            on_progress=self._on_progress,
-        )
+        given = {name: value for name, value in locals().items() if name not in ("self", "more")}
+        plan = assembly.plan(TrainerArguments(**given, more=more))
+        self.config, self.use_gpu, self.max_replicas = plan.config, plan.use_gpu, num_workers
+        self._factory, self._bar = plan.factory, make_bar(use_tqdm)
+        self._engine = assembly.engine(plan, on_progress=self._on_progress)
         self._checkpoints = Checkpoints(self._engine)
         self._engine.start()
 
@@ -292,7 +222,7 @@ class TorchTrainer:
 
     def resize(self, num_workers: int) -> None:
         """Sets the number of workers, in the middle of an epoch too; waits until missing ones have joined."""
-        arguments.check_num_workers(num_workers)
+        check_num_workers(num_workers)
         if not self._factory.settings.distributed and num_workers > 1:
             raise ConfigError(
                 "a trainer made with num_workers=1 has no process group and cannot grow: make it with num_workers=2 or "
@@ -345,42 +275,3 @@ def _check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
         raise ConfigError(f"max_retries must be a whole number: losses allowed in this call, -1 for no bound; got {max_retries!r}")
     if info is not None and not isinstance(info, Mapping):
         raise ConfigError(f"info must be a dict, got {info!r}")
-
-
-def _wants_gpu(use_gpu: Any) -> bool:
-    if use_gpu == "auto":
-        return torch.cuda.is_available()
-    if not isinstance(use_gpu, bool):
-        raise ConfigError(f"use_gpu must be True, False or 'auto', got {use_gpu!r}")
-    if not use_gpu and torch.cuda.is_available():
-        logger.info("this machine has a GPU that will not be used: pass use_gpu=True to use it")
-    return use_gpu
-
-
-def _needs_ray(use_ray: bool | None, num_workers: int, resources: WorkerResources) -> bool:
-    """One worker runs in this process, unless Ray is asked for or must find what the worker needs elsewhere."""
-    if num_workers > 1 or resources.custom or (resources.gpus and not torch.cuda.is_available()):
-        if use_ray is False:
-            raise ConfigError("use_ray=False is possible with num_workers=1 and without custom resources only")
-        return True
-    return bool(use_ray)
-
-
-def _backend(name: str, limits: Limits, in_place: bool) -> TorchBackend:
-    from raysgd.workers.cluster import driver_address, ensure_cluster
-
-    ensure_cluster()
-    return TorchBackend(
-        name,
-        host=driver_address(),
-        join_s=limits.join_s,
-        collective_s=limits.collective_s,
-        in_place=in_place,
-    )
-
-
-def _ray_group(backend: Backend, resources: WorkerResources) -> Any:
-    from raysgd.workers.ray_group import RayGroup
-
-    return RayGroup(backend, resources)
-

@@ -33,15 +33,28 @@ def formatted(models: list[nn.Module], options: TrainingOptions, *, distributed:
 
 
 def compiled(models: list[nn.Module], options: TrainingOptions) -> None:
-    """In place: the names in a state_dict stay, and a copy of a model is a bare one."""
+    """In place, where `nn.Module.compile` puts it: the names in a state_dict stay, and a copy of a model is a bare one.
+
+    Not with that method itself, which leaves out models whose own forward is torch's (a Sequential): the compiler
+    passes over torch's files, unless a function of another file calls them.
+    """
     if options.compile:
         for model in models:
-            model.compile(**(options.compile if isinstance(options.compile, Mapping) else {}))
+            arguments = options.compile if isinstance(options.compile, Mapping) else {}
+            model._compiled_call_impl = torch.compile(_calling(model._call_impl), **arguments)
+
+
+def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return forward
 
 
 def ddp_arguments(
     options: TrainingOptions, registered: Mapping[str, Any] | None, device_ids: list[int] | None
 ) -> dict[str, Any]:
+    options.check_ddp(registered or {})
     return {
         "device_ids": device_ids,
         "gradient_as_bucket_view": True,  # gradients live in what is sent: one copy less, and less memory

@@ -1,0 +1,128 @@
+"""What a replica answers beside training and validation: functions of the user's, models, and state to and from files.
+
+Each function is one call of the trainer's, on every rank. A replica looks them up by name in `ANSWERS`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from raysgd.torch import shard_files, states
+from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.sharded import gathered
+from raysgd.torch.snapshots import Snapshotter
+
+__all__ = ["ANSWERS", "Holder"]
+
+
+class Holder(Protocol):
+    """What is asked of the replica."""
+
+    operator: TrainingOperator
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def in_shards(self) -> bool: ...
+
+    @property
+    def snapshots(self) -> Snapshotter: ...
+
+    def whole(self, *, raw: bool = False) -> dict[str, Any]: ...
+
+    def take_over(self, state: dict[str, Any]) -> None: ...
+
+
+def apply_operator(replica: Holder, function: Callable[[Any], Any]) -> Any:
+    return function(replica.operator)
+
+
+def apply(replica: Holder, function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def update_scheduler(replica: Holder, metric: Any) -> None:
+    schedulers = replica.operator._parts.schedulers
+    if not schedulers:
+        raise TypeError("update_scheduler needs a scheduler: register one with self.register(schedulers=...)")
+    for scheduler in schedulers:
+        scheduler.step(metric)
+
+
+def get_model(replica: Holder) -> list[Any] | None:
+    """Bare models on the CPU, as copies: the training models stay where they are. From rank 0."""
+    first, parts = replica.rank == 0, replica.operator._parts
+    if parts.shards is not None:
+        saved = gathered([model.state_dict() for model in parts.models], keep=first)
+        return parts.shards.whole_models(saved) if first else None
+    return [copy.deepcopy(model).cpu() for model in parts.models] if first else None
+
+
+def random_state(replica: Holder) -> dict[str, Any]:
+    return states.random_state()
+
+
+def checkpoint(replica: Holder, ranks: list[Any]) -> Any:
+    """The whole checkpoint as bytes, on rank 0; `ranks` are the random states of all."""
+    state = _complete(replica, ranks)
+    return None if state is None else states.dump(state)
+
+
+def save(replica: Holder, sink: Any, ranks: list[Any], blocking: bool) -> None:
+    """Rank 0 sends the checkpoint into `sink`: now, or a copy of it from a thread."""
+    state = _complete(replica, ranks)
+    if state is None or replica.rank != 0:
+        return
+    if blocking:
+        sink.send(lambda file: torch.save(state, file))
+    else:
+        replica.snapshots.send(sink, state)
+
+
+def _complete(replica: Holder, ranks: list[Any]) -> dict[str, Any] | None:
+    """A checkpoint's content, on rank 0. Of a model in shards every rank has a part, so all take part in it."""
+    return {**replica.whole(), "rng": ranks} if replica.rank == 0 or replica.in_shards else None
+
+
+def check(replica: Holder, data: Any, trusted: bool) -> None:
+    states.check(replica.operator, states.parse(data.data, trusted=trusted))
+
+
+def restore(replica: Holder, data: Any, trusted: bool) -> None:
+    replica.take_over(states.parse(data.data, trusted=trusted))
+
+
+def save_shards(replica: Holder, folder: str, ranks: list[Any]) -> None:
+    shard_files.write(folder, {**replica.whole(raw=True), "rng": ranks})
+
+
+def check_shards(replica: Holder, folder: str) -> None:
+    states.check(replica.operator, states.shaped(shard_files.read_outline(folder)))
+
+
+def restore_shards(replica: Holder, folder: str) -> None:
+    replica.take_over(shard_files.read(folder, replica.operator))
+
+
+ANSWERS: dict[str, Callable[..., Any]] = {
+    answer.__name__: answer
+    for answer in (
+        apply_operator,
+        apply,
+        update_scheduler,
+        get_model,
+        random_state,
+        checkpoint,
+        save,
+        check,
+        restore,
+        save_shards,
+        check_shards,
+        restore_shards,
+    )
+}

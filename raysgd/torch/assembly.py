@@ -1,0 +1,208 @@
+"""From a trainer's arguments to its engine: checked, resolved once, and put together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from raysgd.config import ElasticConfig, Limits, WorkerResources
+from raysgd.engine.crew import Member
+from raysgd.engine.engine import Engine
+from raysgd.errors import ConfigError
+from raysgd.protocols import Backend
+from raysgd.rendezvous import Alone
+from raysgd.torch import arguments
+from raysgd.torch.backend import TorchBackend
+from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.options import TrainingOptions
+from raysgd.torch.replica import TorchReplicaFactory
+from raysgd.torch.settings import ReplicaSettings
+from raysgd.workers.inline import InlineGroup
+
+__all__ = ["Plan", "TrainerArguments", "engine", "plan", "wants_gpu"]
+
+logger = logging.getLogger("raysgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerArguments:
+    """What the user passed to `TorchTrainer`, as it came; `more` are options by name, and names that are gone."""
+
+    training_operator_cls: Any
+    initialization_hook: Any
+    config: Any
+    num_workers: Any
+    num_cpus_per_worker: Any
+    resources_per_worker: Any
+    use_gpu: Any
+    backend: Any
+    wrap_ddp: Any
+    timeout_s: Any
+    use_fp16: Any
+    precision: Any
+    use_tqdm: Any
+    add_dist_sampler: Any
+    scheduler_step_freq: Any
+    use_local: Any
+    use_ray: Any
+    elastic: Any
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything decided: `config` is what the trainer shows, `remote` whether Ray is needed."""
+
+    config: dict[str, Any]
+    use_gpu: bool
+    num_workers: int
+    factory: TorchReplicaFactory
+    hook: Callable[[], Any] | None
+    resources: WorkerResources
+    elastic: ElasticConfig
+    limits: Limits
+    process_group: str
+    remote: bool
+    rejoins: bool
+
+
+def plan(given: TrainerArguments) -> Plan:
+    """Checks every argument, in words that say what to do; starts nothing."""
+    options, removed = TrainingOptions.taken_from(given.more, wrap_ddp=given.wrap_ddp)
+    arguments.refuse_removed(removed)
+    _check(given)
+    shown, worker_config = arguments.per_worker_config(given.config, given.num_workers)
+    resources, use_gpu = _resources(given)
+    elastic = given.elastic or ElasticConfig()
+    remote = _needs_ray(given.use_ray, given.num_workers, resources)
+    settings = _settings(given, options, elastic, use_gpu, threads=max(1, int(resources.cpus)) if remote else None)
+    options.check_with(
+        num_workers=given.num_workers, use_gpu=use_gpu, precision=settings.precision, elastic=elastic
+    )
+    rejoins = options.parallel != "fsdp"  # a shard that is lost is nowhere else: only a snapshot has it
+    return Plan(
+        config=shown,
+        use_gpu=use_gpu,
+        num_workers=given.num_workers,
+        factory=TorchReplicaFactory(given.training_operator_cls, worker_config, settings),
+        hook=given.initialization_hook,
+        resources=resources,
+        elastic=elastic if rejoins else replace(elastic, grow=False),
+        limits=Limits.derive(
+            timeout_s=given.timeout_s,
+            hang_timeout_s=elastic.hang_timeout_s,
+            start_s=float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)),
+        ),
+        process_group=arguments.check_backend(given.backend, use_gpu),
+        remote=remote,
+        rejoins=rejoins,
+    )
+
+
+def engine(plan: Plan, *, on_progress: Callable[[Member], None]) -> Engine:
+    """Puts the parts together; connects to Ray, or starts it, where the plan needs it. Launches no worker yet."""
+    meeting: Backend = _torch_backend(plan) if plan.num_workers > 1 else Alone()
+    group: Any = _ray_group(meeting, plan.resources) if plan.remote else InlineGroup(meeting)
+    return Engine(
+        group,
+        meeting,
+        plan.factory,
+        hook=plan.hook,
+        target=plan.num_workers,
+        elastic=plan.elastic,
+        limits=plan.limits,
+        on_progress=on_progress,
+    )
+
+
+def _check(given: TrainerArguments) -> None:
+    arguments.check_operator(given.training_operator_cls, TrainingOperator)
+    arguments.check_num_workers(given.num_workers)
+    arguments.check_scheduler_step(given.scheduler_step_freq)
+    hook, timeout_s, elastic = given.initialization_hook, given.timeout_s, given.elastic
+    if hook is not None and not callable(hook):
+        raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s <= 0:
+        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    if elastic is not None and not isinstance(elastic, ElasticConfig):
+        raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
+    if given.use_local and given.num_workers > 1:
+        warnings.warn(
+            "use_local=True with several workers: no rank lives in the driver any more; get_local_operator() gives "
+            "an operator made here that holds the current state",
+            stacklevel=4,
+        )
+
+
+def _resources(given: TrainerArguments) -> tuple[WorkerResources, bool]:
+    """What a worker asks of the cluster, and whether it trains on a GPU."""
+    wanted = wants_gpu(given.use_gpu)
+    asked = None if given.use_gpu == "auto" else bool(given.use_gpu)
+    resources = WorkerResources.parse(
+        given.num_cpus_per_worker, wanted, given.resources_per_worker, gpu_asked=asked
+    )
+    return resources, wanted or resources.gpus > 0
+
+
+def _settings(
+    given: TrainerArguments, options: TrainingOptions, elastic: ElasticConfig, use_gpu: bool, *, threads: int | None
+) -> ReplicaSettings:
+    return ReplicaSettings(
+        distributed=given.num_workers > 1,
+        use_gpu=use_gpu,
+        wrap_ddp=options.parallel == "ddp",
+        add_dist_sampler=given.add_dist_sampler,
+        scheduler_step_freq=given.scheduler_step_freq,
+        use_tqdm=given.use_tqdm,
+        precision=arguments.resolve_precision(given.precision, given.use_fp16),
+        use_fp16=given.use_fp16 or given.precision in ("fp16", "apex"),
+        num_workers=given.num_workers,
+        threads=threads,
+        batch=elastic.batch,
+        snapshot_every=elastic.snapshot_every,
+        options=options,
+    )
+
+
+def wants_gpu(use_gpu: Any) -> bool:
+    if use_gpu == "auto":
+        return bool(torch.cuda.is_available())
+    if not isinstance(use_gpu, bool):
+        raise ConfigError(f"use_gpu must be True, False or 'auto', got {use_gpu!r}")
+    if not use_gpu and torch.cuda.is_available():
+        logger.info("this machine has a GPU that will not be used: pass use_gpu=True to use it")
+    return use_gpu
+
+
+def _needs_ray(use_ray: bool | None, num_workers: int, resources: WorkerResources) -> bool:
+    """One worker runs in this process, unless Ray is asked for or must find what the worker needs elsewhere."""
+    if num_workers > 1 or resources.custom or (resources.gpus and not torch.cuda.is_available()):
+        if use_ray is False:
+            raise ConfigError("use_ray=False is possible with num_workers=1 and without custom resources only")
+        return True
+    return bool(use_ray)
+
+
+def _torch_backend(plan: Plan) -> TorchBackend:
+    from raysgd.workers.cluster import driver_address, ensure_cluster
+
+    ensure_cluster()
+    return TorchBackend(
+        plan.process_group,
+        host=driver_address(),
+        join_s=plan.limits.join_s,
+        collective_s=plan.limits.collective_s,
+        in_place=plan.rejoins,
+    )
+
+
+def _ray_group(backend: Backend, resources: WorkerResources) -> Any:
+    from raysgd.workers.ray_group import RayGroup
+
+    return RayGroup(backend, resources)
