@@ -21,12 +21,8 @@ class Compressor(TrainingOperator):
 
     def setup(self, config):
         relu = {"activation": "relu"}
-        encoder = keras.Sequential(
-            [keras.Input((64,)), keras.layers.Dense(32, **relu), keras.layers.Dense(4)]
-        )
-        decoder = keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dense(32, **relu), keras.layers.Dense(64)]
-        )
+        encoder = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32, **relu), keras.layers.Dense(4)])
+        decoder = keras.Sequential([keras.Input((4,)), keras.layers.Dense(32, **relu), keras.layers.Dense(64)])
         (self.encoder, self.decoder), (self.for_encoder, self.for_decoder) = self.register(
             models=[encoder, decoder],
             optimizers=[keras.optimizers.Adam(config["lr"]), keras.optimizers.Adam(config["lr"])],
@@ -52,9 +48,7 @@ class Compressor(TrainingOperator):
             error = tf.reduce_mean((self.decoder(code, training=True) - pixels) ** 2)
             size = tf.reduce_mean(code**2)
             penalized = error + 0.001 * size
-        gradients, variables = self.gradients(
-            tape, penalized, model=self.encoder, optimizer=self.for_encoder
-        )
+        gradients, variables = self.gradients(tape, penalized, model=self.encoder, optimizer=self.for_encoder)
         clipped, _ = tf.clip_by_global_norm(gradients, 1.0)
         self.apply_gradients(clipped, variables, optimizer=self.for_encoder)
         self.step(tape, error, model=self.decoder, optimizer=self.for_decoder)

@@ -42,7 +42,7 @@ class ImageClassificationOperator(TrainingOperator):
     def setup(self, config: Mapping[str, Any]) -> None:
         model = self.make_model(config)
         optimizer = self.make_optimizer(model, config)
-        parts = {"models": model, "optimizers": optimizer, "criterion": self.make_criterion(config)}
+        parts: dict[str, Any] = {"models": model, "optimizers": optimizer, "criterion": self.make_criterion(config)}
         scheduler = self.make_scheduler(optimizer, config)
         if scheduler is None:
             self.model, self.optimizer, self.criterion = self.register(**parts)

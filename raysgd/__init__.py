@@ -23,6 +23,7 @@ from raysgd.errors import (
 from raysgd.version import __version__
 
 if TYPE_CHECKING:
+    from raysgd.tf.trainer import TFTrainer
     from raysgd.torch.creators import CreatorOperator
     from raysgd.torch.operator import TrainingOperator
     from raysgd.torch.trainer import TorchTrainer
@@ -37,6 +38,7 @@ __all__ = [
     "RaysgdError",
     "Recovery",
     "ResourceError",
+    "TFTrainer",
     "TorchTrainer",
     "TrainingFailedError",
     "TrainingOperator",
@@ -49,6 +51,7 @@ _LAZY = {
     "TorchTrainer": ("raysgd.torch.trainer", "torch", "torch"),
     "TrainingOperator": ("raysgd.torch.operator", "torch", "torch"),
     "CreatorOperator": ("raysgd.torch.creators", "torch", "torch"),
+    "TFTrainer": ("raysgd.tf.trainer", "tensorflow", "tensorflow"),
 }
 
 

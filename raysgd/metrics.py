@@ -38,7 +38,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _weight(result: Mapping[str, Any]) -> float:
-    samples = result.get(SAMPLES)
+    samples: Any = result.get(SAMPLES)
     return float(samples) if _is_number(samples) and samples == samples else 1.0
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["Deal", "Share"]
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """One rank's units of one step: order[start:stop]. `fresh` is False when another rank has them too."""
 
     start: int
@@ -67,6 +67,14 @@ class Deal:
 
     def of(self, rank: int, offset: int) -> Iterator[Share]:
         """One rank's shares from `offset` to the end of the epoch, one for each step."""
+        base, extra = divmod(self.step_size, self.world_size)
+        size = base + (rank < extra)
+        whole = max(self.total - offset, 0) // self.step_size if size else 0
+        # Full steps are alike; they are nearly all there are, and this runs once for each batch.
+        first = offset + rank * base + min(rank, extra)
+        for start in range(first, first + whole * self.step_size, self.step_size):
+            yield Share(start, start + size)
+        offset += whole * self.step_size
         for _ in range(self.steps_left(offset)):
             yield self.shares(offset)[rank]
             offset = self.advance(offset)

@@ -29,11 +29,13 @@ class Progress:
     finished: bool = False
     phase: str = "idle"
     applied: int = 0
+    loads: int = 0
 
     @property
-    def order(self) -> tuple[int, int, int, bool]:
-        """Sorts ranks by how much they have committed; `applied` tells apart ranks inside one batch."""
-        return (self.step, self.applied, self.epoch, self.finished)
+    def order(self) -> tuple[int, int, int, int, bool]:
+        """Sorts ranks by how much they have committed; `applied` tells apart ranks inside one batch. What the user
+        loaded last comes before all that was trained until then."""
+        return (self.loads, self.step, self.applied, self.epoch, self.finished)
 
     def at(self, phase: str) -> Progress:
         return replace(self, phase=phase)

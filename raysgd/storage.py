@@ -13,14 +13,14 @@ __all__ = ["Draft", "read", "write"]
 
 
 class Draft:
-    """A temporary file beside `path`, which becomes it when all is written: no reader ever sees half of it."""
+    """A temporary file beside `path` that becomes it when all is written: no reader ever sees half of it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Not tempfile's: its files are for their owner only, and a checkpoint is for whom the umask says.
-        self._temporary = self.path.parent / f".{self.path.name}.{uuid.uuid4().hex[:8]}.tmp"
-        self.file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115  (keep and drop close it)
+        self.temporary = self.path.parent / f".{self.path.name}.{uuid.uuid4().hex[:8]}.tmp"
+        self.file = open(self.temporary, "xb", buffering=0)  # noqa: SIM115  (keep and drop close it)
 
     def again(self) -> None:
         """What was written is void: from the start."""
@@ -31,12 +31,12 @@ class Draft:
         """Syncs, then renames."""
         os.fsync(self.file.fileno())
         self.file.close()
-        os.replace(self._temporary, self.path)
+        os.replace(self.temporary, self.path)
         return self.path
 
     def drop(self) -> None:
         self.file.close()
-        self._temporary.unlink(missing_ok=True)
+        self.temporary.unlink(missing_ok=True)
 
 
 def write(path: str | os.PathLike[str], data: Any) -> Path:

@@ -113,6 +113,9 @@ CHECKS: dict[str, Callable[[str], None]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_example(name: str) -> None:
+    for package in ("tensorflow", "keras"):
+        if f"import {package}" in (EXAMPLES / name).read_text(encoding="utf-8"):
+            pytest.importorskip(package)
     # An example that is not listed above must at least print a train_loss that falls.
     CHECKS.get(name, loss_falls)(run(EXAMPLES / name))
 

@@ -16,7 +16,7 @@ import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {blocked}:
-            raise ImportError(f"No module named {{name!r}}", name=name)
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Blocked())
 """

@@ -69,7 +69,8 @@ def test_a_worker_arrives_and_is_told(desk: Desk) -> None:
     desk.board.tell("w", {"t": "propose", "id": 1, "call": 7, "at": 5})
     assert desk.next(Heard).message == {"t": "consent", "id": 1, "kept": True, "begun": 0}
     desk.board.tell("w", {"t": "propose", "id": 2, "call": 6, "at": 5})
-    assert desk.next(Heard).message["kept"] is False, "an order for another call is refused"
+    refused = desk.next(Heard).message
+    assert (refused["kept"], refused["begun"]) == (False, -1), "an order for another call is refused"
     desk.board.tell("w", {"t": "interrupt", "generation": 1})
     desk.board.tell("w", {"t": "stack", "id": 3})
     assert any("test_lines.py" in frame for frame in desk.next(Heard).message["frames"])

@@ -12,6 +12,7 @@ left behind.
 """
 
 import argparse
+import faulthandler
 import logging
 import sys
 import tempfile
@@ -42,6 +43,7 @@ COLUMNS = (
 )
 CALM_EPOCHS = 3
 LEAVE_S = 15.0
+HANGS_S = 400.0
 
 
 class Run:
@@ -105,9 +107,7 @@ def left_behind(trace: str) -> list[int]:
     return [worker for worker in workers if alive(worker)]
 
 
-def figures(
-    run: Run, disturber: Disturber, calm_rate: float, trace: str, storm_began: float
-) -> dict[str, Any]:
+def figures(run: Run, disturber: Disturber, calm_rate: float, trace: str, storm_began: float) -> dict[str, Any]:
     recoveries = run.trainer.recoveries
     steps = [step for step in traces.read(trace) if step.at >= storm_began]
     return {
@@ -127,21 +127,12 @@ def figures(
         "storm_s": round(run.busy_s, 1),
         "faults_per_10s": round(10 * len(disturber.faults) / max(run.busy_s, 1e-9), 2),
         "troubles": disturber.troubles,
-        "schedule": [
-            f"{fault.at - storm_began:.1f} {fault.kind} {fault.target}" for fault in disturber.faults
-        ],
+        "schedule": [f"{fault.at - storm_began:.1f} {fault.kind} {fault.target}" for fault in disturber.faults],
     }
 
 
-def chaos(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The figures, and what was promised and not kept."""
-    trace = tempfile.mkdtemp(prefix="chaos-")
-    nodes = LocalNodes(trace, cpus=2, at_least=2, at_most=3)
-    disturber = Disturber(
-        nodes, trace, seed=args.seed, every_s=args.every_s, at_most=args.faults or sys.maxsize
-    )
-    broken: list[str] = []
-    trainer = TorchTrainer(
+def make_trainer(args: argparse.Namespace, trace: str) -> TorchTrainer:
+    return TorchTrainer(
         training_operator_cls=CountingOperator,
         num_workers=args.workers,
         config={"samples": args.samples, "batch_size": 8, "step_s": args.step_s, "trace": trace},
@@ -153,6 +144,14 @@ def chaos(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             snapshot_every=20,
         ),
     )
+
+
+def chaos(args: argparse.Namespace, nodes: LocalNodes, trace: str) -> tuple[dict[str, Any], list[str]]:
+    """The figures, and what was promised and not kept."""
+    at_most = args.faults or sys.maxsize
+    disturber = Disturber(nodes, trace, seed=args.seed, every_s=args.every_s, at_most=at_most)
+    broken: list[str] = []
+    trainer = make_trainer(args, trace)
     run, calm_rate, storm_began = Run(trainer, args.samples), 1.0, time.monotonic()
     try:
         calm_rate = calm(trainer, args.samples)
@@ -166,10 +165,7 @@ def chaos(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     left = left_behind(trace)
     result["left_behind"] = len(left)
     broken += [f"process {worker} was left behind, in state {state(worker)}" for worker in left]
-    nodes.shutdown()
-    for name in ("lost", "doubled"):
-        if result[name]:
-            broken.append(f"{name}: {result[name]}")
+    broken += [f"{name}: {result[name]} samples" for name in ("lost", "doubled") if result[name]]
     if result["longest_gap_s"] > args.gap_limit_s:
         broken.append(f"nobody took a step for {result['longest_gap_s']} s")
     return result, broken
@@ -185,9 +181,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=6000, help="in an epoch, of all workers")
     parser.add_argument("--step-s", type=float, default=0.01, help="rest in each step, as if a device worked")
     parser.add_argument("--hang-timeout-s", type=float, default=5.0)
-    parser.add_argument(
-        "--gap-limit-s", type=float, default=60.0, help="longer without a step is a broken promise"
-    )
+    parser.add_argument("--gap-limit-s", type=float, default=60.0, help="longer without a step is a broken promise")
     parser.add_argument("--verbose", action="store_true", help="show raysgd's log")
     parser.add_argument("--smoke", action="store_true", help="three faults, short epochs")
     args = parser.parse_args()
@@ -196,7 +190,15 @@ def main() -> None:
         args.minutes, args.faults, args.every_s, args.samples = 1.0, 3, 2.0, 2000
     logging.basicConfig(level=logging.INFO if args.verbose else logging.ERROR, stream=sys.stderr)
 
-    result, broken = chaos(args)
+    # Whatever hangs, this ends: with all stacks on stderr, and status 1.
+    faulthandler.dump_traceback_later(args.minutes * 60 + HANGS_S, exit=True)
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as trace:
+        nodes = LocalNodes(trace, cpus=2, at_least=2, at_most=3)
+        try:
+            result, broken = chaos(args, nodes, trace)
+        finally:
+            nodes.shutdown()
+    faulthandler.cancel_dump_traceback_later()
     emit(out, "chaos", vars(args), [{**result, "broken": broken}], COLUMNS)
     for promise in broken:
         print(f"BROKEN: {promise}", file=sys.stderr)

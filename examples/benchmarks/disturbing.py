@@ -34,9 +34,7 @@ class LocalNodes:
         # Ray sets a signal handler when it starts a node, which only a main thread may do; ours is training.
         ray._private.utils.set_sigterm_handler = lambda handler: None
         self._cpus, self.at_least, self.at_most = cpus, at_least, at_most
-        self.cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-        )
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         self._nodes: list[Any] = []
         for _ in range(at_most):
             self.add()
@@ -80,12 +78,12 @@ class Disturber:
         self._nodes, self._trace = nodes, Path(trace)
         self._random = random.Random(seed)
         self._every_s, self._at_most = every_s, at_most
-        self._ended = threading.Event()
+        self._ended, self._stopped = threading.Event(), threading.Event()
         self.allowed = threading.Event()
         self.striking = threading.Lock()
         self.faults: list[Fault] = []
         self.troubles: list[str] = []
-        self._thread = threading.Thread(target=self._run, name="disturber", daemon=True)
+        self._thread = threading.Thread(target=self._stay, name="disturber", daemon=True)
 
     @property
     def done(self) -> bool:
@@ -99,7 +97,13 @@ class Disturber:
 
     def stop(self) -> None:
         self._ended.set()
-        self._thread.join(timeout=60)
+        self._stopped.wait(timeout=60)
+
+    def _stay(self) -> None:
+        """Ray ends the processes of a node with the thread that started them: this one stays to the end."""
+        self._run()
+        self._stopped.set()
+        threading.Event().wait()
 
     def _run(self) -> None:
         while not self.done:

@@ -88,9 +88,7 @@ def run(case: Case, steps: int, step_s: float) -> dict[str, Any]:
         return judged(case, traces.read(folder), victim, killed_at, output)
 
 
-def judged(
-    case: Case, steps: list[traces.Step], victim: traces.Step, killed_at: float, output: str
-) -> dict[str, Any]:
+def judged(case: Case, steps: list[traces.Step], victim: traces.Step, killed_at: float, output: str) -> dict[str, Any]:
     """The figures of one kill, from the notes of all processes."""
     before, after = [s for s in steps if s.at <= killed_at], [s for s in steps if s.at > killed_at]
     gap_s = traces.longest_gap([before[-1], *after], within_epochs=True)

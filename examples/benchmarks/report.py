@@ -48,9 +48,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """Rows as aligned text, for people."""
     cells = [[*columns], *([_short(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[number]) for line in cells) for number in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells
-    )
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
 def claim_stdout() -> TextIO:

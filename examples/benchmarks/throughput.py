@@ -100,9 +100,7 @@ def row(workload: Workload, workers: int, name: str, times: Times) -> dict[str, 
         "samples_per_s": round(workload.samples(workers) / epoch["median"], 1),
         "ratio": spread([mine[0] / other[0] for mine, other in zip(own, base, strict=True)]),
         "cpu_us_per_step": round(busy["median"] / workload.steps * 1e6, 1),
-        "cpu_ratio": spread(
-            [mine[1] / (other[1] or math.nan) for mine, other in zip(own, base, strict=True)]
-        ),
+        "cpu_ratio": spread([mine[1] / (other[1] or math.nan) for mine, other in zip(own, base, strict=True)]),
     }
 
 
@@ -113,18 +111,14 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, default=[2])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: the workload's)")
-    parser.add_argument(
-        "--profile", action="store_true", help="say which functions raysgd's step spends time in"
-    )
+    parser.add_argument("--profile", action="store_true", help="say which functions raysgd's step spends time in")
     parser.add_argument("--smoke", action="store_true", help="a few steps of each, only to see that it runs")
     args = parser.parse_args()
     out = claim_stdout()
     if args.smoke:
         args.rounds, args.steps, args.workloads = 1, 3, args.workloads[:2]
 
-    ray.init(
-        address="local", num_cpus=2 * max(args.workers) + 1, include_dashboard=False, log_to_driver=False
-    )
+    ray.init(address="local", num_cpus=2 * max(args.workers) + 1, include_dashboard=False, log_to_driver=False)
     rows: list[dict[str, Any]] = []
     for name in args.workloads:
         workload = WORKLOADS[name].shortened(args.steps) if args.steps else WORKLOADS[name]

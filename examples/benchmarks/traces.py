@@ -63,9 +63,7 @@ def wait_for_steps(
 def longest_gap(steps: Sequence[Step], *, within_epochs: bool = False) -> float:
     """The longest time between two neighbours; 0 for fewer than two. `within_epochs`: not over an epoch's
     border, where the script itself has things to do."""
-    return max(
-        (b.at - a.at for a, b in pairwise(steps) if a.epoch == b.epoch or not within_epochs), default=0.0
-    )
+    return max((b.at - a.at for a, b in pairwise(steps) if a.epoch == b.epoch or not within_epochs), default=0.0)
 
 
 def active(folder: str | Path, within_s: float) -> list[int]:

@@ -6,47 +6,59 @@ proposal lies further ahead. When all consent, they are told so and stop there: 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from raysgd.engine.crew import Crew
 
 __all__ = ["Border"]
 
+PATIENCE_S = 0.1
+
 
 class Border:
     """One planned stop of one running call. Owns the round of proposals; `settled` once all have consented."""
 
-    def __init__(self, crew: Crew, calls: dict[str, int]) -> None:
+    def __init__(self, crew: Crew, calls: dict[str, int], *, lead: int = 2) -> None:
         self._crew = crew
         self._calls = calls
         self._round = 0
-        self._lead = 2
+        self._lead = lead
         self._consents: dict[str, bool] = {}
+        self._begun = -1
+        self._asked_at = 0.0
         self.settled = False
         self._propose(max(crew.members[worker].progress.step for worker in calls))
 
     def _propose(self, begun: int) -> None:
-        self._round += 1
-        self._consents = {}
-        at = begun + self._lead
-        self._lead *= 2
+        self._round = next(self._crew.rounds)  # never used before: an answer to an older border means nothing here
+        self._consents, self._begun = {}, -1
+        self._asked_at = time.monotonic()
         for worker, call in self._calls.items():
-            message = {"t": "propose", "id": self._round, "call": call, "at": at}
+            message = {"t": "propose", "id": self._round, "call": call, "at": begun + self._lead}
             self._crew.group.tell(worker, message)
 
     def advance(self, still_running: Sequence[str]) -> None:
         """Takes in the answers that have come. Ranks that have finished their call need not consent."""
         if self.settled:
             return
-        begun = 0
         for answer in [a for a in self._crew.answers if a.message["t"] == "consent"]:
             self._crew.answers.remove(answer)
             if answer.message["id"] == self._round:
                 self._consents[answer.worker] = bool(answer.message["kept"])
-            begun = max(begun, int(answer.message["begun"]))
-        if any(not kept for kept in self._consents.values()) and len(self._consents) >= len(still_running):
-            self._propose(begun)
-        elif still_running and all(self._consents.get(worker) for worker in still_running):
+                self._begun = max(self._begun, int(answer.message["begun"]))
+        if still_running and all(self._consents.get(worker) for worker in still_running):
             self.settled = True
             for worker in still_running:
                 self._crew.group.tell(worker, {"t": "confirm"})
+        elif any(not kept for kept in self._consents.values()) and len(self._consents) >= len(still_running):
+            self._again()
+
+    def _again(self) -> None:
+        """Somebody refused. A rank that had begun a later step needs a border further ahead; one that has not begun
+        its call at all (it says -1) only needs a moment."""
+        if self._begun >= 0:
+            self._lead *= 2
+        elif time.monotonic() - self._asked_at < PATIENCE_S:
+            return
+        self._propose(max(self._begun, *(self._crew.members[worker].progress.step for worker in self._calls)))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from raysgd.outcomes import Lost, Ok, Outcome
+from raysgd.outcomes import Failed, Lost, Ok, Outcome
 from raysgd.progress import Progress
 from raysgd.snapshot import Snapshot, SnapshotKeeper
 from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
 
-__all__ = ["Crew", "Group", "Member"]
+__all__ = ["SILENT_S", "Crew", "Group", "Member"]
+
+# A listener says "alive" every second; one that missed two of them does not answer any more.
+SILENT_S = 2.5
+KILLED_S = 10.0
 
 
 class Group(Protocol):
@@ -72,6 +78,8 @@ class Crew:
         self.on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None
         self.cancelled_by: BaseException | None = None
         self.blame: dict[str, str] = {}
+        self.rounds = itertools.count(1)
+        self._inbox: deque[Event] = deque()
         self._replies: dict[int, Outcome] = {}
         self._asked: dict[int, str] = {}
         group.listener = self._take
@@ -149,10 +157,21 @@ class Crew:
             if len(outcomes) == len(calls):
                 return {worker: outcomes[worker] for worker in calls}
             if time.monotonic() > deadline:
-                for worker in calls.keys() - outcomes.keys():
-                    self.kill(worker, "hang", f"did not finish '{verb}' within {limit_s:g} s")
-                deadline = time.monotonic() + 10
+                self._end_the_late(calls.keys() - outcomes.keys(), verb, limit_s)
+                if not troubled:
+                    troubled = True
+                    on_trouble()  # whoever only waits for them falls out by itself
+                deadline = time.monotonic() + KILLED_S
             self.pump(0.2)
+
+    def _end_the_late(self, late: Iterable[str], verb: str, limit_s: float) -> None:
+        """Those that do not even say "alive"; all, when all do. Who was killed before, and is not gone, is given up."""
+        late = list(late)
+        for worker in [w for w in late if w in self.blame]:
+            self.members[worker].gone = Gone(worker, "it was killed, and its end was never told")
+        silent = [worker for worker in late if self.group.silent_for(worker) > SILENT_S]
+        for worker in silent or late:
+            self.kill(worker, "hang", f"did not finish '{verb}' within {limit_s:g} s")
 
     def forget(self, calls: Iterable[int]) -> None:
         """These calls' outcomes are of no interest any more."""
@@ -182,13 +201,14 @@ class Crew:
     def pump(self, timeout: float) -> int:
         """Takes in what has happened, waiting up to `timeout` for it; the number of events. A cancelled call ends here:
         every wait of the engine's comes by."""
-        events = self.group.poll(timeout)
-        for event in events:
-            self._take(event)
+        self._inbox.extend(self.group.poll(0.0 if self._inbox else timeout))
+        count = len(self._inbox)
+        while self._inbox:  # one by one: an error on the way (a callback's, Ctrl-C) must not lose the others
+            self._take(self._inbox.popleft())
         if self.cancelled_by is not None:
             error, self.cancelled_by = self.cancelled_by, None
             raise error
-        return len(events)
+        return count
 
     def _take(self, event: Event) -> None:
         member = self.members.get(event.worker)
@@ -217,7 +237,8 @@ class Crew:
         if member.busy == event.call:
             member.busy = None
         member.moved_at = time.monotonic()
-        member.progress = event.outcome.progress
+        if not isinstance(event.outcome, Failed) or event.outcome.progress != Progress():
+            member.progress = event.outcome.progress
 
     def _heard(self, member: Member, event: Heard) -> None:
         kind = event.message.get("t")

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ logger = logging.getLogger("raysgd")
 
 CTRL_C_S = 5.0
 CLOSE_S = 10.0
+MEET_AT_MOST = 3
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Job:
     arguments: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
     again: Literal["resume", "repeat", "keep"] = "repeat"
     max_losses: int = 3
+    lead: int = 2  # how many steps ahead of everybody a planned stop is first proposed
 
 
 @dataclass(frozen=True)
@@ -95,25 +98,10 @@ class Engine:
         self._ledger = Ledger(on_recovery)
         self._standing = Standing(self._crew, backend, limits, group.pack(factory), group.pack(hook))
         self._recruiter = Recruiter(self._crew, self._standing.warm, limits=limits, in_place=backend.in_place)
-        self._membership = Membership(
-            self._crew,
-            self._standing,
-            self._recruiter,
-            self._ledger,
-            elastic=elastic,
-            limits=limits,
-            in_place=backend.in_place,
-        )
-        self._recoverer = Recoverer(
-            self._crew,
-            self._standing,
-            self._recruiter,
-            self._membership,
-            self._ledger,
-            elastic=elastic,
-            limits=limits,
-            in_place=backend.in_place,
-        )
+        tools = (self._crew, self._standing, self._recruiter)
+        rules: Any = {"elastic": elastic, "limits": limits, "in_place": backend.in_place}
+        self._membership = Membership(*tools, self._ledger, **rules)
+        self._recoverer = Recoverer(*tools, self._membership, self._ledger, **rules)
         self._active = True
         self._calls = 0
         self._snapshot_is_stale = True
@@ -133,10 +121,12 @@ class Engine:
         if not self._active:
             return
         self._active = False
-        if not force and self._standing.up:
-            self._crew.ask(self._crew.seated(), "close", {}, limit_s=CLOSE_S)
-        self._backend.plan([])
-        self.group.stop(force=force)
+        try:
+            if not force and self._standing.up:
+                self._crew.ask(self._crew.seated(), "close", {}, limit_s=CLOSE_S)
+        finally:
+            self._backend.plan([])
+            self.group.stop(force=force)
 
     @property
     def world_size(self) -> int:
@@ -208,7 +198,8 @@ class Engine:
             else:
                 since = watch.troubled_at or time.monotonic()
                 revived = self._recoverer.recover(seen, since=since, max_losses=job.max_losses, mark=mark)
-                if job.again == "keep" and (kept := _kept(watch.outcomes)) is not None:
+                stands = revived is None or revived.call == self._calls
+                if job.again == "keep" and stands and (kept := _kept(watch.outcomes)) is not None:
                     return [kept]
             if revived is not None:
                 pieces = self._since_snapshot(revived, pieces)
@@ -234,15 +225,18 @@ class Engine:
             HangGuard(self._crew, self._limits.hang_s, on_deadlock),
             wants_border=lambda: job.again == "resume" and self._membership.wants_border(),
             on_trouble=lambda: self._standing.former.interrupt(workers),
+            lead=job.lead,
         )
         if job.again == "resume":
             arguments |= {"call": self._calls, "snapshot_first": self._snapshot_is_stale}
-            self._snapshot_is_stale = False
         try:
             watch.run(workers, job.method, arguments, self._standing.former.generation)
         except BaseException as error:  # Ctrl-C, a cancelled call, an error in a listener of ours
             self._cut_short(watch, workers, error)
             raise
+        newest = self._crew.snapshots.latest()
+        if newest is not None and newest.call == self._calls:
+            self._snapshot_is_stale = False
         return watch, classify(watch.outcomes)
 
     def _cut_short(self, watch: Watch, workers: list[str], error: BaseException) -> None:
@@ -265,7 +259,7 @@ class Engine:
         """A whole generation stands before a call: what died while idle is a loss like any other."""
         if not self._active:
             raise NotActiveError("this trainer was shut down; make a new one to go on (and load what you saved)")
-        while True:
+        for attempt in itertools.count(1):
             while self._crew.pump(0.0):
                 pass
             fallen = [member for member in self._crew.fallen() if member.seated]
@@ -280,6 +274,9 @@ class Engine:
                 self._recoverer.recover(seen, since=time.monotonic(), max_losses=job.max_losses, mark=mark)
             elif self._standing.form(self._crew.seated()):
                 return
+            elif attempt > MEET_AT_MOST and not self._crew.fallen():
+                seen = Observation("broken", reason="network", detail="the ranks cannot meet, although all are alive")
+                self._recoverer.recover(seen, since=time.monotonic(), max_losses=job.max_losses, mark=mark)
 
     def _change(self, job: Job, mark: int) -> Snapshot | None:
         """A planned change of members; should it lose somebody on its way, a recovery."""
@@ -287,7 +284,10 @@ class Engine:
         reason = "preemption" if self._backend.in_place else self._membership.reason()
         if self._membership.change():
             return None
-        seen = Observation("broken", reason=reason, detail="workers left, or were lost, in a planned change")
+        detail = "workers left, or were lost, in a planned change"
+        if not self._backend.in_place:
+            detail = "a change of members: with this backend all processes are fresh after it"
+        seen = Observation("broken", reason=reason, detail=detail)
         return self._recoverer.recover(seen, since=since, max_losses=job.max_losses, mark=mark, world=world)
 
 

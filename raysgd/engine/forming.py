@@ -58,6 +58,13 @@ class Former:
             member.rank, member.seated, member.built, member.holds_state = rank, True, True, True
         return True
 
+    def give(self, workers: Sequence[str], state: Any) -> bool:
+        """Newcomers take a snapshot. An error in the user's own `load_state_dict` is raised; a loss is False."""
+        outcomes = self._ask(workers, "load", {"data": state}, self._limits.setup_s)
+        for worker, outcome in outcomes.items():
+            self._crew.members[worker].holds_state = isinstance(outcome, Ok)
+        return self._all_ok(outcomes)
+
     def _leave(self, workers: Sequence[str]) -> bool:
         return self._all_ok(self._ask(workers, "leave", {}, self._limits.hang_s)) if workers else True
 

@@ -7,15 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raysgd.engine.crew import Crew
+from raysgd.engine.crew import SILENT_S, Crew
 from raysgd.hang import Report, culprits, describe
 
 __all__ = ["HangGuard"]
 
 logger = logging.getLogger("raysgd")
 
-# A listener says "alive" every second; one that missed two of them does not answer any more.
-SILENT_S = 2.5
 
 
 class HangGuard:
@@ -55,7 +53,7 @@ class HangGuard:
         return self._crew.group.silent_for(worker) > SILENT_S
 
     def _ask(self, running: Sequence[str]) -> None:
-        self._round += 1
+        self._round = next(self._crew.rounds)
         self._stacks = {}
         self._asked_at = time.monotonic()
         for worker in running:

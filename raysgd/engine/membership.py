@@ -64,6 +64,8 @@ class Membership:
         self._crew.target = count
         seated = self._crew.seated()
         self._leaving |= dict.fromkeys(seated[count:], "shrink")
+        if self.missing <= 0:
+            self._recruiter.dismiss_all()
         started = time.monotonic()
         said = False
         while len(self._recruiter.ready) < self.missing:
@@ -97,17 +99,20 @@ class Membership:
         leavers = [worker for worker in seated if worker in self._leaving]
         reason = self._leaving[leavers[0]] if leavers else "growth"
         stay = [worker for worker in seated if worker not in self._leaving]
-        newcomers = self._recruiter.take()[: max(self._crew.target - len(stay), 0)]
+        newcomers = self._recruiter.take(max(self._crew.target - len(stay), 0))
         self._leaving = {}
         at = self._crew.members[seated[0]].progress
         ranks = tuple(self._crew.members[worker].rank or 0 for worker in leavers)
         if not stay:
             self._hand_over(leavers[0], newcomers)
-        stood = bool(stay or newcomers) and self._standing.form([*stay, *newcomers])
-        if not stood:
-            self._recruiter.take_back(newcomers)
-        for worker in leavers:
-            self._crew.dismiss(worker)
+        stood = False
+        try:
+            stood = bool(stay or newcomers) and self._standing.form([*stay, *newcomers])
+        finally:
+            if not stood:
+                self._recruiter.take_back(newcomers)
+            for worker in leavers:
+                self._crew.dismiss(worker)
         if stood:
             self._ledger.note(
                 reason,
@@ -132,9 +137,7 @@ class Membership:
         snapshot = self._crew.snapshots.latest()
         if snapshot is None or not newcomers:
             return
-        outcomes = self._crew.ask(newcomers, "load", {"data": Blob(snapshot.data)}, limit_s=self._limits.setup_s)
-        for worker, outcome in outcomes.items():
-            self._crew.members[worker].holds_state = isinstance(outcome, Ok)
+        self._standing.former.give(newcomers, Blob(snapshot.data))
 
     def _look_for_leavers(self) -> None:
         now = time.monotonic()

@@ -10,13 +10,12 @@ from typing import NoReturn
 
 from raysgd.config import ElasticConfig, Limits
 from raysgd.elastic import GiveUp, Observation, Rejoin, Restart, Situation, backoff, decide
-from raysgd.engine.crew import Crew
-from raysgd.engine.failure import story_of
+from raysgd.engine.crew import Crew, Member
+from raysgd.engine.failure import raise_user_error, story_of
 from raysgd.engine.ledger import PLANNED, Ledger
 from raysgd.engine.membership import Membership
 from raysgd.engine.recruiter import Recruiter
 from raysgd.engine.standing import Standing
-from raysgd.outcomes import Ok
 from raysgd.progress import Progress, most_advanced
 from raysgd.snapshot import Snapshot
 from raysgd.workers.blob import Blob
@@ -56,28 +55,51 @@ class Recoverer:
         furthest = max((member.progress for member in seated), key=lambda p: p.order, default=Progress())
         case = _Case(seen, furthest, len(seated) if world is None else world, since, mark)
         self._standing.up = False
+        self._recruiter.failure = None
         while not self._standing.up:
             self._bury(case)
             survivors = self._survivors()
             now = self._situation(case, survivors, max_losses)
             pause = backoff(case.attempts, self._elastic.backoff_s, self._elastic.backoff_max_s, random.random())
             decision = decide(now, wait_s=pause)
+            self._check(case, survivors)
             if isinstance(decision, GiveUp):
                 self._give_up(decision.why, case)
             elif isinstance(decision, Rejoin):
-                newcomers = self._recruiter.take()
-                if not survivors:
-                    case.revived = self._revive(newcomers)
-                state = Blob(case.revived.data) if case.revived and not self._in_place else None
-                if not self._standing.form([*survivors, *newcomers], state=state or None):
-                    self._recruiter.take_back(newcomers)
+                self._rejoin(case, survivors)
             elif isinstance(decision, Restart):
+                case.tries += 1
                 self._recruiter.launch(decision.count)
             else:
                 case.attempts += self._recruiter.starting == 0
                 self._wait(decision.seconds, now)
         self._note(case, after=len(self._crew.seated()))
         return case.revived
+
+    def _rejoin(self, case: _Case, survivors: list[str]) -> None:
+        """One try. Newcomers that met nobody although nobody died are not tried twice: their network may be at fault."""
+        newcomers = self._recruiter.take(max(self._crew.target - len(survivors), 0))
+        stood = False
+        try:
+            if not survivors:
+                case.revived = self._revive(newcomers)
+            state = Blob(case.revived.data) if case.revived and not self._in_place else None
+            stood = self._standing.form([*survivors, *newcomers], state=state or None)
+        finally:
+            if not stood:
+                case.tries += 1
+                unharmed = not self._crew.fallen()
+                self._recruiter.take_back([] if unharmed else newcomers)
+                for worker in newcomers if unharmed else []:
+                    self._crew.dismiss(worker)
+
+    def _check(self, case: _Case, survivors: list[str]) -> None:
+        """A recovery has its own bound; and when only the user's set-up stands in the way, its error is the answer."""
+        failure, alone = self._recruiter.failure, not survivors and not self._recruiter.ready
+        if failure is not None and alone and self._recruiter.starting == 0:
+            raise_user_error(failure, Member("a fresh worker"))
+        if case.tries > self._elastic.max_attempts:
+            self._give_up(f"{case.tries} tries to form a group again failed, one after the other", case)
 
     def _bury(self, case: _Case) -> None:
         """Takes the dead off the list, and says so once."""
@@ -142,9 +164,7 @@ class Recoverer:
             return snapshot
         if not self._in_place:
             return snapshot  # they take it when they have met, and are set up
-        outcomes = self._crew.ask(newcomers, "load", {"data": Blob(snapshot.data)}, limit_s=self._limits.setup_s)
-        for worker, outcome in outcomes.items():
-            self._crew.members[worker].holds_state = isinstance(outcome, Ok)
+        self._standing.former.give(newcomers, Blob(snapshot.data))
         return snapshot
 
     def _wait(self, seconds: float, now: Situation) -> None:
@@ -198,5 +218,6 @@ class _Case:
     mark: int
     lost: set[int] = field(default_factory=set)
     attempts: int = 0
+    tries: int = 0
     said: bool = False
     revived: Snapshot | None = None

@@ -37,6 +37,7 @@ class Recruiter:
         self._launched: dict[str, float] = {}
         self._warming: dict[str, int] = {}
         self.ready: list[str] = []
+        self.failure: Failed | None = None
         self._ready_at = 0.0
         self._look_at = 0.0
         self._pause_s = LOOK_EVERY_S
@@ -69,6 +70,7 @@ class Recruiter:
             self._launched[worker] = time.monotonic()
         if not self._in_place:
             self._ready_at = time.monotonic()
+        self.failure = None
 
     def tick(self) -> None:
         for worker in [*self._launched, *self._warming, *self.ready]:
@@ -93,6 +95,7 @@ class Recruiter:
                 self._got_ready(worker)
             elif outcome is not None:
                 story = outcome.traceback if isinstance(outcome, Failed) else str(outcome)
+                self.failure = outcome if isinstance(outcome, Failed) else None
                 self._drop(worker, f"its set-up failed: {story}")
             elif time.monotonic() - self._crew.members[worker].moved_at > self._setup_s:
                 self._drop(worker, f"its set-up did not end within {self._setup_s:.0f} s")
@@ -105,9 +108,11 @@ class Recruiter:
             self._late_s = min(self._late_s * 2, self._patience_s)
         return late
 
-    def take(self) -> list[str]:
-        """Hands the ready ones over to the group."""
-        taken, self.ready = self.ready, []
+    def take(self, most: int) -> list[str]:
+        """Hands the ready ones over to the group, as many as it has places for; the others are sent home."""
+        taken, surplus, self.ready = self.ready[:most], self.ready[most:], []
+        for worker in surplus:
+            self._crew.dismiss(worker)
         return taken
 
     def take_back(self, workers: Iterable[str]) -> None:

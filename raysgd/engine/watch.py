@@ -30,9 +30,11 @@ class Watch:
         *,
         wants_border: Callable[[], bool],
         on_trouble: Callable[[], None],
+        lead: int = 2,
     ) -> None:
         self._crew, self._guard = crew, guard
         self._wants_border, self._on_trouble = wants_border, on_trouble
+        self._lead = lead
         self._calls: dict[str, int] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.troubled_at: float | None = None
@@ -48,7 +50,7 @@ class Watch:
             self._crew.pump(TICK_S)
             self._collect()
             if self.troubled_at is None and border is None and self._wants_border():
-                border = Border(self._crew, {w: self._calls[w] for w in running})
+                border = Border(self._crew, {w: self._calls[w] for w in running}, lead=self._lead)
             if border is not None:
                 border.advance(self._running())
             self._guard.tick(self._running(), others_fell=self.troubled_at is not None)

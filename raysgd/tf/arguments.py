@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.config import ElasticConfig
+from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config, operator_from_creators
 from raysgd.tf.operator import TrainingOperator
 
-__all__ = ["check_call", "check_common", "checked_config", "operator_class", "workers"]
+__all__ = ["check_call", "check_common", "checked_config", "needs_ray", "operator_class", "workers"]
 
 
-def operator_class(
-    model_creator: Any, data_creator: Any, training_operator_cls: Any
-) -> type[TrainingOperator]:
+def operator_class(model_creator: Any, data_creator: Any, training_operator_cls: Any) -> type[TrainingOperator]:
     """The class that was given, or one made of v1's two creators."""
     if training_operator_cls is None:
         if model_creator is None or data_creator is None:
@@ -37,11 +35,16 @@ def workers(num_replicas: Any, num_workers: Any) -> int:
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise ConfigError(f"{name} must be a whole number of at least 1, got {number!r}")
     if None not in (num_replicas, num_workers) and num_replicas != num_workers:
-        raise ConfigError(
-            f"num_replicas={num_replicas} and num_workers={num_workers} are the same thing: pass one"
-        )
+        raise ConfigError(f"num_replicas={num_replicas} and num_workers={num_workers} are the same thing: pass one")
     number = num_workers if num_workers is not None else num_replicas
     return 1 if number is None else int(number)
+
+
+def needs_ray(use_ray: Any, num_workers: int, resources: WorkerResources) -> bool:
+    """One worker runs in this process, unless Ray is asked for or must find what the worker needs elsewhere."""
+    if use_ray is False and (num_workers > 1 or resources.custom):
+        raise ConfigError("use_ray=False is possible with num_workers=1 and without custom resources only")
+    return bool(use_ray) or num_workers > 1 or bool(resources.custom)
 
 
 def checked_config(config: Any, num_workers: int) -> dict[str, Any]:
@@ -72,9 +75,7 @@ def check_common(hook: Any, timeout_s: Any, elastic: Any, use_gpu: Any) -> None:
 
 
 def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
-    if num_steps is not None and (
-        not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 0
-    ):
+    if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 0):
         raise ConfigError(
             f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}"
         )

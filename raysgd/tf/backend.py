@@ -30,7 +30,7 @@ INTERRUPTIONS = (
     tf.errors.UnknownError,
 )
 # Those types are a user's too (a file on a network drive): these words are the collective runtime's own.
-WORDS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf", "Could not start gRPC server")
+WORDS = ("Collective", "Coordination", "RecvBuf", "tasks are unhealthy", "Could not start gRPC server")
 
 
 class TensorFlowBackend:
@@ -49,10 +49,13 @@ class TensorFlowBackend:
         join_s: float = 60.0,
         heartbeat_s: float = 2.0,
         threads: int | None = None,
+        use_gpu: bool = False,
     ) -> None:
-        self._host, self._join_s, self._heartbeat_s, self._threads = host, join_s, heartbeat_s, threads
+        self._host, self._join_s, self._heartbeat_s = host, join_s, heartbeat_s
+        self._threads, self._use_gpu = threads, use_gpu
         self._point: MeetingPoint | None = None
         self._strategy: Any = None
+        self._aborted = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_point": None, "_strategy": None}
@@ -72,10 +75,8 @@ class TensorFlowBackend:
 
     def join(self, seat: Seat, settings: dict[str, Any]) -> None:
         if self._strategy is not None:
-            raise RuntimeError(
-                "TensorFlow's collectives cannot be set up twice in one process: a fresh one is needed"
-            )
-        prepare_runtime(self._threads)
+            raise RuntimeError("TensorFlow's collectives cannot be set up twice in one process: a fresh one is needed")
+        prepare_runtime(self._threads, use_gpu=self._use_gpu)
         if seat.world_size == 1:
             return
         with own_port() as port:
@@ -104,6 +105,7 @@ class TensorFlowBackend:
 
     def abort(self) -> None:
         if self._strategy is not None:
+            self._aborted = True
             context.context().abort_collective_ops(UNAVAILABLE, "a peer left this generation")
 
     def is_interruption(self, error: BaseException) -> bool:
@@ -114,19 +116,22 @@ class TensorFlowBackend:
                 return False
             if isinstance(seen, MeetingFailed):
                 return True
-            if isinstance(seen, INTERRUPTIONS) and any(word in str(seen) for word in WORDS):
+            if isinstance(seen, INTERRUPTIONS) and (self._aborted or any(word in str(seen) for word in WORDS)):
                 return True
             seen = seen.__cause__ or seen.__context__
         return False
 
 
-def prepare_runtime(threads: int | None) -> None:
-    """This worker's cores, and no more GPU memory than it needs. Only possible before TensorFlow's first operation."""
+def prepare_runtime(threads: int | None, *, use_gpu: bool) -> None:
+    """A worker's cores, and its GPU or none, with no more memory of it than it needs. Before TensorFlow's first
+    operation, or not at all."""
     try:
-        for gpu in tf.config.list_physical_devices("GPU"):
+        if not use_gpu:
+            tf.config.set_visible_devices([], "GPU")
+        for gpu in tf.config.get_visible_devices("GPU"):
             tf.config.experimental.set_memory_growth(gpu, True)
         if threads is not None:
             tf.config.threading.set_intra_op_parallelism_threads(threads)
             tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
     except RuntimeError as error:
-        logger.warning("TensorFlow runs already, so its threads and GPU memory stay as they are: %s", error)
+        logger.warning("TensorFlow runs already, so its threads and devices stay as they are: %s", error)

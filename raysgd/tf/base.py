@@ -74,6 +74,10 @@ class OperatorBase:
         Works inside a `tf.function` (as it should be used) and outside. With several models and optimizers say
         which are meant. Nothing is applied anywhere unless every rank's gradients have arrived.
         """
+        as_it_is = tf.autograph.experimental.do_not_convert  # there is nothing to convert, and trying takes seconds
+        as_it_is(self._step)(tape, loss, model, optimizer)
+
+    def _step(self, tape: Any, loss: Any, model: Any, optimizer: Any) -> None:
         optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
         gradients, variables = self.gradients(tape, loss, model=model, optimizer=optimizer)
         self.apply_gradients(gradients, variables, optimizer=optimizer)
@@ -104,7 +108,9 @@ class OperatorBase:
         """The second half of a step: this worker's optimizer applies what all workers have."""
         if not hasattr(optimizer, "scale_loss") and hasattr(optimizer, "get_unscaled_gradients"):
             gradients = optimizer.get_unscaled_gradients(gradients)  # Keras 2 leaves that to the caller
-        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        # The optimizer counts its steps without looking at the gradients: not before they are there.
+        with tf.control_dependencies([tf.convert_to_tensor(gradient) for gradient in gradients]):
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     def _take_share(self, share: float) -> None:
         if share != self._share_now:
@@ -113,9 +119,7 @@ class OperatorBase:
 
     def _only(self, parts: list[Any], name: str) -> Any:
         if len(parts) != 1:
-            raise ConfigError(
-                f"{len(parts)} {name}s are registered: say which one, step(tape, loss, {name}=...)"
-            )
+            raise ConfigError(f"{len(parts)} {name}s are registered: say which one, step(tape, loss, {name}=...)")
         return parts[0]
 
     # -- what an operator may ask ---------------------------------------------------------------------

@@ -46,9 +46,7 @@ class CompiledOperator(TrainingOperator):
         train, test = _pair(type(self).data_creator(config))
         self.model = model = type(self).model_creator(config)
         if getattr(model, "optimizer", None) is None or not getattr(model, "compiled", True):
-            raise ConfigError(
-                "model_creator must return a compiled model: call model.compile(optimizer=..., loss=...)"
-            )
+            raise ConfigError("model_creator must return a compiled model: call model.compile(optimizer=..., loss=...)")
         if self._settings.distributed:
             _refuse_sums(model)
         self._keras = importlib.import_module(type(model.optimizer).__module__.partition(".")[0])
@@ -145,12 +143,8 @@ class CompiledOperator(TrainingOperator):
         if callbacks.callbacks:
             samples = float(report.get(NUM_SAMPLES, 0))
             loss = samples and report[prefix + "loss"] * samples
-            whole, count = self._channel.sum(
-                [tf.constant(loss, tf.float64), tf.constant(samples, tf.float64)]
-            )
-            logs = {
-                name.removeprefix(prefix): value for name, value in report.items() if name.startswith(prefix)
-            }
+            whole, count = self._channel.sum([tf.constant(loss, tf.float64), tf.constant(samples, tf.float64)])
+            logs = {name.removeprefix(prefix): value for name, value in report.items() if name.startswith(prefix)}
             logs["loss"] = float(whole) / max(float(count), 1.0)
             if train:
                 callbacks.on_epoch_end(self._epoch_idx, logs)
@@ -158,6 +152,7 @@ class CompiledOperator(TrainingOperator):
                 callbacks.on_test_end(logs)
         if train and getattr(self.model, "stop_training", False):
             report["stop_training"] = True
+            self.model.stop_training = False  # of the next call nothing was said
 
     def _close(self) -> None:
         self._fit_callbacks.on_train_end()
@@ -186,13 +181,9 @@ def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     for key in ("epochs", "steps_per_epoch", "steps"):
         value = given.get(key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(
-                f"config[{name!r}][{key!r}] must be a whole number of at least 1, got {value!r}"
-            )
+            raise ConfigError(f"config[{name!r}][{key!r}] must be a whole number of at least 1, got {value!r}")
     weights = given.get("class_weight")
-    if weights is not None and not (
-        isinstance(weights, Mapping) and all(isinstance(k, int) for k in weights)
-    ):
+    if weights is not None and not (isinstance(weights, Mapping) and all(isinstance(k, int) for k in weights)):
         raise ConfigError(
             f"config[{name!r}]['class_weight'] must be a dict from class number to weight, got {weights!r}"
         )

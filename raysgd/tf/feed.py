@@ -107,9 +107,7 @@ class Feed:
             cursor.ended = self.epoch_ended = True
             self._drawn = None
             if self._limit is None and cursor.call_batches == 0 and cursor.offset > 0:
-                cursor.call_epoch += (
-                    1  # earlier calls had done that epoch to its last batch: this call's is the next
-                )
+                cursor.call_epoch += 1  # earlier calls had done that epoch to its last batch: this call's is the next
                 continue
             self._empty_epochs += 1
             if self._limit is None or self._empty_epochs > 1:

@@ -72,15 +72,11 @@ def meet(host: str, port: int, token: str, *, rank: int, own: int, limit_s: floa
         with socket.create_connection((host, port), timeout=limit_s) as connection:
             name = connection.getsockname()[0]
             address = f"[{name}]:{own}" if ":" in name else f"{name}:{own}"
-            connection.sendall(
-                json.dumps({"token": token, "rank": rank, "address": address}).encode() + b"\n"
-            )
+            connection.sendall(json.dumps({"token": token, "rank": rank, "address": address}).encode() + b"\n")
             addresses: list[str] = _line(connection)
             return addresses
     except (OSError, ValueError) as error:
-        raise MeetingFailed(
-            f"the ranks did not meet at {host}:{port} within {limit_s:g} s: {error}"
-        ) from error
+        raise MeetingFailed(f"the ranks did not meet at {host}:{port} within {limit_s:g} s: {error}") from error
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 from raysgd.meters import AverageMeterCollection
 from raysgd.tf.base import OperatorBase
-from raysgd.tf.parts import as_list, like
+from raysgd.tf.parts import as_list, is_keras_2, like
 
 __all__ = ["TrainingOperator"]
 
@@ -73,9 +73,7 @@ class TrainingOperator(OperatorBase):
         """One pass without gradients; returns what to report."""
         self._meter = meter = AverageMeterCollection()
         for batch_idx, batch in enumerate(val_iterator):
-            self._count(
-                val_iterator, self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})}), meter
-            )
+            self._count(val_iterator, self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})}), meter)
         return dict(meter.summary())
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -105,9 +103,7 @@ class TrainingOperator(OperatorBase):
         return self._loss(y, output, weight), accuracy
 
     def _loss(self, y: Any, output: Any, weight: Any) -> Any:
-        loss = (
-            self.criterion(y, output) if weight is None else self.criterion(y, output, sample_weight=weight)
-        )
+        loss = self.criterion(y, output) if weight is None else self.criterion(y, output, sample_weight=weight)
         return tf.reduce_mean(loss)
 
     def _update_metrics(self, y: Any, output: Any, weight: Any) -> None:
@@ -133,15 +129,13 @@ class TrainingOperator(OperatorBase):
         parts.models, parts.optimizers = as_list(models), as_list(optimizers)
         if not parts.models or not all(hasattr(type(model), "trainable_variables") for model in parts.models):
             raise ConfigError(f"models must be a Keras model, or a list or tuple of them, got {models!r}")
-        if len(parts.optimizers) not in (1, len(parts.models)) or not all(
-            map(_is_optimizer, parts.optimizers)
-        ):
+        if len(parts.optimizers) not in (1, len(parts.models)) or not all(map(_is_optimizer, parts.optimizers)):
             raise ConfigError(
-                f"optimizers must be one Keras optimizer, or one for each of the {len(parts.models)} models, got {optimizers!r}"
+                f"optimizers must be one Keras optimizer, or one for each of the {len(parts.models)} models, "
+                f"got {optimizers!r}"
             )
         parts.optimizers = [
-            _scaling(optimizer, model)
-            for optimizer, model in zip(parts.optimizers, parts.models, strict=False)
+            _scaling(optimizer, model) for optimizer, model in zip(parts.optimizers, parts.models, strict=False)
         ]
         if getattr(criterion, "reduction", None) == "sum":
             raise ConfigError(
@@ -161,9 +155,7 @@ class TrainingOperator(OperatorBase):
         """Takes the data: a `tf.data.Dataset` (or anything that can be iterated again and again) of batches."""
         for name, data in {"train_dataset": train_dataset, "validation_dataset": validation_dataset}.items():
             if data is not None and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
-                raise ConfigError(
-                    f"{name} must be a tf.data.Dataset or another iterable of batches, got {data!r}"
-                )
+                raise ConfigError(f"{name} must be a tf.data.Dataset or another iterable of batches, got {data!r}")
         self._parts.train_dataset = train_dataset
         self._parts.validation_dataset = validation_dataset
 
@@ -176,8 +168,10 @@ class TrainingOperator(OperatorBase):
 
     def _complete(self) -> None:
         super()._complete()
-        self._train_graph = tf.function(self._train_step, reduce_retracing=True)
-        self._validate_graph = tf.function(self._validate_step, reduce_retracing=True)
+        # As in the library's own fit: Keras 2 lets layers have tensors in their `if`s, Keras 3 does not.
+        how = {"reduce_retracing": True, "autograph": any(map(is_keras_2, self._parts.models))}
+        self._train_graph = tf.function(self._train_step, **how)
+        self._validate_graph = tf.function(self._validate_step, **how)
 
     def _metrics(self) -> list[Any]:
         return self._parts.metrics
@@ -224,7 +218,7 @@ def _scaling(optimizer: Any, model: Any) -> Any:
     policy = getattr(model, "dtype_policy", None) or getattr(model, "_dtype_policy", None)
     if getattr(policy, "name", "") != "mixed_float16" or "LossScale" in type(optimizer).__name__:
         return optimizer
-    if type(model).__module__.startswith("tf_keras"):
+    if is_keras_2(model):
         import tf_keras
 
         return tf_keras.mixed_precision.LossScaleOptimizer(optimizer)

@@ -17,6 +17,7 @@ __all__ = [
     "as_tensor",
     "assign",
     "build_unbuilt",
+    "is_keras_2",
     "like",
     "one_row",
     "optimizer_variables",
@@ -43,6 +44,10 @@ class Parts:
             at = next(place for place, mine in enumerate(self.optimizers) if mine is optimizer)
             return list(self.models[at].trainable_variables)
         return [variable for model in self.models for variable in model.trainable_variables]
+
+
+def is_keras_2(model: Any) -> bool:
+    return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(model).__mro__)
 
 
 def as_list(value: Any) -> list[Any]:
@@ -106,8 +111,8 @@ def build_unbuilt(parts: Parts) -> None:
             features = spec[0] if isinstance(spec, tuple) else spec
             if features is None or len(parts.models) > 1:
                 raise ConfigError(
-                    f"the model {model.name!r} has no variables yet, and its input shape is not known here: begin it with "
-                    "an Input layer, or call model.build(input_shape) in setup"
+                    f"the model {model.name!r} has no variables yet, and its input shape is not known here: begin it "
+                    "with an Input layer, or call model.build(input_shape) in setup"
                 )
             model(tf.nest.map_structure(one_row, features), training=False)
 

@@ -15,6 +15,7 @@ from raysgd.outcomes import Interrupted
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Seat
 from raysgd.tf import states
+from raysgd.tf.backend import prepare_runtime
 from raysgd.tf.channel import Channel
 from raysgd.tf.cursor import Cursor
 from raysgd.tf.data import Drawn, Source, make_source
@@ -31,29 +32,28 @@ __all__ = ["TFReplica", "TFReplicaFactory"]
 class TFReplicaFactory:
     """Makes a replica in a worker; picklable, and the only thing of a trainer's that travels there."""
 
-    def __init__(
-        self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: ReplicaSettings
-    ) -> None:
+    def __init__(self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: ReplicaSettings) -> None:
         self.operator_cls, self.config, self.settings = operator_cls, config, settings
 
     def __call__(self, seat: Seat, control: Control) -> TFReplica:
-        if self.settings.seed is not None:
-            tf.random.set_seed(self.settings.seed)
-        operator = self.operator_cls(self.config, settings=self.settings, seat=seat)
+        settings = self.settings
+        if settings.threads is not None and not settings.distributed:  # a process of its own, and no meeting before
+            prepare_runtime(settings.threads, use_gpu=settings.use_gpu)
+        if settings.seed is not None:
+            tf.random.set_seed(settings.seed)
+        operator = self.operator_cls(self.config, settings=settings, seat=seat)
         if not operator._parts.registered:
             raise ConfigError(
                 f"{self.operator_cls.__name__}.setup did not call self.register(models=..., optimizers=...): "
                 "without it there is nothing to train or to save"
             )
-        return TFReplica(operator, self.settings, seat, control)
+        return TFReplica(operator, settings, seat, control)
 
 
 class TFReplica:
     """Owns the operator, its sources and the cursor. Each public call of the trainer is a method `_run_<name>`."""
 
-    def __init__(
-        self, operator: TrainingOperator, settings: ReplicaSettings, seat: Seat, control: Control
-    ) -> None:
+    def __init__(self, operator: TrainingOperator, settings: ReplicaSettings, seat: Seat, control: Control) -> None:
         self.operator, self._settings, self._seat, self._control = operator, settings, seat, control
         self._cursor, self._val_cursor = Cursor(), Cursor()
         self._feed: Feed | None = None
@@ -103,9 +103,7 @@ class TFReplica:
         self._feed = feed = self._make_feed(source, cursor, num_steps, unwind=own_loop)
         try:
             with operator.timers.record("train_epoch"):
-                result = operator.train_epoch(
-                    feed, info=info, num_steps=num_steps, epoch_idx=cursor.call_epoch - 1
-                )
+                result = operator.train_epoch(feed, info=info, num_steps=num_steps, epoch_idx=cursor.call_epoch - 1)
         except MembershipChange:
             result = {}
         feed.leave()
@@ -183,7 +181,8 @@ class TFReplica:
         data = operator._parts.validation_dataset
         if data is None:
             raise ConfigError(
-                f"validate() needs data: give self.register_data(validation_dataset=...) in {type(operator).__name__}.setup"
+                "validate() needs data: give self.register_data(validation_dataset=...) in "
+                f"{type(operator).__name__}.setup"
             )
         if self._validation is None or (cursor.ended and self._validation.data is not data):
             self._validation = make_source(data, self._seat, operator._channel, training=False)

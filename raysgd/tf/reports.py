@@ -22,9 +22,7 @@ def metric_results(metrics: Sequence[Any], channel: Channel) -> dict[str, Any]:
             continue  # no batch has come yet
         value = metric.result()
         named = value if isinstance(value, dict) else {metric.name: value}
-        results |= {
-            name: float(number) if _is_single(number) else number.numpy() for name, number in named.items()
-        }
+        results |= {name: float(number) if _is_single(number) else number.numpy() for name, number in named.items()}
     return results
 
 

@@ -55,9 +55,7 @@ class Snapshotter:
         upload = self._control.upload
         if upload is None or self._every is None or replica._seat.world_rank != 0:
             return
-        self.close(
-            limit_s=None
-        )  # the newest one matters: it must not be skipped because an older one is on its way
+        self.close(limit_s=None)  # the newest one matters: it must not be skipped because an older one is on its way
         state = replica.whole()
         partial = dict(replica.partial())
         samples = partial.get("num_samples")

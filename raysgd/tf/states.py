@@ -47,20 +47,21 @@ def check(operator: Any, state: dict[str, Any]) -> None:
     for kind, groups in mine.items():
         saved = state.get(kind) or []
         if len(groups) != len(saved):
-            raise CheckpointError(
-                f"the checkpoint has {len(saved)} {kind}, and this operator registers {len(groups)}"
-            )
+            raise CheckpointError(f"the checkpoint has {len(saved)} {kind}, and this operator registers {len(groups)}")
         for number, (variables, arrays) in enumerate(zip(groups, saved, strict=True)):
             here, there = [tuple(v.shape) for v in variables], [tuple(np.shape(array)) for array in arrays]
             if here != there:
-                place = next(
-                    (i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b),
-                    min(len(here), len(there)),
-                )
-                raise CheckpointError(
-                    f"{kind[:-1]} {number} has {len(here)} variables here and {len(there)} in the checkpoint; they differ "
-                    f"from variable {place} on: {here[place : place + 1] or 'none'} here, {there[place : place + 1] or 'none'} there"
-                )
+                raise CheckpointError(_difference(f"{kind[:-1]} {number}", here, there))
+
+
+def _difference(name: str, here: list[Any], there: list[Any]) -> str:
+    pairs = zip(here, there, strict=False)
+    place = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(here), len(there)))
+    mine, theirs = here[place : place + 1] or "none", there[place : place + 1] or "none"
+    return (
+        f"{name} has {len(here)} variables here and {len(there)} in the checkpoint; they differ from variable {place} "
+        f"on: {mine} here, {theirs} there"
+    )
 
 
 def restore(operator: Any, state: dict[str, Any]) -> None:
@@ -95,30 +96,20 @@ def parse(data: Any) -> dict[str, Any]:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = archive.namelist()
             if HEAD not in names:
-                raise CheckpointError(
-                    f"this is not a checkpoint of a TFTrainer: the archive holds {names[:5]}"
-                )
+                raise CheckpointError(f"this is not a checkpoint of a TFTrainer: the archive holds {names[:5]}")
             head = json.loads(archive.read(HEAD))
             arrays = [_array(archive.read(f"{number}.npy")) for number in range(len(names) - 1)]
         state: Any = _decoded(head, arrays)
     except (zipfile.BadZipFile, ValueError, KeyError, IndexError, EOFError) as error:
-        raise CheckpointError(
-            f"this is no whole checkpoint of a TFTrainer: it cannot be read ({error})"
-        ) from error
+        raise CheckpointError(f"this is no whole checkpoint of a TFTrainer: it cannot be read ({error})") from error
     return shaped(state)
 
 
 def shaped(state: Any) -> dict[str, Any]:
-    if (
-        not isinstance(state, dict)
-        or state.get("format") != FORMAT
-        or not isinstance(state.get("models"), list)
-    ):
+    if not isinstance(state, dict) or state.get("format") != FORMAT or not isinstance(state.get("models"), list):
         raise CheckpointError(f"this is not a checkpoint of a TFTrainer (its format would be {FORMAT!r})")
     if state.get("version", VERSION) > VERSION:
-        raise CheckpointError(
-            f"this checkpoint was written by a newer raysgd (format version {state['version']})"
-        )
+        raise CheckpointError(f"this checkpoint was written by a newer raysgd (format version {state['version']})")
     return state
 
 
@@ -137,9 +128,7 @@ def _encoded(value: Any, arrays: list[np.ndarray], place: str) -> Any:
         array = np.asarray(value)
         plain = array.dtype.kind in "biufcSU"
         arrays.append(
-            np.ascontiguousarray(array).reshape(array.shape)
-            if plain
-            else np.frombuffer(array.tobytes(), np.uint8)
+            np.ascontiguousarray(array).reshape(array.shape) if plain else np.frombuffer(array.tobytes(), np.uint8)
         )
         return {
             "#": "array",
@@ -154,13 +143,11 @@ def _encoded(value: Any, arrays: list[np.ndarray], place: str) -> Any:
     if isinstance(value, dict):
         return {
             "#": "dict",
-            "items": [
-                [_encoded(k, arrays, place), _encoded(v, arrays, f"{place}[{k!r}]")] for k, v in value.items()
-            ],
+            "items": [[_encoded(k, arrays, place), _encoded(v, arrays, f"{place}[{k!r}]")] for k, v in value.items()],
         }
     raise CheckpointError(
-        f"{place} is a {type(value).__name__}, which a checkpoint cannot hold: it may contain plain values, arrays, and "
-        "lists, tuples and dicts of them"
+        f"{place} is a {type(value).__name__}, which a checkpoint cannot hold: it may contain plain values, arrays, "
+        "and lists, tuples and dicts of them"
     )
 
 

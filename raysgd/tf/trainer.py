@@ -72,44 +72,24 @@ class TFTrainer:
         self.num_replicas = number = arguments.workers(num_replicas, num_workers)
         self.config = arguments.checked_config(config, number)
         arguments.check_common(initialization_hook, timeout_s, elastic, use_gpu)
-        resources = WorkerResources.parse(
-            num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None
-        )
+        resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
         elastic = elastic or ElasticConfig()
-        limits = Limits.derive(
-            timeout_s=timeout_s,
-            hang_timeout_s=elastic.hang_timeout_s,
-            start_s=float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)),
-        )
-        remote = number > 1 or bool(resources.custom) if use_ray is None else use_ray
-        if number > 1 and not remote:
-            raise ConfigError("use_ray=False is possible with num_workers=1 only")
-        settings = ReplicaSettings(
-            distributed=number > 1,
-            use_gpu=resources.gpus > 0,
-            use_tqdm=use_tqdm,
-            num_workers=number,
-            threads=max(1, int(resources.cpus)) if remote else None,
-            seed=SEED if remote else None,
-            snapshot_every=elastic.snapshot_every,
-        )
+        limits = _limits(timeout_s, elastic)
+        remote = arguments.needs_ray(use_ray, number, resources)
+        settings = _settings(number, resources, elastic, remote=remote, use_tqdm=use_tqdm)
+        self._follow_fit_config(bar=use_tqdm or bool(verbose))
+        self._factory = TFReplicaFactory(operator_cls, dict(self.config), settings)
+        meeting: Backend = _backend(limits, settings) if number > 1 else Alone()
+        group = _ray_group(meeting, resources) if remote else InlineGroup(meeting)
+        given: dict[str, Any] = {"target": number, "elastic": elastic, "limits": limits, "hook": initialization_hook}
+        self._engine = Engine(group, meeting, self._factory, on_progress=self._on_progress, **given)
+        self._engine.start()
+
+    def _follow_fit_config(self, *, bar: bool) -> None:
         fit = checked_fit_config(self.config, FIT)
         self._epochs, self._steps = fit.get("epochs", 1), fit.get("steps_per_epoch")
         self._validation_steps = checked_fit_config(self.config, EVALUATE).get("steps")
-        self._bar = make_bar(use_tqdm or bool(verbose) or bool(fit.get("verbose")))
-        self._factory = TFReplicaFactory(operator_cls, dict(self.config), settings)
-        meeting: Backend = _backend(limits, settings.threads) if number > 1 else Alone()
-        self._engine = Engine(
-            _ray_group(meeting, resources) if remote else InlineGroup(meeting),
-            meeting,
-            self._factory,
-            hook=initialization_hook,
-            target=number,
-            elastic=elastic,
-            limits=limits,
-            on_progress=self._on_progress,
-        )
-        self._engine.start()
+        self._bar = make_bar(bar or bool(fit.get("verbose")))
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -254,9 +234,7 @@ class TFTrainer:
     def resize(self, num_workers: int) -> None:
         """Sets the number of workers, in the middle of an epoch too; waits until missing ones have joined."""
         if arguments.workers(None, num_workers) > 1 and not self._factory.settings.distributed:
-            raise ConfigError(
-                "a trainer made with num_workers=1 cannot grow: make it with num_workers=2 or more"
-            )
+            raise ConfigError("a trainer made with num_workers=1 cannot grow: make it with num_workers=2 or more")
         self._engine.resize(num_workers)
 
     def shutdown(self, force: bool = False) -> None:
@@ -275,17 +253,38 @@ class TFTrainer:
 def _by_worker(pieces: list[Piece]) -> list[dict[str, Any]]:
     """Each rank's own results. After a change of members: those of every generation, one after the other."""
     return [
-        {name: metrics.plain(value) for name, value in own.items() if name != metrics.COMMITTED}
+        {name: metrics.plain(value) for name, value in own.items() if name not in (metrics.COMMITTED, "stop_training")}
         for piece in pieces
         for own in piece.values
     ]
 
 
-def _backend(limits: Limits, threads: int | None) -> TensorFlowBackend:
+def _limits(timeout_s: float, elastic: ElasticConfig) -> Limits:
+    start_s = float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100))
+    return Limits.derive(timeout_s=timeout_s, hang_timeout_s=elastic.hang_timeout_s, start_s=start_s)
+
+
+def _settings(
+    number: int, resources: WorkerResources, elastic: ElasticConfig, *, remote: bool, use_tqdm: bool
+) -> ReplicaSettings:
+    return ReplicaSettings(
+        distributed=number > 1,
+        use_gpu=resources.gpus > 0,
+        use_tqdm=use_tqdm,
+        num_workers=number,
+        threads=max(1, int(resources.cpus)) if remote else None,
+        seed=SEED if remote else None,
+        snapshot_every=elastic.snapshot_every,
+    )
+
+
+def _backend(limits: Limits, settings: ReplicaSettings) -> TensorFlowBackend:
     from raysgd.workers.cluster import driver_address, ensure_cluster
 
     ensure_cluster()
-    return TensorFlowBackend(host=driver_address(), join_s=limits.join_s, threads=threads)
+    return TensorFlowBackend(
+        host=driver_address(), join_s=limits.join_s, threads=settings.threads, use_gpu=settings.use_gpu
+    )
 
 
 def _ray_group(backend: Backend, resources: WorkerResources) -> Any:

@@ -22,6 +22,7 @@ class Cursor:
 
     step: int = 0
     applied: int = 0
+    loads: int = 0
     epoch: int = 0
     offset: int = 0
     ended: bool = True
@@ -66,6 +67,7 @@ class Cursor:
         return Progress(
             step=self.step,
             applied=self.applied,
+            loads=self.loads,
             epoch=self.epoch,
             batches=self.call_batches,
             expected=self.call_expected,

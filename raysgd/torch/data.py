@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +30,7 @@ from raysgd.torch.sharding import shard_live
 __all__ = ["Drawn", "LiveSource", "PlannedSource", "Source", "StreamSource", "close"]
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """One batch; where the epoch stands once it is committed; and whether its samples are new (not a repeat)."""
 
     batch: Any

@@ -114,7 +114,7 @@ class Feed:
     def cut_short(self) -> None:
         """The loop was left by an error. What was applied is committed, what was not will be done again."""
         if self._pending is not None and self._stepped:
-            self._done()
+            self._done(last=True)
         self._pending = None
         self._window.clear()
 
@@ -191,15 +191,25 @@ class Feed:
         self._cursor.epoch += 1
         self._cursor.offset, self._cursor.ended = 0, False
 
-    def _done(self) -> None:
+    def _done(self, last: bool = False) -> None:
         """The loop is through with the batch in work. The last one of a window commits them all."""
         if self._pending is None:
+            return
+        cursor = self._cursor
+        if self._window_size == 1:
+            offset, self._pending = self._pending.offset, None
+            if self._counts_samples:
+                cursor.call_units += offset - cursor.offset
+            cursor.offset = offset
+            cursor.step += 1
+            cursor.call_batches += 1
+            self._control.batch = cursor.call_batches
+            self._on_commit(last=last)
             return
         self._window.append(self._pending)
         self._pending = None
         if not self._closing:
             return
-        cursor = self._cursor
         for drawn in self._window:
             if self._counts_samples:
                 cursor.call_units += drawn.offset - cursor.offset
@@ -208,7 +218,7 @@ class Feed:
         cursor.call_batches += len(self._window)
         self._window.clear()
         self._control.batch = cursor.call_batches
-        self._on_commit()
+        self._on_commit(last=last)
 
     def _finish(self) -> None:
         self._cursor.call_done = True

@@ -107,8 +107,8 @@ class TrainingOptions:
             )
         if self.parallel == "fsdp" and isinstance(elastic.snapshot_every, float):
             raise ConfigError(
-                "with parallel='fsdp' all workers make a snapshot together, and their clocks differ: set snapshot_every "
-                f"to 'epoch', a number of batches or None, got {elastic.snapshot_every!r} seconds"
+                "with parallel='fsdp' all workers make a snapshot together, and their clocks differ: set "
+                f"snapshot_every to 'epoch', a number of batches or None, got {elastic.snapshot_every!r} seconds"
             )
 
     @property

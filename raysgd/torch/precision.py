@@ -162,8 +162,8 @@ def find_apex() -> Any:
     except ImportError as error:
         raise ImportError(
             "precision 'apex' needs NVIDIA Apex, and nothing called apex is installed. It is not on PyPI: build a "
-            "release that still has apex.amp (25.02 or before) from NVIDIA's sources, or use 'fp16', which needs nothing "
-            "but torch"
+            "release that still has apex.amp (25.02 or before) from NVIDIA's sources, or use 'fp16', which needs "
+            "nothing but torch"
         ) from error
     try:
         return importlib.import_module("apex.amp")

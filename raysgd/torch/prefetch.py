@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ class Ahead:
             raise StopIteration
         self._next = None  # should drawing fail, nothing is dealt twice
         self._next = self._draw()
-        return replace(current, batch=self._carrier.arrived(current.batch))
+        return current._replace(batch=self._carrier.arrived(current.batch))
 
     def _draw(self) -> Drawn | None:
         if self._left is not None:
@@ -96,7 +95,7 @@ class Ahead:
                 return None
             self._left -= 1
         drawn = next(self._drawn, None)
-        return None if drawn is None else replace(drawn, batch=self._carrier.send(drawn.batch))
+        return None if drawn is None else drawn._replace(batch=self._carrier.send(drawn.batch))
 
 
 def make_carrier(device: torch.device, *, channels_last: bool) -> Carrier:

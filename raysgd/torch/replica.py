@@ -64,6 +64,7 @@ class TorchReplica:
     def __init__(self, operator: TrainingOperator, settings: ReplicaSettings, seat: Seat, control: Control) -> None:
         self.operator, self._settings, self._seat, self._control = operator, settings, seat, control
         self._cursor, self._val_cursor = Cursor(), Cursor()
+        self._validation_began = self._val_cursor.as_dict()
         self._feed: Feed | None = None
         self._train: Source | None = None
         self._validation: Source | None = None
@@ -104,13 +105,13 @@ class TorchReplica:
         cursor, operator = self._cursor, self.operator
         if not self._open_call(call, dataset):
             return {"epoch": cursor.epoch, COMMITTED: cursor.call_units}
-        if snapshot_first:
-            self.snapshots.take(self)
         source = self._train_source(dataset)
         own_loop = type(operator).train_epoch is not TrainingOperator.train_epoch
         self._time(profile)
         operator._meter = AverageMeterCollection()
         operator.global_step = cursor.step
+        if snapshot_first:
+            self.snapshots.take(self)
         self._feed = feed = self._make_feed(source, cursor, num_steps, shared=True, unwind=own_loop)
         try:
             with operator.timers.record("train_epoch"):
@@ -119,6 +120,9 @@ class TorchReplica:
                 )
         except MembershipChange:
             result = {}
+        except BaseException:
+            feed.cut_short()  # what was applied counts before anybody is given this state
+            raise
         feed.leave()
         if feed.stopped:
             asked = not self._control.interrupted
@@ -185,7 +189,9 @@ class TorchReplica:
 
     # -- validation -----------------------------------------------------------------------------------
 
-    def _run_validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None) -> Any:
+    def _run_validate(
+        self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int
+    ) -> Any:
         """The trainer's `validate`; no rank waits for another in it."""
         operator, cursor = self.operator, self._val_cursor
         if operator._parts.validation_loader is None:
@@ -196,8 +202,11 @@ class TorchReplica:
         loader = operator._parts.validation_loader
         if self._validation is None or (cursor.ended and self._validation.loader is not loader):
             self._validation = self._source(loader, training=False)
-        cursor.open_call(cursor.call + 1)
-        kept = cursor.as_dict()
+        if call != cursor.call:
+            cursor.open_call(call)
+            self._validation_began = cursor.as_dict()
+        else:
+            cursor.adopt(self._validation_began)  # a peer was lost: all begin again where the first try began
         self._time(profile)
         self._reset_metrics("validation")
         feed = self._make_feed(self._validation, cursor, num_steps, shared=True)
@@ -205,11 +214,10 @@ class TorchReplica:
             with operator._parts.validating(), operator.timers.record("validation"):
                 result = call_with(operator.validate, feed, info=info)
         except BaseException:
-            cursor.adopt(kept)
+            cursor.adopt(self._validation_began)
             raise
         feed.leave()
         if feed.stopped:
-            cursor.adopt(kept)
             return Interrupted(None, "a peer was lost", self.progress)
         return self._reported(result, profile, "validation", None)
 
@@ -298,6 +306,7 @@ class TorchReplica:
         state["world_size"] = self._seat.world_size
         state["position"] = cursor.as_dict()
         state["validation_position"] = self._val_cursor.as_dict()
+        state["validation_began"] = self._validation_began
         if self._train is not None:
             state["loader"] = self._train.state()
         return state
@@ -322,18 +331,22 @@ class TorchReplica:
         old = {"epoch": state.get("epoch", 0), "step": state.get("global_step", 0)}
         self._cursor.adopt(state.get("position") or old)
         self._val_cursor.adopt(state.get("validation_position") or {})
-        self._val_cursor.ended = True
+        self._validation_began = state.get("validation_began") or self._val_cursor.as_dict()
         self._feed = None
         loader, place = self.operator._parts.train_loader, state.get("loader")
         if loader is not None and place is not None:
-            self._train = self._source(loader, training=True)
+            if self._train is None or self._train.loader is not loader:
+                self._train = self._source(loader, training=True)
             self._train.load(place)
 
     def take_over(self, state: dict[str, Any]) -> None:
         """A checkpoint's content, which fits. Random states are each rank's own."""
+        loads, self._train = self._cursor.loads, None
         self._adopt(state)
-        if self.in_shards:
-            self.snapshots.take(self)  # no survivor of a loss will have all of it
+        # The call that the checkpoint was taken in is not one of ours; and this state outranks all that was before.
+        self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads + 1
+        self._val_cursor.call, self._val_cursor.ended = -1, True
+        self.snapshots.take(self)
         ranks = state.get("rng") or []
         if self.rank < len(ranks):
             states.restore_random(ranks[self.rank])

@@ -103,9 +103,9 @@ class Picker:
 
     def steps(self) -> Iterator[tuple[int, Share]]:
         """For each step of this rank: the offset after it, and the share. Steps it sits out are left out."""
-        offset = self._offset
+        offset, size, total = self._offset, self._deal.step_size, self._deal.total
         for share in self._deal.of(self._rank, offset):
-            offset = self._deal.advance(offset)
+            offset = offset + size if offset + size < total else total
             if share.stop > share.start:
                 yield offset, share
 
@@ -113,15 +113,17 @@ class Picker:
         return sum(1 for _ in self.steps())
 
     def __iter__(self) -> Iterator[Any]:
-        for offset, share in self.steps():
-            units = self._slice(share.start, share.stop)
+        order = self._order
+        tensor = order if isinstance(order, torch.Tensor) else None
+        for _, share in self.steps():
+            units: Any
+            if tensor is not None:
+                units = tensor[share.start : share.stop].tolist()
+            else:
+                units = list(order[share.start : share.stop])
             if self._own_batches:
                 units = [index for batch in units for index in batch]
             yield units if self._batched else units[0]
-
-    def _slice(self, start: int, stop: int) -> list[Any]:
-        units = self._order[start:stop]
-        return list(units.tolist()) if isinstance(units, torch.Tensor) else list(units)
 
 
 def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:

@@ -73,6 +73,7 @@ class TorchTrainer:
         self._factory, self._bar = plan.factory, make_bar(use_tqdm)
         self._engine = assembly.engine(plan, on_progress=self._on_progress)
         self._checkpoints = Checkpoints(self._engine)
+        self._validations = 0
         self._engine.start()
 
     # -- training -------------------------------------------------------------------------------------
@@ -114,7 +115,9 @@ class TorchTrainer:
     ) -> Any:
         """One pass over the validation data, every row once; returns what was measured."""
         _check_call(num_steps, 0, info)
-        job = Job("validate", {"num_steps": num_steps, "profile": profile, "info": dict(info) if info is not None else None})
+        self._validations += 1
+        given = {"num_steps": num_steps, "profile": profile, "info": dict(info) if info is not None else None}
+        job = Job("validate", {**given, "call": self._validations})
         return self._shown("validate", job, reduce_results)
 
     def _shown(self, label: str, job: Job, reduce_results: bool) -> Any:

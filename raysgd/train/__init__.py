@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd.train.backends import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.callbacks import TrainingCallback
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.elastic import elastic
+from raysgd.train.elastic_state import elastic
 from raysgd.train.errors import (
     InactiveWorkerGroupError,
     OutsideRunError,
@@ -91,7 +91,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         try:
             return import_module(f"raysgd.train.{name}")
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             if (error.name or "").partition(".")[0] != name:
                 raise
             raise ImportError(f"raysgd.train.{name} needs {name}: pip install 'raysgd[{name}]'") from error

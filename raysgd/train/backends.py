@@ -14,15 +14,23 @@ from typing import Any, Literal
 from raysgd.errors import ConfigError
 from raysgd.rendezvous import Alone
 
-__all__ = ["Backend", "BackendConfig", "HorovodConfig", "TensorflowConfig", "TorchConfig", "backend_of", "parse_backend"]
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "HorovodConfig",
+    "TensorflowConfig",
+    "TorchConfig",
+    "backend_of",
+    "parse_backend",
+]
 
 
 class Backend:
     """Override what you need. Driver: each hook gets the group of workers and the config.
 
-        class Greeting(Backend):
-            def on_start(self, worker_group, backend_config):
-                worker_group.execute(os.environ.update, {"GREETING": backend_config.text})
+    class Greeting(Backend):
+        def on_start(self, worker_group, backend_config):
+            worker_group.execute(set_variable, "GREETING", backend_config.text)
     """
 
     share_cuda_visible_devices = False
@@ -52,8 +60,8 @@ class Backend:
 
 
 class BackendConfig:
-    """What a backend is told. Subclass it, usually as a dataclass, and name the backend in `backend_cls` (a property or a
-    plain method)."""
+    """What a backend is told. Subclass it, usually as a dataclass, and name the backend in `backend_cls` (a property
+    or a plain method)."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -141,10 +149,7 @@ class TensorflowConfig(BackendConfig):
 
 @dataclass
 class HorovodConfig(BackendConfig):
-    """Horovod, with gloo. Names that Horovod's own Ray executor takes are taken here too.
-
-    timeout_s is for the ranks to meet; nics, verbose, key and the ssh settings are Horovod's.
-    """
+    """Horovod's settings, by the names that older code gives them. Not supported yet: a trainer refuses it."""
 
     nics: set[str] | None = None
     verbose: int = 1
@@ -157,6 +162,10 @@ class HorovodConfig(BackendConfig):
 
     def check(self) -> None:
         _need("horovod", "horovod")
+        raise ConfigError(
+            "functions on Horovod are not supported by this version of raysgd: its ranks would not meet. Use "
+            "TorchConfig() with DistributedDataParallel, which reduces gradients in the same way"
+        )
 
 
 CONFIGS: dict[str, type[BackendConfig]] = {
@@ -173,7 +182,9 @@ def parse_backend(backend: Any) -> BackendConfig:
         backend = "none"
     if isinstance(backend, str):
         if backend not in CONFIGS:
-            raise ConfigError(f"backend must be one of {', '.join(map(repr, CONFIGS))} or a BackendConfig, got {backend!r}")
+            raise ConfigError(
+                f"backend must be one of {', '.join(map(repr, CONFIGS))} or a BackendConfig, got {backend!r}"
+            )
         backend = CONFIGS[backend]()
     if not isinstance(backend, BackendConfig):
         raise TypeError(f"backend must be a name ({', '.join(map(repr, CONFIGS))}) or a BackendConfig, got {backend!r}")
@@ -186,13 +197,17 @@ def backend_of(config: BackendConfig) -> Backend:
     named: Any = config.backend_cls
     kind = named if isinstance(named, type) else named()
     if not isinstance(kind, type) or not issubclass(kind, Backend):
-        raise ConfigError(f"{type(config).__name__}.backend_cls must name a subclass of raysgd.train.Backend, got {kind!r}")
+        raise ConfigError(
+            f"{type(config).__name__}.backend_cls must name a subclass of raysgd.train.Backend, got {kind!r}"
+        )
     return kind()
 
 
 def _need(package: str, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
-        hint = " (it is built for the installed torch or TensorFlow; see CONTRIBUTING.md)" if package == "horovod" else ""
+        hint = (
+            " (it is built for the installed torch or TensorFlow; see CONTRIBUTING.md)" if package == "horovod" else ""
+        )
         raise ImportError(f"this backend needs {package}, which is not installed: pip install 'raysgd[{extra}]'{hint}")
 
 

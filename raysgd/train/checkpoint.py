@@ -19,6 +19,7 @@ __all__ = ["Checkpoint"]
 
 METADATA_FILE = ".metadata.json"
 METADATA_KEY = "_metadata"
+PICKLE = b"\x80"  # how every pickle of ours begins
 
 
 class Checkpoint:
@@ -51,12 +52,10 @@ class Checkpoint:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Checkpoint:
         """What `to_bytes` gave. A directory is unpacked into a temporary one."""
-        stream = io.BytesIO(data)
-        if not tarfile.is_tarfile(stream):
+        if not is_directory(data):
             return cls.from_dict(_unpickled(data, "these bytes"))
-        stream.seek(0)
         target = tempfile.mkdtemp(prefix="raysgd-checkpoint-")
-        unpack(stream, target)
+        unpack(data, target)
         return cls(target)
 
     def to_bytes(self, *, dumps: Callable[[Any], bytes] = pickle.dumps) -> bytes:
@@ -120,7 +119,9 @@ class Checkpoint:
         elif self._path is not None and self._path.is_dir():
             (self._path / METADATA_FILE).write_text(text, encoding="utf-8")
         else:
-            raise CheckpointError("the metadata of a stored dictionary cannot be changed; from_dict(to_dict()) gives a copy")
+            raise CheckpointError(
+                "the metadata of a stored dictionary cannot be changed; from_dict(to_dict()) gives a copy"
+            )
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         self.set_metadata({**self.get_metadata(), **metadata})
@@ -130,9 +131,14 @@ class Checkpoint:
         return f"Checkpoint({what})"
 
 
-def unpack(stream: io.BytesIO, target: str | Path) -> None:
-    """A directory's tar into `target`; entries that point outside are refused."""
-    with tarfile.open(fileobj=stream) as archive:
+def is_directory(data: bytes | memoryview) -> bool:
+    """Are these the bytes of a directory (a tar archive), or of a dictionary?"""
+    return bytes(data[257:262]) == b"ustar" and bytes(data[:1]) != PICKLE
+
+
+def unpack(data: bytes | memoryview, target: str | Path) -> None:
+    """A directory's archive into `target`; entries that point outside are refused."""
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
         root = Path(target).resolve()
         for member in archive.getmembers():
             place = (root / member.name).resolve()
@@ -147,5 +153,7 @@ def _unpickled(data: Any, where: str) -> dict[str, Any]:
     except Exception as error:
         raise CheckpointError(f"{where}: not a checkpoint of a function's, or damaged ({error})") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{where}: a checkpoint of a function's is a dictionary, this is a {type(content).__name__}")
+        raise CheckpointError(
+            f"{where}: a checkpoint of a function's is a dictionary, this is a {type(content).__name__}"
+        )
     return content

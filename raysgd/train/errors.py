@@ -1,10 +1,10 @@
 """What can go wrong with functions on workers, as types; all are `RaysgdError`.
 
-    OutsideRunError (ValueError)              a session function was called where no training function runs
-    ReportMismatchError (RuntimeError)        ranks do not report the same things in the same order
-    InactiveWorkerGroupError (NotActiveError) the workers were not started, or were shut down
-    TrainBackendError (RuntimeError)          calls in an order that makes no sense (results before a start)
-    TrainingWorkerError (TrainingFailedError) more workers were lost than max_retries allows
+OutsideRunError (ValueError)              a session function was called where no training function runs
+ReportMismatchError (RuntimeError)        ranks do not report the same things in the same order
+InactiveWorkerGroupError (NotActiveError) the workers were not started, or were shut down
+TrainBackendError (RuntimeError)          calls in an order that makes no sense (results before a start)
+TrainingWorkerError (TrainingFailedError) more workers were lost than max_retries allows
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Runs training functions on the engine, one after the other: hands out the newest checkpoint, takes in what is reported.
+"""Runs training functions on the engine: hands out the newest checkpoint, takes in what is reported.
 
-    start_training(fn)
-        a thread asks the engine to run fn on every worker; whenever it is fanned out (again):
-            the backend's hooks are called, if the workers are not those of the last time
-            fn gets the newest checkpoint
-    fetch_next_result()  -> what every rank reported in the next round, or None when the function has ended
-    finish_training()    -> what every rank returned
+start_training(fn)
+    a thread asks the engine to run fn on every worker; whenever it is fanned out (again):
+        the backend's hooks are called, if the workers are not those of the last time
+        fn gets the newest checkpoint
+fetch_next_result()  -> what every rank reported in the next round, or None when the function has ended
+finish_training()    -> what every rank returned
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PLANNED = ("growth", "shrink", "preemption")
 
 
 class BackendExecutor:
-    """Owns the engine, the backend's hooks and the run that is on. `Trainer` is this, with a log directory and callbacks."""
+    """Owns the engine, the backend's hooks and the run that is on. `Trainer` adds a log directory and callbacks."""
 
     def __init__(
         self,
@@ -112,7 +112,11 @@ class BackendExecutor:
         engine.start()
         self._engine = engine
         self._group = WorkerGroup.of(engine, has_object=train_cls is not None, guard=self._check_free)
-        self._settle()
+        try:
+            self._settle()
+        except BaseException:
+            self.shutdown()
+            raise
 
     def shutdown(self) -> None:
         """Ends the run, if one is on, and the workers."""
@@ -249,6 +253,7 @@ class BackendExecutor:
                 lambda: self._arguments(engine, run, task),
                 again="resume",
                 max_losses=self._max_retries,
+                lead=1,  # steps are checkpoints here, and may be hours apart
             )
             run.end([pickle.loads(value) for value in engine.run(job)[-1].values])
         except TrainingFailedError as failed:

@@ -47,7 +47,7 @@ class TrainingIterator:
         return self._finished
 
     def get_final_results(self, force: bool = False) -> list[Any] | None:
-        """What each rank returned. Before the end None, unless `force`: then it waits, and drops what is still reported."""
+        """What each rank returned. Before the end None; with `force` it waits, and drops what is still reported."""
         if not self._finished and force:
             for _ in self:
                 pass

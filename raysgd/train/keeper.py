@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import shutil
 import time
 import uuid
@@ -12,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from raysgd import storage
-from raysgd.train.checkpoint import Checkpoint, unpack
+from raysgd.train.checkpoint import Checkpoint, is_directory, unpack
 from raysgd.train.strategy import CheckpointStrategy
 
 __all__ = ["CheckpointKeeper", "Kept"]
-
-logger = logging.getLogger("raysgd")
 
 
 @dataclass(frozen=True)
@@ -55,32 +51,33 @@ class CheckpointKeeper:
         keep = self.strategy.num_to_keep
         if keep == 0:
             return
-        found = Checkpoint.from_bytes(payload)
-        kind, where = found.get_internal_representation()
-        content = dict(where) if kind == "data_dict" else {}
-        if kind == "local_path":
-            shutil.rmtree(where)
-        score = time.time() if self.strategy.by_time else self.strategy.score(content, metrics)
+        score = self._score(payload, metrics)
         full = keep is not None and len(self.kept) >= keep
         worst = min(self.kept, key=lambda kept: (kept.score, kept.number)) if full else None
         if worst is not None and not self.strategy.by_time and score <= worst.score:
             return
         path = self.directory / f"checkpoint_{self.latest_id:06d}"
-        self._write(path, payload, directory=kind == "local_path")
+        self._write(path, payload)
         self.kept.append(Kept(self.latest_id, path, score, dict(metrics)))
         if worst is not None:
             self.kept.remove(worst)
             _delete(worst.path)
 
-    def _write(self, path: Path, payload: bytes, *, directory: bool) -> None:
-        if not directory:
+    def _score(self, payload: bytes, metrics: dict[str, Any]) -> float:
+        if self.strategy.by_time:
+            return time.time()
+        content = {} if is_directory(payload) else Checkpoint.from_bytes(payload).to_dict()
+        return self.strategy.score(content, metrics)
+
+    def _write(self, path: Path, payload: bytes) -> None:
+        if not is_directory(payload):
             storage.write(path, payload)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
         try:
             temporary.mkdir()
-            unpack(io.BytesIO(payload), temporary)
+            unpack(payload, temporary)
             temporary.rename(path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

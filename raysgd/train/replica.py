@@ -12,7 +12,7 @@ from typing import Any
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Seat
-from raysgd.train.elastic import Committed
+from raysgd.train.elastic_state import Committed
 from raysgd.train.session import Attempt, Session, Stopped, running
 
 __all__ = ["FunctionReplica", "FunctionReplicaFactory"]
@@ -37,7 +37,7 @@ class FunctionReplicaFactory:
 
 
 class FunctionReplica:
-    """Owns the user's object, the last commit and the number of points that this run has passed (checkpoints and commits).
+    """Owns the user's object, the last commit, and how many points it has passed so far (checkpoints and commits).
 
     A point is where the function can go on with other members. Points are the steps of the engine's borders.
     """
@@ -71,7 +71,7 @@ class FunctionReplica:
     def _run_function(self, task: Any, attempt: Attempt, checkpoint: Any, **engines: Any) -> Any:
         """The trainer's `run`. What the function returns is pickled here, where an error about it is the user's."""
         if attempt.run != self._run_number:
-            self._run_number, self._points = attempt.run, 0
+            self._run_number = attempt.run
             self._kept.forget()
         session = Session(
             self._seat,
@@ -114,7 +114,10 @@ class FunctionReplica:
     def _passed(self) -> None:
         """A checkpoint is with the driver, or a commit is made: the function may stop here for a change of members."""
         self._points += 1
+        # A stop in the middle of a message would leave half of it on the line. `begin` notices what came meanwhile.
+        open_before, self._stoppable = self._stoppable, False
         self._control.report(self.progress)
+        self._stoppable = open_before
         if not self._control.begin(self._points + 1):
             raise Stopped(asked=not self._control.interrupted)
 

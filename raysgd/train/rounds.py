@@ -58,8 +58,8 @@ class Rounds:
             fewer = [rank for rank, queue in enumerate(self._waiting) if not queue]
             kinds = " and ".join(sorted({CALLS[self._waiting[rank][0].kind] for rank in more}))
             raise ReportMismatchError(
-                f"rank(s) {_names(more)} called {kinds} more often than rank(s) {_names(fewer)}. Every rank must call it "
-                "equally often: do not put it under `if world_rank() == 0`"
+                f"rank(s) {_names(more)} called {kinds} more often than rank(s) {_names(fewer)}. Every rank must "
+                "call it equally often: do not put it under `if world_rank() == 0`"
             )
 
 

@@ -25,7 +25,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a run is given beside its function. `shards(world_size)` makes each rank's data sets, for every attempt anew."""
+    """What a run is given beside its function. `shards(world_size)` makes each rank's data sets, for every attempt."""
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
     trial: Mapping[str, Any] = field(default_factory=dict)
@@ -60,8 +60,7 @@ class Run:
     def begin_attempt(self, world_size: int) -> Attempt:
         """The function is about to be fanned out. What ranks of the last attempt had reported and others had not
         counts too: a report that was taken is never forgotten."""
-        for leftover in self._rounds.leftovers():
-            self._close(leftover)
+        self._close_leftovers()
         self._attempt += 1
         self._rounds = Rounds(world_size)
         shards = self._options.shards(world_size) if self._options.shards is not None else ()
@@ -97,15 +96,22 @@ class Run:
     def closed(self, error: BaseException | None = None) -> None:
         """There will be no more rounds."""
         try:
-            for leftover in self._rounds.leftovers():
-                self._close(leftover)
+            self._close_leftovers()
         except Exception as late:
             error = error or late
         self.error = error
         self._complete.put(None)
 
-    def _close(self, round_: Round) -> None:
-        payload = checkpoint_of(round_)
+    def _close_leftovers(self) -> None:
+        """Of several checkpoints that not all ranks have made, the first: a rank that waits for the others in its
+        collectives is one ahead at most, and one that does not must not make them skip work."""
+        fresh = True
+        for leftover in self._rounds.leftovers():
+            self._close(leftover, with_checkpoint=fresh)
+            fresh = fresh and checkpoint_of(leftover) is None
+
+    def _close(self, round_: Round, *, with_checkpoint: bool = True) -> None:
+        payload = checkpoint_of(round_) if with_checkpoint else None
         if payload is not None:
             self.keeper.take(payload, round_[0].metrics)
         if round_[0].kind == "report":
@@ -131,8 +137,8 @@ def task_of(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, 
     count = len(inspect.signature(function).parameters)
     if count > 1:
         raise ConfigError(
-            f"the training function must take no argument or one (the config), and this one takes {count}: put the others "
-            "into the config, or bind them with functools.partial"
+            f"the training function must take no argument or one (the config), and this one takes {count}: put the "
+            "others into the config, or bind them with functools.partial"
         )
     return function, (dict(config or {}),) * count
 

@@ -68,7 +68,6 @@ class Session:
         self.seat, self.attempt, self.kept = seat, attempt, kept
         self.dumps = dumps
         self.amp: Any = None  # what train.torch.accelerate decided
-        self.seed: int | None = None  # what train.torch.enable_reproducibility was given
         self._control, self._encode, self.passed = control, encode, passed
         self._payload = attempt.checkpoint
         self._reports = attempt.reports
@@ -111,7 +110,7 @@ class Session:
 
     def _autofilled(self) -> dict[str, Any]:
         now = time.time()
-        row = {
+        row: dict[str, Any] = {
             TIMESTAMP: int(now),
             "_time_this_iter_s": now - self._last,
             "_training_iteration": self._reports,
@@ -143,7 +142,9 @@ class Session:
                 return next(iter(mine.values()))
             raise ConfigError(f"several data sets were given: name one of {', '.join(sorted(mine))}")
         if name not in mine:
-            raise ConfigError(f"there is no data set {name!r}: the trainer was given {', '.join(sorted(mine)) or 'none'}")
+            raise ConfigError(
+                f"there is no data set {name!r}: the trainer was given {', '.join(sorted(mine)) or 'none'}"
+            )
         return mine[name]
 
 

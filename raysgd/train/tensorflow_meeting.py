@@ -1,4 +1,4 @@
-"""How ranks of a TensorFlow function meet: each is told everybody's address in TF_CONFIG; the function makes the strategy."""
+"""How ranks of a TensorFlow function meet: TF_CONFIG tells everybody's address; the function makes the strategy."""
 
 from __future__ import annotations
 
@@ -43,10 +43,14 @@ class TensorflowMeeting:
     def join(self, seat: Seat, settings: dict[str, Any]) -> None:
         if seat.solo:
             return
-        with own_port() as port:
-            addresses = meet(**settings, rank=seat.world_rank, own=port, limit_s=self._join_s)
+        addresses = self.addresses(seat, settings)
         task = {"type": "worker", "index": seat.world_rank}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
+
+    def addresses(self, seat: Seat, settings: dict[str, Any]) -> list[str]:
+        """Everybody's, in rank order; this rank's port is free for the server that the function will start."""
+        with own_port() as port:
+            return meet(**settings, rank=seat.world_rank, own=port, limit_s=self._join_s)
 
     def leave(self) -> None:
         """There is no way out but the end of the process."""

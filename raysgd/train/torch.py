@@ -1,12 +1,12 @@
 """Helpers for torch training functions. All of it works without them too; they save the usual lines.
 
-    train.torch.accelerate(amp=True)
-    model = train.torch.prepare_model(model)
-    loader = train.torch.prepare_data_loader(loader)
-    optimizer = train.torch.prepare_optimizer(optimizer)
-    ...
-        train.torch.backward(loss)
-        optimizer.step()
+train.torch.accelerate(amp=True)
+model = train.torch.prepare_model(model)
+loader = train.torch.prepare_data_loader(loader)
+optimizer = train.torch.prepare_optimizer(optimizer)
+...
+    train.torch.backward(loss)
+    optimizer.step()
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def accelerate(amp: bool = False) -> None:
 
 
 def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """With `accelerate(amp=True)`, an optimizer whose `step` undoes the scale of the loss; else the optimizer itself."""
+    """With `accelerate(amp=True)`, an optimizer whose `step` undoes the loss's scale; else the optimizer itself."""
     amp = current("torch.prepare_optimizer").amp
     if isinstance(amp, Amp) and amp.scaler is not None:
         return ScaledOptimizer(optimizer, amp.scaler)
@@ -117,13 +117,13 @@ def backward(tensor: torch.Tensor) -> None:
     amp = current("torch.backward").amp
     if isinstance(amp, Amp) and amp.scaler is not None:
         tensor = amp.scaler.scale(tensor)
-    tensor.backward()  # type: ignore[no-untyped-call]
+    tensor.backward()
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Seeds torch, NumPy and Python, and chooses deterministic kernels. Data loaders that `prepare_data_loader` prepared
-    seed their processes too. It cannot make different machines or versions agree."""
-    session = current("torch.enable_reproducibility")
+    """Seeds torch, NumPy and Python (and so the processes of data loaders), and chooses deterministic kernels. It
+    cannot make different machines or versions agree."""
+    current("torch.enable_reproducibility")
     torch.manual_seed(seed)
     random.seed(seed)
     try:
@@ -135,4 +135,3 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    session.seed = seed

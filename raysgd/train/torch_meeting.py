@@ -1,4 +1,4 @@
-"""How ranks of a torch function meet: as the class face's do, and with what ported scripts look for in the environment."""
+"""How ranks of a torch function meet: as the class face's do, and with what ported scripts look for around them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class TorchMeeting(TorchBackend):
-    """`env`: also fill in MASTER_ADDR, RANK and the others. Workers of one node see all of their GPUs, as scripts that say
-    `cuda:{local_rank}` expect."""
+    """`env`: also fill in MASTER_ADDR, RANK and the others. Workers of one node see all of their GPUs, as scripts
+    that say `cuda:{local_rank}` expect."""
 
     def __init__(self, name: str, *, env: bool = True, use_gpu: bool = False, **limits: Any) -> None:
         super().__init__(name, **limits)
@@ -28,7 +28,7 @@ class TorchMeeting(TorchBackend):
         if self._env and not seat.solo:
             os.environ.update(environment(seat, settings))
         if self._use_gpu and not seat.solo and not torch.cuda.is_initialized():
-            store = dist.PrefixStore(f"devices-{seat.generation}", self._client(settings))
+            store = dist.PrefixStore(f"devices-{seat.generation}", self._client(settings))  # type: ignore[attr-defined]
             torch.cuda.set_device(share_devices(store, seat))
         super().join(seat, settings)
 

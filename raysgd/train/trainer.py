@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -65,7 +66,8 @@ class Trainer:
         if elastic is not None and not isinstance(elastic, ElasticConfig):
             raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
         wanted = WorkerResources.parse(1, use_gpu, resources_per_worker, gpu_asked=use_gpu)
-        self._make = lambda: BackendExecutor(
+        self._make: Callable[[], BackendExecutor] = functools.partial(
+            BackendExecutor,
             config,
             num_workers,
             wanted.cpus,
@@ -88,8 +90,8 @@ class Trainer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Starts the workers. The hook runs once in each; of `train_cls`, each makes an object with the other arguments,
-        for `execute`."""
+        """Starts the workers. The hook runs once in each; each makes an object of `train_cls`, with the other
+        arguments, for `execute`."""
         if initialization_hook is not None and not callable(initialization_hook):
             raise ConfigError(f"initialization_hook must be a function without arguments, got {initialization_hook!r}")
         self._executor.start(initialization_hook, train_cls, args, kwargs)
@@ -161,7 +163,7 @@ class Trainer:
         return TrainingIterator(self._executor)
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`; the answers in rank order."""
+        """Calls `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`; answers in rank order."""
         self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs)
 
@@ -174,14 +176,18 @@ class Trainer:
         """Workers that hold an object of `train_cls` each, with the backend set up, for you to drive by Ray calls. They
         are yours: shut the group down when you are done."""
         if self._executor.is_started:
-            raise TrainBackendError("to_worker_group() starts workers of its own: make a new Trainer for it, and do not start it")
+            raise TrainBackendError(
+                "to_worker_group() starts workers of its own: make a new Trainer for it, and do not start it"
+            )
         executor = self._make()
         executor.start(None, train_cls, args, kwargs)
         return executor.lend()
 
     def _check_started(self) -> None:
         if not self._executor.is_started:
-            raise InactiveWorkerGroupError("this trainer is not active: call start() before run(), and not after shutdown()")
+            raise InactiveWorkerGroupError(
+                "this trainer is not active: call start() before run(), and not after shutdown()"
+            )
 
     # -- what there is --------------------------------------------------------------------------------
 

@@ -35,12 +35,12 @@ def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> 
 
 
 class WorkerGroup:
-    """A group of its own (`WorkerGroup(num_workers=2)`, then `start()`), or the workers of a trainer, in a backend's hooks.
+    """A group of its own (`WorkerGroup(num_workers=2)`, then `start()`), or a trainer's, in a backend's hooks.
 
-        group = WorkerGroup(num_workers=2)
-        group.start()
-        group.execute(os.getpid)
-        group.shutdown()
+    group = WorkerGroup(num_workers=2)
+    group.start()
+    group.execute(os.getpid)
+    group.shutdown()
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class RemoteMethod:
 
 
 class TrainWorkerGroup:
-    """The objects of a class of the user's, one in each worker, with the backend set up. Indexed and iterated by rank."""
+    """Objects of a class of the user's, one in each worker, with the backend set up. Indexed and iterated by rank."""
 
     def __init__(self, engine: Engine, shutdown: Callable[[], None]) -> None:
         self._engine: Engine | None = engine

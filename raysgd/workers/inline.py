@@ -42,6 +42,9 @@ class InlineGroup:
         self._events.append(Replied(worker, self._calls, outcome))
         return self._calls
 
+    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
+        raise RuntimeError("the inline worker is this process, and has no Ray references to give")
+
     def pack(self, value: Any) -> Any:
         """Nothing travels: the user's very object is used."""
         return value

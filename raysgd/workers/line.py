@@ -54,7 +54,8 @@ class Line:
     def notice(self) -> None:
         """This worker was told that it will be stopped soon."""
         self.control.notice = True
-        self._say({"t": "notice"})
+        # Called from a signal handler on the training thread, which may hold the line's lock this very moment.
+        threading.Thread(target=self._say, args=({"t": "notice"},), daemon=True).start()
 
     def upload(self, message: dict[str, Any], body: bytes | memoryview) -> None:
         """Sends bulk bytes on a connection of their own, so that stop signs never wait behind them."""
@@ -105,8 +106,10 @@ class Line:
                 self.control.interrupt()
                 self._abort()
         elif kind == "propose":
-            kept = message["call"] == self.call and self.control.propose(message["at"])
-            self._say({"t": "consent", "id": message["id"], "kept": kept, "begun": self.control.begun})
+            mine = message["call"] == self.call
+            kept = mine and self.control.propose(message["at"])
+            begun = self.control.begun if mine else -1
+            self._say({"t": "consent", "id": message["id"], "kept": kept, "begun": begun})
         elif kind == "confirm":
             self.control.confirm()
         elif kind == "withdraw":

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from raysgd.config import WorkerResources
-from raysgd.outcomes import Outcome
+from raysgd.outcomes import Failed, Outcome
 from raysgd.protocols import Backend
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
@@ -110,6 +110,8 @@ class RayGroup:
         return blob.ref
 
     def _up(self, worker: str, done: Future[Any]) -> None:
+        from ray.exceptions import NodeDiedError, RayActorError, WorkerCrashedError
+
         error = done.exception()
         if error is not None:
             self._events.put(Gone(worker, _first_line(error)))
@@ -118,8 +120,10 @@ class RayGroup:
         error = done.exception()
         if error is None:
             self._events.put(Replied(worker, call, done.result()))
-        else:
+        elif isinstance(error, (RayActorError, NodeDiedError, WorkerCrashedError)):
             self._events.put(Gone(worker, _first_line(error)))
+        else:  # an answer that cannot be read here; its worker is well
+            self._events.put(Replied(worker, call, Failed(error, str(error))))
 
     def poll(self, timeout: float) -> list[Event]:
         """Everything that has happened, waiting up to `timeout` for the first. A death is told once."""

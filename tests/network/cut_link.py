@@ -46,7 +46,9 @@ class Host:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]),
             "RAY_TMPDIR": str(folder),
-            "RAY_AUTH_TOKEN": token,  # newer Rays let nobody in without one; older ones do not look at it
+            # Newer Rays let nobody into a cluster without its token; older ones look at neither.
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": token,
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "eth-raysgd",
         }
@@ -156,9 +158,7 @@ def run() -> dict[str, Any]:
             output, _ = driver.communicate(timeout=LIMIT_S)
             facts = [line for line in output.splitlines() if line.startswith("{")]
             if driver.returncode or not facts:
-                raise RuntimeError(
-                    f"the trainer did not survive the cut (status {driver.returncode}):\n{output}"
-                )
+                raise RuntimeError(f"the trainer did not survive the cut (status {driver.returncode}):\n{output}")
             # A step or two may have been on its way; the gap is what counts.
             steps = [step for step in traces.read(folder / "steps") if step.at >= cut_at - 0.1]
             gap_s = round(traces.longest_gap(steps, within_epochs=True), 2)

@@ -1,4 +1,4 @@
-"""Several batches, one step: the same weights as one batch that holds them all, in every number format, whatever is lost."""
+"""Several batches, one step: the same weights as one batch that holds them all, in every number format."""
 
 from typing import Any
 
@@ -49,7 +49,9 @@ def trained(kind: type[Deep] = Deep, *, calls: Any = (None, None), **arguments: 
 
 
 @pytest.mark.parametrize("kind", [Deep, Streaming])
-@pytest.mark.parametrize("more", [{}, {"clip_norm": 0.5}, {"clip_value": 0.1}, {"clip_norm": 1.0, "clip_value": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"clip_norm": 0.5}, {"clip_value": 0.1}, {"clip_norm": 1.0, "clip_value": 0.2}], ids=str
+)
 @pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-6), ("fp16", 3e-3), ("bf16", 3e-2)])
 def test_four_batches_are_one_batch_four_times_as_large(
     kind: type[Deep], more: dict[str, Any], precision: str, close: float

@@ -61,30 +61,44 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, atol=1e-5)
 
 
-def test_from_two_workers_to_three_and_back(tmp_path: Path) -> None:
-    whole, parts = str(tmp_path / "whole.pt"), str(tmp_path / "parts")
+@pytest.fixture(scope="module")
+def alone() -> tuple[torch.Tensor, float, torch.Tensor]:
+    """What one worker with the whole model has after an epoch: weights, validation loss, and weights after one more."""
     with trainer(1, 12) as plain:
         plain.train()
-        expected, checked = weights(plain), plain.validate()
+        after, loss = weights(plain), plain.validate()["val_loss"]
         plain.train()
-        later = weights(plain)
+        return after, loss, weights(plain)
 
+
+def test_from_two_workers_to_three_and_back(alone: Any, tmp_path: Path) -> None:
+    whole, parts = str(tmp_path / "whole.pt"), str(tmp_path / "parts")
+    expected, loss, later = alone
     with trainer(2, 2, {"fails": str(tmp_path / "failed")}, parallel="fsdp", accumulate=3) as two:
         with pytest.raises(ZeroDivisionError):
             two.train()
         two.train()
         assert same(weights(two), expected)
         result = two.validate()
-        assert result["num_samples"] == 13 and result["val_loss"] == pytest.approx(checked["val_loss"], rel=1e-4)
-        kinds = two.apply_all_operators(lambda op: [type(p).__name__ for p in op.model.parameters()])
-        assert set(kinds[0]) == {"DTensor"}
-        held = two.apply_all_operators(lambda op: sum(p.to_local().numel() for p in op.model.parameters()))
-        assert sum(held) == sum(p.numel() for p in two.get_model().parameters()) and min(held) > 0
+        assert result["num_samples"] == 13 and result["val_loss"] == pytest.approx(loss, rel=1e-4)
+        is_shared(two)
         two.save(whole)
         assert two.save(parts, sharded=True) == parts
         two.save(parts, sharded=True)  # over the old one
         assert sorted(path.name for path in tmp_path.iterdir()) == ["failed", "parts", "whole.pt"]
+    moves_on(whole, parts, expected, later)
 
+
+def is_shared(two: TorchTrainer) -> None:
+    """Each worker holds a part, and the parts are the whole."""
+    kinds = two.apply_all_operators(lambda op: [type(p).__name__ for p in op.model.parameters()])
+    assert set(kinds[0]) == {"DTensor"}
+    held = two.apply_all_operators(lambda op: sum(p.to_local().numel() for p in op.model.parameters()))
+    assert sum(held) == sum(p.numel() for p in two.get_model().parameters()) and min(held) > 0
+
+
+def moves_on(whole: str, parts: str, expected: torch.Tensor, later: torch.Tensor) -> None:
+    """Both kinds of files, on other numbers of workers."""
     with trainer(1, 12, {"seed": 6}) as plain:
         plain.load(whole)
         plain.train()
@@ -99,7 +113,7 @@ def test_from_two_workers_to_three_and_back(tmp_path: Path) -> None:
         three.train()
         assert same(weights(three), later)
         three.save(parts, sharded=True)
-        with pytest.raises(ConfigError, match="save.*load"):
+        with pytest.raises(ConfigError, match=r"save.*load"):
             three.resize(2)
 
     with trainer(2, 6, {"seed": 8}, parallel="fsdp", precision="bf16") as two:

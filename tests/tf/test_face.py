@@ -93,9 +93,10 @@ def test_fit_config_counts_epochs_and_calls_callbacks() -> None:
     config = {"fit_config": {"epochs": 5, "callbacks": [Listener()], "steps_per_epoch": 6, "verbose": 0}}
     with of_creators(config) as trainer:
         result = trainer.train()
-    assert [epoch for epoch, _ in heard] == [0, 1, 2]
-    assert heard[0][1] == ["accuracy", "loss"]
-    assert result["epoch"] == 3 and "stop_training" not in result
+        assert [epoch for epoch, _ in heard] == [0, 1, 2]
+        assert heard[0][1] == ["accuracy", "loss"]
+        assert result["epoch"] == 3 and "stop_training" not in result
+        assert trainer.train()["epoch"] == 8, "the next call has all its epochs"
 
 
 def test_class_weights_are_those_of_keras() -> None:

@@ -42,7 +42,9 @@ def test_compiled_models_on_several_workers(ray_cluster: None, workers: int, lib
     for got, wanted in zip(results, expected, strict=True):
         assert got["num_samples"] == wanted["num_samples"] == ROWS
         metrics = [name for name in wanted if name.startswith(("train_", "validation_"))]
-        assert {name: got[name] for name in metrics} == pytest.approx({name: wanted[name] for name in metrics}, rel=1e-4)
+        assert {name: got[name] for name in metrics} == pytest.approx(
+            {name: wanted[name] for name in metrics}, rel=1e-4
+        )
     assert len(ranks) == workers and sum(rank["num_samples"] for rank in ranks) == ROWS
 
 
@@ -79,7 +81,7 @@ def test_an_error_of_the_users_leaves_the_trainer_usable(ray_cluster: None, tmp_
 @pytest.mark.elastic
 def test_a_hang_and_a_resize(ray_cluster: None, tmp_path: Path) -> None:
     config = {"fault": (1, 5, "stop"), "marks": str(tmp_path)}
-    elastic = ElasticConfig(hang_timeout_s=8)
+    elastic = ElasticConfig(hang_timeout_s=15)
     with TFTrainer(training_operator_cls=Small, config=config, num_workers=2, elastic=elastic) as trainer:
         hung = trainer.train()
         trainer.resize(3)

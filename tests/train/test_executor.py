@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,25 @@ from raysgd.train import (
     TrainingWorkerError,
     WorkerGroup,
 )
+
+
+@pytest.fixture
+def starting(ray_cluster: None) -> Iterator[Callable[..., BackendExecutor]]:
+    """Makes executors that are started, and ends them whatever happens."""
+    started: list[BackendExecutor] = []
+
+    def start(config: BackendConfig | None = None, **arguments: Any) -> BackendExecutor:
+        made = BackendExecutor(config or BackendConfig(), num_workers=2, **arguments)
+        started.append(made)
+        made.start()
+        return made
+
+    yield start
+    for made in started:
+        made.shutdown()
+
+
+Start = Callable[..., BackendExecutor]
 
 
 @pytest.fixture(scope="module")
@@ -112,23 +131,21 @@ def test_checkpoint_numbers(executor: BackendExecutor, tmp_path: Path) -> None:
     assert executor.latest_checkpoint_path.exists()
 
 
-def test_a_loss_that_is_not_allowed(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_allowed(starting: Start, tmp_path: Path) -> None:
     def function() -> None:
         if train.world_rank() == 1:
             os._exit(1)
         time.sleep(30)
 
-    made = BackendExecutor(BackendConfig(), num_workers=2, max_retries=0)
-    made.start()
+    made = starting(max_retries=0)
     made.start_training(function, tmp_path)
     with pytest.raises(TrainingWorkerError, match="max_retries=0"):
         made.finish_training()
     made.shutdown()
 
 
-def test_shutting_down_ends_a_training(ray_cluster: None, tmp_path: Path) -> None:
-    made = BackendExecutor(BackendConfig(), num_workers=2)
-    made.start()
+def test_shutting_down_ends_a_training(starting: Start, tmp_path: Path) -> None:
+    made = starting()
     made.start_training(lambda: time.sleep(60), tmp_path)
     began = time.monotonic()
     made.shutdown()
@@ -154,10 +171,9 @@ def sum_over_ranks() -> tuple[float, str | None]:
 
 
 @pytest.mark.parametrize("init_method", ["env", "tcp"])
-def test_torch(ray_cluster: None, init_method: Any, tmp_path: Path) -> None:
+def test_torch(starting: Start, init_method: Any, tmp_path: Path) -> None:
     config = TorchConfig(backend="gloo", init_method=init_method)
-    made = BackendExecutor(config, num_workers=2)
-    made.start()
+    made = starting(config)
     assert made.worker_group.execute(process_group) == [(True, 2), (True, 2)]
     made.start_training(sum_over_ranks, tmp_path)
     sums = made.finish_training()
@@ -173,21 +189,25 @@ def test_torch(ray_cluster: None, init_method: Any, tmp_path: Path) -> None:
 
 class Greeting(Backend):
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        worker_group.execute(set_greeting, backend_config.text)
+        worker_group.execute(set_variable, "GREETING", backend_config.text)
 
     def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
-        worker_group.execute(os.environ.update, {"TRAININGS": str(len(worker_group))})
+        worker_group.execute(set_variable, "TRAININGS", str(len(worker_group)))
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        Path(backend_config.note).write_text(str(worker_group.execute(os.getenv, "GREETING")))
+        Path(backend_config.note).write_text(str(worker_group.execute(get_variable, "GREETING")))
 
     @staticmethod
     def decode_data(data: dict[str, Any]) -> dict[str, Any]:
         return {**data, "decoded": True}
 
 
-def set_greeting(text: str) -> None:
-    os.environ["GREETING"] = text
+def get_variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def set_variable(name: str, value: str) -> None:
+    os.environ[name] = value
 
 
 @dataclass
@@ -204,10 +224,9 @@ def greeted() -> Any:
     return os.environ["GREETING"], os.environ["TRAININGS"]
 
 
-def test_hooks_of_a_users_backend(ray_cluster: None, tmp_path: Path) -> None:
-    made = BackendExecutor(GreetingConfig(str(tmp_path / "note")), num_workers=2)
-    made.start()
-    assert made.worker_group.execute(os.getenv, "GREETING") == ["hello", "hello"]
+def test_hooks_of_a_users_backend(starting: Start, tmp_path: Path) -> None:
+    made = starting(GreetingConfig(str(tmp_path / "note")))
+    assert made.worker_group.execute(get_variable, "GREETING") == ["hello", "hello"]
     made.start_training(greeted, tmp_path)
     rows = made.fetch_next_result()
     assert rows is not None
@@ -217,16 +236,15 @@ def test_hooks_of_a_users_backend(ray_cluster: None, tmp_path: Path) -> None:
     assert (tmp_path / "note").read_text() == "['hello', 'hello']"
 
 
-def test_hooks_are_called_again_after_a_loss(ray_cluster: None, tmp_path: Path) -> None:
+def test_hooks_are_called_again_after_a_loss(starting: Start, tmp_path: Path) -> None:
     def function() -> Any:
         if train.world_size() == 2 and train.world_rank() == 0:
             os._exit(1)
         time.sleep(0.2)
         return train.world_rank(), os.environ["GREETING"], os.environ["TRAININGS"]
 
-    made = BackendExecutor(GreetingConfig(str(tmp_path / "note"), "good day"), num_workers=2)
-    made.start()
-    made.worker_group.execute(set_greeting, "overwritten")
+    made = starting(GreetingConfig(str(tmp_path / "note"), "good day"))
+    made.worker_group.execute(set_variable, "GREETING", "overwritten")
     made.start_training(function, tmp_path)
     assert made.finish_training() == [(0, "good day", "1")]
     made.shutdown()
@@ -276,7 +294,9 @@ def test_a_worker_that_dies_in_a_call_is_an_error(ray_cluster: None) -> None:
     group.shutdown(patience_s=0)
 
 
-@pytest.mark.parametrize("wrong", [{"num_workers": 0}, {"num_workers": -1}, {"num_cpus_per_worker": -1}, {"num_gpus_per_worker": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"num_workers": 0}, {"num_workers": -1}, {"num_cpus_per_worker": -1}, {"num_gpus_per_worker": -1}]
+)
 def test_a_worker_groups_arguments(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         WorkerGroup(**wrong)

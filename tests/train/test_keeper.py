@@ -40,9 +40,7 @@ def test_zero_writes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("order", "kept"), [("min", ["000001", "000003"]), ("max", ["000002", "000004"])])
 def test_the_best_two(tmp_path: Path, order: str, kept: list[str]) -> None:
-    made = keeper(
-        tmp_path, 2, 4, 1, 3, num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order=order
-    )
+    made = keeper(tmp_path, 2, 4, 1, 3, num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order=order)
     assert on_disk(tmp_path) == kept
     assert made.best_path == tmp_path / {"min": "checkpoint_000003", "max": "checkpoint_000002"}[order]
     assert made.latest is not None
@@ -112,6 +110,15 @@ def test_a_directory_is_stored_as_one(tmp_path: Path) -> None:
     assert path is not None
     assert (path / "sub" / "weights.bin").read_bytes() == b"123"
     assert [each.name for each in (tmp_path / "kept").iterdir()] == ["checkpoint_000001"], "nothing half written"
+
+
+def test_directories_are_scored_by_their_metrics(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    payload = Checkpoint.from_directory(tmp_path / "source").to_bytes()
+    made = CheckpointKeeper(tmp_path / "kept", CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy"))
+    for accuracy in (0.5, 0.9, 0.7):
+        made.take(payload, {"accuracy": accuracy})
+    assert on_disk(tmp_path / "kept") == ["000002"]
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,12 +82,10 @@ def test_the_survivors_run_it_again(made: Make, marks: str, who: int, when: str)
     survivors = [pid for rank, pid in enumerate(pids) if rank != who]
     assert [result["pid"] for result in results] == survivors, "in the surviving processes, in their old order"
     assert [(result["rank"], result["size"]) for result in results] == [(0, 2), (1, 2)]
-    if when == "after":
-        assert results[0]["start"] == 3, "a checkpoint that was taken is not forgotten when its rank dies"
-    else:
-        assert results[0]["start"] in (2, 3)
-    assert [epoch[0] for epoch in seen][-1] == 4
-    assert {row for rows in seen for row in rows} >= {0, 1, 3, 4}
+    # These ranks do not wait for each other: one of them may have saved one epoch more.
+    assert results[0]["start"] in ((3, 4) if when == "after" else (2, 3)), "what was saved is not forgotten"
+    assert seen[-1] == [4, 4]
+    assert {row for rows in seen for row in rows} >= {0, 1, 4}
     (loss,) = trainer.recoveries
     assert (loss.reason, loss.lost_ranks, loss.in_place) == ("worker death", (who,), True)
     assert loss.seconds < 2
@@ -131,17 +129,22 @@ def test_a_survivor_in_a_collective_is_freed(made: Make, marks: str) -> None:
 def test_when_nobody_is_left_fresh_workers_go_on_from_the_checkpoint(made: Make, marks: str) -> None:
     def function(config: dict[str, Any]) -> tuple[int, int]:
         found = train.load_checkpoint()
-        if found is None:
-            train.save_checkpoint(epoch=4)
-            time.sleep(0.5)  # the others' checkpoints are not needed, but their deaths are
-            die(config, f"dead-{train.world_rank()}")
-            time.sleep(60)
-        assert found is not None
-        return found["epoch"], train.world_size()
+        if found is not None:
+            return found["epoch"], os.getpid()
+        train.save_checkpoint(epoch=4)
+        Path(config["marks"], str(train.world_rank())).write_text(str(os.getpid()))
+        while train.world_rank() > 0 or not Path(config["marks"], "1").exists():
+            time.sleep(0.05)
+        for rank in (1, 0):
+            os.kill(int(Path(config["marks"], str(rank)).read_text()), signal.SIGKILL)
+        return 0, 0
 
     trainer = made(num_workers=2)
-    assert {result[0] for result in trainer.run(function, {"marks": marks})} == {4}
-    assert not all(recovery.in_place for recovery in trainer.recoveries) or len(trainer.recoveries) == 2
+    pids = trainer.worker_group.execute(os.getpid)
+    results = trainer.run(function, {"marks": marks})
+    assert {epoch for epoch, _ in results} == {4}
+    assert not {pid for _, pid in results} & set(pids)
+    assert [loss.reason for loss in trainer.recoveries][:1] == ["worker death"]
 
 
 def test_the_bound_on_losses(made: Make) -> None:
@@ -200,7 +203,7 @@ def test_new_workers_join_at_a_checkpoint(made: Make, marks: str) -> None:
 
 
 def test_elastic_state_goes_on_in_the_middle_of_an_epoch(made: Make, marks: str) -> None:
-    """Every sample of every epoch exactly once, and the same weights on all ranks, although a worker dies on the way."""
+    """Every sample of every epoch exactly once, and the same weights on all ranks, although a worker dies."""
 
     def function(config: dict[str, Any]) -> tuple[list[int], list[float], int]:
         import torch

@@ -1,9 +1,15 @@
-"""Reports of several ranks become rounds; who disagrees is named."""
+"""Reports of several ranks become rounds; who disagrees is named; what was taken counts also after a loss."""
+
+import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raysgd.train.errors import ReportMismatchError
+from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.rounds import Report, Rounds, checkpoint_of
+from raysgd.train.run import Run
 
 
 def test_a_round_is_complete_when_every_rank_has_reported() -> None:
@@ -29,7 +35,9 @@ def test_one_rank_is_a_round() -> None:
 def test_different_kinds_are_an_error_that_names_the_ranks() -> None:
     rounds = Rounds(3)
     rounds.add(Report(0, "checkpoint", checkpoint=b""))
-    with pytest.raises(ReportMismatchError, match=r"rank\(s\) 2 called train.report.*rank\(s\) 0 called train.save_checkpoint"):
+    with pytest.raises(
+        ReportMismatchError, match=r"rank\(s\) 2 called train.report.*rank\(s\) 0 called train.save_checkpoint"
+    ):
         rounds.add(Report(2, "report"))
 
 
@@ -45,7 +53,9 @@ def test_more_calls_than_the_others_are_an_error() -> None:
     rounds = Rounds(3)
     rounds.add(Report(0))
     rounds.add(Report(1))
-    with pytest.raises(ReportMismatchError, match=r"rank\(s\) 0, 1 called train.report\(\) more often than rank\(s\) 2"):
+    with pytest.raises(
+        ReportMismatchError, match=r"rank\(s\) 0, 1 called train.report\(\) more often than rank\(s\) 2"
+    ):
         rounds.check_all_said()
 
 
@@ -62,3 +72,57 @@ def test_the_lowest_rank_with_a_checkpoint_counts() -> None:
     assert checkpoint_of((Report(0, checkpoint=b"a"), Report(1, checkpoint=b"b"))) == b"a"
     assert checkpoint_of((Report(0), Report(1, checkpoint=b"b"))) == b"b"
     assert checkpoint_of((Report(0), Report(1))) is None
+
+
+class Driver:
+    """A run of two ranks, and what goes wrong in it."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.failed: list[BaseException] = []
+        self.run = Run(1, CheckpointKeeper(tmp_path), fail=self.failed.append, decode=dict)
+        self.attempt = self.run.begin_attempt(2)
+
+    def say(self, rank: int, *, attempt: int | None = None, checkpoint: Any = None, **metrics: Any) -> None:
+        head = pickle.dumps(metrics)
+        message = {"run": 1, "attempt": attempt or self.attempt.number, "rank": rank, "metrics": len(head)}
+        message |= {"kind": "report" if checkpoint is None else "checkpoint", "checkpoint": checkpoint is not None}
+        self.run.take(message, head + (b"" if checkpoint is None else pickle.dumps(checkpoint)))
+
+    def latest(self) -> Any:
+        found = self.run.keeper.latest
+        return None if found is None else found.to_dict()["epoch"]
+
+
+def test_after_a_loss_the_first_checkpoint_that_only_some_made_counts(tmp_path: Path) -> None:
+    driver = Driver(tmp_path)
+    driver.say(0, checkpoint={"epoch": 0})
+    driver.say(1, checkpoint={"epoch": 0})
+    for epoch in (1, 2, 3):
+        driver.say(1, checkpoint={"epoch": epoch})
+    assert driver.latest() == 0
+    second = driver.run.begin_attempt(1)
+    assert (driver.latest(), second.number) == (1, 2)
+
+
+def test_after_a_loss_reports_of_some_are_shown_as_they_are(tmp_path: Path) -> None:
+    driver = Driver(tmp_path)
+    driver.say(0, step=0)
+    driver.say(0, step=1)
+    driver.say(1, step=0)
+    driver.attempt = driver.run.begin_attempt(1)
+    assert driver.attempt.reports == 2
+    driver.say(0, step=2)
+    driver.say(0, step=9, attempt=1)
+    driver.run.closed()
+    rounds = [driver.run.next_rows(0) for _ in range(4)]
+    assert rounds[:3] == [[{"step": 0}, {"step": 0}], [{"step": 1}], [{"step": 2}]], "a late one is not counted"
+    assert rounds[3] is None
+    assert driver.failed == []
+
+
+def test_what_goes_wrong_with_a_report_ends_the_run(tmp_path: Path) -> None:
+    driver = Driver(tmp_path)
+    driver.say(0, step=0)
+    driver.say(1, checkpoint={"epoch": 0})
+    (error,) = driver.failed
+    assert isinstance(error, ReportMismatchError)

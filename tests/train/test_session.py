@@ -233,6 +233,19 @@ def test_an_interrupt_that_was_swallowed_comes_again_at_the_next_report() -> Non
     assert bench.said == []
 
 
+def test_a_message_on_the_line_is_never_cut_short() -> None:
+    bench, published = Bench(), []
+
+    def publish(*_: Any) -> None:
+        bench.control.interrupt()
+        time.sleep(0.2)
+        published.append(1)
+
+    bench.control._publish = publish
+    assert isinstance(bench.run(lambda: train.save_checkpoint(a=1)), Interrupted)
+    assert published == [1]
+
+
 def test_an_interrupt_between_calls_stops_nothing() -> None:
     bench = Bench()
     bench.control.interrupt()

@@ -101,9 +101,7 @@ def test_an_error_has_its_own_type_and_callbacks_hear_of_it(trainer: Trainer) ->
     assert trainer.run(lambda: 1) == [1, 1], "the trainer stays usable"
 
 
-def test_a_callback_that_raises_does_not_stop_the_training(
-    trainer: Trainer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_callback_that_raises_does_not_stop_the_training(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
     class Clumsy(Listener):
         def handle_result(self, results: list[dict[str, Any]]) -> None:
             raise RuntimeError("disk full")
@@ -180,7 +178,9 @@ def test_ranks_that_disagree_are_named(trainer: Trainer) -> None:
         if train.world_rank() == 1:
             train.report(a=1)
 
-    with pytest.raises(RuntimeError, match=r"rank\(s\) 1 called train.report.*rank\(s\) 0 called train.save_checkpoint"):
+    with pytest.raises(
+        RuntimeError, match=r"rank\(s\) 1 called train.report.*rank\(s\) 0 called train.save_checkpoint"
+    ):
         trainer.run(kinds)
     with pytest.raises(RuntimeError, match=r"rank\(s\) 1 called train.report\(\) more often than rank\(s\) 0"):
         trainer.run(counts)

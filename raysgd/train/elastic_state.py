@@ -46,7 +46,7 @@ def elastic(state: Mapping[str, Any]) -> ElasticState:
 
 
 class ElasticState:
-    """Owns the live things; the commit is the session's. Plain values are read and set like a dict's: state["epoch"]."""
+    """Owns the live things; the commit is the session's. Plain values are read and set as in a dict: state["epoch"]."""
 
     def __init__(self, parts: dict[str, Any], session: Session) -> None:
         self._session = session
@@ -101,7 +101,8 @@ class ElasticState:
 
     def _copied(self) -> dict[str, Any]:
         saved = {name: part.state_dict() for name, part in self._parts.items()}
-        return copied({**saved, **self._values})
+        whole: dict[str, Any] = copied({**saved, **self._values})
+        return whole
 
 
 def _stateful(part: Any) -> bool:

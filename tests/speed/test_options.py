@@ -1,0 +1,63 @@
+"""The keywords: what they may be, and what cannot be combined, said before anything starts."""
+
+from typing import Any
+
+import pytest
+
+from raysgd import ConfigError, ElasticConfig
+from raysgd.torch import TorchTrainer
+from raysgd.torch.options import TrainingOptions
+from tests.torch.small import Line, inline
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"accumulate": 0}, "accumulate must be a whole number of batches, 1 or more, got 0"),
+    ({"accumulate": True}, "accumulate must be"),
+    ({"clip_norm": 0}, "clip_norm must be a number above 0, or None"),
+    ({"clip_value": "1"}, "clip_value must be a number above 0"),
+    ({"compile": "yes"}, "compile must be True, False or a dict"),
+    ({"compile": {"bakend": "eager"}}, r"compile has no \['bakend'\]; it takes .*'backend'"),
+    ({"channels_last": 1}, "channels_last must be True or False"),
+    ({"ddp_args": ["static_graph"]}, "ddp_args must be a dict"),
+    ({"ddp_args": {"static_grap": True}}, r"ddp_args has no \['static_grap'\]; it takes .*'static_graph'"),
+    ({"ddp_args": {"module": None}}, "ddp_args has no"),
+    ({"comm_hook": "zip"}, "comm_hook must be one of 'fp16', 'bf16', 'powersgd'"),
+    ({"comm_hook": {"name": "fp16", "rank": 1}}, "takes no arguments"),
+    ({"parallel": "tensor"}, "parallel must be 'ddp', 'fsdp' or None"),
+    ({"parallel": "fsdp", "wrap_ddp": False}, "wrap_ddp=False means parallel=None.*pass one"),
+    ({"parallel": "fsdp", "comm_hook": "fp16"}, "comm_hook is for DistributedDataParallel, but parallel is 'fsdp'"),
+    ({"parallel": None, "ddp_args": {"static_graph": True}}, "ddp_args is for DistributedDataParallel"),
+    ({"wrap_ddp": False, "comm_hook": "fp16"}, "comm_hook is for DistributedDataParallel, but parallel is None"),
+    ({"parallel": "fsdp", "channels_last": True}, "cannot keep channels_last"),
+    ({"parallel": "fsdp", "precision": "fp16"}, "goes with precision 'fp32' or 'bf16'"),
+    ({"parallel": "fsdp", "elastic": ElasticConfig(snapshot_every=2.5)}, "their clocks differ"),
+    ({"accumulate": 2, "ddp_args": {"static_graph": True}}, "does not go with accumulate"),
+    ({"sync_batchnorm": True, "num_workers": 2}, "sync_batchnorm=True needs GPUs"),
+    ({"comm_hook": "bf16", "num_workers": 2}, "comm_hook='bf16' needs GPUs"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), WRONG, ids=[str(given) for given, _ in WRONG])
+def test_refused_at_construction(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        inline(**given)
+
+
+def test_unknown_keywords_are_refused_as_ever() -> None:
+    with pytest.raises(TypeError, match="TorchTrainer takes no argument 'acumulate'"):
+        inline(acumulate=4)
+    with pytest.raises(DeprecationWarning, match="num_replicas"):
+        inline(num_replicas=2)
+
+
+def test_one_worker_takes_what_is_for_several() -> None:
+    given: dict[str, Any] = {"parallel": "fsdp", "sync_batchnorm": True}
+    with TorchTrainer(training_operator_cls=Line, config={}, use_gpu=False, **given) as trainer:
+        assert trainer.train()["batch_count"] == 3
+
+
+def test_what_is_taken_and_what_is_left() -> None:
+    options, rest = TrainingOptions.taken_from({"accumulate": 2, "ddp_args": None, "other": 1})
+    assert (options.accumulate, options.parallel, dict(options.ddp_args), rest) == (2, "ddp", {}, {"other": 1})
+    assert TrainingOptions.taken_from({}, wrap_ddp=False)[0].parallel is None
+    named = TrainingOptions(comm_hook={"name": "powersgd", "matrix_approximation_rank": 2})
+    assert (named.hook_name, named.hook_args) == ("powersgd", {"matrix_approximation_rank": 2})

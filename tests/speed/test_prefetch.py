@@ -1,0 +1,157 @@
+"""Batches on their way to the device: one ahead, never one too many, safe to use when they are given out."""
+
+import contextlib
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd.torch import TorchTrainer, TrainingOperator, prefetch
+from raysgd.torch.data import Drawn
+from raysgd.torch.prefetch import Ahead, Carrier, CudaCarrier, make_carrier
+
+CPU = torch.device("cpu")
+Point = namedtuple("Point", "x y")
+
+
+class Streams:
+    """torch.cuda's streams, on paper."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def Stream(self, device: torch.device) -> "Streams":
+        return self
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.events.append("beside")
+        yield
+        self.events.append("back")
+
+    def record_event(self) -> str:
+        self.events.append("copied")
+        return "event"
+
+    def current_stream(self, device: torch.device) -> "Streams":
+        return self
+
+    def wait_event(self, event: str) -> None:
+        self.events.append("wait")
+
+
+class Own:
+    """A batch of a type of its own."""
+
+    def to(self, device: torch.device) -> str:
+        return f"on {device}"
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    paper = Streams()
+    monkeypatch.setattr(prefetch, "_pinned", lambda tensor: paper.events.append("pin") or tensor)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: paper.events.append("claim"))
+    return paper
+
+
+def drawn(count: int, log: list[int]) -> Iterator[Drawn]:
+    for number in range(count):
+        log.append(number)
+        yield Drawn(number, number + 1)
+
+
+def test_copies_go_beside_the_work_and_are_waited_for_by_the_stream_alone(streams: Streams) -> None:
+    carrier = CudaCarrier(CPU, streams=streams)
+    carrier._moves = True
+    sent = carrier.send((torch.ones(2), {"y": [torch.zeros(1)]}, Own(), "text"))
+    assert streams.events == ["pin", "pin", "beside", "copied", "back"]
+    batch = carrier.arrived(sent)
+    assert streams.events[5:] == ["wait", "claim", "claim"]
+    assert torch.equal(batch[0], torch.ones(2)) and batch[2:] == ("on cpu", "text")
+
+
+def test_containers_keep_their_kind(streams: Streams) -> None:
+    carrier = CudaCarrier(CPU, streams=streams)
+    batch = carrier.arrived(carrier.send(Point(torch.ones(1), [torch.zeros(1)])))
+    assert isinstance(batch, Point) and isinstance(batch.y, list)
+
+
+def test_one_is_ahead_and_the_last_is_known() -> None:
+    log: list[int] = []
+    ahead = Ahead(drawn(3, log), Carrier(CPU), None)
+    seen = [(each.batch, ahead.last, len(log)) for each in ahead]
+    assert seen == [(0, False, 2), (1, False, 3), (2, True, 3)]
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_it_draws_no_more_than_the_call_needs(most: int) -> None:
+    log: list[int] = []
+    ahead = Ahead(drawn(3, log), Carrier(CPU), most)
+    seen = [(each.batch, ahead.last) for each in ahead]
+    assert [number for number, _ in seen] == log == list(range(most))
+    assert [last for _, last in seen] == [False] * (most - 1) + [True] * (most > 0)
+
+
+def test_an_error_in_the_data_comes_once_and_nothing_is_dealt_twice() -> None:
+    def broken() -> Iterator[Drawn]:
+        yield Drawn("first", 1)
+        raise OSError("disk")
+
+    ahead = Ahead(broken(), Carrier(CPU), None)
+    with pytest.raises(OSError, match="disk"):
+        next(ahead)
+    assert list(ahead) == []
+
+
+class Pictures(TrainingOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.MSELoss()
+        )
+        data = TensorDataset(torch.randn(512, 64), torch.randn(512, 1))
+        self.register_data(train_loader=DataLoader(data, batch_size=8))
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        assert all(part.is_cuda for part in batch)
+        return super().train_batch(batch, batch_info)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_nothing_waits_for_the_device_in_an_epoch(precision: str) -> None:
+    with TorchTrainer(training_operator_cls=Pictures, use_gpu=True, precision=precision, clip_norm=1.0) as trainer:
+        trainer.train()  # the first batches may allocate, which waits
+
+        def strict(operator: Any) -> None:
+            inner = operator.train_batch
+
+            def watched(batch: Any, batch_info: dict[str, Any]) -> Any:
+                torch.cuda.set_sync_debug_mode("error" if batch_info["batch_idx"] < 60 else "default")
+                return inner(batch, batch_info)
+
+            operator.train_batch = watched
+
+        trainer.apply_all_operators(strict)
+        try:
+            assert trainer.train()["batch_count"] == 64
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_cuda_gets_a_stream_and_the_right_numbers() -> None:
+    device = torch.device("cuda:0")
+    carrier = make_carrier(device, channels_last=True)
+    assert isinstance(carrier, CudaCarrier)
+    batches = [torch.full((4, 3, 8, 8), float(number)) for number in range(8)]
+    arrived = Ahead((Drawn(batch, 0) for batch in batches), carrier, None)
+    for number, each in enumerate(arrived):
+        assert each.batch.device == device and each.batch.is_contiguous(memory_format=torch.channels_last)
+        assert float(each.batch.sum()) == number * each.batch.numel()

@@ -1,0 +1,135 @@
+"""Saves in the background: what was there when save was called, a handle that tells, and no copy too many."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raysgd import CheckpointError, ConfigError
+from raysgd.torch import TorchTrainer
+from raysgd.torch.checkpoints import SaveHandle
+from tests.torch.small import Line, inline, weights
+
+MIB = 1 << 20
+
+
+class Extra(Line):
+    """Its own state is what the test says."""
+
+    def state_dict(self) -> Any:
+        return Slow(*self.config["slow"]) if "slow" in self.config else None
+
+
+class Slow:
+    """Takes its time to be pickled, and cannot be when it is told so. A deep copy is as quick as can be."""
+
+    def __init__(self, seconds: float, fails: bool) -> None:
+        self.seconds, self.fails = seconds, fails
+
+    def __deepcopy__(self, memo: Any) -> "Slow":
+        return self
+
+    def __reduce__(self) -> Any:
+        time.sleep(self.seconds)
+        if self.fails:
+            raise TypeError("this cannot be saved")
+        return Slow, (self.seconds, self.fails)
+
+
+@pytest.fixture(params=["inline", "ray"])
+def where(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+        return {"use_ray": True}
+    return {}
+
+
+def test_training_goes_on_while_the_state_of_then_is_saved(where: dict[str, Any], tmp_path: Path) -> None:
+    with inline(Extra, config={}, **where) as trainer:
+        trainer.train()
+        saved = weights(trainer)
+        handle = trainer.save(tmp_path / "then.pt", blocking=False)
+        trainer.train()
+        assert isinstance(handle, SaveHandle)
+        assert handle.result(60) == handle.path == str(tmp_path / "then.pt")
+        assert handle.done() and handle.exception() is None and "done" in repr(handle)
+        assert not torch.equal(weights(trainer), saved)
+        trainer.load(handle.path)
+        assert torch.equal(weights(trainer), saved)
+
+
+def test_save_returns_before_the_file_is_there_and_shutdown_waits_for_it(tmp_path: Path) -> None:
+    trainer = inline(Extra, config={"slow": (1.0, False)})
+    handle = trainer.save(tmp_path / "slow.pt", blocking=False)
+    assert isinstance(handle, SaveHandle) and not handle.done() and "running" in repr(handle)
+    with pytest.raises(TimeoutError):
+        handle.result(0.01)
+    trainer.shutdown()
+    assert handle.done() and (tmp_path / "slow.pt").exists()
+
+
+def test_a_failure_is_on_the_handle_and_in_the_next_call(where: dict[str, Any], tmp_path: Path) -> None:
+    with inline(Extra, config={"slow": (0.0, True)}, **where) as trainer:
+        unseen = trainer.save(tmp_path / "x.pt", blocking=False)
+        while not unseen.done():
+            time.sleep(0.02)
+        with pytest.raises(CheckpointError, match=r"x\.pt in the background failed: .*this cannot be saved"):
+            trainer.train()
+        trainer.train()
+        seen = trainer.save(tmp_path / "y.pt", blocking=False)
+        assert "this cannot be saved" in str(seen.exception(60))
+        trainer.train()  # who has seen it need not be told again
+        with pytest.raises((TypeError, CheckpointError), match="this cannot be saved"):
+            trainer.save(tmp_path / "z.pt")
+        assert list(tmp_path.glob("*.pt")) == []
+
+
+def test_what_is_in_parts_blocks(tmp_path: Path) -> None:
+    with inline() as trainer, pytest.raises(ConfigError, match="blocking"):
+        trainer.save(tmp_path / "parts", sharded=True, blocking=False)
+
+
+def test_in_parts_without_any_sharding(tmp_path: Path) -> None:
+    with inline() as trainer:
+        trainer.train()
+        saved = weights(trainer)
+        trainer.save(tmp_path / "parts", sharded=True)
+    with inline(config={"seed": 3}) as trainer:
+        trainer.load(tmp_path / "parts", trusted=True)
+        assert torch.equal(weights(trainer), saved)
+        assert trainer.train()["epoch"] == 2
+        (tmp_path / "parts" / ".metadata").unlink()
+        with pytest.raises(CheckpointError, match="no whole checkpoint in parts"):
+            trainer.load(tmp_path / "parts", trusted=True)
+
+
+class Big(Line):
+    """A state of 128 MiB."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        model = nn.ParameterList([nn.Parameter(torch.rand(16 * MIB // 4)) for _ in range(8)])
+        self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train_epoch(self, iterator: Any, info: Any) -> dict[str, Any]:
+        return {}
+
+
+def peak(operator: Any = None) -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_no_process_holds_more_than_the_state_twice(ray_cluster: None, tmp_path: Path) -> None:
+    with TorchTrainer(training_operator_cls=Big, use_ray=True, use_gpu=False) as trainer:
+        worker, driver = trainer.apply_all_operators(peak)[0], peak()
+        trainer.save(tmp_path / "big.pt")
+        assert trainer.apply_all_operators(peak)[0] - worker < 0.3 * 128 * MIB
+        trainer.save(tmp_path / "big.pt", blocking=False).result(60)
+        assert trainer.apply_all_operators(peak)[0] - worker < 1.3 * 128 * MIB
+        assert peak() - driver < 0.3 * 128 * MIB
+        assert (tmp_path / "big.pt").stat().st_size > 128 * MIB

@@ -1,0 +1,86 @@
+"""Memory format, shared BatchNorm and the compiler: what the model becomes, and that a checkpoint does not show it."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.options import TrainingOptions
+from raysgd.torch.wrapping import ddp_arguments, formatted
+from tests.torch.small import inline, operator_of
+
+
+def weights(trainer: TorchTrainer) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in trainer.get_model().parameters()])
+
+
+class Pictures(TrainingOperator):
+    """A convolution, and a note of the memory formats it was given."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss()
+        )
+        data = TensorDataset(torch.randn(12, 3, 8, 8), torch.arange(12) % 2)
+        self.register_data(
+            train_loader=DataLoader(data, batch_size=4), validation_loader=DataLoader(data, batch_size=4)
+        )
+        self.inputs: list[bool] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.inputs.append(batch[0].is_contiguous(memory_format=torch.channels_last))
+        return super().train_batch(batch, batch_info)
+
+
+def test_channels_last_for_models_and_batches() -> None:
+    with inline(Pictures, channels_last=True) as trainer:
+        trainer.train()
+        operator = operator_of(trainer)
+        assert operator.inputs == [True] * 3
+        assert operator.model[0].weight.is_contiguous(memory_format=torch.channels_last)
+        ours = weights(trainer)
+    with inline(Pictures) as plain:
+        plain.train()
+        assert operator_of(plain).inputs == [False] * 3
+        assert torch.allclose(ours, weights(plain), atol=1e-6)
+
+
+def test_compiled_models_train_the_same_and_leave_no_trace_in_checkpoints(tmp_path: Any) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with inline(Pictures, compile={"backend": "eager", "dynamic": False}) as trainer:
+        trainer.train()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        trainer.save(tmp_path / "compiled.pt")
+        ours = weights(trainer)
+        assert trainer.get_model()._compiled_call_impl is None
+    with inline(Pictures) as plain:
+        plain.train()
+        assert torch.allclose(ours, weights(plain), atol=1e-6)
+        plain.load(tmp_path / "compiled.pt")
+        assert torch.equal(ours, weights(plain))
+
+
+def test_sync_batchnorm_keeps_the_parameters_that_optimizers_hold() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    held = list(model.parameters())
+    (shared,) = formatted([model], TrainingOptions(sync_batchnorm=True), distributed=True)
+    assert isinstance(shared[1], nn.SyncBatchNorm)
+    assert all(one is other for one, other in zip(shared.parameters(), held, strict=True))
+    (alone,) = formatted([nn.Sequential(nn.BatchNorm1d(3))], TrainingOptions(sync_batchnorm=True), distributed=False)
+    assert type(alone[0]) is nn.BatchNorm1d
+
+
+def test_what_register_says_of_ddp_goes_before_the_trainer() -> None:
+    options = TrainingOptions(ddp_args={"bucket_cap_mb": 50, "static_graph": True})
+    assert ddp_arguments(options, {"bucket_cap_mb": 5}, [0]) == {
+        "device_ids": [0],
+        "gradient_as_bucket_view": True,
+        "bucket_cap_mb": 5,
+        "static_graph": True,
+    }

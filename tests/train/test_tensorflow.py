@@ -1,0 +1,76 @@
+"""A training function with TensorFlow's own strategy, on two workers, one of which is lost."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import train
+from raysgd.train import Trainer
+
+pytest.importorskip("tensorflow")
+
+
+def descend(config: dict[str, str]) -> tuple[float, int, int]:
+    """Six steps towards 1, with a checkpoint each; rank 1 dies once, before the fourth."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    found = train.load_checkpoint() or {"weight": 5.0, "epoch": -1}
+    with strategy.scope():
+        weight = tf.Variable(found["weight"])
+
+    def one() -> None:
+        with tf.GradientTape() as tape:
+            loss = (weight - 1.0) ** 2
+        gradient = tape.gradient(loss, weight)
+        replica = tf.distribute.get_replica_context()
+        weight.assign_sub(0.1 * replica.all_reduce(tf.distribute.ReduceOp.MEAN, gradient))
+
+    step = tf.function(lambda: strategy.run(one))
+    for epoch in range(found["epoch"] + 1, 6):
+        mark = Path(config["marks"], "lost")
+        if epoch == 3 and train.world_rank() == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        step()
+        train.save_checkpoint(epoch=epoch, weight=float(weight.numpy()))
+    return float(weight.numpy()), strategy.num_replicas_in_sync, os.getpid()
+
+
+@pytest.mark.elastic
+@pytest.mark.slow
+def test_a_strategy_of_the_functions_own(ray_cluster: None, tmp_path: Path) -> None:
+    with Trainer("tensorflow", num_workers=2, logdir=tmp_path) as trainer:
+        before = trainer.worker_group.execute(os.getpid)
+        results: list[Any] = trainer.run(descend, {"marks": str(tmp_path)})
+        (loss, *_) = trainer.recoveries
+    assert (tmp_path / "lost").exists()
+    assert loss.reason == "worker death" and not loss.in_place
+    for weight, replicas, pid in results:
+        assert weight == pytest.approx(1 + 4 * 0.8**6, rel=1e-5), "no step is lost, and none done twice"
+        assert replicas == len(results)
+        assert pid not in before
+
+
+def test_a_shard_is_not_divided_again() -> None:
+    import tensorflow as tf
+
+    from raysgd.progress import Control
+    from raysgd.rendezvous import Seat
+    from raysgd.train.replica import FunctionReplicaFactory
+    from raysgd.train.session import Attempt
+
+    policies = []
+
+    def function() -> None:
+        shard = train.tensorflow.prepare_dataset_shard(tf.data.Dataset.range(4))
+        policies.append(shard.options().experimental_distribute.auto_shard_policy)
+
+    replica = FunctionReplicaFactory()(Seat(), Control())
+    replica.run("function", task=(function, ()), attempt=Attempt(run=1), checkpoint=None)
+    assert policies == [tf.data.experimental.AutoShardPolicy.OFF]
+    with pytest.raises(ValueError, match="works only inside"):
+        train.tensorflow.prepare_dataset_shard(tf.data.Dataset.range(4))

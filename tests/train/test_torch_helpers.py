@@ -1,0 +1,208 @@
+"""`train.torch`: models, loaders, mixed precision and seeds, inside functions of one rank (here) and of two."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+
+from raysgd import train
+from raysgd.progress import Control
+from raysgd.rendezvous import Seat
+from raysgd.train import Trainer
+from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
+from raysgd.train.session import Attempt
+
+DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
+
+
+def inside(function: Callable[[], Any], seat: Seat | None = None, replica: FunctionReplica | None = None) -> Any:
+    """Runs it as a training function of one rank, in this process; what it returns, as the very object."""
+    box: list[Any] = []
+    hosted = replica or FunctionReplicaFactory()(seat or Seat(), Control())
+    hosted.run("function", task=(lambda: box.append(function()), ()), attempt=Attempt(run=1), checkpoint=None)
+    return box[0]
+
+
+def test_one_worker_needs_no_wrapper() -> None:
+    model = nn.Linear(1, 1)
+    assert inside(lambda: train.torch.prepare_model(model)) is model
+    assert inside(train.torch.get_device) == torch.device("cpu")
+
+
+def test_a_loader_keeps_its_options_and_is_its_part() -> None:
+    seen: list[float] = []
+    for rank in range(2):
+        loader = DataLoader(DATA, batch_size=2, drop_last=True, num_workers=0)
+        seat = Seat(world_rank=rank, world_size=2)
+        prepared = inside(lambda loader=loader: train.torch.prepare_data_loader(loader), seat)
+        assert (prepared.batch_size, prepared.drop_last, prepared.dataset) == (2, True, DATA)
+        assert len(prepared) == 2
+        batches = [batch.flatten().tolist() for (batch,) in prepared]
+        assert [len(batch) for batch in batches] == [2, 2]
+        seen += [value for batch in batches for value in batch]
+    assert len(set(seen)) == 8
+
+
+def test_a_shuffled_loader_is_shuffled_anew_in_each_epoch() -> None:
+    def epochs(seat: Seat) -> list[list[float]]:
+        prepared = inside(lambda: train.torch.prepare_data_loader(DataLoader(DATA, batch_size=5, shuffle=True)), seat)
+        return [[value for (batch,) in prepared for value in batch.flatten().tolist()] for _ in range(3)]
+
+    first, second = epochs(Seat(world_size=2)), epochs(Seat(world_rank=1, world_size=2))
+    for mine, others in zip(first, second, strict=True):
+        assert Counter(mine + others) == Counter(range(10)), "each sample on one rank"
+    assert first[0] != first[1]
+
+
+def test_loaders_that_are_left_alone() -> None:
+    class Stream(IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return iter(range(4))
+
+    seat = Seat(world_size=2)
+    stream = DataLoader(Stream(), batch_size=2)
+    assert [batch.tolist() for batch in inside(lambda: train.torch.prepare_data_loader(stream), seat)] == [
+        [0, 1],
+        [2, 3],
+    ]
+    whole = DataLoader(DATA, batch_size=5)
+    prepared = inside(lambda: train.torch.prepare_data_loader(whole, add_dist_sampler=False), seat)
+    assert len(prepared) == 2
+    for sampler in (SubsetRandomSampler([1, 2]), WeightedRandomSampler([1.0] * 10, 5)):
+        own = DataLoader(DATA, batch_size=5, sampler=sampler)
+        with pytest.raises(ValueError, match="add_dist_sampler=False"):
+            inside(lambda own=own: train.torch.prepare_data_loader(own), seat)
+    with pytest.raises(ValueError, match="takes a torch DataLoader"):
+        inside(lambda: train.torch.prepare_data_loader([1, 2]))
+
+
+def test_mixed_precision() -> None:
+    def function() -> tuple[Any, ...]:
+        train.torch.accelerate(amp=True)
+        types: list[torch.dtype] = []
+        model = train.torch.prepare_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+        model[0].register_forward_hook(lambda module, args, output: types.append(output.dtype))
+        optimizer = train.torch.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        before = model[0].weight.detach().clone()
+        output = model(torch.ones(2, 4))
+        train.torch.backward(output.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        return (
+            types,
+            output.dtype,
+            model[0].weight.dtype,
+            bool((model[0].weight != before).any()),
+            list(model.state_dict()),
+        )
+
+    types, output, weights, moved, names = inside(function)
+    assert types == [torch.bfloat16]
+    assert output == weights == torch.float32
+    assert moved
+    assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_without_mixed_precision_the_helpers_change_nothing() -> None:
+    def function() -> Any:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train.torch.backward(train.torch.prepare_model(model)(torch.ones(1, 1)).sum())
+        assert model.weight.grad is not None
+        return train.torch.prepare_optimizer(optimizer) is optimizer
+
+    assert inside(function)
+
+
+def test_accelerate_twice_is_an_error_and_the_next_run_may_again() -> None:
+    replica = FunctionReplicaFactory()(Seat(), Control())
+
+    def twice() -> None:
+        train.torch.accelerate(amp=True)
+        train.torch.accelerate(amp=True)
+
+    with pytest.raises(RuntimeError, match="called before"):
+        inside(twice, replica=replica)
+    inside(lambda: train.torch.accelerate(amp=True), replica=replica)
+
+
+def test_reproducibility() -> None:
+    def function() -> tuple[float, float, float, bool]:
+        train.torch.enable_reproducibility(seed=3)
+        return (
+            torch.rand(1).item(),
+            float(numpy.random.rand()),
+            random.random(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+    try:
+        first, second = inside(function), inside(function)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert first == second
+    assert first[3]
+
+
+@pytest.mark.parametrize("name", ["get_device", "accelerate", "enable_reproducibility"])
+def test_outside_a_function_an_error_says_so(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"train\.torch\.{name}\(\) works only inside"):
+        getattr(train.torch, name)()
+
+
+def test_an_elastic_loader_goes_on_where_its_state_says() -> None:
+    def make(seat: Seat) -> Any:
+        loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3, shuffle=True, generator=torch.Generator())
+        return inside(lambda: train.torch.elastic_data_loader(loader), seat)
+
+    whole = make(Seat())
+    assert len(whole) == 7
+    iterator = iter(whole)
+    seen = [value for _ in range(3) for value in next(iterator)[0].tolist()]
+    state = whole.state_dict()
+    rest: list[int] = []
+    for rank in range(2):
+        part = make(Seat(world_rank=rank, world_size=2))
+        part.load_state_dict(state)
+        assert len(part) == 2
+        rest += [value for (batch,) in part for value in batch.tolist()]
+    assert sorted(seen + rest) == list(range(20))
+    assert whole.epochs_begun == part.epochs_begun == 1
+    with pytest.raises(ValueError, match="map-style"):
+        inside(lambda: train.torch.elastic_data_loader([1]))
+
+
+def trained(config: dict[str, Any]) -> tuple[list[float], list[float], str]:
+    train.torch.enable_reproducibility()
+    model = train.torch.prepare_model(nn.Linear(1, 1), ddp_kwargs={"broadcast_buffers": False})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seen: list[float] = []
+    for (batch,) in train.torch.prepare_data_loader(DataLoader(DATA, batch_size=1, shuffle=True)):
+        seen += batch.flatten().tolist()
+        optimizer.zero_grad()
+        train.torch.backward((model(batch) - 2 * batch).square().mean())
+        optimizer.step()
+    assert isinstance(model, DistributedDataParallel)
+    train.report({}, checkpoint=train.Checkpoint.from_dict({"weights": model.module.state_dict()}))
+    return seen, [parameter.item() for parameter in model.parameters()], str(train.torch.get_device())
+
+
+def test_two_ranks_train_one_model(ray_cluster: None, tmp_path: Path) -> None:
+    with Trainer("torch", num_workers=2, logdir=tmp_path) as trainer:
+        (seen, weights, device), (others, same, _) = trainer.run(trained)
+        found = trainer.latest_checkpoint
+    assert Counter(seen + others) == Counter(range(10))
+    assert weights == same
+    assert weights[0] > 0.5, "it learns"
+    assert device == "cpu"
+    assert found is not None
+    assert found["weights"]["weight"].item() == pytest.approx(weights[0])
