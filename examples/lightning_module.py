@@ -75,9 +75,7 @@ def main():
                 f"  val_loss {val['val_loss']:.4f}  val_accuracy {val['val_accuracy']:.3f}"
             )
         module = trainer.get_model()
-    print(
-        f"got back a {type(module).__name__} with {sum(each.numel() for each in module.parameters())} weights"
-    )
+    print(f"got back a {type(module).__name__} with {sum(each.numel() for each in module.parameters())} weights")
 
 
 if __name__ == "__main__":

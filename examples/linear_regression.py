@@ -37,9 +37,7 @@ def main():
         "lr": 0.05,
         "batch_size": 32 // args.num_workers,
     }
-    with TorchTrainer(
-        training_operator_cls=RegressionOperator, num_workers=args.num_workers, config=config
-    ) as trainer:
+    with TorchTrainer(training_operator_cls=RegressionOperator, num_workers=args.num_workers, config=config) as trainer:
         for _ in range(3 if args.smoke else args.epochs):
             train, val = trainer.train(), trainer.validate()
             print(

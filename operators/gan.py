@@ -53,9 +53,7 @@ class GANOperator(TrainingOperator):
         size = config.get(BATCH_SIZE, config.get("batch_size", 64))
         self.register_data(
             train_loader=DataLoader(train_data, batch_size=size, shuffle=True),
-            validation_loader=None
-            if validation_data is None
-            else DataLoader(validation_data, batch_size=size),
+            validation_loader=None if validation_data is None else DataLoader(validation_data, batch_size=size),
         )
 
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -81,9 +79,7 @@ class GANOperator(TrainingOperator):
             nn.Tanh(),
             nn.Unflatten(1, shape),
         )
-        discriminator = nn.Sequential(
-            nn.Flatten(), nn.Linear(shape.numel(), 128), nn.LeakyReLU(0.2), nn.Linear(128, 1)
-        )
+        discriminator = nn.Sequential(nn.Flatten(), nn.Linear(shape.numel(), 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
         return generator, discriminator
 
     def make_optimizers(

@@ -52,9 +52,7 @@ class LanguageModelOperator(TrainingOperator):
         size = config.get(BATCH_SIZE, config.get("batch_size", 16))
         self.register_data(
             train_loader=DataLoader(train_data, batch_size=size, shuffle=True),
-            validation_loader=None
-            if validation_data is None
-            else DataLoader(validation_data, batch_size=size),
+            validation_loader=None if validation_data is None else DataLoader(validation_data, batch_size=size),
         )
 
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -194,9 +192,7 @@ def next_token_loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tens
 def markov_tokens(length: int = 20_000, *, vocabulary: int = 64, successors: int = 4) -> torch.Tensor:
     """Tokens, each followed by one of a few with equal chances: the best perplexity is `successors`."""
     generator = torch.Generator().manual_seed(0)
-    followers = [
-        torch.randperm(vocabulary, generator=generator)[:successors].tolist() for _ in range(vocabulary)
-    ]
+    followers = [torch.randperm(vocabulary, generator=generator)[:successors].tolist() for _ in range(vocabulary)]
     token, tokens = 0, []
     for choice in torch.randint(successors, (length,), generator=generator).tolist():
         token = followers[token][choice]

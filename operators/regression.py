@@ -113,9 +113,7 @@ class SameShapeMSELoss(nn.MSELoss):
         return super().forward(input, target)
 
 
-def linear_data(
-    size: int = 1000, *, features: int = 4, noise: float = 0.1
-) -> tuple[TensorDataset, TensorDataset]:
+def linear_data(size: int = 1000, *, features: int = 4, noise: float = 0.1) -> tuple[TensorDataset, TensorDataset]:
     """Training and validation data (4 to 1) for `y = 1*x1 + 2*x2 + ... + 1`, the same on every worker."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(size, features, generator=generator)

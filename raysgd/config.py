@@ -82,8 +82,7 @@ class ElasticConfig:
         every = self.snapshot_every
         if not (every is None or every == "epoch" or (_is_real(every) and float(every) > 0)):
             raise ConfigError(
-                "snapshot_every must be 'epoch', a whole number of batches, seconds as a float, or None, "
-                f"got {every!r}"
+                f"snapshot_every must be 'epoch', a whole number of batches, seconds as a float, or None, got {every!r}"
             )
 
 
@@ -104,9 +103,7 @@ class WorkerResources:
         `gpu_asked` is what the user said of GPUs: True, False, or None for "auto".
         """
         if resources is not None and not isinstance(resources, Mapping):
-            raise ConfigError(
-                f"resources_per_worker must be a dict such as {{'CPU': 2, 'GPU': 1}}, got {resources!r}"
-            )
+            raise ConfigError(f"resources_per_worker must be a dict such as {{'CPU': 2, 'GPU': 1}}, got {resources!r}")
         wanted = dict(resources or {})
         for name, amount in {"num_cpus_per_worker": num_cpus, **wanted}.items():
             if not _is_real(amount) or amount < 0:
@@ -116,7 +113,9 @@ class WorkerResources:
         if gpus and gpu_asked is False:
             raise ConfigError(f"resources_per_worker asks for {gpus} GPU but use_gpu is False: set use_gpu=True")
         if gpu_asked and not gpus:
-            raise ConfigError("use_gpu is True but resources_per_worker['GPU'] is 0: give it 1 or more, or leave it out")
+            raise ConfigError(
+                "use_gpu is True but resources_per_worker['GPU'] is 0: give it 1 or more, or leave it out"
+            )
         return cls(cpus=cpus, gpus=gpus, custom=wanted)
 
     def as_dict(self) -> dict[str, float]:

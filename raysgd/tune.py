@@ -1,7 +1,7 @@
 """Trainers as Tune trials: each trial is a trainer with a group of workers of its own (extra: tune).
 
-    Trainable = TorchTrainer.as_trainable(training_operator_cls=Digits, num_workers=2, use_gpu=False)
-    tune.Tuner(Trainable, param_space={"lr": tune.grid_search([0.1, 0.01])}).fit()
+Trainable = TorchTrainer.as_trainable(training_operator_cls=Digits, num_workers=2, use_gpu=False)
+tune.Tuner(Trainable, param_space={"lr": tune.grid_search([0.1, 0.01])}).fit()
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHECKPOINT = "trainer.checkpoint"
 Step = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
-class BaseTorchTrainable(tune.Trainable):  # type: ignore[misc]
+class BaseTorchTrainable(tune.Trainable):
     """One trial: makes its trainer from the trial's config, and trains and validates once in each step.
 
     Losses are left to Tune here (`max_retries=0`): it starts the trial again from its last checkpoint.
@@ -90,7 +90,7 @@ def torch_trainable(
     return TorchTrainable
 
 
-class TFTrainable(tune.Trainable):  # type: ignore[misc]
+class TFTrainable(tune.Trainable):
     """One trial of a `TFTrainer`, described by the trial's config: model_creator, data_creator, num_replicas,
     num_cpus_per_worker, use_gpu, trainer_config. Every other value reaches the creators, beside trainer_config's."""
 

@@ -68,18 +68,14 @@ def test_settings_are_frozen_and_take_keywords_only() -> None:
 @pytest.mark.parametrize(("timeout_s", "hang_s"), [(1800, 600), (10, 600), (1800, 5), (1, 1)])
 def test_every_limit_follows_from_two_numbers(timeout_s: float, hang_s: float) -> None:
     limits = Limits.derive(timeout_s=timeout_s, hang_timeout_s=hang_s, start_s=100)
-    assert limits.collective_s < limits.hang_s, (
-        "a vanished host must end a collective before it looks like a hang"
-    )
+    assert limits.collective_s < limits.hang_s, "a vanished host must end a collective before it looks like a hang"
     assert limits.collective_s <= timeout_s
     assert limits.join_s <= min(timeout_s, 60)
     assert limits.setup_s >= limits.hang_s == hang_s
     assert limits.start_s == 100
 
 
-def parse(
-    cpus: Any = 1, use_gpu: bool = False, resources: Any = None, asked: bool | None = None
-) -> WorkerResources:
+def parse(cpus: Any = 1, use_gpu: bool = False, resources: Any = None, asked: bool | None = None) -> WorkerResources:
     return WorkerResources.parse(cpus, use_gpu, resources, gpu_asked=asked)
 
 

@@ -45,9 +45,7 @@ def quickstart(output: str) -> None:
     assert float(rows[-1][2]) < 0.8 * float(rows[0][2]), output
     assert float(rows[-1][4].rstrip("%")) > 85, output
     # A replacement may join before the epoch is over: that is a recovery too, of the kind "growth".
-    assert re.search(
-        r"recoveries: [12]\n  worker death in batch \d+, lost rank\(s\) \(1,\): 2 -> 1 workers", output
-    )
+    assert re.search(r"recoveries: [12]\n  worker death in batch \d+, lost rank\(s\) \(1,\): 2 -> 1 workers", output)
     assert f"samples in that epoch: {TRAIN_SAMPLES} of {TRAIN_SAMPLES}" in output
 
 

@@ -4,7 +4,11 @@ import pytest
 
 from raysgd.hang import Report, culprits, describe, in_collective
 
-WAITS = ("/x/torch/autograd/graph.py:824 _engine_run_backward", "/x/torch/_tensor.py:1 backward", "/u/op.py:3 train_batch")
+WAITS = (
+    "/x/torch/autograd/graph.py:824 _engine_run_backward",
+    "/x/torch/_tensor.py:1 backward",
+    "/u/op.py:3 train_batch",
+)
 GATHERS = ("/x/torch/distributed/distributed_c10d.py:4 all_gather", "/u/op.py:3 train_batch")
 BUSY = ("/u/op.py:9 sleep_for_ever", "/u/op.py:3 train_batch", "/x/torch/autograd/graph.py:824 _engine_run_backward")
 

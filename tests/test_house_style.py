@@ -8,9 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("raysgd", "operators", "examples", "tests")
-FILES = sorted(
-    {path.resolve() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} | {ROOT / "setup.py"}
-)
+FILES = sorted({path.resolve() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} | {ROOT / "setup.py"})
 LIMITS = {ast.ClassDef: 300, ast.FunctionDef: 40, ast.AsyncFunctionDef: 40}
 
 

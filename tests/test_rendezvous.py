@@ -15,9 +15,7 @@ from raysgd.rendezvous import Alone, Seat, assign_seats
         (["b", "a", "a", "b"], [0, 0, 1, 1], [2, 2, 2, 2], [0, 1, 1, 0]),
     ],
 )
-def test_seats(
-    nodes: list[str], local_ranks: list[int], local_sizes: list[int], node_ranks: list[int]
-) -> None:
+def test_seats(nodes: list[str], local_ranks: list[int], local_sizes: list[int], node_ranks: list[int]) -> None:
     seats = assign_seats(nodes, generation=7)
     assert [seat.world_rank for seat in seats] == list(range(len(nodes)))
     assert [seat.local_rank for seat in seats] == local_ranks

@@ -15,9 +15,7 @@ def explode(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_crash_in_the_middle_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_a_crash_in_the_middle_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     target = tmp_path / "model.pt"
     storage.write(target, b"old")
     with monkeypatch.context() as patch:
@@ -74,9 +72,7 @@ def test_a_directory_is_not_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-@pytest.mark.parametrize(
-    ("name", "says"), [("missing.pt", "there is no checkpoint at"), ("", "is a directory")]
-)
+@pytest.mark.parametrize(("name", "says"), [("missing.pt", "there is no checkpoint at"), ("", "is a directory")])
 def test_reading_what_is_no_file(tmp_path: Path, name: str, says: str) -> None:
     with pytest.raises(CheckpointError, match=says) as caught:
         storage.read(tmp_path / name)

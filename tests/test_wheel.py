@@ -25,9 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(ROOT / name, tree / name)
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run(
-        [*command, "--wheel-dir", str(out)], cwd=tree, capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run([*command, "--wheel-dir", str(out)], cwd=tree, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = out.glob("raysgd-*.whl")
     return built

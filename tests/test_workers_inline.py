@@ -115,9 +115,7 @@ def test_sys_exit_in_user_code_does_not_end_the_script(hosting: Hosting) -> None
 
 def test_ctrl_c_reaches_the_user(hosting: Hosting) -> None:
     with pytest.raises(KeyboardInterrupt):
-        hosting.group.submit(
-            hosting.worker, "run", {"method": "raise", "arguments": {"error": KeyboardInterrupt()}}
-        )
+        hosting.group.submit(hosting.worker, "run", {"method": "raise", "arguments": {"error": KeyboardInterrupt()}})
 
 
 def test_an_interrupted_call_stays_interrupted(hosting: Hosting) -> None:

@@ -30,7 +30,9 @@ class ProgressBar(NoBar):
         try:
             from tqdm.auto import tqdm
         except ImportError as error:
-            raise ValueError("use_tqdm=True needs tqdm: pip install tqdm (or raysgd[torch]), or leave use_tqdm off") from error
+            raise ValueError(
+                "use_tqdm=True needs tqdm: pip install tqdm (or raysgd[torch]), or leave use_tqdm off"
+            ) from error
         self._tqdm: Any = tqdm
         self._bar: Any = None
         self._samples: dict[str, float] = {}

@@ -1,14 +1,14 @@
 """The engine: keeps a group of workers alive. The only loop that knows about failure.
 
-    run(job):
-        stand a generation if none stands
-        repeat:
-            fan the call out, and watch it          (watch.py)
-            classify the outcomes                   (elastic.py, pure)
-            done       -> return what the ranks said, piece by piece
-            user error -> raise it as it is; the group stands again at the next call
-            broken     -> decide (elastic.py, pure): rejoin, restart, wait or give up; then go on
-            paused     -> stand a generation with the newcomers in, or the leavers out; then go on
+run(job):
+    stand a generation if none stands
+    repeat:
+        fan the call out, and watch it          (watch.py)
+        classify the outcomes                   (elastic.py, pure)
+        done       -> return what the ranks said, piece by piece
+        user error -> raise it as it is; the group stands again at the next call
+        broken     -> decide (elastic.py, pure): rejoin, restart, wait or give up; then go on
+        paused     -> stand a generation with the newcomers in, or the leavers out; then go on
 """
 
 from __future__ import annotations

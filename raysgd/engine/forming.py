@@ -19,6 +19,7 @@ from raysgd.rendezvous import assign_seats
 
 __all__ = ["Former"]
 
+
 class Former:
     """Owns the generation's number. Uses the crew; knows nothing of why a new generation is needed."""
 
@@ -52,7 +53,11 @@ class Former:
             return False
         if fresh and not self._build(fresh, factory):
             return False
-        if fresh and state is not None and not self._all_ok(self._ask(fresh, "load", {"data": state}, self._limits.setup_s)):
+        if (
+            fresh
+            and state is not None
+            and not self._all_ok(self._ask(fresh, "load", {"data": state}, self._limits.setup_s))
+        ):
             return False
         for rank, member in enumerate(members):
             member.rank, member.seated, member.built, member.holds_state = rank, True, True, True

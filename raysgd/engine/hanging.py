@@ -15,7 +15,6 @@ __all__ = ["HangGuard"]
 logger = logging.getLogger("raysgd")
 
 
-
 class HangGuard:
     """Watches one running call. Asks for stacks, blames, kills; `on_deadlock` when there is nobody to blame."""
 

@@ -86,7 +86,9 @@ def resolve_precision(precision: Any, use_fp16: Any) -> str:
     if precision not in ("fp32", "fp16", "bf16", "apex"):
         raise ConfigError(f"precision must be 'fp32', 'fp16', 'bf16' or 'apex', got {precision!r}")
     if old is not None and old != precision:
-        raise ConfigError(f"use_fp16={use_fp16!r} means precision={old!r}, but precision={precision!r} was given: pass one")
+        raise ConfigError(
+            f"use_fp16={use_fp16!r} means precision={old!r}, but precision={precision!r} was given: pass one"
+        )
     return str(precision)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,9 +82,7 @@ def plan(given: TrainerArguments) -> Plan:
     elastic = given.elastic or ElasticConfig()
     remote = _needs_ray(given.use_ray, given.num_workers, resources)
     settings = _settings(given, options, elastic, use_gpu, threads=max(1, int(resources.cpus)) if remote else None)
-    options.check_with(
-        num_workers=given.num_workers, use_gpu=use_gpu, precision=settings.precision, elastic=elastic
-    )
+    options.check_with(num_workers=given.num_workers, use_gpu=use_gpu, precision=settings.precision, elastic=elastic)
     rejoins = options.parallel != "fsdp"  # a shard that is lost is nowhere else: only a snapshot has it
     return Plan(
         config=shown,
@@ -144,9 +142,7 @@ def _resources(given: TrainerArguments) -> tuple[WorkerResources, bool]:
     """What a worker asks of the cluster, and whether it trains on a GPU."""
     wanted = wants_gpu(given.use_gpu)
     asked = None if given.use_gpu == "auto" else bool(given.use_gpu)
-    resources = WorkerResources.parse(
-        given.num_cpus_per_worker, wanted, given.resources_per_worker, gpu_asked=asked
-    )
+    resources = WorkerResources.parse(given.num_cpus_per_worker, wanted, given.resources_per_worker, gpu_asked=asked)
     return resources, wanted or resources.gpus > 0
 
 
@@ -177,7 +173,7 @@ def wants_gpu(use_gpu: Any) -> bool:
         raise ConfigError(f"use_gpu must be True, False or 'auto', got {use_gpu!r}")
     if not use_gpu and torch.cuda.is_available():
         logger.info("this machine has a GPU that will not be used: pass use_gpu=True to use it")
-    return use_gpu
+    return bool(use_gpu)
 
 
 def _needs_ray(use_ray: bool | None, num_workers: int, resources: WorkerResources) -> bool:

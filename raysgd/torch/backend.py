@@ -18,7 +18,9 @@ from raysgd.rendezvous import Seat
 __all__ = ["TorchBackend"]
 
 # gloo raises plain RuntimeErrors: only its own file names in the text tell them from a user's.
-GLOO = re.compile(r"gloo/(transport|rendezvous|context|algorithm|allreduce|broadcast|common)|ProcessGroupGloo|\bgloo\b.*[Tt]imed out")
+GLOO = re.compile(
+    r"gloo/(transport|rendezvous|context|algorithm|allreduce|broadcast|common)|ProcessGroupGloo|\bgloo\b.*[Tt]imed out"
+)
 
 
 class TorchBackend:

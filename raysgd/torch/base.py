@@ -70,7 +70,9 @@ class OperatorBase:
 
     def _only_optimizer(self) -> Any:
         if len(self._parts.optimizers) != 1:
-            raise ConfigError(f"{len(self._parts.optimizers)} optimizers are registered: say which one, step(optimizer)")
+            raise ConfigError(
+                f"{len(self._parts.optimizers)} optimizers are registered: say which one, step(optimizer)"
+            )
         return self._parts.optimizers[0]
 
     # -- what an operator may ask ---------------------------------------------------------------------

@@ -207,5 +207,3 @@ def close(source: Source | None) -> None:
     iterator = getattr(twin, "_iterator", None)
     with contextlib.suppress(AttributeError):
         iterator._shutdown_workers()  # type: ignore[union-attr]
-
-

@@ -33,9 +33,7 @@ def operator_from_lightning(
         "train_dataloader": modules.one_loader(train_dataloader, "train_dataloader"),
         "val_dataloader": modules.one_loader(val_dataloader, "val_dataloader"),
     }
-    return type(
-        f"{module_cls.__name__}Operator", (LightningOperator,), {"module_cls": module_cls, "loaders": loaders}
-    )
+    return type(f"{module_cls.__name__}Operator", (LightningOperator,), {"module_cls": module_cls, "loaders": loaders})
 
 
 class LightningOperator(TrainingOperator):
@@ -329,9 +327,7 @@ class LightningOperator(TrainingOperator):
             return
         if state_dict["epoch"] != self._epoch:
             self._greeted = None  # another epoch: its start has not been told in this process
-        self._epoch, self._batch_idx, self._open = (
-            state_dict[name] for name in ("epoch", "batch_idx", "open")
-        )
+        self._epoch, self._batch_idx, self._open = (state_dict[name] for name in ("epoch", "batch_idx", "open"))
         self._stand_in.current_epoch = max(self._epoch, 0)
         for schedule, due in zip(self._schedules.all, state_dict["due"], strict=True):
             schedule.due = due
@@ -368,12 +364,8 @@ def _outputs(output: Any) -> dict[str, Any]:
     if isinstance(output, torch.Tensor):
         return {"loss": output.detach()}
     if not isinstance(output, dict):
-        raise TypeError(
-            f"a step must return a loss, a dict with the key 'loss', or None; got {type(output).__name__}"
-        )
-    return {
-        key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in output.items()
-    }
+        raise TypeError(f"a step must return a loss, a dict with the key 'loss', or None; got {type(output).__name__}")
+    return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in output.items()}
 
 
 def _measured(name: str, outputs: dict[str, Any], batch: Any) -> dict[str, Any]:

@@ -126,6 +126,4 @@ def _figure(name: str, value: Any) -> Any:
     if isinstance(value, Number):
         return value
     shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    raise ConfigError(
-        f"self.log({name!r}, ...) takes a number, a tensor of one element or a metric, got {shown}"
-    )
+    raise ConfigError(f"self.log({name!r}, ...) takes a number, a tensor of one element or a metric, got {shown}")

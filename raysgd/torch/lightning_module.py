@@ -46,9 +46,7 @@ def lightning_base(module_cls: Any) -> type:
     """The LightningModule that this class is made from: of `lightning`, or of `pytorch_lightning`."""
     if not isinstance(module_cls, type):
         given = (
-            f"an object of type {type(module_cls).__name__}"
-            if isinstance(module_cls, nn.Module)
-            else repr(module_cls)
+            f"an object of type {type(module_cls).__name__}" if isinstance(module_cls, nn.Module) else repr(module_cls)
         )
         raise ConfigError(
             f"from_ptl takes a LightningModule class (not an object, each worker makes its own), got {given}"
@@ -79,9 +77,7 @@ def construct(module_cls: type, config: Mapping[str, Any]) -> Any:
     """A module. Its `__init__` gets the whole config as `config` if it takes that; else the keys it names."""
     parameters = list(inspect.signature(module_cls).parameters.values())
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    given = (
-        {"config": config} if "config" in names else {name: config[name] for name in names if name in config}
-    )
+    given = {"config": config} if "config" in names else {name: config[name] for name in names if name in config}
     needed = [each.name for each in parameters if each.default is each.empty and each.name in names]
     missing = [name for name in needed if name not in given]
     if missing:
@@ -149,13 +145,7 @@ def one_loader(given: Any, name: str) -> Any:
             f"{name} is a {type(given).__name__}: data modules are not supported. Pass its loaders, or "
             "let the module's own prepare_data, setup and train_dataloader call it"
         )
-    several = (
-        list(given.values())
-        if isinstance(given, dict)
-        else given
-        if isinstance(given, (list, tuple))
-        else None
-    )
+    several = list(given.values()) if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else None
     if several is None or not several or not all(hasattr(each, "dataset") for each in several):
         if isinstance(given, dict) or hasattr(given, "flattened"):
             raise ConfigError(f"{name} gives several loaders ({type(given).__name__}), and raysgd takes one")

@@ -139,15 +139,11 @@ def _schedule(given: Any, *, automatic: bool) -> Schedule:
     plateau = options.pop("reduce_on_plateau", isinstance(options["scheduler"], ReduceLROnPlateau))
     schedule = Schedule(**options, plateau=bool(plateau))
     if not hasattr(schedule.scheduler, "state_dict") or not hasattr(schedule.scheduler, "step"):
-        raise ConfigError(
-            f"a learning-rate scheduler has step() and state_dict(), got {schedule.scheduler!r}"
-        )
+        raise ConfigError(f"a learning-rate scheduler has step() and state_dict(), got {schedule.scheduler!r}")
     if schedule.interval not in ("epoch", "step"):
         raise ConfigError(f"an lr_scheduler's interval is 'epoch' or 'step', got {schedule.interval!r}")
     if not isinstance(schedule.frequency, int) or schedule.frequency < 1:
-        raise ConfigError(
-            f"an lr_scheduler's frequency is a whole number above 0, got {schedule.frequency!r}"
-        )
+        raise ConfigError(f"an lr_scheduler's frequency is a whole number above 0, got {schedule.frequency!r}")
     if schedule.plateau and automatic:
         _check_plateau(schedule)
     return schedule
@@ -157,8 +153,7 @@ def _check_plateau(schedule: Schedule) -> None:
     name = type(schedule.scheduler).__name__
     if not schedule.monitor:
         raise ConfigError(
-            f"{name} needs a monitor: "
-            '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}'
+            f'{name} needs a monitor: {{"optimizer": ..., "lr_scheduler": {{"scheduler": ..., "monitor": "val_loss"}}}}'
         )
     if schedule.interval == "step":
         raise ConfigError(

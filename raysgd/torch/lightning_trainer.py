@@ -107,9 +107,7 @@ class TrainerStandIn:
         self.lightning_module = self.model = module
         clip_by_norm = options.clip_norm is not None
         self.gradient_clip_val = options.clip_norm if clip_by_norm else options.clip_value
-        self.gradient_clip_algorithm = (
-            None if self.gradient_clip_val is None else "norm" if clip_by_norm else "value"
-        )
+        self.gradient_clip_algorithm = None if self.gradient_clip_val is None else "norm" if clip_by_norm else "value"
         self.seat = seat
         self.current_epoch = self.global_step = 0
         self.loggers: list[Any] = []
@@ -173,16 +171,12 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
     for (device, dtype), alike in kinds.items():
-        _average_alike(
-            alike, torch.tensor([each.grad is not None for each in alike], device=device, dtype=dtype)
-        )
+        _average_alike(alike, torch.tensor([each.grad is not None for each in alike], device=device, dtype=dtype))
 
 
 @torch.no_grad()
 def _average_alike(parameters: list[nn.Parameter], exist: torch.Tensor) -> None:
-    pieces = [
-        torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters
-    ]
+    pieces = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
     message = torch.cat([exist, *pieces])
     dist.all_reduce(message)
     mean = message[len(parameters) :] / dist.get_world_size()

@@ -70,9 +70,9 @@ class TrainingOperator(OperatorBase):
                 scheduler.step()
             self._count(iterator, metrics, meter)
             self.global_step += 1
-        if self.scheduler_step_freq == SCHEDULER_STEP_EPOCH and scheduler is not None:
-            if getattr(iterator, "epoch_ended", True):
-                scheduler.step()
+        per_epoch = self.scheduler_step_freq == SCHEDULER_STEP_EPOCH and scheduler is not None
+        if per_epoch and getattr(iterator, "epoch_ended", True):
+            scheduler.step()
         return dict(meter.summary())
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,9 @@ class TrainingOperator(OperatorBase):
         if criterion is not None:
             answer.append(criterion)
         if schedulers is not None:
-            answer.append(schedulers if not isinstance(schedulers, (tuple, list)) else like(schedulers, parts.schedulers))
+            answer.append(
+                schedulers if not isinstance(schedulers, (tuple, list)) else like(schedulers, parts.schedulers)
+            )
         return tuple(answer)
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:

@@ -189,9 +189,7 @@ class TorchReplica:
 
     # -- validation -----------------------------------------------------------------------------------
 
-    def _run_validate(
-        self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int
-    ) -> Any:
+    def _run_validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int) -> Any:
         """The trainer's `validate`; no rank waits for another in it."""
         operator, cursor = self.operator, self._val_cursor
         if operator._parts.validation_loader is None:

@@ -14,7 +14,19 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.errors import ConfigError
 from raysgd.plan import Deal, Share
 
-__all__ = ["Order", "Picker", "agree", "epoch_order", "evened", "following", "has_own_batches", "is_planned", "random_sources", "set_epoch", "unit_size"]
+__all__ = [
+    "Order",
+    "Picker",
+    "agree",
+    "epoch_order",
+    "evened",
+    "following",
+    "has_own_batches",
+    "is_planned",
+    "random_sources",
+    "set_epoch",
+    "unit_size",
+]
 
 # The units of an epoch in their order: sample indices (a range, a tensor) or whole batches of a user's batch sampler.
 Order = range | torch.Tensor | list[Any]

@@ -68,7 +68,9 @@ def shaped(state: Any) -> dict[str, Any]:
     """Is it one of ours, or of RaySGD v1's? Anything else is foreign."""
     if not isinstance(state, dict) or not isinstance(state.get("models"), list):
         keys = list(state)[:5] if isinstance(state, dict) else type(state).__name__
-        raise CheckpointError(f"this is not a checkpoint of raysgd: it holds {keys}, not models, optimizers and an epoch")
+        raise CheckpointError(
+            f"this is not a checkpoint of raysgd: it holds {keys}, not models, optimizers and an epoch"
+        )
     if not all(isinstance(part, Mapping) for part in [*state["models"], *(state.get("optimizers") or [])]):
         raise CheckpointError("this is not a checkpoint of raysgd: its models or optimizers are no state_dicts")
     if state.get("format", FORMAT) != FORMAT:

@@ -273,8 +273,12 @@ def _by_worker(pieces: list[Piece]) -> list[dict[str, Any]]:
 
 def _check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
     if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 0):
-        raise ConfigError(f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}")
+        raise ConfigError(
+            f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}"
+        )
     if not isinstance(max_retries, int) or max_retries < -1:
-        raise ConfigError(f"max_retries must be a whole number: losses allowed in this call, -1 for no bound; got {max_retries!r}")
+        raise ConfigError(
+            f"max_retries must be a whole number: losses allowed in this call, -1 for no bound; got {max_retries!r}"
+        )
     if info is not None and not isinstance(info, Mapping):
         raise ConfigError(f"info must be a dict, got {info!r}")

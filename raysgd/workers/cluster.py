@@ -11,7 +11,17 @@ from typing import Any
 from raysgd.config import WorkerResources
 from raysgd.errors import ConfigError
 
-__all__ = ["alive_nodes", "draining_nodes", "driver_address", "ensure_cluster", "free_by_node", "holds_at_most", "node_lives", "placement", "room_for"]
+__all__ = [
+    "alive_nodes",
+    "draining_nodes",
+    "driver_address",
+    "ensure_cluster",
+    "free_by_node",
+    "holds_at_most",
+    "node_lives",
+    "placement",
+    "room_for",
+]
 
 logger = logging.getLogger("raysgd")
 

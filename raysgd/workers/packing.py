@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,14 +21,12 @@ from raysgd.workers.blob import Packed
 __all__ = ["dumps", "is_local", "pack"]
 
 
-
 def pack(value: Any) -> Packed | None:
     """The user's object as bytes that any node can read.
 
     Modules that are not installed (files beside the script) are pickled with their content. Raises a TypeError
     that names the object when something in it cannot be pickled.
     """
-    from ray import cloudpickle
 
     if value is None:
         return None
@@ -47,11 +45,13 @@ def dumps(value: Any) -> bytes:
     a function that says `torch.distributed` and `self.config` drags one in by its names)."""
     from ray import cloudpickle
 
-    class Pickler(cloudpickle.CloudPickler):
+    base: Any = cloudpickle.CloudPickler
+
+    class Pickler(base):  # type: ignore[misc]
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
                 return import_module, (obj.__name__,)
-            return super().reducer_override(obj)
+            return base.reducer_override(self, obj)
 
     buffer = io.BytesIO()
     Pickler(buffer).dump(value)
@@ -88,7 +88,7 @@ def is_local(module: ModuleType) -> bool:
     return str(file).endswith(".py") and _outside(str(file))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _outside(file: str) -> bool:
     path = Path(file)
     return not any(path.is_relative_to(root) for root in _installed())

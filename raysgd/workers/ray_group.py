@@ -110,17 +110,17 @@ class RayGroup:
         return blob.ref
 
     def _up(self, worker: str, done: Future[Any]) -> None:
-        from ray.exceptions import NodeDiedError, RayActorError, WorkerCrashedError
-
         error = done.exception()
         if error is not None:
             self._events.put(Gone(worker, _first_line(error)))
 
     def _done(self, worker: str, call: int, done: Future[Outcome]) -> None:
+        from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
+
         error = done.exception()
         if error is None:
             self._events.put(Replied(worker, call, done.result()))
-        elif isinstance(error, (RayActorError, NodeDiedError, WorkerCrashedError)):
+        elif isinstance(error, (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)):
             self._events.put(Gone(worker, _first_line(error)))
         else:  # an answer that cannot be read here; its worker is well
             self._events.put(Replied(worker, call, Failed(error, str(error))))

@@ -64,9 +64,8 @@ class Switchboard:
         line = self._lines.pop(worker, None)
         if line is not None:
             self._names.pop(line, None)
-            with contextlib.suppress(OSError):
-                with self._sending:
-                    send(line, {"t": "bye"})
+            with contextlib.suppress(OSError), self._sending:
+                send(line, {"t": "bye"})
 
     def close(self) -> None:
         for worker in list(self._lines):

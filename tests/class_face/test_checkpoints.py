@@ -14,9 +14,7 @@ from tests.class_face.parts import Drawing, weights
 
 
 def on(workers: int) -> TorchTrainer:
-    return TorchTrainer(
-        training_operator_cls=Drawing, num_workers=workers, use_gpu=False, config={"shuffle": True}
-    )
+    return TorchTrainer(training_operator_cls=Drawing, num_workers=workers, use_gpu=False, config={"shuffle": True})
 
 
 def draw(operator: Any) -> tuple[float, float]:
@@ -64,9 +62,7 @@ def test_the_same_trainer_goes_back_and_takes_the_same_way(pair: TorchTrainer, s
     assert pair.train()["epoch"] == saved.epoch_after
     assert torch.allclose(weights(pair), saved.weights_after, rtol=1e-5)
     assert pair.apply_all_operators(lambda operator: operator.note) == [{"loaded": {"rank": 0}}] * 2
-    assert pair.apply_all_operators(lambda operator: float(operator.table.sum())) == [2e6, 2e6], (
-        "8 MB, to each rank"
-    )
+    assert pair.apply_all_operators(lambda operator: float(operator.table.sum())) == [2e6, 2e6], "8 MB, to each rank"
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -24,9 +24,7 @@ def test_weights_equal_a_hand_written_loop(ray_cluster: None, workers: int) -> N
 def test_one_worker_on_ray_is_like_one_in_this_process(ray_cluster: None) -> None:
     import os
 
-    with TorchTrainer(
-        training_operator_cls=Classes, config={BATCH_SIZE: 16}, use_ray=True, use_gpu=False
-    ) as trainer:
+    with TorchTrainer(training_operator_cls=Classes, config={BATCH_SIZE: 16}, use_ray=True, use_gpu=False) as trainer:
         assert trainer.apply_all_workers(os.getpid) != [os.getpid()]
         assert trainer.apply_all_operators(lambda operator: type(operator.model).__name__) == ["Net"]
         assert trainer.apply_all_operators(lambda operator: operator._is_distributed) == [False]

@@ -122,9 +122,7 @@ def test_the_model_is_of_the_users_own_class(trainer: TorchTrainer) -> None:
     assert type(model) is Net
     assert isinstance(model.layers, nn.Sequential)
     assert not any(name.startswith("module.") for name in model.state_dict())
-    ranks = trainer.apply_all_operators(
-        lambda operator: operator.model.module.layers[0].weight.detach().clone()
-    )
+    ranks = trainer.apply_all_operators(lambda operator: operator.model.module.layers[0].weight.detach().clone())
     assert torch.equal(ranks[0], ranks[1])
     assert torch.equal(ranks[0], model.layers[0].weight)
 
@@ -153,9 +151,7 @@ def test_an_error_on_one_rank_comes_at_once_with_all_that_is_known(trainer: Torc
     result = trainer.train()
     assert result["batch_count"] == 3, "the batch that failed and the rest"
     assert not torch.equal(weights(trainer), before)
-    ranks = trainer.apply_all_operators(
-        lambda operator: operator.model.module.layers[0].weight.detach().clone()
-    )
+    ranks = trainer.apply_all_operators(lambda operator: operator.model.module.layers[0].weight.detach().clone())
     assert torch.equal(ranks[0], ranks[1])
 
 

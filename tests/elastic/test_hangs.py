@@ -34,7 +34,11 @@ def ground(shared: Ground) -> Ground:
 
 @pytest.mark.parametrize(
     ("fault", "stack"),
-    [(Fault(1, 5, "stop"), "does not answer"), (Fault(2, 5, "sleep"), "faults.py"), (Fault(0, 5, "stop", "backward"), "answer")],
+    [
+        (Fault(1, 5, "stop"), "does not answer"),
+        (Fault(2, 5, "sleep"), "faults.py"),
+        (Fault(0, 5, "stop", "backward"), "answer"),
+    ],
     ids=["stopped", "deadlock in user code", "stopped rank 0"],
 )
 def test_the_culprit_is_named_and_ended(ground: Ground, fault: Fault, stack: str, caplog: Any) -> None:

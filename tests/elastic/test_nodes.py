@@ -161,5 +161,3 @@ def test_a_draining_node_is_left_before_it_dies(tmp_path: Path) -> None:
     )
     assert facts["exact"] is True and facts["samples"] == 1500
     assert facts["reasons"] == [["preemption", 3, 2, True]] and facts["redone"] == [0]
-
-

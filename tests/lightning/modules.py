@@ -80,9 +80,7 @@ class Clipped(Net):
     ) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         for group in optimizer.param_groups:
             group["lr"] = self.hparams.lr / (1 + self.global_step)
         optimizer.step(closure=optimizer_closure)

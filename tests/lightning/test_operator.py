@@ -14,9 +14,7 @@ from tests.lightning.modules import Net, Plateau, rows  # noqa: E402
 
 
 def trainer_of(module_cls, config=None, **loaders):
-    return TorchTrainer(
-        training_operator_cls=TrainingOperator.from_ptl(module_cls, **loaders), config=config or {}
-    )
+    return TorchTrainer(training_operator_cls=TrainingOperator.from_ptl(module_cls, **loaders), config=config or {})
 
 
 # -- the config, the data --------------------------------------------------------------------------------
@@ -223,11 +221,7 @@ def test_hooks_see_unscaled_gradients_in_every_precision(precision):
 
 def test_the_package_under_its_old_name():
     old = pytest.importorskip("pytorch_lightning", reason="needs pytorch_lightning beside lightning")
-    own = {
-        name: value
-        for name, value in vars(Net).items()
-        if name in ("loss", "training_step", "train_dataloader")
-    }
+    own = {name: value for name, value in vars(Net).items() if name in ("loss", "training_step", "train_dataloader")}
 
     class Old(old.LightningModule):
         def __init__(self):

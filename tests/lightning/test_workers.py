@@ -22,9 +22,7 @@ def trainer_of(name: str, workers: int, config: dict[str, Any], **options: Any) 
     operator_cls = TrainingOperator.from_ptl(getattr(modules, name))
     config = {"count": ROWS, "batch_size": 16 // workers, **config}
     elastic = ElasticConfig(batch="global", **options)
-    return TorchTrainer(
-        training_operator_cls=operator_cls, num_workers=workers, config=config, elastic=elastic
-    )
+    return TorchTrainer(training_operator_cls=operator_cls, num_workers=workers, config=config, elastic=elastic)
 
 
 def alone(name: str, config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -62,9 +60,7 @@ def test_two_workers_do_what_one_does(ray_cluster: None, tmp_path: Path) -> None
             assert trainer.train()["num_samples"] == ROWS
             validated = trainer.validate()
         assert validated["seen"] == validated["num_samples"] == 5
-        rates = trainer.apply_all_operators(
-            lambda operator: operator.module.optimizers().param_groups[0]["lr"]
-        )
+        rates = trainer.apply_all_operators(lambda operator: operator.module.optimizers().param_groups[0]["lr"])
         assert_all_equal(trainer, alone("Spread", config))
     assert rates[0] == rates[1] < 0.1
 

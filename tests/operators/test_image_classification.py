@@ -32,9 +32,7 @@ def test_topk_counts_the_label_among_the_best() -> None:
     assert topk_accuracy(logits, labels, k=1).item() == 0.25
     assert topk_accuracy(logits, labels, k=2).item() == 0.5
     assert topk_accuracy(logits, labels, k=5).item() == 0.75
-    assert topk_accuracy(logits[:, :3], torch.zeros(4, dtype=torch.long), k=5).item() == 1, (
-        "three classes only"
-    )
+    assert topk_accuracy(logits[:, :3], torch.zeros(4, dtype=torch.long), k=5).item() == 1, "three classes only"
 
 
 def test_takes_model_data_scheduler_and_loader_options() -> None:

@@ -60,11 +60,7 @@ class Recording(Line):
         self.infos: list[dict[str, Any]] = []
 
     def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
-        made = (
-            config["loader"]()
-            if "loader" in config
-            else DataLoader(Numbers(config.get("rows", 12)), batch_size=4)
-        )
+        made = config["loader"]() if "loader" in config else DataLoader(Numbers(config.get("rows", 12)), batch_size=4)
         return {"train_loader": made, "validation_loader": config.get("validation", lambda: made)()}
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

@@ -214,9 +214,7 @@ def test_the_hook_runs_before_setup_even_with_one_worker() -> None:
     assert order == ["hook", "setup"]
 
 
-@pytest.mark.parametrize(
-    ("total", "workers", "shown", "each", "warns"), [(64, 1, 64, 64, 0), (7, 1, 7, 7, 0)]
-)
+@pytest.mark.parametrize(("total", "workers", "shown", "each", "warns"), [(64, 1, 64, 64, 0), (7, 1, 7, 7, 0)])
 def test_a_global_batch_size(total: int, workers: int, shown: int, each: int, warns: int) -> None:
     own = {BATCH_SIZE: total, "more": 1}
     with warnings.catch_warnings(record=True) as caught, inline(config=own, num_workers=workers) as trainer:

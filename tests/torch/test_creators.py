@@ -80,9 +80,7 @@ def test_a_scheduler_without_a_loss_is_a_scheduler() -> None:
 
 @pytest.mark.parametrize(("loss", "expected"), [(nn.MSELoss, 1.0), (scaled_loss, 3.0)])
 def test_a_loss_class_is_made_and_a_loss_function_gets_the_config(loss: Any, expected: float) -> None:
-    with inline(
-        TrainingOperator.from_creators(model, optimizer, loader, loss), config={"scale": 3.0}
-    ) as trainer:
+    with inline(TrainingOperator.from_creators(model, optimizer, loader, loss), config={"scale": 3.0}) as trainer:
         zero, one = torch.zeros(1, 1), torch.ones(1, 1)
         assert float(operator_of(trainer).criterion(zero, one)) == expected
 

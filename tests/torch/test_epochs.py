@@ -94,9 +94,7 @@ def test_a_used_up_generator_says_so_in_its_second_epoch() -> None:
 def test_a_loader_that_is_exchanged_is_taken_up() -> None:
     with inline(Recording) as trainer:
         trainer.train()
-        trainer.apply_all_operators(
-            lambda operator: operator.register_data(train_loader=DataLoader(Numbers(3)))
-        )
+        trainer.apply_all_operators(lambda operator: operator.register_data(train_loader=DataLoader(Numbers(3))))
         seen(trainer)
         assert trainer.train()["num_samples"] == 3
         assert seen(trainer) == [0, 1, 2]
@@ -187,9 +185,7 @@ def test_a_data_set_passed_to_one_call_is_a_stream_of_its_own() -> None:
 
 
 def test_a_transform_is_applied() -> None:
-    dataset = Dataset(
-        pairs(2), batch_size=2, max_concurrency=1, transform=lambda pair: (pair[0] + 5, pair[1])
-    )
+    dataset = Dataset(pairs(2), batch_size=2, max_concurrency=1, transform=lambda pair: (pair[0] + 5, pair[1]))
     with inline(Sums) as trainer:
         assert trainer.train(dataset=dataset, num_steps=1)["first"] == 5
 

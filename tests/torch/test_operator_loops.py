@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.torch.small import Line, Numbers, Recording, flat, inline, operator_of, weights
 
 
-def epoch_with_all(
-    self: Any, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: Any = 0
-) -> Any:
+def epoch_with_all(self: Any, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: Any = 0) -> Any:
     return {"seen": sum(1 for _ in iterator), "given": (info, num_steps, epoch_idx)}
 
 

@@ -179,9 +179,7 @@ def test_without_batches_each_rank_gets_items() -> None:
 def test_a_distributed_sampler_of_the_users_is_asked_as_if_it_were_alone() -> None:
     def make() -> DataLoader[Any]:
         data = Numbers(10)
-        return DataLoader(
-            data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=1, seed=3)
-        )
+        return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=1, seed=3))
 
     seen = {}
     for epoch in (0, 1):
@@ -261,9 +259,7 @@ class WhichWorker(Numbers):
 
 def test_persistent_loader_processes_follow_a_new_plan() -> None:
     """Three epochs, the second dealt anew in its middle: processes stay, and none sees a stale plan."""
-    loader = DataLoader(
-        WhichWorker(16), batch_size=2, num_workers=2, persistent_workers=True, shuffle=True, timeout=30
-    )
+    loader = DataLoader(WhichWorker(16), batch_size=2, num_workers=2, persistent_workers=True, shuffle=True, timeout=30)
     source, alone = PlannedSource(loader, pad=True), Seat()
     source.begin(0, alone, shared=False)
     first = whole(source, alone)

@@ -48,9 +48,7 @@ def test_it_learns(arguments: dict[str, Any]) -> None:
         ({"precision": "fp16"}, True, True, False),
     ],
 )
-def test_what_the_operator_is_told(
-    arguments: dict[str, Any], use_fp16: Any, native: bool, apex: bool
-) -> None:
+def test_what_the_operator_is_told(arguments: dict[str, Any], use_fp16: Any, native: bool, apex: bool) -> None:
     with inline(**arguments) as trainer:
         operator = operator_of(trainer)
         assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == (

@@ -170,7 +170,5 @@ def test_an_operator_without_setup_says_so() -> None:
 
 
 def test_setup_without_register_says_so() -> None:
-    with pytest.raises(
-        ConfigError, match=r"Bare.setup did not call self.register\(models=..., optimizers=...\)"
-    ):
+    with pytest.raises(ConfigError, match=r"Bare.setup did not call self.register\(models=..., optimizers=...\)"):
         inline(Bare)

@@ -120,9 +120,7 @@ class Other(Line):
     def setup(self, config: dict[str, Any]) -> None:
         model = config["model"]()
         optimizers = [config.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)]
-        self.register(
-            models=model, optimizers=optimizers * config.get("optimizers", 1), criterion=nn.MSELoss()
-        )
+        self.register(models=model, optimizers=optimizers * config.get("optimizers", 1), criterion=nn.MSELoss())
         self.register_data(**self.loaders(config))
 
 

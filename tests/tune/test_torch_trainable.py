@@ -57,7 +57,11 @@ def test_each_trial_is_a_group_of_its_own(ray_cluster: None, tmp_path: Path) -> 
         ({"num_workers": 2, "num_cpus_per_worker": 3}, {}, [{"CPU": 1}, {"CPU": 3}, {"CPU": 3}]),
         ({"num_workers": 2}, {"num_workers": 1}, [{"CPU": 1}]),
         ({"num_workers": 2, "use_gpu": True}, {}, [{"CPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}]),
-        ({"num_workers": 2, "resources_per_worker": {"TPU": 1}}, {}, [{"CPU": 1}, {"CPU": 1, "TPU": 1}, {"CPU": 1, "TPU": 1}]),
+        (
+            {"num_workers": 2, "resources_per_worker": {"TPU": 1}},
+            {},
+            [{"CPU": 1}, {"CPU": 1, "TPU": 1}, {"CPU": 1, "TPU": 1}],
+        ),
         ({"num_workers": 1, "use_gpu": "auto"}, {}, [{"CPU": 1}]),
     ],
 )
