@@ -130,6 +130,10 @@ def _check(given: TrainerArguments) -> None:
         raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
     if elastic is not None and not isinstance(elastic, ElasticConfig):
         raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
+    if elastic is not None and elastic.min_workers > given.num_workers:
+        raise ConfigError(
+            f"elastic.min_workers is {elastic.min_workers}, but num_workers is {given.num_workers}: it can be that at most"
+        )
     if given.use_local and given.num_workers > 1:
         warnings.warn(
             "use_local=True with several workers: no rank lives in the driver any more; get_local_operator() gives "

@@ -134,7 +134,9 @@ class OperatorBase:
 
     @property
     def _amp(self) -> Any:
-        return getattr(self._precision, "amp", None)
+        """v1 operators say `self._amp.autocast()`: Apex's amp module, or what has native autocast."""
+        native = self._precision if self._precision.key == "amp_native" else None
+        return getattr(self._precision, "amp", native)
 
     @property
     def _amp_scaler(self) -> Any:

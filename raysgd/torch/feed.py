@@ -174,8 +174,8 @@ class Feed:
     def _note_end_of_epoch(self) -> None:
         """A number of steps that comes out at the end of an epoch ends it, where the plan can tell."""
         cursor, source = self._cursor, self._source
-        if isinstance(source, PlannedSource) and not cursor.ended:
-            cursor.ended = self.epoch_ended = source.steps_left(self._seat, cursor.offset) == 0
+        if isinstance(source, PlannedSource) and source.steps_left(self._seat, cursor.offset) == 0:
+            cursor.ended = self.epoch_ended = True
 
     def _expect(self) -> None:
         """How long this call will be, for whoever shows its progress."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -63,9 +64,10 @@ class TrainingOperator(OperatorBase):
         self._meter = meter = AverageMeterCollection()
         for model in self._parts.wrapped:
             model.train()
+        named = "batch_info" in signature(self.train_batch).parameters
         for batch_idx, batch in enumerate(iterator):
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
-            metrics = self.train_batch(batch, batch_info=batch_info)
+            metrics = self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
             if per_batch:
                 scheduler.step()
             self._count(iterator, metrics, meter)

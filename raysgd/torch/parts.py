@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from raysgd.torch.options import TrainingOptions
 from raysgd.torch.sharded import Shards
 
 __all__ = ["Parts", "as_list", "like", "move"]
+
+PREFIX = {"train": "train_", "validation": "val_"}
 
 
 @dataclass
@@ -43,6 +46,22 @@ class Parts:
         if self.shards is not None:
             self.shards.seated()
         wrapping.rewrap(self.wrapped, self.ddp_args, self.options)
+
+    def begin_measuring(self, phase: str) -> None:
+        """A new call: its registered metric, where there is one, starts from nothing."""
+        if phase in self.metrics:
+            self.metrics[phase].reset()
+
+    def measured(self, phase: str) -> dict[str, Any]:
+        """The registered metric's values over all workers, by name. A collective: every rank comes by at a call's end."""
+        metric = self.metrics.get(phase)
+        if metric is None:
+            return {}
+        value = metric.compute()
+        if isinstance(value, dict):
+            return value
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()
+        return {PREFIX[phase] + name: value}
 
     @contextmanager
     def validating(self) -> Iterator[None]:

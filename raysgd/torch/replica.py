@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +33,6 @@ from raysgd.torch.tolerant import call_with
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
 
 PARTIAL_S = 10.0
-PREFIX = {"train": "train_", "validation": "val_"}
 
 
 class TorchReplicaFactory:
@@ -113,17 +111,7 @@ class TorchReplica:
         if snapshot_first:
             self.snapshots.take(self)
         self._feed = feed = self._make_feed(source, cursor, num_steps, shared=True, unwind=own_loop)
-        try:
-            with operator.timers.record("train_epoch"):
-                result = call_with(
-                    operator.train_epoch, feed, info=info, num_steps=num_steps, epoch_idx=cursor.call_epoch - 1
-                )
-        except MembershipChange:
-            result = {}
-        except BaseException:
-            feed.cut_short()  # what was applied counts before anybody is given this state
-            raise
-        feed.leave()
+        result = self._epoch(feed, info=info, num_steps=num_steps, epoch_idx=cursor.call_epoch - 1)
         if feed.stopped:
             asked = not self._control.interrupted
             return Interrupted(self.partial(result), "stopped at a batch border", self.progress, asked=asked)
@@ -134,10 +122,23 @@ class TorchReplica:
         self.snapshots.call_ended(self)
         return report
 
+    def _epoch(self, feed: Feed, **arguments: Any) -> Any:
+        """The user's loop over the feed, however it ends."""
+        try:
+            with self.operator.timers.record("train_epoch"):
+                result = call_with(self.operator.train_epoch, feed, **arguments)
+        except MembershipChange:
+            result = {}
+        except BaseException:
+            feed.cut_short()  # what was applied counts before anybody is given this state
+            raise
+        feed.leave()
+        return result
+
     def _open_call(self, call: int, dataset: Any) -> bool:
         """Begins the call, or goes on with it after a change of members; False when its work is done already."""
         if call != self._cursor.call:
-            self._reset_metrics("train")
+            self.operator._parts.begin_measuring("train")
             if dataset is None:
                 self._cursor.unpark()  # a call on a data set of its own may have ended in an error
         return self._cursor.open_call(call)
@@ -206,7 +207,7 @@ class TorchReplica:
         else:
             cursor.adopt(self._validation_began)  # a peer was lost: all begin again where the first try began
         self._time(profile)
-        self._reset_metrics("validation")
+        self.operator._parts.begin_measuring("validation")
         feed = self._make_feed(self._validation, cursor, num_steps, shared=True)
         try:
             with operator._parts.validating(), operator.timers.record("validation"):
@@ -257,18 +258,10 @@ class TorchReplica:
         report = result if cursor is None else {"epoch": cursor.epoch, **result, COMMITTED: cursor.call_units}
         if cursor is not None and (skipped := self.operator._precision.take_skipped()):
             report["skipped_steps"] = skipped
-        metric = self.operator._parts.metrics.get(phase)
-        if metric is not None:
-            value = metric.compute()
-            report |= value if isinstance(value, dict) else {PREFIX[phase] + _snake(type(metric).__name__): value}
+        report |= self.operator._parts.measured(phase)
         if profile:
             report["profile"] = self.operator.timers.stats()
         return report
-
-    def _reset_metrics(self, phase: str) -> None:
-        metric = self.operator._parts.metrics.get(phase)
-        if metric is not None:
-            metric.reset()
 
     def _time(self, profile: bool) -> None:
         """Timers and figures of a call begin anew."""
@@ -276,10 +269,7 @@ class TorchReplica:
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
         timers = self.operator.timers
         timers.reset()
-        if profile:
-            timers.enable()
-        else:
-            timers.disable()
+        (timers.enable if profile else timers.disable)()
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -298,10 +288,8 @@ class TorchReplica:
         cursor = self._cursor
         state = states.gather(self.operator)
         if self.in_shards and not raw:
-            keep = self._seat.world_rank == 0
-            state |= {name: gathered(state[name], keep=keep) for name in ("models", "optimizers")}
-        state["epoch"] = cursor.epoch
-        state["world_size"] = self._seat.world_size
+            state |= {name: gathered(state[name], keep=self.rank == 0) for name in ("models", "optimizers")}
+        state |= {"epoch": cursor.epoch, "world_size": self._seat.world_size}
         state["position"] = cursor.as_dict()
         state["validation_position"] = self._val_cursor.as_dict()
         state["validation_began"] = self._validation_began
@@ -368,7 +356,3 @@ class TorchReplica:
         close(self._train)
         close(self._validation)
         self.snapshots.close()
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +52,7 @@ def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
     except Exception as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        said = re.sub(r"\x1b\[[0-9;]*m", "", (str(error).splitlines() or [type(error).__name__])[0])
         if bytes(data[:2]) != b"PK":  # torch writes zip files
             raise CheckpointError("this is no whole checkpoint: it is not a file as save() writes it") from error
         if not trusted and isinstance(error, pickle.UnpicklingError):

@@ -47,7 +47,7 @@ class TorchTrainer:
     def __init__(
         self,
         *,
-        training_operator_cls: type[TrainingOperator],
+        training_operator_cls: type[TrainingOperator] | None = None,
         initialization_hook: Callable[[], Any] | None = None,
         config: Mapping[str, Any] | None = None,
         num_workers: int = 1,
@@ -98,7 +98,7 @@ class TorchTrainer:
             {
                 "num_steps": num_steps,
                 "profile": profile,
-                "info": dict(info) if info is not None else None,
+                "info": self._engine.pack(dict(info) if info is not None else None),
                 "dataset": self._engine.pack(dataset),
             },
             again="resume",
@@ -116,7 +116,11 @@ class TorchTrainer:
         """One pass over the validation data, every row once; returns what was measured."""
         _check_call(num_steps, 0, info)
         self._validations += 1
-        given = {"num_steps": num_steps, "profile": profile, "info": dict(info) if info is not None else None}
+        given = {
+            "num_steps": num_steps,
+            "profile": profile,
+            "info": self._engine.pack(dict(info) if info is not None else None),
+        }
         job = Job("validate", {**given, "call": self._validations})
         return self._shown("validate", job, reduce_results)
 

@@ -102,8 +102,18 @@ def test_serialize_data_creation_only_warns() -> None:
 def test_everything_is_a_keyword() -> None:
     with pytest.raises(TypeError):
         TorchTrainer(Line)  # type: ignore[misc]
-    with pytest.raises(TypeError, match="training_operator_cls"):
-        TorchTrainer()  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="training_operator_cls"):
+        TorchTrainer()
+
+
+def test_the_oldest_form_is_told_what_to_do() -> None:
+    with pytest.raises(DeprecationWarning, match=r"model_creator.*from_creators"):
+        TorchTrainer(model_creator=lambda config: None, num_workers=2)
+
+
+def test_more_workers_at_least_than_at_most() -> None:
+    with pytest.raises(ConfigError, match="min_workers is 5, but num_workers is 2"):
+        TorchTrainer(training_operator_cls=Line, num_workers=2, elastic=ElasticConfig(min_workers=5))
 
 
 @pytest.mark.parametrize(

@@ -239,3 +239,24 @@ def test_an_operator_can_be_driven_by_hand() -> None:
     assert (result["batch_count"], result["num_samples"], operator.global_step) == (1, 2, 1)
     assert operator.validate(DataLoader(Numbers(4), batch_size=2))["num_samples"] == 4
     assert "info" in inspect.signature(operator.validate).parameters
+
+
+def test_a_batch_method_may_name_its_parameters_as_it_likes() -> None:
+    class Named(Line):
+        def train_batch(self, it: Any, inf: Any) -> dict[str, Any]:
+            assert "batch_idx" in inf
+            return super().train_batch(it, inf)
+
+    with inline(Named) as trainer:
+        assert trainer.train()["batch_count"] > 0
+
+
+def test_v1_operators_find_native_amp_under_its_old_name() -> None:
+    class Old(Line):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            assert self.use_fp16_native and self._amp_scaler is not None
+            with self._amp.autocast():
+                return super().train_batch(batch, batch_info)
+
+    with inline(Old, use_fp16=True) as trainer:
+        assert trainer.train()["batch_count"] > 0
