@@ -33,6 +33,7 @@ class OperatorBase:
         self._parts = Parts(options=self._settings.options)
         self._gradients = Gradients(self._settings.options, self._precision, self._parts)
         self._meter = AverageMeterCollection()
+        self._complete: set[str] = set()
         self.timers = TimerCollection()
         self.global_step = 0
         self.setup(self._config)

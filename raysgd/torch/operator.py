@@ -230,12 +230,15 @@ class TrainingOperator(OperatorBase):
         return own if callable(getattr(own, "step", None)) else None
 
     def _need(self, method: str, *names: str) -> None:
+        if method in self._complete:
+            return
         for name in names:
             if not hasattr(self, name):
                 raise RuntimeError(
                     f"the default {method} needs self.{name}: set it in setup "
                     f"(self.model, self.optimizer, self.criterion = self.register(...)), or override {method}"
                 )
+        self._complete.add(method)
 
     @staticmethod
     def _unpack(batch: Any) -> Any:

@@ -13,6 +13,9 @@ from raysgd.errors import ConfigError
 __all__ = ["Bf16", "Fp16", "Fp32", "Precision", "make_precision"]
 
 
+NOTHING = contextlib.nullcontext()
+
+
 class Precision:
     """Full precision, and the shape of the others. One object per operator; owns scalers and nothing else."""
 
@@ -23,7 +26,7 @@ class Precision:
         return models, optimizers
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        return NOTHING
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
         loss.backward()
