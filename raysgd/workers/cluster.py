@@ -41,14 +41,15 @@ def ensure_cluster() -> None:
         return
     address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        context: Any = ray.init(address=address, logging_level=logging.WARNING)
         if address != "local":
+            context: Any = ray.init(address=address, logging_level=logging.WARNING)
             logger.info("connected to the Ray cluster at %s", context.address_info.get("gcs_address", address))
             return
     except ConnectionError:
         if address != "auto":
             raise
-        ray.init(address="local", logging_level=logging.WARNING)
+    # Without the dashboard it is up in half the time; who wants that calls ray.init() first.
+    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     cpus = ray.cluster_resources().get("CPU", 0)
     logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
 
