@@ -180,6 +180,9 @@ class Recoverer:
                 now.attempts + 1,
                 now.max_attempts,
             )
+        elif now.survivors == 0:
+            wanting = self._crew.group.wanting(now.starting)
+            logger.warning("waiting for %d fresh worker(s) to come up; they need %s", now.starting, wanting)
         while time.monotonic() < deadline:
             self._crew.pump(LOOK_S)
             self._recruiter.tick()
