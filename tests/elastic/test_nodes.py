@@ -93,6 +93,8 @@ def test_with_nothing_free_training_waits_and_a_new_node_ends_the_wait(tmp_path:
     facts, log = run(
         """
         lose(nodes.pop())
+        while sum(node["Alive"] for node in ray.nodes()) > 2:
+            time.sleep(0.2)
         elastic = ElasticConfig(backoff_s=4.0, backoff_max_s=30.0, max_attempts=5, hang_timeout_s=60)
         @ray.remote(num_cpus=1)
         class Other:
