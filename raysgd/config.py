@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from raysgd.errors import ConfigError
 
-__all__ = ["ElasticConfig", "Limits", "WorkerResources"]
+__all__ = ["ElasticConfig", "Limits", "WorkerResources", "check_call", "check_trainer"]
 
 # A process group meets within seconds or not at all; what takes longer is a wrong address or a firewall.
 JOIN_AT_MOST_S = 60.0
@@ -139,3 +139,27 @@ def _at_least(name: str, value: Any, least: float, *, whole: bool = False) -> No
     if not good or value < least:
         kind = "a whole number" if whole else "a number"
         raise ConfigError(f"{name} must be {kind} of at least {least}, got {value!r}")
+
+
+def check_trainer(hook: Any, timeout_s: Any, elastic: Any) -> None:
+    """What every trainer takes."""
+    if hook is not None and not callable(hook):
+        raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
+    if not _is_real(timeout_s) or timeout_s <= 0:
+        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    if elastic is not None and not isinstance(elastic, ElasticConfig):
+        raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
+
+
+def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
+    """What `train` and `validate` of every face take."""
+    if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 0):
+        raise ConfigError(
+            f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}"
+        )
+    if not isinstance(max_retries, int) or max_retries < -1:
+        raise ConfigError(
+            f"max_retries must be a whole number: losses allowed in this call, -1 for no bound; got {max_retries!r}"
+        )
+    if info is not None and not isinstance(info, Mapping):
+        raise ConfigError(f"info must be a dict, got {info!r}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.config import ElasticConfig, WorkerResources
+from raysgd.config import WorkerResources, check_trainer
 from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config, operator_from_creators
 from raysgd.tf.operator import TrainingOperator
 
-__all__ = ["check_call", "check_common", "checked_config", "needs_ray", "operator_class", "workers"]
+__all__ = ["check_common", "checked_config", "needs_ray", "operator_class", "workers"]
 
 
 def operator_class(model_creator: Any, data_creator: Any, training_operator_cls: Any) -> type[TrainingOperator]:
@@ -64,24 +64,6 @@ def checked_config(config: Any, num_workers: int) -> dict[str, Any]:
 
 
 def check_common(hook: Any, timeout_s: Any, elastic: Any, use_gpu: Any) -> None:
-    if hook is not None and not callable(hook):
-        raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s <= 0:
-        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-    if elastic is not None and not isinstance(elastic, ElasticConfig):
-        raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
+    check_trainer(hook, timeout_s, elastic)
     if not isinstance(use_gpu, bool):
         raise ConfigError(f"use_gpu must be True or False, got {use_gpu!r}")
-
-
-def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
-    if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 0):
-        raise ConfigError(
-            f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}"
-        )
-    if not isinstance(max_retries, int) or max_retries < -1:
-        raise ConfigError(
-            f"max_retries must be a whole number: losses allowed in this call, -1 for no bound; got {max_retries!r}"
-        )
-    if info is not None and not isinstance(info, Mapping):
-        raise ConfigError(f"info must be a dict, got {info!r}")

@@ -17,6 +17,7 @@ class Cursor:
     samples that all ranks together have committed in it, call_epoch is the epoch that it is to end."""
 
     step: int = 0
+    loads: int = 0
     epoch: int = 0
     offset: int = 0
     ended: bool = True
@@ -50,6 +51,7 @@ class Cursor:
     def progress(self, phase: str) -> Progress:
         return Progress(
             step=self.step,
+            loads=self.loads,
             epoch=self.epoch,
             batches=self.call_batches,
             expected=self.call_expected,

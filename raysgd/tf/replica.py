@@ -261,8 +261,10 @@ class TFReplica:
         states.check(self.operator, states.parse(data.data))
 
     def _run_restore(self, data: Any) -> None:
-        state = states.parse(data.data)
+        state, loads = states.parse(data.data), self._cursor.loads
         self._adopt(state)
+        # The call that the checkpoint was taken in is not one of ours; and this state outranks all that was before.
+        self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads + 1
         ranks = state.get("rng") or []
         if self._seat.world_rank < len(ranks):
             states.restore_random(ranks[self._seat.world_rank])

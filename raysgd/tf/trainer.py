@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd import metrics, storage
 from raysgd.callbacks.progress_bar import make_bar
-from raysgd.config import ElasticConfig, Limits, WorkerResources
+from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call
 from raysgd.elastic import Recovery
 from raysgd.engine.crew import Member
 from raysgd.engine.engine import Engine, Job, Piece
@@ -106,7 +106,7 @@ class TFTrainer:
         `fit_config`'s `epochs` and `steps_per_epoch` say how often, and how far, where nothing is passed here; the
         last epoch's result is returned. `max_retries` bounds the losses of workers that each epoch survives.
         """
-        arguments.check_call(num_steps, max_retries, info)
+        check_call(num_steps, max_retries, info)
         given = {
             "num_steps": self._steps if num_steps is None else num_steps,
             "profile": profile,
@@ -127,7 +127,7 @@ class TFTrainer:
         info: Mapping[str, Any] | None = None,
     ) -> Any:
         """One pass over the validation data, every row once; returns what was measured."""
-        arguments.check_call(num_steps, 0, info)
+        check_call(num_steps, 0, info)
         given = {
             "num_steps": self._validation_steps if num_steps is None else num_steps,
             "profile": profile,

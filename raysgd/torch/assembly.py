@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from raysgd.config import ElasticConfig, Limits, WorkerResources
+from raysgd.config import ElasticConfig, Limits, WorkerResources, check_trainer
 from raysgd.engine.crew import Member
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError
@@ -123,13 +123,8 @@ def _check(given: TrainerArguments) -> None:
     arguments.check_operator(given.training_operator_cls, TrainingOperator)
     arguments.check_num_workers(given.num_workers)
     arguments.check_scheduler_step(given.scheduler_step_freq)
-    hook, timeout_s, elastic = given.initialization_hook, given.timeout_s, given.elastic
-    if hook is not None and not callable(hook):
-        raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s <= 0:
-        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-    if elastic is not None and not isinstance(elastic, ElasticConfig):
-        raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
+    check_trainer(given.initialization_hook, given.timeout_s, given.elastic)
+    elastic = given.elastic
     if elastic is not None and elastic.min_workers > given.num_workers:
         raise ConfigError(
             f"elastic.min_workers is {elastic.min_workers}, but num_workers is {given.num_workers}: it can be that at most"

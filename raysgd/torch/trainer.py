@@ -11,7 +11,7 @@ import torch
 
 from raysgd import metrics
 from raysgd.callbacks.progress_bar import make_bar
-from raysgd.config import ElasticConfig
+from raysgd.config import ElasticConfig, check_call
 from raysgd.elastic import Recovery
 from raysgd.engine.crew import Member
 from raysgd.engine.engine import Job, Piece
@@ -92,7 +92,7 @@ class TorchTrainer:
         `max_retries` bounds the losses of workers that this call survives (-1: no bound). With
         `reduce_results=False` the answer is a list of each worker's own results.
         """
-        _check_call(num_steps, max_retries, info)
+        check_call(num_steps, max_retries, info)
         job = Job(
             "train",
             {
@@ -114,7 +114,7 @@ class TorchTrainer:
         info: Mapping[str, Any] | None = None,
     ) -> Any:
         """One pass over the validation data, every row once; returns what was measured."""
-        _check_call(num_steps, 0, info)
+        check_call(num_steps, 0, info)
         self._validations += 1
         given = {
             "num_steps": num_steps,
@@ -273,16 +273,3 @@ def _by_worker(pieces: list[Piece]) -> list[dict[str, Any]]:
         for piece in pieces
         for own in piece.values
     ]
-
-
-def _check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
-    if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 0):
-        raise ConfigError(
-            f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}"
-        )
-    if not isinstance(max_retries, int) or max_retries < -1:
-        raise ConfigError(
-            f"max_retries must be a whole number: losses allowed in this call, -1 for no bound; got {max_retries!r}"
-        )
-    if info is not None and not isinstance(info, Mapping):
-        raise ConfigError(f"info must be a dict, got {info!r}")

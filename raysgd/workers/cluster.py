@@ -39,19 +39,31 @@ def ensure_cluster() -> None:
                 "Run it on the cluster (for example with `ray job submit`), or connect with ray.init(address='auto')"
             )
         return
-    address = os.environ.get("RAY_ADDRESS") or "auto"
-    try:
-        if address != "local":
-            context: Any = ray.init(address=address, logging_level=logging.WARNING)
-            logger.info("connected to the Ray cluster at %s", context.address_info.get("gcs_address", address))
-            return
-    except ConnectionError:
-        if address != "auto":
-            raise
+    address = os.environ.get("RAY_ADDRESS") or _running_here()
+    if address != "local":
+        context: Any = ray.init(address=address, logging_level=logging.WARNING)
+        logger.info("connected to the Ray cluster at %s", context.address_info.get("gcs_address", address))
+        return
     # Without the dashboard it is up in half the time; who wants that calls ray.init() first.
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     cpus = ray.cluster_resources().get("CPU", 0)
     logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
+
+
+def _running_here() -> str:
+    """The cluster this machine belongs to. A Ray that crashed leaves its address behind, and connecting there would
+    take minutes to fail; so somebody must answer."""
+    from ray._private.utils import read_ray_address
+
+    address = str(read_ray_address() or "")
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return "local"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S).close()
+    except OSError:
+        return "local"
+    return address
 
 
 def driver_address() -> str:

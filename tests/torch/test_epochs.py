@@ -219,3 +219,16 @@ def test_without_data_it_says_what_to_register(method: str) -> None:
         pytest.raises(ConfigError, match=r"self\.register_data\(.*_loader=\.\.\.\).*NoData"),
     ):
         getattr(trainer, method)()
+
+
+@pytest.mark.parametrize("calls", range(1, 6))
+def test_a_checkpoint_of_any_call_can_be_trained_on(calls: int, tmp_path: Any) -> None:
+    """Calls are counted by each trainer for itself: a checkpoint's count must not be taken for one of ours."""
+    with inline(Recording) as trainer:
+        for _ in range(calls):
+            trainer.train()
+        path = trainer.save(tmp_path / "saved.pt")
+    with inline(Recording) as trainer:
+        trainer.load(path)
+        result = trainer.train()
+        assert (result["epoch"], result["num_samples"] > 0) == (calls + 1, True)
