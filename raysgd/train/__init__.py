@@ -32,7 +32,7 @@ from raysgd.train.functions import (
     world_rank,
     world_size,
 )
-from raysgd.train.strategy import CheckpointStrategy
+from raysgd.train.strategy import CheckpointConfig, CheckpointStrategy
 
 if TYPE_CHECKING:
     from raysgd.train import tensorflow, torch
@@ -46,6 +46,7 @@ __all__ = [
     "BackendConfig",
     "BackendExecutor",
     "Checkpoint",
+    "CheckpointConfig",
     "CheckpointStrategy",
     "HorovodConfig",
     "InactiveWorkerGroupError",

@@ -30,7 +30,7 @@ from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, Tra
 from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.replica import FunctionReplicaFactory
 from raysgd.train.run import Run, RunOptions, payload_of, task_of
-from raysgd.train.strategy import CheckpointStrategy
+from raysgd.train.strategy import CheckpointConfig
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
 from raysgd.workers.blob import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
@@ -165,7 +165,7 @@ class BackendExecutor:
         train_func: Callable[..., Any],
         run_dir: str | Path,
         checkpoint: Any = None,
-        checkpoint_strategy: CheckpointStrategy | None = None,
+        checkpoint_strategy: CheckpointConfig | None = None,
         latest_checkpoint_id: int | None = None,
         *,
         config: Mapping[str, Any] | None = None,
@@ -174,8 +174,10 @@ class BackendExecutor:
         """Begins to run the function on every worker, and returns at once."""
         engine = self._active()
         task = task_of(train_func, config)
-        if checkpoint_strategy is not None and not isinstance(checkpoint_strategy, CheckpointStrategy):
-            raise ConfigError(f"checkpoint_strategy must be a CheckpointStrategy, got {checkpoint_strategy!r}")
+        if checkpoint_strategy is not None and not isinstance(checkpoint_strategy, CheckpointConfig):
+            raise ConfigError(
+                f"checkpoint_strategy must be a CheckpointStrategy or CheckpointConfig, got {checkpoint_strategy!r}"
+            )
         self._check_free()
         keeper = CheckpointKeeper(
             Path(run_dir) / "checkpoints",

@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd import storage
 from raysgd.train.checkpoint import Checkpoint, is_directory, unpack
-from raysgd.train.strategy import CheckpointStrategy
+from raysgd.train.strategy import CheckpointConfig
 
 __all__ = ["CheckpointKeeper", "Kept"]
 
@@ -33,13 +33,13 @@ class CheckpointKeeper:
     def __init__(
         self,
         directory: Path,
-        strategy: CheckpointStrategy | None = None,
+        strategy: CheckpointConfig | None = None,
         *,
         latest_id: int = 0,
         initial: bytes | None = None,
     ) -> None:
         self.directory = directory
-        self.strategy = strategy or CheckpointStrategy()
+        self.strategy = strategy or CheckpointConfig()
         self.latest_id = latest_id
         self.payload = initial
         self.kept: list[Kept] = []

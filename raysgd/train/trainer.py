@@ -19,7 +19,7 @@ from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RunOptions
-from raysgd.train.strategy import CheckpointStrategy
+from raysgd.train.strategy import CheckpointConfig
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
 
 __all__ = ["Trainer"]
@@ -118,7 +118,7 @@ class Trainer:
         config: Mapping[str, Any] | None = None,
         callbacks: Iterable[Any] | None = None,
         checkpoint: Any = None,
-        checkpoint_strategy: CheckpointStrategy | None = None,
+        checkpoint_strategy: CheckpointConfig | None = None,
     ) -> list[Any]:
         """Runs the function to its end; what each rank returned, in rank order.
 
@@ -145,7 +145,7 @@ class Trainer:
         train_func: Callable[..., Any],
         config: Mapping[str, Any] | None = None,
         checkpoint: Any = None,
-        checkpoint_strategy: CheckpointStrategy | None = None,
+        checkpoint_strategy: CheckpointConfig | None = None,
     ) -> TrainingIterator:
         """Runs the function, and yields what all ranks report, round by round."""
         self._check_started()

@@ -1,5 +1,6 @@
 """Which checkpoints stay: the newest in memory always, on disk what the strategy says."""
 
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd.errors import CheckpointError
-from raysgd.train import Checkpoint, CheckpointStrategy
+from raysgd.train import Checkpoint, CheckpointConfig, CheckpointStrategy
 from raysgd.train.keeper import CheckpointKeeper
 
 
@@ -79,10 +80,35 @@ def test_a_missing_or_odd_score_is_an_error(tmp_path: Path, content: dict[str, A
         made.take(pickle.dumps(content), {})
 
 
-@pytest.mark.parametrize("wrong", [{"num_to_keep": -1}, {"num_to_keep": 1.5}, {"checkpoint_score_order": "best"}])
-def test_a_strategy_is_checked(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [CheckpointConfig, CheckpointStrategy])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_to_keep": -1},
+        {"num_to_keep": 1.5},
+        {"num_to_keep": True},
+        {"checkpoint_score_order": "best"},
+        {"checkpoint_score_attribute": 3},
+        {"checkpoint_score_attribute": ""},
+    ],
+)
+def test_a_strategy_is_checked(kind: type[CheckpointConfig], wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        CheckpointStrategy(**wrong)
+        kind(**wrong)
+
+
+def test_both_names_mean_the_same_and_keep_the_newest_by_default() -> None:
+    assert isinstance(CheckpointStrategy(), CheckpointConfig)
+    assert CheckpointConfig().by_time and CheckpointStrategy().by_time
+    assert not CheckpointConfig(checkpoint_score_attribute="loss").by_time
+
+
+@pytest.mark.parametrize("order", ["min", "max"])
+def test_nan_is_worse_than_any_number(tmp_path: Path, order: str) -> None:
+    keeper(
+        tmp_path, math.nan, 3, math.nan, num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order=order
+    )
+    assert on_disk(tmp_path) == ["000002"]
 
 
 def test_numbers_go_on_from_where_a_run_was_resumed(tmp_path: Path) -> None:
