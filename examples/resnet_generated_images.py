@@ -41,6 +41,11 @@ class Waves(Dataset):
         return colour * (8 * slope + phase).sin() + 0.3 * noise, label
 
 
+def same_start():
+    """Runs on every worker before `setup`: with it, each run begins with the same weights and order."""
+    torch.manual_seed(0)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=1)
@@ -48,17 +53,20 @@ def main():
     parser.add_argument("--images", type=int, default=640)
     parser.add_argument("--smoke", action="store_true", help="fewer and smaller images")
     args = parser.parse_args()
-    images, size = (160, 16) if args.smoke else (args.images, 32)
+    images, size = (320, 16) if args.smoke else (args.images, 32)
 
     config = {
         "model": ResNet18,
         "train_data": Waves(images, seed=1, size=size),
         "validation_data": Waves(images // 4, seed=2, size=size),
-        "lr": 0.02,
+        "lr": 0.005,
         BATCH_SIZE: 32,
     }
     with TorchTrainer(
-        training_operator_cls=ImageClassificationOperator, num_workers=args.num_workers, config=config
+        training_operator_cls=ImageClassificationOperator,
+        initialization_hook=same_start,
+        num_workers=args.num_workers,
+        config=config,
     ) as trainer:
         for _ in range(args.epochs):
             train, val = trainer.train(), trainer.validate()
