@@ -23,7 +23,7 @@ FLOORS = {
     "2": "workers",
     "3": "engine",
     "4": "torch/trainer torch/assembly torch/checkpoints tf/trainer train/trainer train/executor train/iterator "
-    "train/worker_group utils",
+    "train/worker_group train/job train/fitting train/data_parallel_trainer train/frameworks utils",
     "5a": "__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__",
     "5b": "operators tune cli",
 }
@@ -36,6 +36,10 @@ SIBLINGS = {
     "train/executor": {"train/worker_group"},
     "train/iterator": {"train/executor"},
     "train/trainer": {"train/executor", "train/iterator", "train/worker_group"},
+    "train/job": {"train/executor"},
+    "train/fitting": {"train/executor", "train/iterator", "train/job"},
+    "train/data_parallel_trainer": {"train/executor", "train/fitting", "train/job"},
+    "train/frameworks": {"train/data_parallel_trainer"},
     "outcomes": {"progress"},
     "elastic": {"outcomes"},
     "snapshot": {"progress"},

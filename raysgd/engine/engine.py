@@ -86,6 +86,7 @@ class Engine:
         *,
         hook: Callable[[], Any] | None = None,
         target: int,
+        least: int | None = None,
         elastic: ElasticConfig,
         limits: Limits,
         on_progress: Callable[[Member], None] = lambda member: None,
@@ -96,7 +97,7 @@ class Engine:
         self._crew = Crew(group, target)
         self._crew.on_progress, self._crew.on_message = on_progress, on_message
         self._ledger = Ledger(on_recovery)
-        self._standing = Standing(self._crew, backend, limits, group.pack(factory), group.pack(hook))
+        self._standing = Standing(self._crew, backend, limits, group.pack(factory), group.pack(hook), least)
         self._recruiter = Recruiter(self._crew, self._standing.warm, limits=limits, in_place=backend.in_place)
         tools = (self._crew, self._standing, self._recruiter)
         rules: Any = {"elastic": elastic, "limits": limits, "in_place": backend.in_place}

@@ -24,10 +24,14 @@ SLOW_S = 15.0
 
 
 class Standing:
-    """Owns the user's packed factory and hook, and the flag. Forms generations; does not decide of whom."""
+    """Owns the user's packed factory and hook, and the flag. Forms generations; does not decide of whom. `least` is how
+    many may begin, where that is fewer than all."""
 
-    def __init__(self, crew: Crew, backend: Backend, limits: Limits, factory: Any, hook: Any) -> None:
+    def __init__(
+        self, crew: Crew, backend: Backend, limits: Limits, factory: Any, hook: Any, least: int | None = None
+    ) -> None:
         self._crew, self._limits = crew, limits
+        self._least = crew.target if least is None else least
         self._factory, self._hook = factory, hook
         self.former = Former(crew, backend, limits)
         self.up = False
@@ -45,8 +49,10 @@ class Standing:
     def start(self) -> None:
         """Launches the first workers and sets them up."""
         for attempt in range(1, ATTEMPTS + 1):
-            lacking = self._crew.target - self._crew.group.room()
-            workers = self._crew.launch(self._crew.target)
+            room = self._crew.group.room()
+            count = max(self._least, min(self._crew.target, room))
+            lacking = count - room
+            workers = self._crew.launch(count)
             if self._arrive(workers, lacking) and self.form(workers):
                 return
             logger.warning("a worker died during start-up (attempt %d of %d)", attempt, ATTEMPTS)

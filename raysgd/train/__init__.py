@@ -32,11 +32,15 @@ from raysgd.train.functions import (
     world_rank,
     world_size,
 )
+from raysgd.train.result import Result
+from raysgd.train.settings import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.strategy import CheckpointConfig, CheckpointStrategy
 
 if TYPE_CHECKING:
     from raysgd.train import tensorflow, torch
+    from raysgd.train.data_parallel_trainer import DataParallelTrainer
     from raysgd.train.executor import BackendExecutor
+    from raysgd.train.frameworks import HorovodTrainer, TensorflowTrainer, TorchTrainer
     from raysgd.train.iterator import SGDIterator, TrainingIterator
     from raysgd.train.trainer import Trainer
     from raysgd.train.worker_group import WorkerGroup
@@ -48,14 +52,22 @@ __all__ = [
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointStrategy",
+    "DataParallelTrainer",
+    "FailureConfig",
     "HorovodConfig",
+    "HorovodTrainer",
     "InactiveWorkerGroupError",
     "OutsideRunError",
     "ReportMismatchError",
+    "Result",
+    "RunConfig",
     "SGDBackendError",
     "SGDIterator",
+    "ScalingConfig",
     "TensorflowConfig",
+    "TensorflowTrainer",
     "TorchConfig",
+    "TorchTrainer",
     "TrainBackendError",
     "Trainer",
     "TrainingCallback",
@@ -78,7 +90,11 @@ __all__ = [
 
 _LAZY = {
     "BackendExecutor": "raysgd.train.executor",
+    "DataParallelTrainer": "raysgd.train.data_parallel_trainer",
+    "HorovodTrainer": "raysgd.train.frameworks",
     "SGDIterator": "raysgd.train.iterator",
+    "TensorflowTrainer": "raysgd.train.frameworks",
+    "TorchTrainer": "raysgd.train.frameworks",
     "Trainer": "raysgd.train.trainer",
     "TrainingIterator": "raysgd.train.iterator",
     "WorkerGroup": "raysgd.train.worker_group",

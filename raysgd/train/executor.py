@@ -29,7 +29,7 @@ from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.replica import FunctionReplicaFactory
-from raysgd.train.run import Run, RunOptions, payload_of, task_of
+from raysgd.train.run import Run, RunOptions, Told, payload_of, task_of
 from raysgd.train.strategy import CheckpointConfig
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
 from raysgd.workers.blob import Blob
@@ -59,9 +59,10 @@ class BackendExecutor:
         max_retries: int = 3,
         *,
         elastic: ElasticConfig | None = None,
+        start_with: int | None = None,
     ) -> None:
         self._config, self._backend = backend_config, backend_of(backend_config)
-        self._count = num_workers
+        self._count, self._least = num_workers, start_with
         self._resources = check_resources(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
@@ -88,10 +89,8 @@ class BackendExecutor:
         if self._engine is not None:
             raise TrainBackendError("the workers were started already; call shutdown() first to start anew")
         ensure_cluster()
-        limits = limits_for(
-            collective_s=min(self._config.collective_timeout_s, 0.9 * self._elastic.hang_timeout_s),
-            hang_s=self._elastic.hang_timeout_s,
-        )
+        hang_s = self._elastic.hang_timeout_s
+        limits = limits_for(collective_s=min(self._config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
         meeting = self._config.meeting(
             host=driver_address(),
             use_gpu=self._resources.gpus > 0,
@@ -105,6 +104,7 @@ class BackendExecutor:
             FunctionReplicaFactory(dumps=dumps, encode=type(self._backend).encode_data, make=make),
             hook=initialization_hook,
             target=self._count,
+            least=self._least,
             elastic=self._elastic,
             limits=limits,
             on_message=self._on_message,
@@ -170,8 +170,10 @@ class BackendExecutor:
         *,
         config: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
+        keeper: CheckpointKeeper | None = None,
     ) -> None:
-        """Begins to run the function on every worker, and returns at once."""
+        """Begins to run the function on every worker, and returns at once. A `keeper` goes before what is said of
+        checkpoints."""
         engine = self._active()
         task = task_of(train_func, config)
         if checkpoint_strategy is not None and not isinstance(checkpoint_strategy, CheckpointConfig):
@@ -179,7 +181,7 @@ class BackendExecutor:
                 f"checkpoint_strategy must be a CheckpointStrategy or CheckpointConfig, got {checkpoint_strategy!r}"
             )
         self._check_free()
-        keeper = CheckpointKeeper(
+        keeper = keeper or CheckpointKeeper(
             Path(run_dir) / "checkpoints",
             checkpoint_strategy,
             latest_id=latest_checkpoint_id or 0,
@@ -198,15 +200,20 @@ class BackendExecutor:
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """What every rank reported in the next round, waiting for it; None when the function has ended. An error of
         the function's is raised here."""
+        told = self.fetch_next_round()
+        return None if told is None else told.rows
+
+    def fetch_next_round(self) -> Told | None:
+        """The same, with the number of the newest checkpoint at that time."""
         run = self._current("fetch_next_result")
         while True:
             try:
-                rows = run.next_rows(LOOK_S)
+                told = run.next_round(LOOK_S)
             except queue.Empty:
                 continue
-            if rows is None and run.error is not None:
+            if told is None and run.error is not None:
                 raise run.error
-            return rows
+            return told
 
     def finish_training(self) -> list[Any]:
         """Waits for the function's end; what every rank returned. Reports that nobody fetched do not hold it up."""

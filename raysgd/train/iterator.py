@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
+from raysgd.train.callbacks import Callbacks
 from raysgd.train.executor import BackendExecutor
+from raysgd.train.run import Told
 
 __all__ = ["SGDIterator", "TrainingIterator"]
 
@@ -25,12 +27,19 @@ class TrainingIterator:
         return self
 
     def __next__(self) -> list[dict[str, Any]]:
-        if self._finished:
+        told = self.next_round()
+        if told is None:
             raise StopIteration
+        return told.rows
+
+    def next_round(self) -> Told | None:
+        """The same, with the number of the newest checkpoint at that time; None at the end."""
+        if self._finished:
+            return None
         try:
-            rows = self._executor.fetch_next_result()
-            if rows is not None:
-                return rows
+            told = self._executor.fetch_next_round()
+            if told is not None:
+                return told
             self._results = self._executor.finish_training()
         except KeyboardInterrupt as interrupt:
             self._finished = True
@@ -40,7 +49,21 @@ class TrainingIterator:
             self._finished = True
             raise
         self._finished = True
-        raise StopIteration
+        return None
+
+    def heard_by(self, callbacks: Callbacks, logdir: str) -> Generator[Told, None, None]:
+        """Round by round, each after the callbacks have heard it. Whoever stops in the middle stops the function."""
+        failed = True
+        try:
+            callbacks.start_training(logdir)
+            while (told := self.next_round()) is not None:
+                callbacks.handle_result(told.rows)
+                yield told
+            failed = False
+        finally:
+            if failed and not self._finished:
+                self._executor.cancel(KeyboardInterrupt())
+            callbacks.finish_training(error=failed)
 
     def is_finished(self) -> bool:
         """Have all rounds been fetched, and has the function ended?"""

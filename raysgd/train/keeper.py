@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from raysgd.train.checkpoint import Checkpoint, is_directory, unpack
 from raysgd.train.strategy import CheckpointConfig
 
 __all__ = ["CheckpointKeeper", "Kept"]
+
+PREFIX = "checkpoint_"
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,17 @@ class CheckpointKeeper:
         self.payload = initial
         self.kept: list[Kept] = []
 
+    def adopt(self, reported: Mapping[int, dict[str, Any]]) -> None:
+        """What an earlier run has left in the directory goes on being kept, and its newest is what a function is given.
+        `reported` are the metrics of each."""
+        numbered = [(int(path.name.removeprefix(PREFIX)), path) for path in sorted(self.directory.glob(f"{PREFIX}*"))]
+        for number, path in numbered:
+            payload = Checkpoint(path).to_bytes()
+            metrics = reported.get(number, {})
+            self.kept.append(Kept(number, path, self._score(payload, metrics), metrics))
+            self.payload = payload
+        self.latest_id = max([self.latest_id, *reported, *(number for number, _ in numbered)])
+
     def take(self, payload: bytes, metrics: dict[str, Any]) -> None:
         """The newest checkpoint: kept in memory before anything else can go wrong, then written."""
         self.latest_id += 1
@@ -56,7 +70,7 @@ class CheckpointKeeper:
         worst = min(self.kept, key=lambda kept: (kept.score, kept.number)) if full else None
         if worst is not None and not self.strategy.by_time and score <= worst.score:
             return
-        path = self.directory / f"checkpoint_{self.latest_id:06d}"
+        path = self.directory / f"{PREFIX}{self.latest_id:06d}"
         self._write(path, payload)
         self.kept.append(Kept(self.latest_id, path, score, dict(metrics)))
         if worst is not None:

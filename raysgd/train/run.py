@@ -17,7 +17,7 @@ from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.rounds import Report, Round, Rounds, checkpoint_of
 from raysgd.train.session import Attempt
 
-__all__ = ["Run", "RunOptions", "payload_of", "task_of"]
+__all__ = ["Run", "RunOptions", "Told", "payload_of", "task_of"]
 
 DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
 Rows = list[dict[str, Any]]
@@ -30,6 +30,14 @@ class RunOptions:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     trial: Mapping[str, Any] = field(default_factory=dict)
     shards: Callable[[int], Sequence[Mapping[str, Any]]] | None = None
+
+
+@dataclass(frozen=True)
+class Told:
+    """A complete round: what each rank reported, and the number of the newest checkpoint then."""
+
+    rows: Rows
+    checkpoint: int
 
 
 class Run:
@@ -51,7 +59,7 @@ class Run:
         self._attempt = 0
         self._reports = 0
         self._rounds = Rounds(0)
-        self._complete: queue.SimpleQueue[Rows | None] = queue.SimpleQueue()
+        self._complete: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
         self.values: list[Any] = []
         self.error: BaseException | None = None
 
@@ -116,16 +124,16 @@ class Run:
             self.keeper.take(payload, round_[0].metrics)
         if round_[0].kind == "report":
             self._reports += 1
-            self._complete.put([report.metrics for report in round_])
+            self._complete.put(Told([report.metrics for report in round_], self.keeper.latest_id))
 
     # -- the user's thread ----------------------------------------------------------------------------
 
-    def next_rows(self, timeout: float) -> Rows | None:
+    def next_round(self, timeout: float) -> Told | None:
         """The next complete round; None when there are no more. Raises queue.Empty when none came in time."""
-        rows = self._complete.get(timeout=timeout)
-        if rows is None:
+        told = self._complete.get(timeout=timeout)
+        if told is None:
             self._complete.put(None)
-        return rows
+        return told
 
 
 def task_of(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

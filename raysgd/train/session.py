@@ -18,7 +18,7 @@ from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.errors import OutsideRunError
 from raysgd.train.strategy import TIMESTAMP
 
-__all__ = ["Attempt", "Session", "Stopped", "current", "running"]
+__all__ = ["Attempt", "Session", "Stopped", "current", "own_address", "running"]
 
 
 class Stopped(BaseException):
@@ -119,7 +119,7 @@ class Session:
             row |= {
                 "_date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
                 "_hostname": platform.node(),
-                "_node_ip": _own_address(),
+                "_node_ip": own_address(),
                 "_pid": os.getpid(),
                 "_time_total_s": now - self._began,
             }
@@ -173,7 +173,7 @@ def current(function: str) -> Session:
     return _running[-1]
 
 
-def _own_address() -> str:
+def own_address() -> str:
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

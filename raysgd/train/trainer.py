@@ -126,16 +126,8 @@ class Trainer:
         """
         told = Callbacks(callbacks)
         rounds = self.run_iterator(train_func, config, checkpoint, checkpoint_strategy)
-        failed = True
-        try:
-            told.start_training(str(self.latest_run_dir))
-            for rows in rounds:
-                told.handle_result(rows)
-            failed = False
-        finally:
-            if failed and not rounds.is_finished():
-                self._executor.cancel(KeyboardInterrupt())
-            told.finish_training(error=failed)
+        for _ in rounds.heard_by(told, str(self.latest_run_dir)):
+            pass
         results = rounds.get_final_results()
         assert results is not None
         return results

@@ -1,0 +1,190 @@
+"""What a run of a function trainer writes beside its checkpoints, so that it can be looked at later, and gone on with.
+
+trainer.pkl      the trainer's settings, each pickled by itself, so that one that is given anew is never read
+results.jsonl    one line for each report of rank 0: the metrics, and the newest checkpoint's number
+state.json       how the run stands, and who ran it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import platform
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from raysgd import storage
+from raysgd.errors import CheckpointError
+from raysgd.train.session import own_address
+
+__all__ = ["Past", "Record", "Who", "can_restore"]
+
+SETTINGS, RESULTS, STATE = "trainer.pkl", "results.jsonl", "state.json"
+
+
+@dataclass(frozen=True)
+class Past:
+    """What was written by a run so far. `settings` are pickles, by name."""
+
+    trainer: str
+    status: Literal["running", "finished", "failed"]
+    error: str
+    settings: Mapping[str, bytes] = field(repr=False)
+    rows: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    checkpoints: tuple[int | None, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def read(cls, where: Any) -> Past:
+        if not can_restore(where):
+            raise CheckpointError(
+                f"there is no run to go on with at {where}: that takes the directory of a run of fit(), which is "
+                f"its result's `path`, with a file {SETTINGS} in it"
+            )
+        state = json.loads(storage.read(where / STATE))
+        lines = [json.loads(line) for line in _lines(where / RESULTS)]
+        if lines and state["status"] != "running":
+            lines[-1]["metrics"]["done"] = True
+        return cls(
+            state["trainer"],
+            state["status"],
+            state["error"],
+            pickle.loads(storage.read(where / SETTINGS)),
+            tuple(line["metrics"] for line in lines),
+            tuple(line["checkpoint"] for line in lines),
+        )
+
+    def reported_with(self) -> dict[int, dict[str, Any]]:
+        """The metrics of the report that each checkpoint came with, or right before."""
+        found: dict[int, dict[str, Any]] = {}
+        for row, number in zip(self.rows, self.checkpoints, strict=True):
+            if number is not None:
+                found.setdefault(number, row)
+        return found
+
+
+def can_restore(where: Any) -> bool:
+    """Is there a run that can be gone on with?"""
+    return bool((where / SETTINGS).is_file() and (where / STATE).is_file())
+
+
+@dataclass(frozen=True)
+class Who:
+    """A run's names."""
+
+    trainer: str
+    experiment: str
+    trial_id: str = field(default_factory=lambda: f"{uuid.uuid4().hex[:5]}_00000")
+    experiment_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def described(self, directory: Any) -> dict[str, Any]:
+        """As `train.get_context()` tells it."""
+        return {
+            "experiment_name": self.experiment,
+            "trial_name": f"{self.trainer}_{self.trial_id}",
+            "trial_id": self.trial_id,
+            "trial_dir": str(directory),
+        }
+
+
+class Record:
+    """Owns these files of one run, and the rows. `where` is the run's place, `log_dir` a directory on this machine;
+    they are the same unless the run is stored elsewhere."""
+
+    def __init__(self, where: Any, log_dir: Path, who: Who, config: Mapping[str, Any], past: Past | None) -> None:
+        self.where, self.log_dir, self.who = where, log_dir, who
+        self._config = {"train_loop_config": dict(config)} if config else {}
+        self.rows = [] if past is None else list(past.rows)
+        self._numbers = [] if past is None else list(past.checkpoints)
+        self._written = 0
+        self._restored = len(self.rows)
+        self._began = self._last = self._warm = time.time()
+
+    def begin(self, settings: Mapping[str, bytes]) -> None:
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        storage.write(self.where / SETTINGS, pickle.dumps(dict(settings)))
+        self._say("running")
+
+    def started(self) -> None:
+        """The workers stand, and the function runs."""
+        self._last = self._warm = time.time()
+
+    def add(self, row: Mapping[str, Any], newest: int | None) -> None:
+        """One report of rank 0's. Goes to the file at once; to a store elsewhere, whenever there is a new checkpoint."""
+        fresh = newest is not None and newest != (self._numbers[-1] if self._numbers else None)
+        self.rows.append({**self._autofilled(), **row})
+        self._numbers.append(newest)
+        self._append()
+        if fresh:
+            self._send()
+
+    def end(self, error: BaseException | None) -> None:
+        if self.rows:
+            self.rows[-1]["done"] = True
+        self._send()
+        self._say(
+            "finished" if error is None else "failed", "" if error is None else f"{type(error).__name__}: {error}"
+        )
+
+    def _say(self, status: str, error: str = "") -> None:
+        state = {"trainer": self.who.trainer, "status": status, "error": error}
+        storage.write(self.where / STATE, json.dumps(state).encode())
+
+    def _append(self) -> None:
+        """What an earlier run has written there is written anew once: its last line may be half of one."""
+        mode = "a" if self._written else "w"
+        with open(self.log_dir / RESULTS, mode, encoding="utf-8") as file:
+            for row, number in zip(self.rows[self._written :], self._numbers[self._written :], strict=True):
+                file.write(json.dumps({"metrics": row, "checkpoint": number}, default=_plain) + "\n")
+        self._written = len(self.rows)
+
+    def _send(self) -> None:
+        if self.where != self.log_dir and (self.log_dir / RESULTS).exists():
+            storage.write(self.where / RESULTS, (self.log_dir / RESULTS).read_bytes())
+
+    def _autofilled(self) -> dict[str, Any]:
+        """What Ray gives every report, by the names it has there."""
+        now = time.time()
+        row = {
+            "timestamp": int(now),
+            "date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
+            "time_this_iter_s": now - self._last,
+            "time_total_s": now - self._began,
+            "time_since_restore": now - self._began,
+            "training_iteration": len(self.rows) + 1,
+            "iterations_since_restore": len(self.rows) + 1 - self._restored,
+            "trial_id": self.who.trial_id,
+            "experiment_id": self.who.experiment_id,
+            "experiment_tag": "0",
+            "hostname": platform.node(),
+            "node_ip": own_address(),
+            "pid": os.getpid(),
+            "config": self._config,
+            "done": False,
+            # Nobody counts these here; code that was written for Ray reads them.
+            "episodes_total": None,
+            "timesteps_total": None,
+            "timesteps_since_restore": 0,
+            "warmup_time": self._warm - self._began,
+        }
+        self._last = now
+        return row
+
+
+def _lines(path: Any) -> list[bytes]:
+    """Whole lines only: the last one may have been cut off."""
+    if not path.is_file():
+        return []
+    return list(storage.read(path).split(b"\n")[:-1])
+
+
+def _plain(value: Any) -> Any:
+    """A number out of what holds one (a tensor, NumPy's types); of anything else, what it looks like."""
+    try:
+        return value.item()
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # whatever these say of more than one number
+        return repr(value)

@@ -1,0 +1,96 @@
+"""What a run of a function trainer leaves: its last metrics, its checkpoints, and where everything is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.keeper import CheckpointKeeper
+from raysgd.train.records import Past
+
+__all__ = ["Result"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What `fit()` returns.
+
+    metrics           the last report of rank 0, with what every report is given beside its own values
+    checkpoint        the newest one; None if there was none
+    best_checkpoints  those that were kept, with what was reported beside each: (checkpoint, metrics), oldest first
+    error             what ended the run, when it is read back with `Result.from_path`; `fit()` raises it
+    path              where the run is stored
+    log_dir           its directory on this machine
+    return_values     what the function returned on each rank
+    """
+
+    metrics: dict[str, Any] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+    best_checkpoints: Sequence[tuple[Checkpoint, dict[str, Any]]] = ()
+    error: BaseException | None = None
+    path: str = ""
+    log_dir: Path = Path()
+    history: Sequence[dict[str, Any]] = field(default=(), repr=False)
+    return_values: Sequence[Any] = field(default=(), repr=False)
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> Result:
+        """What a run of `fit()` has left so far, read back. Settings are pickled, so read only what you trust."""
+        place = Path(path)
+        past = Past.read(place)
+        keeper = CheckpointKeeper(place)
+        keeper.adopt(past.reported_with())
+        error = TrainingFailedError(past.error) if past.status == "failed" else None
+        return cls.made(place, keeper, past.rows, log_dir=place, error=error)
+
+    @classmethod
+    def made(cls, place: Any, keeper: CheckpointKeeper, rows: Sequence[dict[str, Any]], **more: Any) -> Result:
+        kept = sorted(keeper.kept, key=lambda each: each.number)
+        newest = keeper.latest
+        if kept and kept[-1].number == keeper.latest_id:
+            newest = Checkpoint(kept[-1].path)
+        return cls(
+            metrics=dict(rows[-1]) if rows else {},
+            checkpoint=newest,
+            best_checkpoints=[(Checkpoint(each.path), dict(each.metrics)) for each in kept],
+            path=str(place),
+            history=rows,
+            **more,
+        )
+
+    @property
+    def metrics_dataframe(self) -> Any:
+        """Every report of rank 0, as a row of a pandas.DataFrame."""
+        try:
+            pandas = import_module("pandas")
+        except ImportError as error:
+            raise ImportError("metrics_dataframe needs pandas: pip install pandas") from error
+        return pandas.DataFrame(list(self.history))
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """What the function was given."""
+        return self.metrics.get("config")
+
+    @property
+    def return_value(self) -> Any:
+        """Rank 0's."""
+        return self.return_values[0] if self.return_values else None
+
+    def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
+        """Of those that were kept, the one with the best value of a reported metric."""
+        if mode not in ("min", "max"):
+            raise ConfigError(f"mode must be 'min' or 'max', got {mode!r}")
+        sign = 1 if mode == "max" else -1
+        scored = [
+            (sign * float(metrics[metric]), number)
+            for number, (_, metrics) in enumerate(self.best_checkpoints)
+            if metric in metrics and not math.isnan(float(metrics[metric]))
+        ]
+        return self.best_checkpoints[max(scored)[1]][0] if scored else None

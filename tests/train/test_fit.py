@@ -1,0 +1,259 @@
+"""`DataParallelTrainer` and its siblings: one call of `fit()`, and what it leaves."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from raysgd import ElasticConfig, train
+from raysgd.train import (
+    Checkpoint,
+    CheckpointConfig,
+    DataParallelTrainer,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    TorchTrainer,
+    TrainingCallback,
+    TrainingWorkerError,
+)
+
+TWO = ScalingConfig(num_workers=2)
+
+
+def in_folder(folder: Path, **more: Any) -> RunConfig:
+    return RunConfig(storage_path=folder, **more)
+
+
+def epochs(config: dict[str, Any]) -> int:
+    """Saves and reports; begins where the newest checkpoint ends."""
+    found = train.get_checkpoint()
+    start = 0 if found is None else found.to_dict()["epoch"] + 1
+    for epoch in range(start, config["epochs"]):
+        saved = Checkpoint.from_dict({"epoch": epoch, "loss": config["losses"][epoch]})
+        train.report({"loss": 2, "epoch": epoch, "size": train.world_size()}, checkpoint=saved)
+        if epoch == config.get("fails_at"):
+            raise ValueError("mine")
+    return start
+
+
+LOSSES = {"losses": [2, 4, 1, 3, 0], "epochs": 4}
+
+
+def test_a_result_has_it_all(ray_cluster: None, tmp_path: Path) -> None:
+    best = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    trainer = DataParallelTrainer(
+        epochs, train_loop_config=LOSSES, scaling_config=TWO, run_config=in_folder(tmp_path, checkpoint_config=best)
+    )
+    result = trainer.fit()
+    assert result.error is None
+    assert result.metrics["epoch"] == 3
+    assert result.metrics["training_iteration"] == result.metrics["_training_iteration"] == 4
+    assert result.metrics["config"] == {"train_loop_config": LOSSES} == result.config
+    assert result.metrics["done"] is True
+    assert result.checkpoint is not None
+    assert result.checkpoint.to_dict()["epoch"] == 3, "the newest, though it was not kept"
+    kind, where = result.best_checkpoints[0][0].get_internal_representation()
+    assert (kind, where) == ("local_path", str(result.log_dir / "checkpoint_000000"))
+    assert [Path(str(kept.path)).name for kept, _ in result.best_checkpoints] == [
+        "checkpoint_000000",
+        "checkpoint_000002",
+    ]
+    assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [0, 2]
+    assert list(result.metrics_dataframe["epoch"]) == [0, 1, 2, 3]
+    assert Path(result.path) == result.log_dir
+    assert result.log_dir.parent == tmp_path
+    assert result.log_dir.name.startswith("DataParallelTrainer_")
+    assert list(result.return_values) == [0, 0]
+    again = Result.from_path(result.path)
+    assert again.metrics == json.loads(json.dumps(result.metrics))
+    assert [metrics["epoch"] for _, metrics in again.best_checkpoints] == [0, 2]
+
+
+def test_the_loop_may_take_nothing_and_nothing_may_be_written(ray_cluster: None, tmp_path: Path) -> None:
+    def loop() -> None:
+        for epoch in range(3):
+            train.save_checkpoint(epoch=epoch)
+
+    result = DataParallelTrainer(
+        loop,
+        scaling_config=TWO,
+        run_config=in_folder(tmp_path, name="mine", checkpoint_config=CheckpointConfig(num_to_keep=0)),
+    ).fit()
+    assert result.checkpoint is not None
+    assert result.checkpoint.to_dict()["epoch"] == 2
+    assert result.checkpoint.get_internal_representation()[0] == "data_dict"
+    assert not result.best_checkpoints and not list(result.log_dir.glob("checkpoint*"))
+    assert result.log_dir == tmp_path / "mine"
+    assert result.metrics == {} and result.metrics_dataframe.empty
+
+
+def test_resuming_metadata_and_context(ray_cluster: None, tmp_path: Path) -> None:
+    def loop() -> dict[str, Any]:
+        context, found = train.get_context(), train.get_checkpoint()
+        assert found is not None
+        train.report({}, checkpoint=Checkpoint.from_dict({"epoch": found.to_dict()["epoch"] + 1}))
+        return {
+            "metadata": context.get_metadata(),
+            "names": (context.get_experiment_name(), context.get_trial_dir()),
+            "ranks": (context.get_world_rank(), context.get_local_rank(), context.get_world_size()),
+        }
+
+    trainer = DataParallelTrainer(
+        loop,
+        scaling_config=TWO,
+        metadata={"who": ["me"]},
+        resume_from_checkpoint=Checkpoint.from_dict({"epoch": 7}),
+        run_config=in_folder(tmp_path, name="run"),
+    )
+    result = trainer.fit()
+    assert [each["metadata"] for each in result.return_values] == [{"who": ["me"]}] * 2
+    assert result.return_value["names"] == ("run", str(tmp_path / "run"))
+    assert {each["ranks"] for each in result.return_values} == {(0, 0, 2), (1, 1, 2)}
+    assert result.checkpoint is not None
+    assert result.checkpoint.to_dict()["epoch"] == 8
+    assert result.checkpoint.get_metadata() == {"who": ["me"]}
+    second = trainer.fit()
+    assert second.log_dir == tmp_path / "run_2", "a run never writes into another's directory"
+
+
+def test_an_error_is_the_users_own_and_restoring_goes_on(ray_cluster: None, tmp_path: Path) -> None:
+    trainer = TorchTrainer(
+        epochs,
+        train_loop_config={**LOSSES, "fails_at": 1},
+        scaling_config=TWO,
+        run_config=in_folder(tmp_path, name="run", checkpoint_config=CheckpointConfig(num_to_keep=2)),
+    )
+    with pytest.raises(ValueError, match="mine"):
+        trainer.fit()
+    path = tmp_path / "run"
+    assert not TorchTrainer.can_restore(tmp_path) and TorchTrainer.can_restore(path)
+    failed = Result.from_path(path)
+    assert "ValueError: mine" in str(failed.error)
+    assert failed.metrics["epoch"] == 1
+
+    restored = TorchTrainer.restore(path, train_loop_config=LOSSES)
+    assert restored.scaling_config == TWO
+    assert restored.train_loop_per_worker is not epochs, "the function came from the storage"
+    result = restored.fit()
+    assert Path(result.path) == path
+    assert list(result.return_values) == [2, 2], "from the newest checkpoint"
+    assert list(result.metrics_dataframe["epoch"]) == [0, 1, 2, 3]
+    assert list(result.metrics_dataframe["training_iteration"]) == [1, 2, 3, 4]
+    assert result.metrics["iterations_since_restore"] == 2
+    kept = [Path(str(kept.path)).name for kept, _ in result.best_checkpoints]
+    assert kept == ["checkpoint_000002", "checkpoint_000003"], "numbers go on, and older ones made room"
+
+
+class Dying(TrainingCallback):
+    """Kills rank 1 after the second round."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def start_training(self, logdir: str) -> None:
+        self.heard.append(logdir)
+
+    def handle_result(self, results: list[dict[str, Any]]) -> None:
+        self.heard.append(results[0]["epoch"])
+        if results[0]["epoch"] == 1:
+            os.kill(results[1]["pid"], signal.SIGKILL)
+
+    def finish_training(self, error: bool = False) -> None:
+        self.heard.append(error)
+
+
+def slow_epochs() -> tuple[int, int, int]:
+    found = train.load_checkpoint()
+    start = 0 if found is None else found["epoch"] + 1
+    for epoch in range(start, 6):
+        checkpoint = Checkpoint.from_dict({"epoch": epoch})
+        train.report({"epoch": epoch, "pid": os.getpid()}, checkpoint=checkpoint)
+        until = time.monotonic() + (60 if epoch == 1 and train.world_size() == 2 else 0)
+        while time.monotonic() < until:  # until the other one has died
+            time.sleep(0.05)
+    return start, train.world_size(), os.getpid()
+
+
+STILL = ScalingConfig(num_workers=2, elastic=ElasticConfig(grow=False, hang_timeout_s=60))
+
+
+@pytest.mark.elastic
+def test_a_loss_is_survived_in_place(ray_cluster: None, tmp_path: Path) -> None:
+    callback = Dying()
+    result = DataParallelTrainer(
+        slow_epochs,
+        scaling_config=STILL,
+        run_config=in_folder(tmp_path, callbacks=[callback], failure_config=FailureConfig(max_failures=1)),
+    ).fit()
+    ((start, size, pid),) = result.return_values
+    assert (start, size) == (2, 1), "from the newest checkpoint, with the one that was left"
+    assert set(result.metrics_dataframe["pid"]) == {pid}, "in its process"
+    assert callback.heard == [str(result.log_dir), 0, 1, 2, 3, 4, 5, False]
+
+
+@pytest.mark.elastic
+def test_too_many_losses_end_a_run(ray_cluster: None, tmp_path: Path) -> None:
+    trainer = DataParallelTrainer(
+        slow_epochs,
+        scaling_config=STILL,
+        run_config=in_folder(tmp_path, name="run", callbacks=[Dying()], failure_config=FailureConfig(max_failures=0)),
+    )
+    with pytest.raises(TrainingWorkerError):
+        trainer.fit()
+    result = DataParallelTrainer.restore(tmp_path / "run", scaling_config=ScalingConfig()).fit()
+    assert list(result.metrics_dataframe["epoch"]) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.elastic
+def test_a_pair_of_numbers_begins_with_what_there_is_room_for(ray_cluster: None, tmp_path: Path) -> None:
+    """Each worker wants 3 of the cluster's 8 CPUs, so only two of the four have room."""
+    wanted = ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 3})
+    result = DataParallelTrainer(train.world_size, scaling_config=wanted, run_config=in_folder(tmp_path)).fit()
+    assert list(result.return_values) == [2, 2]
+
+
+def test_a_fixed_loop_and_a_backend_of_ones_own(ray_cluster: None, tmp_path: Path) -> None:
+    from dataclasses import dataclass
+
+    from raysgd.train import Backend, BackendConfig
+
+    class Mine(Backend):
+        def on_start(self, worker_group: Any, backend_config: Any) -> None:
+            def set_variable(value: str) -> None:
+                os.environ["RAYSGD_MINE"] = value
+
+            worker_group.execute(set_variable, backend_config.text)
+
+    @dataclass
+    class MineConfig(BackendConfig):
+        text: str = "default"
+
+        def backend_cls(self) -> type[Backend]:  # type: ignore[override]
+            return Mine
+
+    class Fixed(DataParallelTrainer):
+        def __init__(self, config: MineConfig, **settings: Any) -> None:
+            super().__init__(lambda: os.environ["RAYSGD_MINE"], backend_config=config, **settings)
+
+    result = Fixed(MineConfig("good day"), scaling_config=TWO, run_config=in_folder(tmp_path, name="run")).fit()
+    assert list(result.return_values) == ["good day"] * 2
+    assert list(Fixed.restore(tmp_path / "run").fit().return_values) == ["good day"] * 2, "the loop is stored too"
+    with pytest.raises(ValueError, match=r"call Fixed\.restore"):
+        DataParallelTrainer.restore(tmp_path / "run")
+
+
+def test_nothing_of_a_run_stays_in_the_cluster(ray_cluster: None, tmp_path: Path) -> None:
+    from ray.util.state import list_actors
+
+    DataParallelTrainer(train.world_rank, scaling_config=TWO, run_config=in_folder(tmp_path)).fit()
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("CPU", 0) < 8:
+        assert time.monotonic() < deadline, list_actors()
+        time.sleep(0.1)

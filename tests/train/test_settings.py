@@ -1,0 +1,154 @@
+"""The settings of `fit()`: what is refused, what they mean for the engine, and names that must not be mixed up."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysgd
+from raysgd import CheckpointError, ConfigError, ElasticConfig, train
+from raysgd.train import FailureConfig, RunConfig, ScalingConfig
+from raysgd.train.records import Past, Record, Who
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        *(({"num_workers": count}, "num_workers") for count in (0, 1.5, True, (0, 2), (3, 2), (1, 2, 3), "2", ())),
+        ({"use_gpu": 1}, "use_gpu"),
+        ({"resources_per_worker": {"GPU": 1}}, "use_gpu is False"),
+        ({"use_gpu": True, "resources_per_worker": {"GPU": 0}}, "use_gpu is True"),
+        ({"resources_per_worker": {"CPU": -1}}, "CPU"),
+        ({"resources_per_worker": 2}, "resources_per_worker"),
+        ({"placement_strategy": "RANDOM"}, "placement_strategy"),
+        ({"elastic": 3}, "elastic"),
+        ({"trainer_resources": {"CPU": -1}}, "CPU"),
+    ],
+)
+def test_a_scaling_that_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ScalingConfig(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"max_failures": -2}, {"max_failures": 1.0}, {"max_failures": True}])
+def test_failures_that_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="max_failures"):
+        FailureConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"name": "a/b"}, {"name": ""}, {"storage_path": 5}, {"failure_config": 3}, {"checkpoint_config": {}}]
+)
+def test_a_run_that_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        RunConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"train_loop_per_worker": 5}, "must be a function"),
+        ({"train_loop_per_worker": lambda a, b: None}, "takes 2"),
+        ({"train_loop_config": 5}, "config must be a dict"),
+        ({"scaling_config": {"num_workers": 2}}, "scaling_config must be a raysgd.train.ScalingConfig"),
+        ({"run_config": 1}, "run_config must be a raysgd.train.RunConfig"),
+        ({"datasets": [1]}, "datasets must be a dict"),
+        ({"metadata": {"a": object()}}, "metadata must be plain JSON"),
+        ({"metadata": 3}, "metadata must be a dict"),
+        ({"resume_from_checkpoint": 3}, "resume_from_checkpoint must be"),
+        ({"backend_config": "gloo"}, "backend must be one of"),
+    ],
+)
+def test_a_trainer_that_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train.DataParallelTrainer(**{"train_loop_per_worker": lambda: None, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "most", "least", "min_workers"),
+    [
+        (ScalingConfig(), 1, None, 1),
+        (ScalingConfig(num_workers=4), 4, None, 1),
+        (ScalingConfig(num_workers=(2, 4)), 4, 2, 2),
+        (ScalingConfig(num_workers=[2, 4]), 4, 2, 2),  # type: ignore[arg-type]
+        (ScalingConfig(num_workers=4, elastic=ElasticConfig(min_workers=3)), 4, None, 3),
+        (ScalingConfig(num_workers=(2, 4), elastic=ElasticConfig(min_workers=3)), 4, 2, 2),
+    ],
+)
+def test_what_a_scaling_means(scaling: ScalingConfig, most: int, least: int | None, min_workers: int) -> None:
+    assert (scaling.most, scaling.least, scaling.policy().min_workers) == (most, least, min_workers)
+    assert len(scaling.bundles()) == most + 1
+
+
+def test_resources_are_read_and_left_as_they_are() -> None:
+    given = {"CPU": 2, "GPU": 2, "special": 1}
+    scaling = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=given, trainer_resources={"CPU": 3})
+    assert scaling.bundles() == scaling.bundles() == [{"CPU": 3}, given, given]
+    assert given == {"CPU": 2, "GPU": 2, "special": 1}
+
+
+def test_the_two_torch_trainers_are_two() -> None:
+    pytest.importorskip("torch")
+    assert train.TorchTrainer is not raysgd.TorchTrainer
+    assert issubclass(train.TorchTrainer, train.DataParallelTrainer)
+
+
+@pytest.mark.parametrize("name", ["torch_config", "torch_backend"])
+def test_backends_have_older_names(name: str) -> None:
+    config = train.TorchConfig(backend="gloo", timeout_s=60)
+    assert train.TorchTrainer(lambda: None, **{name: config}).backend_config is config
+    with pytest.raises(ConfigError, match=f"{name} must be a raysgd.train.TorchConfig"):
+        train.TorchTrainer(lambda: None, **{name: train.BackendConfig()})
+    with pytest.raises(ConfigError, match="torch_config and torch_backend are names of one"):
+        train.TorchTrainer(lambda: None, torch_config=config, torch_backend=config)
+
+
+def test_a_dataset_config_is_given_out_as_a_copy() -> None:
+    class Own(train.DataParallelTrainer):
+        _dataset_config = {"train": [1]}  # noqa: RUF012
+
+    trainer = Own(lambda: None)
+    trainer.get_dataset_config()["train"].append(2)
+    assert trainer.get_dataset_config() == {"train": [1]}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"num_workers": 3}, "no argument 'num_workers'"), ({}, r"pass datasets= with \['train'\]")],
+)
+def test_restoring_says_what_it_lacks(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    trainer = train.DataParallelTrainer(lambda: None, datasets={"train": [1, 2]})
+    Record(tmp_path, tmp_path, Who("DataParallelTrainer", "run"), {}, None).begin(trainer._packed())
+    with pytest.raises(ConfigError, match=message):
+        train.DataParallelTrainer.restore(tmp_path, **given)
+    found = train.DataParallelTrainer.restore(tmp_path, datasets={"train": [3]})
+    assert found.datasets == {"train": [3]}
+
+
+def test_restoring_needs_a_run(tmp_path: Path) -> None:
+    assert not train.DataParallelTrainer.can_restore(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no run to go on with"):
+        train.DataParallelTrainer.restore(tmp_path)
+
+
+def test_what_is_written_of_a_run_can_be_read_while_it_runs(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    record = Record(tmp_path, tmp_path, Who("T", "run"), {"lr": 1}, None)
+    record.begin({"a": b"b"})
+    record.add({"loss": torch.tensor(0.5), "many": torch.ones(2), "nothing": float("nan")}, None)
+    record.add({"loss": 0.25}, 0)
+    record.add({"loss": 0.125}, 0)
+    with open(tmp_path / "results.jsonl", "a") as file:
+        file.write('{"metrics": {"lo')
+    past = Past.read(tmp_path)
+    assert (past.status, past.settings) == ("running", {"a": b"b"})
+    assert [row["loss"] for row in past.rows] == [0.5, 0.25, 0.125]
+    assert past.rows[0]["many"] == "tensor([1., 1.])"
+    assert past.reported_with()[0]["loss"] == 0.25, "what came with it, not what came after"
+    going_on = Record(tmp_path, tmp_path, Who("T", "run"), {}, past)
+    going_on.begin({})
+    going_on.add({"loss": 0.0}, 1)
+    going_on.end(RuntimeError("full"))
+    past = Past.read(tmp_path)
+    assert [row["training_iteration"] for row in past.rows] == [1, 2, 3, 4], "half a line is gone"
+    assert (past.status, past.error) == ("failed", "RuntimeError: full")
