@@ -19,7 +19,7 @@ TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloadin
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	--constraint constraints.txt
 
-.PHONY: help demo test check fix docs clean
+.PHONY: help demo test check fix docs bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make check  lint, format, types, docs"
 	@echo "make fix    repair lint and format where that is mechanical"
 	@echo "make docs   build the documentation into docs/_build/html"
+	@echo "make bench  measure raysgd and its peers, and put the figures into docs/benchmarks.md; ARGS=--quick takes a look"
 	@echo "make clean  remove everything made here, the environment too"
 
 demo: $(VENV)/demo.stamp
@@ -53,6 +54,9 @@ docs/_build/stamp: $(VENV)/dev.stamp $(PAGES) $(SOURCES)
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@touch $@
 
+bench: $(VENV)/bench.stamp
+	@$(BIN)/python examples/benchmarks/bench.py $(ARGS)
+
 $(VENV)/made.stamp:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("raysgd needs Python 3.10 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.11 ...")'
 	@echo "Making an environment in $(VENV) with $$($(PYTHON) --version)"
@@ -67,6 +71,11 @@ $(VENV)/demo.stamp: $(VENV)/made.stamp $(PACKAGE)
 $(VENV)/dev.stamp: $(VENV)/made.stamp $(PACKAGE)
 	@echo "Installing raysgd and all that its tests, checks and documentation need (some hundred MB: minutes, once)"
 	@$(PIP_INSTALL) --editable '.[dev]' | $(TELL)
+	@touch $@
+
+$(VENV)/bench.stamp: $(VENV)/made.stamp $(PACKAGE)
+	@echo "Installing raysgd and the peers that it is measured against (some hundred MB: minutes, once)"
+	@$(PIP_INSTALL) --editable '.[bench]' | $(TELL)
 	@touch $@
 
 clean:

@@ -43,13 +43,85 @@ def module(name: str) -> ModuleType:
     return loaded
 
 
+def shown(document: dict[str, Any], folder: Path) -> None:
+    """The page takes its tables, and there are pictures of it, each a small file."""
+    name = document["benchmark"]
+    page = (FOLDER.parents[1] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    document["command"] = "told by a test"
+    text = module("fill_page").filled(page, {name: document}, folder / "page.md")
+    for contender in {row["contender"] for row in document["rows"]}:
+        assert f"| {contender} |" in text
+    assert "told by a test" in text
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("the rest of this test draws: it needs matplotlib (extra: bench)")
+    (folder / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
+    pictures = module("plots").plot_all(folder, folder / "pictures")
+    assert pictures and all(2_000 < picture.stat().st_size < 100_000 for picture in pictures)
+
+
+PEERS = {"hand-written": "", "raysgd": "", "torchrun": "", "Ray Train v2": "pandas pyarrow"}
+PEERS |= {"Lightning": "lightning", "Accelerate": "accelerate"}
+
+
 @pytest.mark.slow
-def test_throughput() -> None:
-    rows = smoke("throughput.py", "--workloads", "tiny", "gpt")["rows"]
-    assert {(row["workload"], row["contender"]) for row in rows} == {
-        (workload, contender) for workload in ("tiny", "gpt") for contender in ("hand-written", "raysgd")
+def test_throughput(tmp_path: Path) -> None:
+    document = smoke("throughput.py", "--workloads", "tiny")
+    rows = {row["contender"]: row for row in document["rows"]}
+    assert rows.keys() == PEERS.keys()
+    installed = {name for name, needs in PEERS.items() if all(map(importlib.util.find_spec, needs.split()))}
+    assert {name for name, row in rows.items() if row.get("us_per_step", 0) > 0} == installed
+    assert all(rows[name]["note"].startswith("not installed") for name in rows.keys() - installed)
+    shown(document, tmp_path)
+    if installed != rows.keys():
+        pytest.skip(f"without {sorted(rows.keys() - installed)}, which need packages of the extra bench")
+
+
+@pytest.mark.slow
+def test_gpu_without_one(tmp_path: Path) -> None:
+    document = smoke("gpu.py", "--workloads", "gpt124m", "--contenders", "hand-written", "raysgd")
+    assert [(row["contender"], row["precision"]) for row in document["rows"]] == [
+        ("hand-written", "bf16"),
+        ("raysgd", "bf16"),
+    ]
+    assert all(row["tokens_per_s"] > 0 for row in document["rows"])
+    shown(document, tmp_path)
+
+
+@pytest.mark.slow
+def test_saving_through_bench(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "bench.py"), "--smoke", "--only", "saving", "--into", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "saving.json").read_text(encoding="utf-8"))
+    rows = {row["contender"]: row for row in document["rows"]}
+    assert rows["raysgd"]["save_gb_s"] > 0 and rows["raysgd"]["load_gb_s"] > 0
+    assert rows["raysgd, blocking=False"]["pause_ratio"]["count"] == 1
+    shown(document, tmp_path)
+
+
+@pytest.mark.slow
+def test_driver_cost(tmp_path: Path) -> None:
+    document = smoke("driver_cost.py")
+    assert {(row["contender"], row["call"]) for row in document["rows"]} == {
+        (contender, call) for contender in ("hand-written", "raysgd") for call in ("one batch", "nothing")
     }
-    assert all(row["us_per_step"] > 0 for row in rows)
+    assert all(row["driver_cpu_ms"]["median"] > 0 for row in document["rows"])
+    shown(document, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.elastic
+def test_churn(tmp_path: Path) -> None:
+    document = smoke("churn.py")
+    (row,) = document["rows"]
+    assert (row["contender"], row["goodput"]["count"]) == ("raysgd", 1)
+    assert row["kills"] >= 1
+    shown(document, tmp_path)
 
 
 @pytest.mark.slow
@@ -105,3 +177,48 @@ def test_the_page_is_filled() -> None:
     assert "| raysgd | 2 (1 to 3) |" in filled
     assert "old" not in filled and "kept" in filled and filled.startswith("before\n")
     assert fill_page.filled(filled, {"startup": document}) == filled
+
+
+def test_a_page_shows_what_it_asks_for(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "throughput_fp32.png").write_bytes(b"")
+    machine = {"cores": 2, "cpu": "x", "python": "3.11", "versions": {"ray": "2.60"}, "load": [0.1]}
+    rows = [
+        {"workload": workload, "precision": "fp32", "workers": 2, "contender": name, "ratio": {"median": ratio}}
+        for workload, name, ratio in [("tiny", "raysgd", 1.25), ("tiny", "torchrun", 0.5), ("gpt", "raysgd", 1.75)]
+    ]
+    for row in rows:
+        row["ratio"].update(least=row["ratio"]["median"], most=row["ratio"]["median"])
+    document = {"benchmark": "throughput", "command": "throughput.py", "machine": machine, "rows": rows}
+    page = "".join(
+        f"<!-- {asked} -->\n<!-- end -->\n"
+        for asked in ("matrix: throughput ratio", "table: throughput workload=gpt", "plots: throughput", "plots: gpu")
+    )
+    text = module("fill_page").filled(page, {"throughput": document}, tmp_path / "page.md")
+    assert "| workload | precision | workers | raysgd | torchrun |" in text
+    assert "| tiny | fp32 | 2 | 1.25 | 0.5 |" in text and "| gpt | fp32 | 2 | 1.75 |  |" in text
+    assert (
+        "| precision | workers | contender | ratio |\n| --- | --- | --- | --- |\n| fp32 | 2 | raysgd | 1.75 |\n<!--"
+        in text
+    )
+    assert "<!-- plots: throughput -->\n![throughput fp32](benchmarks/throughput_fp32.png)\n<!-- end -->" in text
+    assert text.endswith("<!-- plots: gpu -->\n<!-- end -->\n")
+
+
+def test_a_setting_travels_in_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    workloads = module("workloads")
+    for every in (workloads.WORKLOADS, workloads.GPU_WORKLOADS, workloads.SMALL_GPU_WORKLOADS):
+        for workload in every.values():
+            setting = workloads.Setting(workload.shortened(7), 4, "bf16", "cuda")
+            assert workloads.Setting.of_environment(setting.environment()) == setting
+
+
+def test_the_large_models_are_the_ones_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    torch = pytest.importorskip("torch")
+    workloads = module("workloads")
+    for name, parameters in (("resnet50", 25_557_032), ("gpt124m", 124_475_904)):
+        with torch.device("meta"):
+            model = workloads.GPU_WORKLOADS[name].model()
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters

@@ -4,16 +4,26 @@ A contender has `name`, `epoch()` (one epoch, seen from the driver), `processes(
 `stop()`. All keep their workers alive between epochs, and idle while another one trains.
 """
 
+import contextlib
+import importlib.util
 import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+import ray
+from gate import Program
 from handwritten import HandWritten
+from processes import search_path
 from torch.utils.data import DataLoader
-from workloads import Workload
+from workloads import Setting
 
 from raysgd import TorchTrainer, TrainingOperator
 
-__all__ = ["CONTENDERS", "BenchmarkOperator", "Contender", "RaySGD"]
+__all__ = ["BASE", "ENTRIES", "BenchmarkOperator", "Contender", "Entry", "RaySGD", "cluster", "standing"]
+
+BASE = "hand-written"
 
 
 class Contender(Protocol):
@@ -30,13 +40,19 @@ class BenchmarkOperator(TrainingOperator):
     """Nothing of its own: the library's default loop and batch."""
 
     def setup(self, config):
-        workload, workers = config["workload"], config["workers"]
+        setting = config["setting"]
+        workload = setting.workload
         model = workload.model()
         self.model, self.optimizer, self.criterion = self.register(
             models=model, optimizers=workload.optimizer(model), criterion=workload.criterion
         )
         self.register_data(
-            train_loader=DataLoader(workload.dataset(workers), batch_size=workload.batch_size, shuffle=True)
+            train_loader=DataLoader(
+                workload.dataset(setting.workers),
+                batch_size=workload.batch_size,
+                shuffle=True,
+                pin_memory=setting.device == "cuda",
+            )
         )
 
 
@@ -45,16 +61,23 @@ class RaySGD:
 
     name = "raysgd"
 
-    def __init__(self, workload: Workload, workers: int) -> None:
+    def __init__(self, setting: Setting, *, cpus: float = 1) -> None:
         self.trainer = TorchTrainer(
             training_operator_cls=BenchmarkOperator,
-            num_workers=workers,
+            num_workers=setting.workers,
+            num_cpus_per_worker=cpus,
+            use_gpu=setting.device == "cuda",
             use_ray=True,
-            config={"workload": workload, "workers": workers},
+            precision=setting.precision,
+            config={"setting": setting},
         )
 
     def epoch(self) -> None:
         self.trainer.train()
+
+    def nothing(self) -> None:
+        """A call that does nothing, for the price of one."""
+        self.trainer.apply_all_workers(os.getpid)
 
     def processes(self) -> list[int]:
         return self.trainer.apply_all_workers(os.getpid)
@@ -63,4 +86,62 @@ class RaySGD:
         self.trainer.shutdown()
 
 
-CONTENDERS = {contender.name: contender for contender in (HandWritten, RaySGD)}
+@dataclass(frozen=True)
+class Entry:
+    """One who can take part: how it is started, and what must be installed for it."""
+
+    name: str
+    start: Callable[[Setting], Contender]
+    needs: tuple[str, ...] = ()
+
+    def missing(self) -> list[str]:
+        return [package for package in self.needs if importlib.util.find_spec(package) is None]
+
+
+@contextlib.contextmanager
+def cluster(workers: int, **resources: float) -> Iterator[None]:
+    """A local Ray cluster with a CPU for each of so many workers and for what Ray Train needs beside them. Workers
+    of every driver in it find the benchmarks' modules."""
+    os.environ["PYTHONPATH"] = search_path()
+    ray.init(address="local", num_cpus=workers + 2, include_dashboard=False, log_to_driver=False, **resources)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def program(setting: Setting, *, name: str, script: str, torchrun: bool = True) -> Contender:
+    """A program from peers/, on this cluster if it is one of Ray's."""
+    extra = {**setting.environment(), "CLUSTER": ray.get_runtime_context().gcs_address}
+    return Program.of_script(name, script, extra, setting.workers, torchrun=torchrun)
+
+
+def peer(name: str, script: str, *needs: str, torchrun: bool = True) -> Entry:
+    return Entry(name, partial(program, name=name, script=script, torchrun=torchrun), needs)
+
+
+ENTRIES = {
+    entry.name: entry
+    for entry in (
+        Entry(BASE, HandWritten),
+        Entry(RaySGD.name, RaySGD),
+        peer("torchrun", "with_torchrun.py"),
+        peer("Ray Train v2", "with_ray_train.py", "pandas", "pyarrow", torchrun=False),
+        peer("Lightning", "with_lightning.py", "lightning"),
+        peer("Accelerate", "with_accelerate.py", "accelerate"),
+    )
+}
+
+
+def standing(names: Sequence[str], setting: Setting) -> list[Contender]:
+    """Those that are installed, all started, none of them training."""
+    started: list[Contender] = []
+    try:
+        for name in names:
+            if not ENTRIES[name].missing():
+                started.append(ENTRIES[name].start(setting))
+    except BaseException:
+        for contender in started:
+            contender.stop()
+        raise
+    return started

@@ -13,7 +13,7 @@ from typing import Any
 
 import traces
 
-__all__ = ["Disturber", "LocalNodes", "alive", "children", "state"]
+__all__ = ["Disturber", "LocalNodes", "alive", "children", "send", "state"]
 
 WEIGHTS = {"kill": 6, "stop": 2, "remove node": 2, "add node": 2}
 STEPPED_LATELY_S = 2.0

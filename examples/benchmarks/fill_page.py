@@ -1,33 +1,42 @@
-"""Puts the tables of the measured results into docs/benchmarks.md.
+"""Puts the tables and pictures of the measured results into docs/benchmarks.md.
 
-    python examples/benchmarks/throughput.py > examples/benchmarks/results/throughput.json
+    python examples/benchmarks/bench.py
     python examples/benchmarks/fill_page.py
 
-A table goes between the lines `<!-- table: throughput -->` and `<!-- end -->`; the rest of the page is left
-as it is.
+Between such a line and `<!-- end -->` goes what it asks for; the rest of the page is left as it is:
+
+    <!-- table: startup -->                         all rows
+    <!-- table: throughput workload=tiny -->        these rows, without the column
+    <!-- matrix: throughput ratio -->               a figure for each setting and contender
+    <!-- plots: throughput -->                      the pictures in docs/benchmarks/ whose names begin so
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
 RESULTS = HERE / "results"
-COLUMNS = {
+COLUMNS: dict[str, tuple[str, ...]] = {
     "throughput": (
         "workload",
-        "contender",
+        "precision",
         "workers",
+        "contender",
         "us_per_step",
         "ratio",
+        "overhead_us",
+        "raysgd_ratio",
         "cpu_us_per_step",
         "cpu_ratio",
+        "peak_mb",
     ),
-    "startup": ("contender", "first_epoch_s", "exit_s", "ratio"),
-    "recovery": ("case", "gap_s", "batches_redone", "lost", "doubled"),
+    "startup": ("contender", "first_epoch_s", "exit_s", "ratio", "note"),
+    "recovery": ("case", "gap_s", "batches_redone", "lost", "doubled", "note"),
+    "churn": ("contender", "goodput", "calm_s", "churn_s", "kills", "note"),
     "chaos": (
         "faults",
         "faults_by_kind",
@@ -39,8 +48,35 @@ COLUMNS = {
         "faults_per_10s",
         "left_behind",
     ),
+    "saving": (
+        "mb",
+        "contender",
+        "save_s",
+        "save_gb_s",
+        "rate_ratio",
+        "pause_s",
+        "pause_ratio",
+        "load_s",
+        "load_gb_s",
+        "load_ratio",
+        "note",
+    ),
+    "driver_cost": ("call", "workers", "contender", "driver_cpu_ms", "answer_ms", "ratio"),
+    "gpu": (
+        "workload",
+        "precision",
+        "workers",
+        "contender",
+        "samples_per_s",
+        "tokens_per_s",
+        "ratio",
+        "raysgd_ratio",
+        "idle",
+        "peak_mb",
+    ),
 }
-PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"(<!-- (table|matrix|plots): (\w+)((?: [\w=]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+Rows = Sequence[Mapping[str, Any]]
 
 
 def cell(value: Any) -> str:
@@ -48,46 +84,85 @@ def cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, Mapping) and "median" in value:
-        median, least, most = (value[name] for name in ("median", "least", "most"))
-        return f"{median:g}" if least == most else f"{median:g} ({least:g} to {most:g})"
+        if value["median"] is None:
+            return ""
+        median, least, most = (short(value[name]) for name in ("median", "least", "most"))
+        return median if least == most else f"{median} ({least} to {most})"
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {count}" for name, count in value.items())
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return short(value) if isinstance(value, float) else str(value)
 
 
-def markdown(document: Mapping[str, Any]) -> str:
-    columns = COLUMNS[document["benchmark"]]
-    rows = document["rows"]
+def short(figure: float) -> str:
+    """Four digits that count; no powers of ten."""
+    return f"{figure:.0f}" if abs(figure) >= 1000 else f"{figure:.4g}"
+
+
+def lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *body])
+
+
+def table(document: Mapping[str, Any], only: Mapping[str, str]) -> str:
+    rows = [row for row in document["rows"] if all(str(row.get(name)) == value for name, value in only.items())]
+    columns = [
+        name for name in COLUMNS[document["benchmark"]] if name not in only and any(cell(row.get(name)) for row in rows)
+    ]
     if len(rows) == 1:  # one long row reads better downwards
-        lines = [("figure", ""), *((name, cell(rows[0].get(name))) for name in columns)]
-    else:
-        lines = [columns, *(tuple(cell(row.get(name)) for name in columns) for row in rows)]
-    head, *body = (f"| {' | '.join(line)} |" for line in lines)
+        return lines(("figure", ""), [(name, cell(rows[0].get(name))) for name in columns])
+    return lines(columns, [[cell(row.get(name)) for name in columns] for row in rows])
+
+
+def matrix(document: Mapping[str, Any], figure: str) -> str:
+    """Medians only: a line for each setting, a column for each contender."""
+    settings: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in document["rows"]:
+        value = row.get(figure)
+        value = value["median"] if isinstance(value, Mapping) else value
+        setting = tuple(str(row[name]) for name in ("workload", "precision", "workers"))
+        settings.setdefault(setting, {})[row["contender"]] = cell(value)
+    names = list(dict.fromkeys(row["contender"] for row in document["rows"]))
+    body = [[*setting, *(own.get(name, "") for name in names)] for setting, own in settings.items()]
+    return lines(["workload", "precision", "workers", *names], body)
+
+
+def told(document: Mapping[str, Any]) -> str:
     machine = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    told = (
-        f"`{document['command']}` on {machine['cores']} cores ({machine['cpu']}), "
+    gpus = ", ".join(sorted({str(row["gpu"]) for row in document["rows"] if row.get("gpu")}))
+    return (
+        f"`{document['command']}` on {machine['cores']} cores ({machine['cpu']}){f', {gpus}' if gpus else ''}, "
         f"Python {machine['python']}, {versions}; load average at the end {machine['load'][0]}. "
         "Spreads are median (least to most) over the rounds."
     )
-    return "\n".join([head, "|" + "---|" * len(lines[0]), *body, "", told, ""])
 
 
-def filled(page: str, documents: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with every table whose result is there."""
-
-    def table(place: re.Match[str]) -> str:
-        document = documents.get(place[2])
-        return f"{place[1]}{markdown(document)}{place[3]}" if document else place[0]
-
-    return PLACE.sub(table, page)
+def pictures(name: str, page: Path) -> str:
+    found = sorted((page.parent / "benchmarks").glob(f"{name}*.png"))
+    return "\n\n".join(f"![{path.stem.replace('_', ' ')}](benchmarks/{path.name})" for path in found)
 
 
-def main() -> None:
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(filled(page, {document["benchmark"]: document for document in found}), encoding="utf-8")
+def filled(text: str, documents: Mapping[str, Mapping[str, Any]], page: Path = PAGE) -> str:
+    """The page with every table and picture whose result is there."""
+
+    def content(place: re.Match[str]) -> str:
+        head, kind, name, options, end = place.groups()
+        document = documents.get(name)
+        if document is None:
+            return place[0]
+        if kind == "plots":
+            return f"{head}{pictures(name, page)}\n{end}"
+        only = dict(option.split("=") for option in options.split() if "=" in option)
+        shown = matrix(document, options.strip()) if kind == "matrix" else table(document, only)
+        return f"{head}{shown}\n\n{told(document)}\n{end}" if not only else f"{head}{shown}\n{end}"
+
+    return PLACE.sub(content, text)
+
+
+def fill(results: Path, page: Path) -> None:
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
+    text = page.read_text(encoding="utf-8")
+    page.write_text(filled(text, {each["benchmark"]: each for each in found}, page), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    fill(RESULTS, PAGE)

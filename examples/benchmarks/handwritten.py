@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
-from workloads import Workload
+from workloads import Setting
 
 __all__ = ["HandWritten", "Loop"]
 
@@ -16,46 +16,80 @@ __all__ = ["HandWritten", "Loop"]
 class Loop:
     """One rank's model, data and epochs, in a process group that stands already. Reads only the last loss."""
 
-    def __init__(self, workload: Workload, rank: int, workers: int) -> None:
+    def __init__(self, setting: Setting, rank: int, *, gpu: int = 0) -> None:
         torch.set_num_threads(1)
-        bare = workload.model()
-        # gradient_as_bucket_view=True is raysgd's default; it is the faster one, so both have it.
-        self.model = DistributedDataParallel(bare, gradient_as_bucket_view=True)
+        workload, workers = setting.workload, setting.workers
+        self.setting, self.device = setting, setting.place(gpu)
+        bare = workload.model().to(self.device)
+        # gradient_as_bucket_view=True is raysgd's default; it is the faster one, so all have it.
+        self.model = DistributedDataParallel(bare, gradient_as_bucket_view=True) if workers > 1 else bare
         self.optimizer, self.criterion = workload.optimizer(bare), workload.criterion
         dataset = workload.dataset(workers)
         self.sampler = DistributedSampler(dataset, workers, rank, shuffle=True)
-        self.loader = DataLoader(dataset, batch_size=workload.batch_size, sampler=self.sampler)
+        pinned = setting.device == "cuda"
+        self.loader = DataLoader(dataset, batch_size=workload.batch_size, sampler=self.sampler, pin_memory=pinned)
+        self.scaler = torch.amp.GradScaler(setting.device, enabled=setting.precision == "fp16")
         self.epochs_completed = 0
 
     def epoch(self) -> float:
-        model, optimizer, criterion = self.model, self.optimizer, self.criterion
         self.sampler.set_epoch(self.epochs_completed)
-        model.train()
+        self.model.train()
+        loss = self._plain() if self.setting.plain else self._mixed()
+        self.epochs_completed += 1
+        return float(loss.detach())
+
+    def _plain(self) -> torch.Tensor:
+        model, optimizer, criterion = self.model, self.optimizer, self.criterion
         for features, target in self.loader:
             optimizer.zero_grad()
             loss = criterion(model(features), target)
             loss.backward()
             optimizer.step()
-        self.epochs_completed += 1
-        return float(loss.detach())
+        return loss
+
+    def _mixed(self) -> torch.Tensor:
+        """The same with a device to move batches to, and a precision to compute in."""
+        model, optimizer, criterion, scaler = self.model, self.optimizer, self.criterion, self.scaler
+        scaled = scaler.is_enabled()
+        for features, target in self.loader:
+            features = features.to(self.device, non_blocking=True)
+            target = target.to(self.device, non_blocking=True)
+            optimizer.zero_grad()
+            with self.setting.autocast():
+                loss = criterion(model(features), target)
+            if scaled:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+        return loss
 
 
 class HandWrittenRank:
     """One rank of the loop that people write themselves, in a Ray actor."""
 
-    def __init__(self, workload: Workload, rank: int, workers: int) -> None:
-        self.rank, self.workers, self.workload = rank, workers, workload
+    def __init__(self, setting: Setting, rank: int) -> None:
+        self.setting, self.rank = setting, rank
 
     def process(self) -> int:
         return os.getpid()
 
     def setup(self, host: str, port: int) -> None:
-        store = dist.TCPStore(host, port, self.workers, False)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.workers)
-        self.loop = Loop(self.workload, self.rank, self.workers)
+        workers = self.setting.workers
+        if self.setting.device == "cuda":
+            torch.cuda.set_device(0)  # the one that Ray shows this actor
+        store = dist.TCPStore(host, port, workers, False)
+        backend = "nccl" if self.setting.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=workers)
+        self.loop = Loop(self.setting, self.rank)
 
     def epoch(self) -> float:
         return self.loop.epoch()
+
+    def nothing(self) -> int:
+        return self.rank
 
 
 class HandWritten:
@@ -63,10 +97,11 @@ class HandWritten:
 
     name = "hand-written"
 
-    def __init__(self, workload: Workload, workers: int) -> None:
+    def __init__(self, setting: Setting, *, cpus: float = 1) -> None:
         rank_class = ray.remote(HandWrittenRank)
+        gpus = 1 if setting.device == "cuda" else 0
         self._ranks: list[Any] = [
-            rank_class.options(num_cpus=1).remote(workload, rank, workers) for rank in range(workers)
+            rank_class.options(num_cpus=cpus, num_gpus=gpus).remote(setting, rank) for rank in range(setting.workers)
         ]
         host = str(ray.util.get_node_ip_address())
         self._store = dist.TCPStore(host, 0, None, True, wait_for_workers=False)
@@ -74,6 +109,10 @@ class HandWritten:
 
     def epoch(self) -> None:
         ray.get([rank.epoch.remote() for rank in self._ranks])
+
+    def nothing(self) -> None:
+        """A call that does nothing, for the price of one."""
+        ray.get([rank.nothing.remote() for rank in self._ranks])
 
     def processes(self) -> list[int]:
         return ray.get([rank.process.remote() for rank in self._ranks])

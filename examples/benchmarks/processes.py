@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["HERE", "child", "command_for"]
+__all__ = ["HERE", "child", "command_for", "search_path"]
 
 HERE = Path(__file__).resolve().parent
 
@@ -19,11 +19,15 @@ def command_for(script: Path, *, torchrun: tuple[str, ...] = ()) -> list[str]:
     return [sys.executable, *launcher, str(script)]
 
 
+def search_path(more: str = "") -> str:
+    """PYTHONPATH for whoever must find the benchmarks' modules and raysgd."""
+    return os.pathsep.join(filter(None, [str(HERE), str(HERE.parents[1]), more, os.environ.get("PYTHONPATH")]))
+
+
 @contextlib.contextmanager
 def child(command: list[str], extra: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
     """The running child; stdout is a pipe. Whatever is left of its session at the end is killed."""
-    folders = [str(HERE), str(HERE.parents[1]), extra.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
-    path = os.pathsep.join(filter(None, folders))
+    path = search_path(extra.get("PYTHONPATH", ""))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **extra, "PYTHONPATH": path}
     process = subprocess.Popen(
         command,

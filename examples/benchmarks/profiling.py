@@ -6,7 +6,7 @@ import pstats
 from typing import Any
 
 from contenders import BenchmarkOperator
-from workloads import Workload
+from workloads import Setting
 
 from raysgd import TorchTrainer
 
@@ -26,11 +26,11 @@ class ProfiledOperator(BenchmarkOperator):
         return {**result, "profile_table": text.getvalue()}
 
 
-def where_the_time_goes(workload: Workload, workers: int) -> str:
+def where_the_time_goes(setting: Setting) -> str:
     """Rank 0's functions, by their own time. cProfile makes Python calls look dearer than they are."""
-    config: dict[str, Any] = {"workload": workload, "workers": workers}
+    config: dict[str, Any] = {"setting": setting}
     with TorchTrainer(
-        training_operator_cls=ProfiledOperator, num_workers=workers, use_ray=True, config=config
+        training_operator_cls=ProfiledOperator, num_workers=setting.workers, use_ray=True, config=config
     ) as trainer:
         trainer.train()
         return str(trainer.train()["profile_table"])

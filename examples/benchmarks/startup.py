@@ -40,6 +40,8 @@ PROGRAMS = (
     Program("raysgd", "with_raysgd.py"),
     Program(BASE, "with_ray_train.py", needs=("pandas", "pyarrow")),
     Program("torchrun", "with_torchrun.py", torchrun=("--nproc-per-node", "2")),
+    Program("Lightning", "with_lightning.py", torchrun=("--nproc-per-node", "2"), needs=("lightning",)),
+    Program("Accelerate", "with_accelerate.py", torchrun=("--nproc-per-node", "2"), needs=("accelerate",)),
     Program("hand-written, Ray actors", "by_hand.py"),
 )
 

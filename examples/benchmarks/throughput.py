@@ -1,132 +1,123 @@
-"""Time per step of raysgd against a hand-written DDP loop, in one run.
+"""Time per step of raysgd and its peers against a hand-written DDP loop, in one run.
 
-All contenders stand at the same time and train in turn, never together, in the order A B B A of each round;
-so a slow minute of the machine hits all of them. The ratio is taken round by round, and its median is the
-result. An epoch is timed on the driver, from the call to the answer, so the price of that call is in it. On
-a busy machine look at the processor time per step too: what the workers' processes used, whoever else
+All contenders stand at the same time and train in turn, never together, in the order A B C C B A of each
+round; so a slow minute of the machine hits all of them. The ratio is taken round by round, and its median is
+the result. An epoch is timed on the driver, from the call to the answer, so the price of that call is in it.
+On a busy machine look at the processor time per step too: what the workers' processes used, whoever else
 wanted the cores.
 
     python examples/benchmarks/throughput.py --rounds 15
-    python examples/benchmarks/throughput.py --workloads tiny --profile
+    python examples/benchmarks/throughput.py --workloads tiny --contenders hand-written raysgd --profile
 """
 
 import argparse
+import itertools
 import math
-import os
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import ray
-from contenders import CONTENDERS, Contender
+from contenders import BASE, ENTRIES, RaySGD, cluster, standing
+from interleaved import Turn, interleaved, peak_mb
 from profiling import where_the_time_goes
 from report import claim_stdout, emit, spread
-from workloads import WORKLOADS, Workload
+from workloads import PRECISIONS, WORKLOADS, Setting
 
-BASE = "hand-written"
-Times = dict[str, list[tuple[float, float]]]
 COLUMNS = (
     "workload",
-    "contender",
+    "precision",
     "workers",
-    "epoch_s",
+    "contender",
     "us_per_step",
     "ratio",
+    "overhead_us",
+    "raysgd_ratio",
     "cpu_us_per_step",
     "cpu_ratio",
+    "peak_mb",
 )
 
 
-def measure(workload: Workload, workers: int, names: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+def measure(setting: Setting, names: Sequence[str], rounds: int, limit_s: float = math.inf) -> list[dict[str, Any]]:
     """One row per contender."""
-    contenders = [CONTENDERS[name](workload, workers) for name in names]
+    print(f"{setting.workload.name}, {setting.precision}, {setting.workers} workers", file=sys.stderr)
+    contenders = standing(names, setting)
     try:
         for contender in contenders:
             contender.epoch()  # lazy imports, first allocations, thread pools
-        times = interleaved(contenders, rounds)
+        turns = interleaved(contenders, rounds, limit_s)
+        peaks = {contender.name: peak_mb(contender.processes()) for contender in contenders}
     finally:
         for contender in contenders:
             contender.stop()
-    return [row(workload, workers, name, times) for name in names]
+    return [{**row(setting, name, turns), "peak_mb": peaks.get(name)} for name in names]
 
 
-def interleaved(contenders: Sequence[Contender], rounds: int) -> Times:
-    """For each contender, the mean epoch of each round."""
-    times: Times = {contender.name: [] for contender in contenders}
-    processes = {contender.name: contender.processes() for contender in contenders}
-    for number in range(rounds):
-        turn = list(contenders) if number % 2 else list(reversed(contenders))
-        spent = {name: (0.0, 0.0) for name in times}
-        for contender in [*turn, *reversed(turn)]:
-            mine = processes[contender.name]
-            started, busy = time.perf_counter(), processor_seconds(mine)
-            contender.epoch()
-            wall, cpu = time.perf_counter() - started, (processor_seconds(mine) - busy) / len(mine)
-            before = spent[contender.name]
-            spent[contender.name] = (before[0] + wall / 2, before[1] + cpu / 2)
-        for name, (wall, cpu) in spent.items():
-            times[name].append((wall, cpu))
-        told = ", ".join(f"{name} {own[-1][0]:.3f} s ({own[-1][1]:.3f} busy)" for name, own in times.items())
-        print(f"round {number + 1}: {told}", file=sys.stderr)
-    return times
-
-
-def processor_seconds(processes: Sequence[int]) -> float:
-    """What these processes have used of the processors so far; NaN where /proc does not tell."""
-    ticks = 0
-    for process in processes:
-        try:
-            fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        except OSError:
-            return math.nan
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def row(workload: Workload, workers: int, name: str, times: Times) -> dict[str, Any]:
-    own, base = times[name], times.get(BASE, times[name])
-    epoch = spread([wall for wall, _ in own])
-    busy = spread([cpu for _, cpu in own])
-    return {
+def row(setting: Setting, name: str, turns: dict[str, list[Turn]]) -> dict[str, Any]:
+    workload = setting.workload
+    head = {
         "workload": workload.name,
+        "precision": setting.precision,
         "contender": name,
-        "workers": workers,
+        "workers": setting.workers,
         "steps": workload.steps,
         "batch_size": workload.batch_size,
+    }
+    if name not in turns:
+        return {**head, "note": f"not installed: {', '.join(ENTRIES[name].missing())}"}
+    own, base = turns[name], turns.get(BASE, turns[name])
+    epoch, busy = spread([turn.wall for turn in own]), spread([turn.busy for turn in own])
+    pairs = list(zip(own, base, strict=True))
+    return {
+        **head,
         "epoch_s": epoch,
         "us_per_step": round(epoch["median"] / workload.steps * 1e6, 1),
-        "samples_per_s": round(workload.samples(workers) / epoch["median"], 1),
-        "ratio": spread([mine[0] / other[0] for mine, other in zip(own, base, strict=True)]),
+        "samples_per_s": round(workload.samples(setting.workers) / epoch["median"], 1),
+        "tokens_per_s": round(workload.samples(setting.workers) * workload.tokens / epoch["median"], 1),
+        "ratio": spread([mine.wall / other.wall for mine, other in pairs]),
+        "overhead_us": spread([(mine.wall - other.wall) / workload.steps * 1e6 for mine, other in pairs], 1),
+        "raysgd_ratio": raysgd_ratio(own, turns.get(RaySGD.name)),
         "cpu_us_per_step": round(busy["median"] / workload.steps * 1e6, 1),
-        "cpu_ratio": spread([mine[1] / (other[1] or math.nan) for mine, other in zip(own, base, strict=True)]),
+        "cpu_ratio": spread([mine.busy / (other.busy or math.nan) for mine, other in pairs]),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
-    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS], default=[*CONTENDERS])
+def raysgd_ratio(own: Sequence[Turn], raysgd: Sequence[Turn] | None) -> dict[str, Any] | None:
+    """raysgd's time over this contender's: above 1, raysgd is behind it."""
+    return spread([ours.wall / its.wall for ours, its in zip(raysgd, own, strict=True)]) if raysgd else None
+
+
+def arguments(workloads: Sequence[str]) -> argparse.ArgumentParser:
+    """What the throughput benchmarks have in common."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workloads", nargs="+", choices=workloads, default=workloads)
+    parser.add_argument("--contenders", nargs="+", choices=[*ENTRIES], default=[*ENTRIES])
+    parser.add_argument("--precisions", nargs="+", choices=[*PRECISIONS], default=["fp32"])
     parser.add_argument("--workers", nargs="+", type=int, default=[2])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: the workload's)")
-    parser.add_argument("--profile", action="store_true", help="say which functions raysgd's step spends time in")
     parser.add_argument("--smoke", action="store_true", help="a few steps of each, only to see that it runs")
+    return parser
+
+
+def main() -> None:
+    parser = arguments([*WORKLOADS])
+    parser.description = __doc__.splitlines()[0]
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="end a setting's rounds after so long")
+    parser.add_argument("--profile", action="store_true", help="say which functions raysgd's step spends time in")
     args = parser.parse_args()
     out = claim_stdout()
     if args.smoke:
         args.rounds, args.steps, args.workloads = 1, 3, args.workloads[:2]
 
-    ray.init(address="local", num_cpus=2 * max(args.workers) + 1, include_dashboard=False, log_to_driver=False)
     rows: list[dict[str, Any]] = []
-    for name in args.workloads:
-        workload = WORKLOADS[name].shortened(args.steps) if args.steps else WORKLOADS[name]
-        for workers in args.workers:
-            rows += measure(workload, workers, args.contenders, args.rounds)
-        if args.profile:
-            print(where_the_time_goes(workload, max(args.workers)), file=sys.stderr)
-    ray.shutdown()
+    with cluster(len(args.contenders) * max(args.workers)):
+        for name in args.workloads:
+            workload = WORKLOADS[name].shortened(args.steps) if args.steps else WORKLOADS[name]
+            for precision, workers in itertools.product(args.precisions, args.workers):
+                rows += measure(Setting(workload, workers, precision), args.contenders, args.rounds, args.limit_s)
+            if args.profile:
+                print(where_the_time_goes(Setting(workload, max(args.workers))), file=sys.stderr)
     emit(out, "throughput", vars(args), rows, COLUMNS)
 
 

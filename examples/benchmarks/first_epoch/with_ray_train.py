@@ -9,10 +9,11 @@ from ray.train.torch import TorchTrainer
 
 def train_one_epoch(config):
     from handwritten import Loop
-    from workloads import WORKLOADS
+    from workloads import WORKLOADS, Setting
 
     context = ray.train.get_context()
-    loop = Loop(WORKLOADS["tiny"].shortened(50), context.get_world_rank(), context.get_world_size())
+    setting = Setting(WORKLOADS["tiny"].shortened(50), context.get_world_size())
+    loop = Loop(setting, context.get_world_rank())
     ray.train.report({"loss": loop.epoch()})
 
 

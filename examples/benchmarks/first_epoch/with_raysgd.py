@@ -2,12 +2,12 @@
 
 import ray
 from contenders import BenchmarkOperator
-from workloads import WORKLOADS
+from workloads import WORKLOADS, Setting
 
 from raysgd import TorchTrainer
 
 ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-config = {"workload": WORKLOADS["tiny"].shortened(50), "workers": 2}
+config = {"setting": Setting(WORKLOADS["tiny"].shortened(50), 2)}
 with TorchTrainer(training_operator_cls=BenchmarkOperator, num_workers=2, config=config) as trainer:
     trainer.train()
     print("first epoch done", flush=True)

@@ -2,10 +2,10 @@
 
 import torch.distributed as dist
 from handwritten import Loop
-from workloads import WORKLOADS
+from workloads import WORKLOADS, Setting
 
 dist.init_process_group("gloo")
-Loop(WORKLOADS["tiny"].shortened(50), dist.get_rank(), dist.get_world_size()).epoch()
+Loop(Setting(WORKLOADS["tiny"].shortened(50), dist.get_world_size()), dist.get_rank()).epoch()
 dist.barrier()
 if dist.get_rank() == 0:
     print("first epoch done", flush=True)

@@ -15,7 +15,7 @@ from traces import StepTrace
 
 __all__ = ["train"]
 
-EPOCHS = 3
+EPOCHS = int(os.environ.get("EPOCHS", "3"))
 Save = Callable[[dict[str, Any]], None]
 
 

@@ -36,5 +36,5 @@ with tempfile.TemporaryDirectory() as storage:
     TorchTrainer(
         train_loop,
         scaling_config=ray.train.ScalingConfig(num_workers=(1, WORKERS)),
-        run_config=ray.train.RunConfig(storage_path=storage, failure_config=ray.train.FailureConfig(max_failures=3)),
+        run_config=ray.train.RunConfig(storage_path=storage, failure_config=ray.train.FailureConfig(max_failures=-1)),
     ).fit()

@@ -1,4 +1,5 @@
-"""raysgd: epochs until the lost worker has been replaced. What it says of itself is its last line: JSON."""
+"""raysgd: EPOCHS epochs, or, where nobody says how many, until the lost worker has been replaced. What it says of
+itself is its last line: JSON."""
 
 import json
 import os
@@ -12,6 +13,7 @@ from raysgd.config import ElasticConfig
 
 WORKERS, SAMPLES, BATCH_SIZE = (int(os.environ[name]) for name in ("WORKERS", "SAMPLES", "BATCH_SIZE"))
 SNAPSHOT = int(os.environ.get("SNAPSHOT_EVERY", "0")) or "epoch"
+EPOCHS = int(os.environ.get("EPOCHS", "0"))
 EPOCHS_AT_MOST = 12
 
 ray.init(address="local", num_cpus=WORKERS + 1, include_dashboard=False, log_to_driver=False)
@@ -29,10 +31,10 @@ with TorchTrainer(
     config=config,
     elastic=ElasticConfig(snapshot_every=SNAPSHOT),
 ) as trainer:
-    for epoch in range(EPOCHS_AT_MOST):
+    for epoch in range(EPOCHS or EPOCHS_AT_MOST):
         trainer.train(max_retries=-1)
         counts.append(lost_and_doubled(trainer, SAMPLES))
-        if epoch > 0 and trainer.recoveries and trainer.world_size == WORKERS:
+        if not EPOCHS and epoch > 0 and trainer.recoveries and trainer.world_size == WORKERS:
             break
     print(
         json.dumps(

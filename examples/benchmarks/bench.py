@@ -1,0 +1,117 @@
+"""All benchmarks, one after the other, each a program of its own; their results as files, a page and plots.
+
+    make bench                                             what docs/benchmarks.md shows: about an hour on two cores
+    python examples/benchmarks/bench.py --quick            fewer rounds and settings, into build/benchmarks
+    python examples/benchmarks/bench.py --only saving startup
+
+On a machine with CUDA, `gpu.py` is one of them. A benchmark that fails does not keep the others from being run; its
+name is told at the end, with status 1.
+"""
+
+import argparse
+import importlib.util
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from fill_page import PAGE, RESULTS, fill
+from processes import HERE
+
+QUICK_RESULTS = HERE.parents[1] / "build" / "benchmarks"
+LIMIT_S = 3 * 3600
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A script, and its arguments for the page and for a quick look."""
+
+    name: str
+    full: str
+    quick: str
+    needs_cuda: bool = False
+
+    def command(self, kind: str) -> list[str]:
+        options = {"full": self.full, "quick": self.quick, "smoke": "--smoke"}[kind]
+        return [sys.executable, str(HERE / f"{self.name}.py"), *shlex.split(options)]
+
+
+BENCHMARKS = (
+    Benchmark(
+        "throughput",
+        "--workers 1 2 4 --precisions fp32 bf16 --rounds 41 --limit-s 60",
+        "--workers 2 --rounds 21 --limit-s 20",
+    ),
+    Benchmark("startup", "--rounds 5", "--rounds 1"),
+    Benchmark("recovery", "--rounds 3", "--rounds 1"),
+    Benchmark("churn", "--rounds 2", "--rounds 1 --epochs 3 --every-s 6"),
+    Benchmark("chaos", "--minutes 3 --seed 1", "--minutes 0.5"),
+    Benchmark("saving", "--sizes 10 100 1000 2000 --rounds 5", "--sizes 10 100 1000 --rounds 2"),
+    Benchmark("driver_cost", "--workers 2 4 8 16", "--workers 2 4 8 --rounds 3"),
+    Benchmark("gpu", "", "--rounds 1 --precisions bf16", needs_cuda=True),
+)
+
+
+def run(benchmark: Benchmark, kind: str, into: Path) -> bool:
+    """Runs one to its end; its document is put in place only when it is whole."""
+    command = benchmark.command(kind)
+    print(f"--- {shlex.join(command[1:])}", file=sys.stderr, flush=True)
+    started, draft = time.monotonic(), into / f"{benchmark.name}.json.part"
+    with draft.open("w", encoding="utf-8") as file:
+        status = subprocess.run(command, stdout=file, timeout=LIMIT_S, check=False).returncode
+    print(f"--- {benchmark.name}: status {status}, {time.monotonic() - started:.0f} s", file=sys.stderr)
+    if status == 0:
+        draft.replace(into / f"{benchmark.name}.json")
+    else:
+        draft.unlink()
+    return status == 0
+
+
+def present(into: Path, page: Path | None) -> None:
+    """Plots beside the results; for the page, in its own folder, with its tables filled."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no plots (pip install 'raysgd[bench]')", file=sys.stderr)
+    else:
+        from plots import plot_all
+
+        for path in plot_all(into, into if page is None else page.parent / "benchmarks"):
+            print(f"plotted {path}", file=sys.stderr)
+    if page is not None:
+        fill(into, page)
+        print(f"filled {page}", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--quick", action="store_const", dest="kind", const="quick", help="fewer rounds, about ten minutes"
+    )
+    kinds.add_argument("--smoke", action="store_const", dest="kind", const="smoke", help="only to see that all run")
+    parser.add_argument("--only", nargs="+", choices=[each.name for each in BENCHMARKS])
+    parser.add_argument(
+        "--into", type=Path, help="the folder for the results (default: the page's, or build/benchmarks)"
+    )
+    parser.set_defaults(kind="full")
+    args = parser.parse_args()
+    full = args.kind == "full" and args.into is None
+    into = args.into or (RESULTS if full else QUICK_RESULTS)
+    into.mkdir(parents=True, exist_ok=True)
+
+    asked = [each for each in BENCHMARKS if not args.only or each.name in args.only]
+    failed = []
+    for benchmark in asked:
+        if benchmark.needs_cuda and not torch.cuda.is_available() and args.kind != "smoke":
+            print(f"--- {benchmark.name}: left out, torch sees no CUDA device", file=sys.stderr)
+        elif not run(benchmark, args.kind, into):
+            failed.append(benchmark.name)
+    present(into, PAGE if full else None)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

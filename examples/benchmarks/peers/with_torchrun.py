@@ -1,0 +1,16 @@
+"""The hand-written loop, a script that torchrun starts on every rank."""
+
+import os
+
+import torch.distributed as dist
+from gate import Gate
+from handwritten import Loop
+from workloads import Setting
+
+setting = Setting.of_environment()
+dist.init_process_group("nccl" if setting.device == "cuda" else "gloo")
+loop = Loop(setting, dist.get_rank(), gpu=int(os.environ["LOCAL_RANK"]))
+gate = Gate()
+while gate.wait():
+    loop.epoch()
+os._exit(0)  # a process group is not taken down by ranks that leave one after the other

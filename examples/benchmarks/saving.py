@@ -1,0 +1,220 @@
+"""Checkpoints: how fast they are written and read, and how long training waits for one.
+
+One worker holds weights of a given size. In turn, and round by round, the worker writes them with plain
+`torch.save`, once more with an `fsync` behind it, and copies them in memory; the trainer saves, blocking and not;
+and Lightning and Accelerate save theirs. Before every turn the system's own writing to the disk is brought to an
+end (`sync`).
+
+    rate_ratio   raysgd's GB/s over plain torch.save's, which leaves the file to the system's cache
+    pause_s      how long a call keeps the script from training on
+    pause_ratio  that, over the time of one copy of the weights in memory
+    load_ratio   GB/s of `load` over plain torch.load's into the same model
+
+    python examples/benchmarks/saving.py --sizes 10 100 1000 2000
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import cluster
+from gate import Program
+from report import claim_stdout, emit, spread
+from weights import Weights
+
+from raysgd import TorchTrainer, TrainingOperator
+
+BASE = "torch.save"
+PEERS = ("Lightning", "Accelerate")
+COLUMNS = (
+    "mb",
+    "contender",
+    "save_s",
+    "save_gb_s",
+    "rate_ratio",
+    "pause_s",
+    "pause_ratio",
+    "load_s",
+    "load_gb_s",
+    "load_ratio",
+    "note",
+)
+# The weights and a copy of them in raysgd's worker, a file's worth in the driver, and as much in the peers.
+MEMORY_NEEDED = 9
+Seconds = dict[str, dict[str, list[float]]]
+
+
+class Holder(TrainingOperator):
+    """Holds the weights; never trains. What it does by hand it times itself, so that no call is in it."""
+
+    def setup(self, config):
+        model = Weights(config["mb"])
+        self.model, self.optimizer = self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def plain_save(self, path: str, *, sync: bool) -> float:
+        started = time.perf_counter()
+        with open(path, "wb") as file:
+            torch.save({"model": self.model.state_dict()}, file)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        return time.perf_counter() - started
+
+    def plain_load(self, path: str) -> float:
+        started = time.perf_counter()
+        self.model.load_state_dict(torch.load(path, weights_only=True)["model"])
+        return time.perf_counter() - started
+
+    def copy(self) -> float:
+        started = time.perf_counter()
+        copied = [piece.detach().clone() for piece in self.model.parameters()]
+        took = time.perf_counter() - started
+        del copied
+        return took
+
+
+class Desk:
+    """A trainer and a folder; each method is one contender's turn, and says what it took."""
+
+    def __init__(self, trainer: TorchTrainer, folder: str) -> None:
+        self.trainer, self.folder = trainer, Path(folder)
+
+    def _by_hand(self, do: Callable[[Holder], float]) -> float:
+        return float(self.trainer.apply_all_operators(do)[0])
+
+    def plain(self) -> dict[str, float]:
+        path = str(self.folder / "plain.pt")
+        save_s = self._by_hand(lambda holder: holder.plain_save(path, sync=False))
+        return {"save_s": save_s, "load_s": self._by_hand(lambda holder: holder.plain_load(path))}
+
+    def plain_on_disk(self) -> dict[str, float]:
+        path = str(self.folder / "synced.pt")
+        return {"save_s": self._by_hand(lambda holder: holder.plain_save(path, sync=True))}
+
+    def copy(self) -> dict[str, float]:
+        return {"pause_s": self._by_hand(lambda holder: holder.copy())}
+
+    def blocking(self) -> dict[str, float]:
+        path = self.folder / "raysgd.pt"
+        started = time.perf_counter()
+        self.trainer.save(path)
+        saved = time.perf_counter()
+        self.trainer.load(path)
+        return {"save_s": saved - started, "pause_s": saved - started, "load_s": time.perf_counter() - saved}
+
+    def in_background(self) -> dict[str, float]:
+        started = time.perf_counter()
+        handle = self.trainer.save(self.folder / "background.pt", blocking=False)
+        returned = time.perf_counter()
+        handle.result(timeout=600)
+        return {"save_s": time.perf_counter() - started, "pause_s": returned - started}
+
+
+class PeersDesk:
+    """A program of a peer's with one rank that saves in one turn, and loads in the next."""
+
+    def __init__(self, name: str, mb: int, folder: str) -> None:
+        extra = {"MB": str(mb), "FOLDER": folder}
+        self.program = Program.of_script(name, f"saving_with_{name.lower()}.py", extra, 1, torchrun=False)
+
+    def turn(self) -> dict[str, float]:
+        started = time.perf_counter()
+        self.program.epoch()
+        saved = time.perf_counter()
+        self.program.epoch()
+        return {"save_s": saved - started, "pause_s": saved - started, "load_s": time.perf_counter() - saved}
+
+
+def measure(mb: int, rounds: int, folder: str) -> list[dict[str, Any]]:
+    with (
+        tempfile.TemporaryDirectory(prefix="saving-", dir=folder, ignore_cleanup_errors=True) as own,
+        contextlib.ExitStack() as peers,
+        TorchTrainer(training_operator_cls=Holder, num_workers=1, use_ray=True, config={"mb": mb}) as trainer,
+    ):
+        desk = Desk(trainer, own)
+        turns: dict[str, Callable[[], dict[str, float]]] = {
+            BASE: desk.plain,
+            "torch.save and fsync": desk.plain_on_disk,
+            "one copy in memory": desk.copy,
+            "raysgd": desk.blocking,
+            "raysgd, blocking=False": desk.in_background,
+        }
+        for name in PEERS:
+            if importlib.util.find_spec(name.lower()) is not None:
+                peer = PeersDesk(name, mb, own)
+                peers.callback(peer.program.stop)
+                peer.program.meet()
+                turns[name] = peer.turn
+        seconds: Seconds = {name: {} for name in turns}
+        for number in range(rounds + 1):
+            order = list(turns) if number % 2 else list(reversed(turns))
+            for name in order:
+                os.sync()
+                for key, value in turns[name]().items():
+                    if number > 0:  # the first round opens files and maps memory for all
+                        seconds[name].setdefault(key, []).append(value)
+            print(f"{mb} MB, round {number}: {told(seconds)}", file=sys.stderr)
+    return [row(mb, name, seconds) for name in turns]
+
+
+def told(seconds: Seconds) -> str:
+    return ", ".join(f"{name} {next(iter(own.values()))[-1]:.2f} s" for name, own in seconds.items() if own)
+
+
+def row(mb: int, name: str, seconds: Seconds) -> dict[str, Any]:
+    own, plain = seconds[name], seconds[BASE]
+    copies = seconds["one copy in memory"]["pause_s"]
+    result: dict[str, Any] = {"mb": mb, "contender": name, "note": ""}
+    for what in ("save", "load"):
+        if took := own.get(f"{what}_s"):
+            result[f"{what}_s"] = spread(took)
+            result[f"{what}_gb_s"] = round(mb / 1000 / result[f"{what}_s"]["median"], 3)
+            ratio = "rate_ratio" if what == "save" else "load_ratio"
+            result[ratio] = spread([base / mine for mine, base in zip(took, plain[f"{what}_s"], strict=True)], 3)
+    if paused := own.get("pause_s"):
+        result["pause_s"] = spread(paused)
+        result["pause_ratio"] = spread([mine / copy for mine, copy in zip(paused, copies, strict=True)], 3)
+    return result
+
+
+def room_for(mb: int) -> bool:
+    """Whether this size can be measured without the system's taking memory back."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return True
+    free = next(int(line.split()[1]) / 1000 for line in lines if line.startswith("MemAvailable"))
+    return free > MEMORY_NEEDED * mb
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", type=int, default=[10, 100, 1000], help="MB of weights")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", help="where the files go (default: the system's folder for temporary ones)")
+    parser.add_argument("--smoke", action="store_true", help="10 MB, one round")
+    args = parser.parse_args()
+    out = claim_stdout()
+    if args.smoke:
+        args.sizes, args.rounds = [10], 1
+
+    rows: list[dict[str, Any]] = []
+    with cluster(1):
+        for mb in args.sizes:
+            if room_for(mb):
+                rows += measure(mb, args.rounds, args.folder or tempfile.gettempdir())
+            else:
+                rows.append({"mb": mb, "contender": "", "note": "too little memory is free for this size"})
+    emit(out, "saving", vars(args), rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
