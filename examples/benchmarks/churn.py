@@ -38,15 +38,17 @@ CASES = (
 class Killer:
     """Kills one of those who train, each time so many seconds of training have passed since the last kill."""
 
-    def __init__(self, folder: str, every_s: float, seed: int) -> None:
-        self._folder, self._every_s, self._random = folder, every_s, random.Random(seed)
-        self._trained_s = 0.0
+    def __init__(self, folder: str, *, every_s: float, at_most: int, seed: int) -> None:
+        self._folder, self._every_s, self._at_most = folder, every_s, at_most
+        self._random = random.Random(seed)
+        self._trained_s, self._looked_at = 0.0, time.monotonic()
         self.kills = 0
 
     def look(self) -> None:
         active = sorted(traces.active(self._folder, ACTIVE_S))
-        self._trained_s += LOOK_S if active else 0.0
-        if active and self._trained_s >= self._every_s:
+        before, self._looked_at = self._looked_at, time.monotonic()
+        self._trained_s += self._looked_at - before if active else 0.0
+        if active and self._trained_s >= self._every_s and self.kills < self._at_most:
             self._trained_s = 0.0
             self.kills += send(self._random.choice(active), signal.SIGKILL)
 
@@ -102,20 +104,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="batches of each worker in an epoch")
     parser.add_argument("--step-s", type=float, default=0.005, help="rest in each step, as if a device worked")
     parser.add_argument("--every-s", type=float, default=10.0, help="of training, from one kill to the next")
+    parser.add_argument("--kills", type=int, default=sys.maxsize, help="at most so many in a run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=300.0, help="who is not done by then is stopped")
-    parser.add_argument("--smoke", action="store_true", help="raysgd, with one or two kills")
+    parser.add_argument("--smoke", action="store_true", help="raysgd, with one kill")
     args = parser.parse_args()
     out = claim_stdout()
     if args.smoke:
-        args.rounds, args.contenders, args.epochs, args.steps, args.every_s = 1, ["raysgd"], 5, 200, 3.0
+        args.rounds, args.contenders, args.epochs, args.steps = 1, ["raysgd"], 3, 300
+        args.every_s, args.kills = 0.5, 1
 
     asked = [case for case in CASES if not args.contenders or case.name in args.contenders]
     results: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {case.name: [] for case in asked}
     for number in range(args.rounds):
 
         def disturb(folder: str, seed: int = args.seed + number) -> Killer:
-            return Killer(folder, args.every_s, seed)
+            return Killer(folder, every_s=args.every_s, at_most=args.kills, seed=seed)
 
         for case in asked:
             if not case.missing():

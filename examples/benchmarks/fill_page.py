@@ -107,7 +107,7 @@ def table(document: Mapping[str, Any], only: Mapping[str, str]) -> str:
     columns = [
         name for name in COLUMNS[document["benchmark"]] if name not in only and any(cell(row.get(name)) for row in rows)
     ]
-    if len(rows) == 1:  # one long row reads better downwards
+    if len(document["rows"]) == 1:  # one long row reads better downwards
         return lines(("figure", ""), [(name, cell(rows[0].get(name))) for name in columns])
     return lines(columns, [[cell(row.get(name)) for name in columns] for row in rows])
 

@@ -1,5 +1,7 @@
 """Rounds in which all contenders train in turn, and what their processes used meanwhile."""
 
+from __future__ import annotations
+
 import math
 import os
 import sys
@@ -7,8 +9,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from contenders import Contender
+if TYPE_CHECKING:
+    from contenders import Contender
 
 __all__ = ["Turn", "interleaved", "one_epoch", "peak_mb"]
 

@@ -151,15 +151,15 @@ def measure(mb: int, rounds: int, folder: str) -> list[dict[str, Any]]:
             if importlib.util.find_spec(name.lower()) is not None:
                 peer = PeersDesk(name, mb, own)
                 peers.callback(peer.program.stop)
-                peer.program.meet()
                 turns[name] = peer.turn
         seconds: Seconds = {name: {} for name in turns}
+        # The first round is not counted: programs start in it, files are opened, memory is mapped.
         for number in range(rounds + 1):
             order = list(turns) if number % 2 else list(reversed(turns))
             for name in order:
                 os.sync()
                 for key, value in turns[name]().items():
-                    if number > 0:  # the first round opens files and maps memory for all
+                    if number > 0:
                         seconds[name].setdefault(key, []).append(value)
             print(f"{mb} MB, round {number}: {told(seconds)}", file=sys.stderr)
     return [row(mb, name, seconds) for name in turns]

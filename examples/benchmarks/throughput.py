@@ -13,6 +13,7 @@ wanted the cores.
 import argparse
 import itertools
 import math
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from contenders import BASE, ENTRIES, RaySGD, cluster, standing
 from interleaved import Turn, interleaved, peak_mb
 from profiling import where_the_time_goes
 from report import claim_stdout, emit, spread
-from workloads import PRECISIONS, WORKLOADS, Setting
+from workloads import PRECISIONS, WORKLOADS, Setting, Workload
 
 COLUMNS = (
     "workload",
@@ -87,6 +88,12 @@ def raysgd_ratio(own: Sequence[Turn], raysgd: Sequence[Turn] | None) -> dict[str
     return spread([ours.wall / its.wall for ours, its in zip(raysgd, own, strict=True)]) if raysgd else None
 
 
+def long_enough(workload: Workload, workers: int, steps: int | None) -> Workload:
+    """With more workers than cores a step takes longer; fewer of them make an epoch as long as the others."""
+    share = min(1.0, (os.cpu_count() or 1) / workers)
+    return workload.shortened(steps or max(1, int(workload.steps * share)))
+
+
 def arguments(workloads: Sequence[str]) -> argparse.ArgumentParser:
     """What the throughput benchmarks have in common."""
     parser = argparse.ArgumentParser()
@@ -113,11 +120,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with cluster(len(args.contenders) * max(args.workers)):
         for name in args.workloads:
-            workload = WORKLOADS[name].shortened(args.steps) if args.steps else WORKLOADS[name]
             for precision, workers in itertools.product(args.precisions, args.workers):
-                rows += measure(Setting(workload, workers, precision), args.contenders, args.rounds, args.limit_s)
+                setting = Setting(long_enough(WORKLOADS[name], workers, args.steps), workers, precision)
+                rows += measure(setting, args.contenders, args.rounds, args.limit_s)
             if args.profile:
-                print(where_the_time_goes(Setting(workload, max(args.workers))), file=sys.stderr)
+                print(where_the_time_goes(Setting(WORKLOADS[name], max(args.workers))), file=sys.stderr)
     emit(out, "throughput", vars(args), rows, COLUMNS)
 
 
