@@ -31,6 +31,8 @@ HOROVOD = [*TORCH, "horovod>=0.28"]
 LIGHTNING = [*TORCH, "lightning>=2.1"]
 TORCHMETRICS = [*TORCH, "torchmetrics>=1.0"]
 TUNE = ["ray[tune]"]
+STORAGE = ["fsspec"]
+S3 = [*STORAGE, "s3fs"]
 CALLBACKS = ["tqdm", "tensorboard", "mlflow-skinny", "wandb", "matplotlib", "pandas"]
 BENCH = [*LIGHTNING, "accelerate", "ray[train]", "matplotlib"]
 DOCS = ["sphinx>=7", "myst-parser>=2", "furo"]
@@ -38,8 +40,10 @@ DEV = [
     *LIGHTNING,
     *TORCHMETRICS,
     *TUNE,
+    *S3,
     *DOCS,
     "hypothesis",
+    "moto[server]",
     "mypy",
     "pytest>=8",
     "pytest-timeout",
@@ -71,6 +75,8 @@ setup(
         "lightning": LIGHTNING,
         "torchmetrics": TORCHMETRICS,
         "tune": TUNE,
+        "storage": STORAGE,
+        "s3": S3,
         "callbacks": CALLBACKS,
         "bench": BENCH,
         "docs": DOCS,

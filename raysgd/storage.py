@@ -1,25 +1,56 @@
-"""Files that are complete or absent."""
+"""Where checkpoints lie: a local path, or a URI of remote storage. What is there is complete."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from raysgd.errors import CheckpointError
+from raysgd import remote
+from raysgd.errors import CheckpointError, ConfigError
+from raysgd.remote import Uri
 
-__all__ = ["Draft", "read", "write"]
+__all__ = ["Draft", "Place", "Uri", "delete", "draft_folder", "folder", "names", "place", "read", "write"]
+
+Place = Path | Uri
+LOCAL = ("file://", "local://")
+
+
+def place(where: Any) -> Place:
+    """A path, or a URI such as `s3://bucket/run`; `file://` is a path too."""
+    if isinstance(where, Uri):
+        return where
+    if isinstance(where, os.PathLike):
+        where = os.fspath(where)
+    if not isinstance(where, str) or not where:
+        raise ConfigError(f"a checkpoint's place is a path, or a URI such as 's3://bucket/name', got {where!r}")
+    for scheme in LOCAL:
+        if where.startswith(scheme):
+            return Path(where[len(scheme) :])
+    return Uri(where) if Uri.is_one(where) else Path(where)
 
 
 class Draft:
-    """A temporary file beside `path` that becomes it when all is written: no reader ever sees half of it."""
+    """A temporary file that becomes `path` when all is written: no reader ever sees half of it. It lies beside `path`;
+    for a URI it is a local one, which is sent when it is whole."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Not tempfile's: its files are for their owner only, and a checkpoint is for whom the umask says.
-        self.temporary = self.path.parent / f".{self.path.name}.{uuid.uuid4().hex[:8]}.tmp"
+    def __init__(self, path: Any) -> None:
+        self.path = place(path)
+        name = f".{self.path.name}.{uuid.uuid4().hex[:8]}.tmp"
+        if isinstance(self.path, Uri):
+            self.path.is_file()  # a store that cannot be reached is an error now, not after the work
+            self.temporary = Path(tempfile.gettempdir()) / name
+        elif self.path.is_dir():
+            raise IsADirectoryError(f"{self.path} is a directory: a checkpoint is a file, name one")
+        else:
+            # Not tempfile's: its files are for their owner only, and a checkpoint is for whom the umask says.
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.temporary = self.path.parent / name
         self.file = open(self.temporary, "xb", buffering=0)  # noqa: SIM115  (keep and drop close it)
 
     def again(self) -> None:
@@ -27,11 +58,15 @@ class Draft:
         self.file.seek(0)
         self.file.truncate()
 
-    def keep(self) -> Path:
-        """Syncs, then renames."""
+    def keep(self) -> Place:
+        """Syncs, then renames; or sends."""
         os.fsync(self.file.fileno())
         self.file.close()
-        os.replace(self.temporary, self.path)
+        if isinstance(self.path, Uri):
+            remote.upload(self.path, self.temporary)
+            self.temporary.unlink()
+        else:
+            os.replace(self.temporary, self.path)
         return self.path
 
     def drop(self) -> None:
@@ -39,9 +74,13 @@ class Draft:
         self.temporary.unlink(missing_ok=True)
 
 
-def write(path: str | os.PathLike[str], data: Any) -> Path:
+def write(path: Any, data: Any) -> Place:
     """Writes bytes: the whole file, or none."""
-    draft = Draft(path)
+    where = place(path)
+    if isinstance(where, Uri):
+        remote.write(where, data)
+        return where
+    draft = Draft(where)
     try:
         left = memoryview(data).cast("B")
         while left:
@@ -52,12 +91,74 @@ def write(path: str | os.PathLike[str], data: Any) -> Path:
         raise
 
 
-def read(path: str | os.PathLike[str]) -> bytes:
+def read(path: Any) -> bytes:
+    where = place(path)
+    if isinstance(where, Uri):
+        return where.read_bytes()
     try:
-        return Path(path).read_bytes()
+        return where.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError(f"there is no checkpoint at {Path(path).absolute()}") from None
+        raise CheckpointError(f"there is no checkpoint at {where.absolute()}") from None
     except IsADirectoryError:
-        raise CheckpointError(
-            f"{Path(path).absolute()} is a directory; load() takes the file that save() wrote"
-        ) from None
+        raise CheckpointError(f"{where.absolute()} is a directory; load() takes the file that save() wrote") from None
+
+
+def names(folder: Place) -> list[str]:
+    """What lies directly in it; nothing, where there is no such folder. Drafts are not shown."""
+    if isinstance(folder, Uri):
+        found = remote.names(folder)
+    else:
+        found = sorted(os.listdir(folder)) if folder.is_dir() else []
+    return [name for name in found if not name.startswith(".")]
+
+
+@contextmanager
+def draft_folder(path: Any) -> Iterator[Path]:
+    """An empty local folder, to be filled; it becomes `path` when this ends without an error, whole or not at all."""
+    where = place(path)
+    if isinstance(where, Uri):
+        with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as draft:
+            yield Path(draft)
+            remote.write_folder(where, Path(draft))
+        return
+    where.parent.mkdir(parents=True, exist_ok=True)
+    beside = where.parent / f".{where.name}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        beside.mkdir()
+        yield beside
+        for file in beside.rglob("*"):
+            _sync(file)
+        if where.exists():
+            delete(where)
+        os.replace(beside, where)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _sync(file: Path) -> None:
+    if file.is_file():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+
+
+@contextmanager
+def folder(where: Place) -> Iterator[Path]:
+    """The folder itself; or, of a remote one, a copy that is there for as long as this lasts."""
+    if isinstance(where, Path):
+        yield where
+        return
+    with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as copy:
+        remote.read_folder(where, Path(copy))
+        yield Path(copy)
+
+
+def delete(where: Place) -> None:
+    """A file or a folder, gone as a whole."""
+    if isinstance(where, Uri):
+        remote.delete(where)
+    elif where.is_dir():
+        gone = where.parent / f".{where.name}.{uuid.uuid4().hex[:8]}.tmp"
+        os.replace(where, gone)
+        shutil.rmtree(gone)
+    else:
+        where.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """What every test shares: a quiet environment, one small Ray cluster on demand, and skips that say why."""
 
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,24 @@ def ray_cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """A bucket on a real S3 server (moto's) in this process, at a port that was bound; `s3://...` goes there."""
+    server_module = pytest.importorskip("moto.server")
+    s3fs = pytest.importorskip("s3fs")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "anybody")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
+        s3fs.S3FileSystem().mkdir("raysgd-tests")
+        yield "s3://raysgd-tests"
+    server.stop()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -191,11 +191,12 @@ class TFTrainer:
         self._restore(states.dump(states.shaped(dict(state_dict))))
 
     def save(self, checkpoint: str | os.PathLike[str]) -> str:
-        """Writes a checkpoint file, whole or not at all; returns its path."""
-        return str(storage.write(checkpoint, self._checkpoint()))
+        """Writes a checkpoint to a path or a URI, whole or not at all; returns where it is."""
+        where = storage.place(checkpoint)  # what is no place is told before the work
+        return str(storage.write(where, self._checkpoint()))
 
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Takes a checkpoint file. No code in it is ever run."""
+        """Takes a checkpoint from a path or a URI. No code in it is ever run."""
         data = storage.read(checkpoint)
         try:
             self._restore(data)

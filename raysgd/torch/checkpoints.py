@@ -26,7 +26,7 @@ SHUTDOWN_S = 600.0
 class SaveHandle:
     """A save that goes on while training does. Its failure shows here, and in the trainer's next call."""
 
-    def __init__(self, path: str | os.PathLike[str], future: Future[str]) -> None:
+    def __init__(self, path: storage.Place, future: Future[str]) -> None:
         self.path = str(path)
         self._future = future
         self._seen = False
@@ -58,11 +58,16 @@ class Checkpoints:
         self._running: list[SaveHandle] = []
 
     def save(self, path: str | os.PathLike[str], *, blocking: bool, sharded: bool) -> Any:
+        where = storage.place(path)
         if sharded:
+            if isinstance(where, storage.Uri):
+                raise ConfigError(
+                    f"sharded=True writes from every worker, into a folder that all of them see: name a path, not {where}"
+                )
             if not blocking:
                 raise ConfigError("sharded=True writes from every worker at once and blocks: leave blocking=False out")
-            return self._save_shards(Path(path))
-        way = self._way(path, again=blocking)
+            return self._save_shards(where)
+        way = self._way(where, again=blocking)
         try:
             self._engine.run(Job("save", {"sink": way.sink, "ranks": self._random_states(), "blocking": blocking}))
         except BaseException:
@@ -70,7 +75,7 @@ class Checkpoints:
             raise
         if blocking:
             return way.done.result()
-        handle = SaveHandle(path, way.done)
+        handle = SaveHandle(where, way.done)
         self._running.append(handle)
         return handle
 
@@ -79,11 +84,12 @@ class Checkpoints:
         return self._engine.run(Job("checkpoint", {"ranks": self._random_states()}))[-1].values[0].data
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool) -> None:
+        where = storage.place(path)
         try:
-            if Path(path).is_dir():
-                self._load_shards(Path(path), trusted=trusted)
+            if isinstance(where, Path) and where.is_dir():
+                self._load_shards(where, trusted=trusted)
             else:
-                self.restore(storage.read(path), trusted=trusted)
+                self.restore(storage.read(where), trusted=trusted)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
 
@@ -141,7 +147,7 @@ class Checkpoints:
     def _random_states(self) -> list[Any]:
         return self._engine.run(Job("random_state"))[-1].values
 
-    def _way(self, path: str | os.PathLike[str], *, again: bool) -> LocalSink | Receiver:
+    def _way(self, path: storage.Place, *, again: bool) -> LocalSink | Receiver:
         if isinstance(self._engine.group, InlineGroup):
             return LocalSink(path)
         from raysgd.workers.cluster import driver_address

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import random
 import re
+import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +58,10 @@ def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
         if bytes(data[:2]) != b"PK":  # torch writes zip files
             raise CheckpointError("this is no whole checkpoint: it is not a file as save() writes it") from error
         if not trusted and isinstance(error, pickle.UnpicklingError):
+            if not _looks_like_ours(data):
+                raise CheckpointError(
+                    "this is not a checkpoint of raysgd: it holds no models and optimizers as save() writes them"
+                ) from error
             raise CheckpointError(
                 "the checkpoint holds Python objects beyond plain values and tensors (usually the operator's own state), "
                 "and reading them can run code from the file. If you made the file yourself, pass trusted=True. "
@@ -63,6 +69,18 @@ def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
             ) from error
         raise CheckpointError(f"this is no whole checkpoint: it cannot be read ({said})") from error
     return shaped(state)
+
+
+def _looks_like_ours(data: Any) -> bool:
+    """A dictionary that names models and optimizers, as far as one can tell without reading it."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            content = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+        steps = [(step.name, argument) for step, argument, _ in pickletools.genops(content)]
+    except (zipfile.BadZipFile, StopIteration, ValueError):
+        return False
+    named = {argument for _, argument in steps if isinstance(argument, str)}
+    return ("EMPTY_DICT", None) in steps[:2] and {"models", "optimizers"} <= named
 
 
 def shaped(state: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd.errors import CheckpointError
-from raysgd.storage import Draft
+from raysgd.storage import Draft, Place
 
 __all__ = ["LocalSink", "Receiver", "StreamSink"]
 
@@ -34,7 +34,7 @@ TOKEN_BYTES = 32
 class LocalSink:
     """For a worker that is this very process: it writes the file itself."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: Place) -> None:
         self.done: Future[str] = Future()
         self._path = path
 
@@ -132,7 +132,7 @@ class Receiver:
     """The driver's end: one file, a thread, and `done`, which has the path or the error. With `again`, a stream that
     breaks may be followed by another one from the start."""
 
-    def __init__(self, path: str | os.PathLike[str], host: str, *, again: bool) -> None:
+    def __init__(self, path: Place, host: str, *, again: bool) -> None:
         self.done: Future[str] = Future()
         self._draft, self._again = Draft(path), again
         self._listener = _listen(host)

@@ -196,15 +196,15 @@ class TorchTrainer:
     def save(
         self, checkpoint: str | os.PathLike[str], *, blocking: bool = True, sharded: bool = False
     ) -> str | SaveHandle:
-        """Writes a checkpoint file, whole or not at all; returns its path. With `blocking=False` training can go on after
+        """Writes a checkpoint to a path or a URI, whole or not at all; returns where it is. With `blocking=False` training can go on after
         one copy in memory, and the answer is a handle. `sharded`: a directory that every worker writes its part of."""
         self._checkpoints.raise_failed()
         saved: str | SaveHandle = self._checkpoints.save(checkpoint, blocking=blocking, sharded=sharded)
         return saved
 
     def load(self, checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> None:
-        """Takes a checkpoint, of any number of workers. Runs no code from it, unless it is `trusted` (for operator state
-        of your own types, and for what was saved `sharded`)."""
+        """Takes a checkpoint from a path or a URI, of any number of workers. Runs no code from it, unless it is `trusted`
+        (for operator state of your own types, and for what was saved `sharded`)."""
         self._checkpoints.raise_failed()
         self._checkpoints.load(checkpoint, trusted=trusted)
 

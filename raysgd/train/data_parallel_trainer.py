@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from raysgd.errors import ConfigError
+from raysgd.storage import Uri, place
 from raysgd.train.backends import parse_backend
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.executor import BackendExecutor
@@ -93,9 +94,9 @@ class DataParallelTrainer:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"metadata must be plain JSON, to lie beside checkpoints: {error}") from error
         given = self.resume_from_checkpoint
-        if given is not None and not isinstance(given, (Checkpoint, Mapping, str, Path)):
+        if given is not None and not isinstance(given, (Checkpoint, Mapping, str, Path, Uri)):
             raise ConfigError(
-                f"resume_from_checkpoint must be a Checkpoint, a dict or the path of a stored one, got {given!r}"
+                f"resume_from_checkpoint must be a Checkpoint, a dict, or the path or URI of a stored one, got {given!r}"
             )
 
     # -- running --------------------------------------------------------------------------------------
@@ -107,8 +108,8 @@ class DataParallelTrainer:
         """Runs the function to its end. An error of the function's, or too many losses, is raised; what was saved
         until then stays, and `restore` goes on from there."""
         self.setup()
-        place = Path(self._restored_from) if self._restored_from is not None else None
-        fitting = Fitting(type(self).__name__, self.run_config, restored=place)
+        restored = place(self._restored_from) if self._restored_from is not None else None
+        fitting = Fitting(type(self).__name__, self.run_config, restored=restored)
         return fitting.run(self.job(), self._packed())
 
     def job(self) -> FunctionJob:
@@ -148,16 +149,16 @@ class DataParallelTrainer:
     # -- going on -------------------------------------------------------------------------------------
 
     @staticmethod
-    def can_restore(path: str | Path) -> bool:
+    def can_restore(path: str | Path | Uri) -> bool:
         """Is there a run of `fit()` that can be gone on with?"""
-        return can_restore(Path(path))
+        return can_restore(place(path))
 
     @classmethod
-    def restore(cls: type[T], path: str | Path, **anew: Any) -> T:
+    def restore(cls: type[T], path: str | Path | Uri, **anew: Any) -> T:
         """The trainer of a run that was interrupted or failed: `fit()` goes on from the newest checkpoint that is
         stored there, in the same directory. Every argument of a trainer can be given anew, the function too; data
         sets must be, and callbacks are forgotten. Settings are pickled, so restore only what you trust."""
-        past = Past.read(Path(path))
+        past = Past.read(place(path))
         if past.trainer != cls.__name__:
             raise ConfigError(f"the run at {path} is a {past.trainer}'s: call {past.trainer}.restore(...)")
         unknown = sorted(set(anew) - set(SETTINGS))

@@ -17,13 +17,13 @@ import pickle
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from raysgd.config import ElasticConfig
 from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.storage import Place, place
 from raysgd.train.backends import BackendConfig, backend_of
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
@@ -163,7 +163,7 @@ class BackendExecutor:
     def start_training(
         self,
         train_func: Callable[..., Any],
-        run_dir: str | Path,
+        run_dir: str | Place,
         checkpoint: Any = None,
         checkpoint_strategy: CheckpointConfig | None = None,
         latest_checkpoint_id: int | None = None,
@@ -182,11 +182,12 @@ class BackendExecutor:
             )
         self._check_free()
         keeper = keeper or CheckpointKeeper(
-            Path(run_dir) / "checkpoints",
+            place(run_dir) / "checkpoints",
             checkpoint_strategy,
             latest_id=latest_checkpoint_id or 0,
             initial=payload_of(checkpoint, dumps),
         )
+        keeper.check_storage()
         decode = type(self._backend).decode_data
         run = Run(next(self._numbers), keeper, fail=engine.cancel, decode=decode, options=options)
         packed = engine.pack(task)
@@ -300,7 +301,7 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of the newest run, also when it was not written to disk."""
+        """The newest checkpoint of the newest run, also when it was not written."""
         found = self.latest_checkpoint_object
         return None if found is None else found.to_dict()
 
@@ -314,17 +315,17 @@ class BackendExecutor:
         return None if self._run is None else self._run.keeper.latest_id
 
     @property
-    def latest_checkpoint_dir(self) -> Path | None:
+    def latest_checkpoint_dir(self) -> Place | None:
         return None if self._run is None else self._run.keeper.directory
 
     @property
-    def latest_checkpoint_path(self) -> Path | None:
-        """The newest checkpoint on disk."""
+    def latest_checkpoint_path(self) -> Place | None:
+        """The newest checkpoint in storage."""
         return None if self._run is None else self._run.keeper.latest_path
 
     @property
-    def best_checkpoint_path(self) -> Path | None:
-        """The best checkpoint on disk, by the run's strategy; by default the newest."""
+    def best_checkpoint_path(self) -> Place | None:
+        """The best checkpoint in storage, by the run's strategy; by default the newest."""
         return None if self._run is None else self._run.keeper.best_path
 
 

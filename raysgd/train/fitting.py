@@ -18,6 +18,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from raysgd.remote import mirror
+from raysgd.storage import Place, Uri, names, place
 from raysgd.train.callbacks import Callbacks
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.iterator import TrainingIterator
@@ -37,15 +39,15 @@ RESULTS = "ray_results"
 class Fitting:
     """Owns the run's place. One object, one run."""
 
-    def __init__(self, trainer: str, config: RunConfig, *, restored: Path | None) -> None:
+    def __init__(self, trainer: str, config: RunConfig, *, restored: Place | None) -> None:
         self._trainer, self._config = trainer, config
         self._past = None if restored is None else Past.read(restored)
-        self.place = _new_place(trainer, config) if restored is None else restored
+        self.place, self.log_dir = _new_place(trainer, config) if restored is None else (restored, _log_dir(restored))
 
     def run(self, job: FunctionJob, settings: dict[str, bytes]) -> Result:
         callbacks = Callbacks(self._config.callbacks)
         who = Who(self._trainer, self.place.name)
-        record = Record(self.place, self.place, who, job.config, self._past)
+        record = Record(self.place, self.log_dir, who, job.config, self._past)
         keeper = job.keeper(self.place)
         if self._past is not None:
             keeper.adopt(self._past.reported_with())
@@ -59,6 +61,7 @@ class Fitting:
             raise
         finally:
             executor.shutdown()
+            self._copy_logs()
         record.end(None)
         return Result.made(self.place, keeper, record.rows, log_dir=record.log_dir, return_values=values)
 
@@ -79,21 +82,37 @@ class Fitting:
                 record.add(told.rows[0], told.checkpoint if told.checkpoint >= 0 else None)
         return rounds.get_final_results() or []
 
-    def _told(self, error: BaseException) -> tuple[str, Path, str]:
+    def _copy_logs(self) -> None:
+        """What callbacks have written, to where the run is stored."""
+        if isinstance(self.place, Uri):
+            mirror(self.place, self.log_dir)
+
+    def _told(self, error: BaseException) -> tuple[str, Place, str]:
         return type(error).__name__, self.place, self._trainer
 
 
-def _new_place(trainer: str, config: RunConfig) -> Path:
-    """A directory that is not there yet: a run never writes into another's."""
-    home = Path.home() / RESULTS if config.storage_path is None else Path(config.storage_path).expanduser()
+def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
+    """Where nothing is yet, since a run never writes into another's; and its directory on this machine."""
+    home = Path.home() / RESULTS if config.storage_path is None else place(config.storage_path)
+    home = home.expanduser().absolute() if isinstance(home, Path) else home
     name = config.name or f"{trainer}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     for number in itertools.count(1):
-        place = home.absolute() / (name if number == 1 else f"{name}_{number}")
-        try:
-            place.mkdir(parents=True)
-        except FileExistsError:
+        fresh = home / (name if number == 1 else f"{name}_{number}")
+        if isinstance(fresh, Path):
+            try:
+                fresh.mkdir(parents=True)
+            except FileExistsError:
+                continue
+        elif names(fresh):
             continue
         if number > 1:
-            logger.warning("there is a run at %s already: this one is written to %s", home / name, place)
-        return place
+            logger.warning("there is a run at %s already: this one is written to %s", home / name, fresh)
+        return fresh, _log_dir(fresh)
     raise AssertionError("counting never ends")
+
+
+def _log_dir(where: Place) -> Path:
+    """Callbacks write into a directory of this machine, also where the run is stored elsewhere."""
+    path = Path.home() / RESULTS / where.name if isinstance(where, Uri) else where
+    path.mkdir(parents=True, exist_ok=True)
+    return path

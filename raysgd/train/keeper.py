@@ -1,16 +1,14 @@
-"""The checkpoints of one run, on the driver: the newest in memory, the best ones on disk."""
+"""The checkpoints of one run, on the driver: the newest in memory, the best ones in storage."""
 
 from __future__ import annotations
 
-import shutil
-import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from raysgd import storage
+from raysgd.remote import Uri, probe
+from raysgd.storage import Place
 from raysgd.train.checkpoint import Checkpoint, is_directory, unpack
 from raysgd.train.strategy import CheckpointConfig
 
@@ -21,21 +19,21 @@ PREFIX = "checkpoint_"
 
 @dataclass(frozen=True)
 class Kept:
-    """One checkpoint on disk, with what was reported beside it."""
+    """One checkpoint in storage, with what was reported beside it."""
 
     number: int
-    path: Path
+    path: Place
     score: float
     metrics: dict[str, Any]
 
 
 class CheckpointKeeper:
-    """Owns a directory of files `checkpoint_000001`, written whole or not at all. `payload` is the newest one as bytes:
-    what a function that runs again is given, also when nothing is written."""
+    """Owns a folder of files `checkpoint_000001`, local or remote, each written whole or not at all. `payload` is the
+    newest one as bytes: what a function that runs again is given, also when nothing is written."""
 
     def __init__(
         self,
-        directory: Path,
+        directory: Place,
         strategy: CheckpointConfig | None = None,
         *,
         latest_id: int = 0,
@@ -47,16 +45,24 @@ class CheckpointKeeper:
         self.payload = initial
         self.kept: list[Kept] = []
 
+    def check_storage(self) -> None:
+        """A bucket that is not there is an error now, not at the end of the first epoch."""
+        if isinstance(self.directory, Uri) and self.strategy.num_to_keep != 0:
+            probe(self.directory)
+
     def adopt(self, reported: Mapping[int, dict[str, Any]]) -> None:
         """What an earlier run has left in the directory goes on being kept, and its newest is what a function is given.
         `reported` are the metrics of each."""
-        numbered = [(int(path.name.removeprefix(PREFIX)), path) for path in sorted(self.directory.glob(f"{PREFIX}*"))]
-        for number, path in numbered:
-            payload = Checkpoint(path).to_bytes()
+        found = [name.removeprefix(PREFIX) for name in storage.names(self.directory) if name.startswith(PREFIX)]
+        places = {number: self._place(number) for number in sorted(int(each) for each in found if each.isdigit())}
+        whole = {number: place for number, place in places.items() if place.exists()}
+        for number, place in whole.items():
+            needed = number == max(whole) or not self.strategy.by_time
+            payload = Checkpoint(place).to_bytes() if needed else b""
             metrics = reported.get(number, {})
-            self.kept.append(Kept(number, path, self._score(payload, metrics), metrics))
+            self.kept.append(Kept(number, place, self._score(number, payload, metrics), metrics))
             self.payload = payload
-        self.latest_id = max([self.latest_id, *reported, *(number for number, _ in numbered)])
+        self.latest_id = max([self.latest_id, *reported, *whole])
 
     def take(self, payload: bytes, metrics: dict[str, Any]) -> None:
         """The newest checkpoint: kept in memory before anything else can go wrong, then written."""
@@ -65,55 +71,46 @@ class CheckpointKeeper:
         keep = self.strategy.num_to_keep
         if keep == 0:
             return
-        score = self._score(payload, metrics)
+        score = self._score(self.latest_id, payload, metrics)
         full = keep is not None and len(self.kept) >= keep
         worst = min(self.kept, key=lambda kept: (kept.score, kept.number)) if full else None
         if worst is not None and not self.strategy.by_time and score <= worst.score:
             return
-        path = self.directory / f"{PREFIX}{self.latest_id:06d}"
+        path = self._place(self.latest_id)
         self._write(path, payload)
         self.kept.append(Kept(self.latest_id, path, score, dict(metrics)))
         if worst is not None:
             self.kept.remove(worst)
-            _delete(worst.path)
+            storage.delete(worst.path)
 
-    def _score(self, payload: bytes, metrics: dict[str, Any]) -> float:
+    def _place(self, number: int) -> Place:
+        return self.directory / f"{PREFIX}{number:06d}"
+
+    def _score(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:
         if self.strategy.by_time:
-            return time.time()
-        content = {} if is_directory(payload) else Checkpoint.from_bytes(payload).to_dict()
+            return float(number)  # a clock may be set back
+        content = {} if is_directory(payload) else Checkpoint.from_bytes(payload, trusted=True).to_dict()
         return self.strategy.score(content, metrics)
 
-    def _write(self, path: Path, payload: bytes) -> None:
+    @staticmethod
+    def _write(place: Place, payload: bytes) -> None:
         if not is_directory(payload):
-            storage.write(path, payload)
+            storage.write(place, payload)
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
-        try:
-            temporary.mkdir()
-            unpack(payload, temporary)
-            temporary.rename(path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with storage.draft_folder(place) as draft:
+            unpack(payload, draft)
 
     @property
     def latest(self) -> Checkpoint | None:
         """The newest one, also if it was never written."""
-        return None if self.payload is None else Checkpoint.from_bytes(self.payload)
+        return None if self.payload is None else Checkpoint.from_bytes(self.payload, trusted=True)
 
     @property
-    def latest_path(self) -> Path | None:
-        """The newest one on disk."""
+    def latest_path(self) -> Place | None:
+        """The newest one in storage."""
         return max(self.kept, key=lambda kept: kept.number).path if self.kept else None
 
     @property
-    def best_path(self) -> Path | None:
-        """The best one on disk; the newer of equals."""
+    def best_path(self) -> Place | None:
+        """The best one in storage; the newer of equals."""
         return max(self.kept, key=lambda kept: (kept.score, kept.number)).path if self.kept else None
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

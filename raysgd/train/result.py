@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.storage import Place, Uri, place
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.records import Past
@@ -26,7 +27,7 @@ class Result:
     best_checkpoints  those that were kept, with what was reported beside each: (checkpoint, metrics), oldest first
     error             what ended the run, when it is read back with `Result.from_path`; `fit()` raises it
     path              where the run is stored
-    log_dir           its directory on this machine
+    log_dir           its directory on this machine, where callbacks write
     return_values     what the function returned on each rank
     """
 
@@ -40,26 +41,27 @@ class Result:
     return_values: Sequence[Any] = field(default=(), repr=False)
 
     @classmethod
-    def from_path(cls, path: str | Path) -> Result:
+    def from_path(cls, path: str | Path | Uri) -> Result:
         """What a run of `fit()` has left so far, read back. Settings are pickled, so read only what you trust."""
-        place = Path(path)
-        past = Past.read(place)
-        keeper = CheckpointKeeper(place)
+        where = place(path)
+        past = Past.read(where)
+        keeper = CheckpointKeeper(where)
         keeper.adopt(past.reported_with())
+        log_dir = where if isinstance(where, Path) else Path()
         error = TrainingFailedError(past.error) if past.status == "failed" else None
-        return cls.made(place, keeper, past.rows, log_dir=place, error=error)
+        return cls.made(where, keeper, past.rows, log_dir=log_dir, error=error)
 
     @classmethod
-    def made(cls, place: Any, keeper: CheckpointKeeper, rows: Sequence[dict[str, Any]], **more: Any) -> Result:
+    def made(cls, where: Place, keeper: CheckpointKeeper, rows: Sequence[dict[str, Any]], **more: Any) -> Result:
         kept = sorted(keeper.kept, key=lambda each: each.number)
         newest = keeper.latest
         if kept and kept[-1].number == keeper.latest_id:
-            newest = Checkpoint(kept[-1].path)
+            newest = Checkpoint(kept[-1].path, trusted=True)
         return cls(
             metrics=dict(rows[-1]) if rows else {},
             checkpoint=newest,
-            best_checkpoints=[(Checkpoint(each.path), dict(each.metrics)) for each in kept],
-            path=str(place),
+            best_checkpoints=[(Checkpoint(each.path, trusted=True), dict(each.metrics)) for each in kept],
+            path=str(where),
             history=rows,
             **more,
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.errors import ConfigError
+from raysgd.storage import Uri, place
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.rounds import Report, Round, Rounds, checkpoint_of
@@ -152,15 +153,19 @@ def task_of(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, 
 
 
 def payload_of(checkpoint: Any, dumps: Callable[[Any], bytes]) -> bytes | None:
-    """What a run is started with, as bytes: a dict, a Checkpoint, or the path of a stored one."""
+    """What a run is started with, as bytes: a dict, a Checkpoint, or the place of a stored one. What is damaged, foreign
+    or would run code is refused here, and reaches no worker."""
     if checkpoint is None:
         return None
     if isinstance(checkpoint, Mapping):
         checkpoint = Checkpoint.from_dict(checkpoint)
-    elif isinstance(checkpoint, (str, Path)):
-        if not Path(checkpoint).exists():
-            raise ConfigError(f"there is no checkpoint at {Path(checkpoint).absolute()}")
-        checkpoint = Checkpoint(checkpoint)
+    elif isinstance(checkpoint, (str, Path, Uri)):
+        where = place(checkpoint)
+        if not where.exists():
+            raise ConfigError(f"there is no checkpoint at {where.absolute() if isinstance(where, Path) else where}")
+        checkpoint = Checkpoint(where)
     if not isinstance(checkpoint, Checkpoint):
-        raise ConfigError(f"checkpoint must be a dict, the path of a stored one or a Checkpoint, got {checkpoint!r}")
-    return checkpoint.to_bytes(dumps=dumps)
+        raise ConfigError(
+            f"checkpoint must be a dict, the path or URI of a stored one, or a Checkpoint, got {checkpoint!r}"
+        )
+    return checkpoint.checked_bytes(dumps=dumps)

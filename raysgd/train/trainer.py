@@ -13,6 +13,8 @@ from typing import Any
 from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.elastic import Recovery
 from raysgd.errors import ConfigError
+from raysgd.remote import mirror
+from raysgd.storage import Place, Uri, names, place
 from raysgd.train.backends import parse_backend
 from raysgd.train.callbacks import Callbacks
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
@@ -46,7 +48,8 @@ class Trainer:
         machines become free        -> new workers join when a checkpoint has been saved
         return what each rank returned
 
-    `max_retries` bounds the losses that one run survives (-1: no bound).
+    `logdir` is a path, or a URI such as `s3://bucket/runs`: then checkpoints are stored there, and what callbacks write
+    in `~/ray_results` is copied there when a run ends. `max_retries` bounds the losses that one run survives (-1: no bound).
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Trainer:
         num_workers: int = 1,
         use_gpu: bool = False,
         resources_per_worker: Mapping[str, float] | None = None,
-        logdir: str | Path | None = None,
+        logdir: str | Place | None = None,
         max_retries: int = 3,
         *,
         elastic: ElasticConfig | None = None,
@@ -77,8 +80,8 @@ class Trainer:
             elastic=elastic,
         )
         self._executor = self._make()
-        self.logdir = _make_logdir(logdir)
-        self._earlier = _newest_run(self.logdir)
+        self.storage, self.logdir = _make_places(logdir)
+        self._earlier = max(_newest_run(self.storage), _newest_run(self.logdir))
         self._runs = 0
 
     # -- life -----------------------------------------------------------------------------------------
@@ -122,12 +125,15 @@ class Trainer:
     ) -> list[Any]:
         """Runs the function to its end; what each rank returned, in rank order.
 
-        `checkpoint` (a dict, or the path of a stored one) is what `load_checkpoint()` gives at first.
+        `checkpoint` (a dict, or the path or URI of a stored one) is what `load_checkpoint()` gives at first.
         """
         told = Callbacks(callbacks)
         rounds = self.run_iterator(train_func, config, checkpoint, checkpoint_strategy)
-        for _ in rounds.heard_by(told, str(self.latest_run_dir)):
-            pass
+        try:
+            for _ in rounds.heard_by(told, str(self.latest_run_dir)):
+                pass
+        finally:
+            self._copy_logs()
         results = rounds.get_final_results()
         assert results is not None
         return results
@@ -141,10 +147,11 @@ class Trainer:
     ) -> TrainingIterator:
         """Runs the function, and yields what all ranks report, round by round."""
         self._check_started()
-        run_dir = self._run_dir(self._runs + 1)
+        name = self._run_name(self._runs + 1)
+        run_dir = self.logdir / name
         self._executor.start_training(
             train_func,
-            run_dir,
+            self.storage / name,
             checkpoint,
             checkpoint_strategy,
             config=config,
@@ -195,15 +202,20 @@ class Trainer:
 
     @property
     def latest_run_dir(self) -> Path | None:
-        """Of the newest run; None before the first."""
-        return self._run_dir(self._runs) if self._runs else None
+        """The newest run's, on this machine; None before the first."""
+        return self.logdir / self._run_name(self._runs) if self._runs else None
 
-    def _run_dir(self, number: int) -> Path:
-        return self.logdir / f"run_{self._earlier + number:03d}"
+    def _run_name(self, number: int) -> str:
+        return f"run_{self._earlier + number:03d}"
+
+    def _copy_logs(self) -> None:
+        """What callbacks have written, where the checkpoints are."""
+        if isinstance(self.storage, Uri) and self.latest_run_dir is not None:
+            mirror(self.storage / self.latest_run_dir.name, self.latest_run_dir)
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of the newest run, also when it was never written to disk."""
+        """The newest checkpoint of the newest run, also when it was never written."""
         return self._executor.latest_checkpoint
 
     def get_latest_checkpoint(self) -> dict[str, Any] | None:
@@ -211,28 +223,35 @@ class Trainer:
         return self.latest_checkpoint
 
     @property
-    def latest_checkpoint_dir(self) -> Path | None:
+    def latest_checkpoint_dir(self) -> Place | None:
         """Where the newest run's checkpoints are."""
         return self._executor.latest_checkpoint_dir
 
     @property
-    def latest_checkpoint_path(self) -> Path | None:
-        """The newest checkpoint on disk."""
+    def latest_checkpoint_path(self) -> Place | None:
+        """The newest checkpoint in storage."""
         return self._executor.latest_checkpoint_path
 
     @property
-    def best_checkpoint_path(self) -> Path | None:
-        """The best checkpoint on disk by the run's strategy; by default the newest."""
+    def best_checkpoint_path(self) -> Place | None:
+        """The best checkpoint in storage by the run's strategy; by default the newest."""
         return self._executor.best_checkpoint_path
 
 
-def _make_logdir(logdir: str | Path | None) -> Path:
-    """A relative path lies in the default results directory. Without one, a name of its own, of the time."""
+def _make_places(logdir: str | Place | None) -> tuple[Place, Path]:
+    """Where checkpoints are stored, and where callbacks write. A relative path lies in the default results directory.
+    Without one, a name of its own, of the time."""
     home = Path.home() / RESULTS
-    if logdir is not None:
-        path = home / Path(logdir).expanduser()
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+    if logdir is None:
+        path = _fresh(home)
+        return path, path
+    given = place(logdir)
+    path = home / (given.name if isinstance(given, Uri) else given.expanduser())
+    path.mkdir(parents=True, exist_ok=True)
+    return (given if isinstance(given, Uri) else path), path
+
+
+def _fresh(home: Path) -> Path:
     name = f"sgd_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     for number in itertools.count(1):
         path = home / (name if number == 1 else f"{name}_{number}")
@@ -244,7 +263,7 @@ def _make_logdir(logdir: str | Path | None) -> Path:
     return path
 
 
-def _newest_run(logdir: Path) -> int:
-    """Runs that lie in this directory already keep their names."""
-    numbers = [path.name.removeprefix("run_") for path in logdir.glob("run_*")]
+def _newest_run(folder: Place) -> int:
+    """Runs that lie there already keep their names."""
+    numbers = [name.removeprefix("run_") for name in names(folder) if name.startswith("run_")]
     return max((int(number) for number in numbers if number.isdigit()), default=0)

@@ -1,13 +1,24 @@
 """A checkpoint goes from one form into the other and comes back the same."""
 
+import collections
+import datetime
 import io
+import pickle
+import random
+import re
 import tarfile
+import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from raysgd import storage
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.train import Checkpoint
+from raysgd.train.run import payload_of
+from raysgd.workers import packing
 
 
 @pytest.fixture
@@ -56,8 +67,6 @@ def test_metadata_must_be_plain() -> None:
 def test_the_wrong_question_says_the_right_one(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="as_directory"):
         Checkpoint.from_directory(directory).to_dict()
-    with pytest.raises(CheckpointError, match="to_dict"):
-        Checkpoint.from_dict({}).to_directory()
     with pytest.raises(CheckpointError, match="no directory"):
         Checkpoint.from_directory(tmp_path / "absent")
     with pytest.raises(CheckpointError, match="no checkpoint at"):
@@ -76,6 +85,208 @@ def test_an_archive_that_points_outside_is_refused() -> None:
         Checkpoint.from_bytes(stream.getvalue())
 
 
-def test_foreign_bytes_are_refused() -> None:
+def test_a_dictionary_can_be_a_folder_too(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.from_dict({"epoch": 3})
+    for form in (checkpoint, Checkpoint(checkpoint.to_uri(tmp_path / "file"))):
+        path = form.to_directory()
+        assert Checkpoint.from_directory(path).to_dict() == {"epoch": 3}
+        with form.as_directory() as inside:
+            assert Checkpoint.from_directory(inside).to_dict() == {"epoch": 3}
+        assert not Path(inside).exists(), "a copy for reading is gone afterwards"
+
+
+# -- URIs ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["path", "file", "memory", "s3"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    name = uuid.uuid4().hex
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/{name}"
+    pytest.importorskip("fsspec")
+    return {"path": str(tmp_path), "file": f"file://{tmp_path}", "memory": f"memory://{name}"}[request.param]
+
+
+def test_a_dict_goes_to_a_uri_and_comes_back(root: str) -> None:
+    checkpoint = Checkpoint.from_dict({"epoch": 3, "weights": [0.5]})
+    checkpoint.set_metadata({"model": "small"})
+    uri = checkpoint.to_uri(f"{root}/deep/saved")
+    assert uri == f"{root}/deep/saved"
+    there = Checkpoint.from_uri(uri)
+    assert there.to_dict()["weights"] == [0.5]
+    assert there.get_metadata() == {"model": "small"}
+    assert there.to_bytes() == checkpoint.to_bytes()
+    assert there.path is not None and there.path.endswith("deep/saved")
+    assert there.get_internal_representation() == ("uri" if "3:" in uri or "mem" in uri else "local_path", there.path)
+    with pytest.raises(CheckpointError, match="gives a copy"):
+        there.set_metadata({})
+
+
+def test_a_folder_goes_to_a_uri_and_comes_back(root: str, directory: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.from_directory(directory)
+    checkpoint.set_metadata({"model": "small"})
+    there = Checkpoint.from_uri(checkpoint.to_uri(f"{root}/folder"))
+    assert there.get_metadata() == {"model": "small"}
+    with there.as_directory() as path:
+        assert (Path(path) / "weights.bin").read_bytes() == b"123"
+    assert (Path(there.to_directory(tmp_path / "copy")) / "weights.bin").read_bytes() == b"123"
+    with Checkpoint.from_bytes(there.to_bytes()).as_directory() as path:
+        assert (Path(path) / "weights.bin").read_bytes() == b"123"
+    again = Checkpoint.from_uri(there.to_uri(f"{root}/copied"))
+    assert again.get_metadata() == {"model": "small"}
+    with pytest.raises(CheckpointError, match="as_directory"):
+        again.to_dict()
+
+
+def test_nothing_there(root: str) -> None:
+    with pytest.raises(CheckpointError, match=f"no complete checkpoint at {re.escape(root)}/absent"):
+        Checkpoint.from_uri(f"{root}/absent")
+
+
+# -- what must be trusted -----------------------------------------------------------------------------
+
+
+class Own:
+    """A type of the user's."""
+
+
+class Bomb:
+    """Unpickling it leaves a trace."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_the_usual_values_need_no_trust(tmp_path: Path) -> None:
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    content = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
+        "types": [torch.float16, torch.device("cpu"), torch.Size([1]), numpy.dtype("int8")],
+        "numpy": [numpy.arange(3), numpy.float32(1.5), numpy.array(["x"]), numpy.array([1, "a"], dtype=object)],
+        "random": [torch.get_rng_state(), numpy.random.get_state(), random.getstate()],
+        "standard": [{1, 2}, (3,), b"4", 5j, None, True, collections.Counter("aab"), collections.OrderedDict(a=1)],
+        "more": [datetime.datetime(2020, 1, 1), Path("a/b"), range(3), bytearray(b"1"), collections.deque([1])],
+    }
+    for dumps in (pickle.dumps, packing.dumps):
+        uri = Checkpoint.from_dict(content).to_uri(tmp_path / "saved", dumps=dumps)
+        found = Checkpoint(uri).to_dict()
+        for name, value in content["model"].items():
+            assert torch.equal(found["model"][name], value)
+        assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], content["optimizer"]["state"][0]["exp_avg"])
+        assert torch.equal(found["parameter"], content["parameter"]) and found["parameter"].requires_grad
+        assert found["types"] == content["types"]
+        assert [value.tolist() for value in found["numpy"]] == [value.tolist() for value in content["numpy"]]
+        assert found["random"][2] == content["random"][2]
+        assert found["standard"] == content["standard"]
+        assert found["more"] == content["more"]
+
+
+def test_objects_of_other_types_need_trust(tmp_path: Path) -> None:
+    content = {"epoch": 1, "own": Own()}
+    path = tmp_path / "saved"
+    path.write_bytes(Checkpoint.from_dict(content).to_bytes())
+    with pytest.raises(CheckpointError, match=r"saved: it holds .*Own.*trusted=True"):
+        Checkpoint(path).to_dict()
+    assert isinstance(Checkpoint(path, trusted=True).to_dict()["own"], Own)
+    assert isinstance(Checkpoint.from_uri(path, trusted=True).to_dict()["own"], Own)
+    assert isinstance(Checkpoint.from_bytes(path.read_bytes(), trusted=True).to_dict()["own"], Own)
+
+
+def inside_a_tensor(bomb: Bomb) -> bytes:
+    """torch's own loader of storages would run what is in these bytes."""
+    torch = pytest.importorskip("torch")
+    inner = io.BytesIO()
+    torch.save(bomb, inner)
+
+    class Storage:
+        def __reduce__(self) -> Any:
+            return torch.storage._load_from_bytes, (inner.getvalue(),)
+
+    return pickle.dumps({"weights": Storage()})
+
+
+BOMBS: dict[str, Callable[[Bomb], bytes]] = {
+    "in a dict": lambda bomb: pickle.dumps({"epoch": 1, "bomb": bomb}),
+    "in protocol 0": lambda bomb: pickle.dumps({"epoch": 1, "bomb": bomb}, protocol=0),
+    "alone": pickle.dumps,
+    "in a tensor": inside_a_tensor,
+    "by cloudpickle": lambda bomb: packing.dumps({"bomb": bomb}),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_reading_runs_no_code_from_the_file(tmp_path: Path, name: str) -> None:
+    trace = tmp_path / "trace"
+    data = BOMBS[name](Bomb(trace))
+    (tmp_path / "saved").write_bytes(data)
+    with storage.draft_folder(tmp_path / "folder") as draft:
+        (draft / "checkpoint.pkl").write_bytes(data)
+    tries: list[Callable[[], Any]] = [
+        Checkpoint(tmp_path / "saved").to_dict,
+        Checkpoint.from_directory(tmp_path / "folder").to_dict,
+        Checkpoint(tmp_path / "saved").get_metadata,
+        lambda: Checkpoint.from_bytes(data),
+        lambda: payload_of(tmp_path / "saved", pickle.dumps),
+        lambda: payload_of(str(tmp_path / "folder"), pickle.dumps),
+    ]
+    for tried in tries:
+        with pytest.raises(CheckpointError):
+            tried()
+    assert not trace.exists()
+    pickle.loads(BOMBS["in a dict"](Bomb(trace)))
+    assert trace.exists(), "the bomb is a real one"
+
+
+def test_functions_that_are_found_cannot_be_altered() -> None:
+    """A pickle may set attributes of what it has found: not of functions, nor of classes."""
+    torch = pytest.importorskip("torch")
+    head = b"\x80\x04}" + pickle.SHORT_BINUNICODE + b"\x01a"
+    setting = b"N}" + pickle.SHORT_BINUNICODE + b"\x05__doc" + pickle.SHORT_BINUNICODE + b"\x01xs\x86b"
+    before = torch._utils._rebuild_tensor_v2.__dict__.copy()
+    for name in (b"torch._utils\n_rebuild_tensor_v2", b"numpy\nndarray", b"collections\nOrderedDict"):
+        with pytest.raises(CheckpointError):
+            Checkpoint.from_bytes(head + b"c" + name + b"\n" + setting + b"s.")
+    assert torch._utils._rebuild_tensor_v2.__dict__ == before
+
+
+FOREIGN = {
+    "text": b"hello",
+    "empty": b"",
+    "a pickled list": pickle.dumps([1, 2]),
+    "a pickled object": pickle.dumps(Own()),
+    "a zip file": b"PK\x03\x04" + b"0" * 100,
+    "half a dictionary": pickle.dumps({"weights": [1.5] * 100})[:-200],
+    "half of what pickle says": pickle.dumps({"weights": b"1" * 1000})[:-1],
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_and_damaged_files_say_so(tmp_path: Path, name: str) -> None:
+    (tmp_path / "given").write_bytes(FOREIGN[name])
+    tries: list[Callable[[], Any]] = [
+        Checkpoint(tmp_path / "given").to_dict,
+        Checkpoint(tmp_path / "given", trusted=True).to_dict,
+        lambda: payload_of(tmp_path / "given", pickle.dumps),
+    ]
+    for tried in tries:
+        with pytest.raises(CheckpointError, match="given: not a checkpoint of a function's, or damaged") as caught:
+            tried()
+        assert "trusted" not in str(caught.value), "trust would not help here"
     with pytest.raises(CheckpointError, match="not a checkpoint"):
-        Checkpoint.from_bytes(b"hello")
+        Checkpoint.from_bytes(FOREIGN[name])
+
+
+def test_a_damaged_archive_says_so(directory: Path) -> None:
+    (directory / "large").write_bytes(b"1" * 50_000)
+    data = Checkpoint.from_directory(directory).to_bytes()
+    with pytest.raises(CheckpointError, match="damaged"):
+        Checkpoint.from_bytes(data[:20_000])

@@ -1,0 +1,336 @@
+"""One suite for every kind of storage: what lies there is complete, whoever was killed while writing it."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import CheckpointError, ConfigError, remote, storage
+from raysgd.storage import Place, Uri, place
+
+fsspec = pytest.importorskip("fsspec")
+from fsspec.implementations.local import LocalFileSystem  # noqa: E402
+
+
+class Shelf(LocalFileSystem):  # type: ignore[misc]
+    """A store that shows a file while it is being written, as sftp or hdfs do."""
+
+    protocol = "shelf"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("shelf://"))
+
+
+fsspec.register_implementation("shelf", Shelf, clobber=True)
+
+KINDS = ("path", "file", "memory", "shelf", "s3")
+REMOTE = KINDS[2:]
+
+
+@pytest.fixture
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A fresh place of the kind that the test names."""
+    kind = request.param
+    if kind == "s3":
+        return f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}"
+    if kind == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    return str(tmp_path) if kind == "path" else f"{kind}://{tmp_path}"
+
+
+every = pytest.mark.parametrize("root", KINDS, indirect=True)
+each_remote = pytest.mark.parametrize("root", REMOTE, indirect=True)
+
+
+@pytest.fixture
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("source")
+    (source / "sub").mkdir()
+    (source / "sub" / "weights.bin").write_bytes(b"123")
+    (source / "empty").write_bytes(b"")
+    return source
+
+
+@every
+@pytest.mark.parametrize("data", [b"", b"1" * 10, memoryview(b"abc"), bytearray(b"abc")])
+def test_what_is_written_is_read(root: str, data: Any) -> None:
+    where = storage.write(f"{root}/some/new/folder/a b.pt", data)
+    assert storage.read(str(where)) == bytes(data)
+    assert where.name == "a b.pt"
+    assert where.is_file() and where.exists() and not where.is_dir()
+    assert storage.names(where.parent) == ["a b.pt"]
+    assert storage.names(place(root) / "some") == ["new"]
+
+
+@every
+def test_writing_again_replaces(root: str) -> None:
+    for data in (b"first and longer", b"second"):
+        storage.write(f"{root}/a", data)
+    assert storage.read(f"{root}/a") == b"second"
+
+
+@every
+def test_a_draft_is_seen_when_it_is_kept(root: str) -> None:
+    draft = storage.Draft(f"{root}/a")
+    draft.file.write(b"void")
+    draft.again()
+    draft.file.write(b"1" * 100_000)
+    assert storage.names(place(root)) == []
+    assert draft.keep() == place(f"{root}/a")
+    assert storage.read(f"{root}/a") == b"1" * 100_000
+    assert not draft.temporary.exists()
+
+
+@every
+def test_a_draft_that_is_dropped_leaves_nothing(root: str) -> None:
+    draft = storage.Draft(f"{root}/a")
+    draft.file.write(b"half")
+    draft.drop()
+    assert not place(f"{root}/a").exists()
+    assert not draft.temporary.exists()
+
+
+@every
+def test_a_folder_is_stored_and_read(root: str) -> None:
+    for _ in range(2):  # the second time over the first
+        with storage.draft_folder(f"{root}/folder") as draft:
+            (draft / "weights.bin").write_bytes(b"123")
+            (draft / "sub").mkdir()
+            (draft / "sub" / "empty").write_bytes(b"")
+    where = place(f"{root}/folder")
+    assert where.is_dir() and where.exists() and not where.is_file()
+    assert storage.names(where) == ["sub", "weights.bin"]
+    with storage.folder(where) as copy:
+        assert (copy / "weights.bin").read_bytes() == b"123"
+        assert (copy / "sub" / "empty").read_bytes() == b""
+
+
+@every
+def test_a_folder_that_fails_is_not_there(root: str) -> None:
+    with pytest.raises(OSError, match="no space"), storage.draft_folder(f"{root}/folder") as draft:
+        (draft / "weights.bin").write_bytes(b"1")
+        raise OSError("no space left on device")
+    assert not place(f"{root}/folder").exists()
+
+
+@every
+def test_delete(root: str) -> None:
+    storage.write(f"{root}/kept", b"1")
+    storage.write(f"{root}/file", b"1")
+    with storage.draft_folder(f"{root}/folder") as draft:
+        (draft / "a").write_bytes(b"1")
+    for name in ("file", "folder", "never there"):
+        storage.delete(place(root) / name)
+    assert storage.names(place(root)) == ["kept"]
+
+
+@every
+def test_what_is_not_there_says_where(root: str) -> None:
+    assert storage.names(place(f"{root}/absent")) == []
+    assert not place(f"{root}/absent").exists()
+    with pytest.raises(CheckpointError, match="there is no checkpoint at") as caught:
+        storage.read(f"{root}/absent")
+    assert str(place(root)) in str(caught.value)
+
+
+@each_remote
+def test_a_folder_without_its_list_is_none(root: str, files: Path) -> None:
+    remote.mirror(Uri(f"{root}/folder"), files)  # what a crash before the last object leaves
+    where = place(f"{root}/folder")
+    assert not where.exists()
+    with pytest.raises(CheckpointError, match="never finished"), storage.folder(where):
+        pass
+    storage.delete(where)
+    assert storage.names(place(root)) == []
+
+
+@each_remote
+@pytest.mark.parametrize(
+    ("listed", "says"),
+    [
+        (b"{", "damaged"),
+        (b"[]", "damaged"),
+        (b'{"files": {"../outside": 1}}', "outside"),
+        (b'{"files": {"/outside": 1}}', "outside"),
+        (b'{"files": {"absent": 1}}', "no checkpoint at"),
+        (b'{"files": {"a": 3}}', "a has 1 bytes and was stored with 3"),
+    ],
+)
+def test_a_folder_that_was_tampered_with(root: str, listed: bytes, says: str) -> None:
+    storage.write(f"{root}/folder/a", b"1")
+    storage.write(f"{root}/folder/{remote.MARKER}", listed)
+    with pytest.raises(CheckpointError, match=says), storage.folder(place(f"{root}/folder")):
+        pass
+
+
+def test_a_store_that_shows_half_files_gets_them_under_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.write(f"shelf://{tmp_path}/a", b"old")
+
+    def half(self: Any, path: str, value: bytes, **_: Any) -> None:
+        Path(path).write_bytes(value[: len(value) // 2])
+        raise OSError("the connection broke")
+
+    monkeypatch.setattr(Shelf, "pipe_file", half)
+    with pytest.raises(CheckpointError, match="the connection broke"):
+        storage.write(f"shelf://{tmp_path}/a", b"new and longer")
+    assert os.listdir(tmp_path) == ["a"]
+    assert storage.read(f"shelf://{tmp_path}/a") == b"old"
+
+
+# -- a kill in the middle of writing ------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from raysgd import remote, storage
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def folder():
+    with storage.draft_folder(sys.argv[1]) as draft:
+        for name in "abc":
+            (draft / name).write_bytes(b"new " * 1000)
+
+def file():
+    storage.write(sys.argv[1], b"new " * 1000)
+"""
+CUTS: dict[str, str] = {
+    "a file, before it has its name": "os.replace = die; file()",
+    "a file, before it is on the disk": "os.fsync = die; file()",
+    "a folder, before it has its name": "os.replace = die; folder()",
+    "a folder, before it is on the disk": "os.fsync = die; folder()",
+}
+REMOTE_CUTS = {
+    "after the files, before the list": "remote.write = die; folder()",
+    "after the first file": """
+sent, real = [], remote.upload
+def upload(*given):
+    if sent:
+        die()
+    sent.append(real(*given))
+remote.upload = upload
+folder()
+""",
+}
+
+
+def killed(code: str, where: str) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED + code, where], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_writer_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, cut: str) -> None:
+    where = tmp_path / "target"
+    killed(CUTS[cut], str(where))
+    assert not where.exists()
+    assert storage.names(tmp_path) == [], "drafts are hidden"
+
+
+def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
+    where = storage.write(tmp_path / "target", b"old")
+    killed(CUTS["a file, before it is on the disk"], str(where))
+    assert storage.read(where) == b"old"
+
+
+@pytest.mark.parametrize("cut", REMOTE_CUTS)
+def test_a_writer_that_is_killed_leaves_no_folder_on_s3(s3: str, cut: str) -> None:
+    where = Uri(f"{s3}/{uuid.uuid4().hex}")
+    killed(REMOTE_CUTS[cut], str(where))
+    assert storage.names(where), "some files had arrived"
+    assert not where.exists()
+    with pytest.raises(CheckpointError, match="never finished"), storage.folder(where):
+        pass
+
+
+# -- names --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [
+        ("a/b", Path("a/b")),
+        ("/a/b", Path("/a/b")),
+        (Path("a"), Path("a")),
+        ("file:///a/b", Path("/a/b")),
+        ("local:///a/b", Path("/a/b")),
+        ("s3://bucket/a", Uri("s3://bucket/a")),
+        ("simplecache::s3://bucket/a", Uri("simplecache::s3://bucket/a")),
+        (Uri("s3://bucket/a"), Uri("s3://bucket/a")),
+        ("C:/a", Path("C:/a")),
+    ],
+)
+def test_paths_and_uris_are_told_apart(given: Any, means: Place) -> None:
+    assert place(given) == means
+
+
+@pytest.mark.parametrize("wrong", [None, "", 5, b"a", ["a"]])
+def test_what_is_no_place(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="a path, or a URI") as caught:
+        place(wrong)
+    assert repr(wrong) in str(caught.value)
+
+
+def test_the_parts_of_a_uri() -> None:
+    uri = Uri("s3://bucket/run/") / "a"
+    assert (str(uri), uri.name, str(uri.parent)) == ("s3://bucket/run/a", "a", "s3://bucket/run")
+    assert Uri("s3://bucket/run/").name == "run"
+    assert str(uri.parent.parent) == "s3://bucket"
+
+
+# -- stores that cannot be used -----------------------------------------------------------------------
+
+
+def test_no_such_bucket(s3: str) -> None:
+    tries: list[Callable[[Uri], Any]] = [lambda uri: storage.write(uri, b"1"), remote.probe]
+    for tried in tries:
+        with pytest.raises(CheckpointError, match=r"s3://no-such-bucket/a.* cannot be written"):
+            tried(Uri("s3://no-such-bucket/a"))
+    remote.probe(Uri(f"{s3}/fresh"))
+    assert storage.names(Uri(f"{s3}/fresh")) == [], "the probe leaves nothing"
+
+
+def test_an_unknown_store() -> None:
+    with pytest.raises(ConfigError, match="nothing://a/b: fsspec knows no such storage"):
+        storage.read("nothing://a/b")
+
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from raysgd import storage
+import raysgd.train
+storage.write(sys.argv[2] + "/a", b"1")
+storage.write("file://" + sys.argv[2] + "/b", b"1")
+print("local is fine")
+try:
+    storage.read("s3://bucket/a")
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("package", "says"), [("fsspec", "pip install 'raysgd[storage]'"), ("s3fs", "s3fs")])
+def test_a_missing_package_is_named_and_local_paths_need_none(tmp_path: Path, package: str, says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, package, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    first, second = done.stdout.splitlines() or [done.stderr, ""]
+    assert first == "local is fine"
+    assert "s3://bucket/a" in second and says in second
