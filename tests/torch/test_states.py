@@ -143,6 +143,12 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "bytes": (lambda: bytes(range(256)) * 8, "no whole checkpoint"),
     "bare model": (lambda: saved(nn.Linear(2, 1).state_dict()), "not a checkpoint of raysgd: it holds"),
     "a list": (lambda: saved([1, 2]), "it holds list"),
+    "a whole model": (lambda: saved(nn.Linear(2, 1)), "not a checkpoint of raysgd: it holds no models"),
+    "a model in a dictionary": (lambda: saved({"net": nn.Linear(2, 1)}), "not a checkpoint of raysgd: it holds no"),
+    "its models by another name": (
+        lambda: saved({"networks": nn.Linear(2, 1), "optimizers": []}),
+        "not a checkpoint of raysgd: it holds no",
+    ),
     "models of nothing": (lambda: saved({"models": [3], "optimizers": [{}]}), "not a checkpoint of raysgd"),
     "optimizers of nothing": (
         lambda: saved({"models": [{}], "optimizers": [3]}),

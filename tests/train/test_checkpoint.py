@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 import tarfile
+import textwrap
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -256,6 +257,8 @@ def test_functions_that_are_found_cannot_be_altered() -> None:
         with pytest.raises(CheckpointError):
             Checkpoint.from_bytes(head + b"c" + name + b"\n" + setting + b"s.")
     assert torch._utils._rebuild_tensor_v2.__dict__ == before
+    pickle.loads(head + b"ctextwrap\ndedent\n" + setting + b"s.")
+    assert vars(textwrap.dedent).pop("__doc") == "x", "pickle itself would have done it"
 
 
 FOREIGN = {

@@ -2,12 +2,15 @@
 
 import math
 import pickle
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raysgd import storage
 from raysgd.errors import CheckpointError
+from raysgd.storage import place
 from raysgd.train import Checkpoint, CheckpointConfig, CheckpointStrategy
 from raysgd.train.keeper import CheckpointKeeper
 
@@ -145,6 +148,36 @@ def test_directories_are_scored_by_their_metrics(tmp_path: Path) -> None:
     for accuracy in (0.5, 0.9, 0.7):
         made.take(payload, {"accuracy": accuracy})
     assert on_disk(tmp_path / "kept") == ["000002"]
+
+
+def test_the_best_are_kept_in_remote_storage_too() -> None:
+    pytest.importorskip("fsspec")
+    folder = place(f"memory://{uuid.uuid4().hex}/checkpoints")
+    strategy = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    made = CheckpointKeeper(folder, strategy)
+    for loss in (2, 4, 1, 3):
+        made.take(pickle.dumps({"loss": loss}), {})
+    assert storage.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
+    assert made.best_path == made.latest_path == folder / "checkpoint_000003"
+    again = CheckpointKeeper(folder, strategy)
+    again.adopt({})
+    assert [(kept.number, kept.score) for kept in again.kept] == [(1, -2), (3, -1)]
+    again.take(pickle.dumps({"loss": 0}), {})
+    assert storage.names(folder) == ["checkpoint_000003", "checkpoint_000004"]
+
+
+@pytest.mark.parametrize("attribute", [None, "loss"])
+def test_what_an_earlier_run_has_left_is_taken_up(tmp_path: Path, attribute: str | None) -> None:
+    keeper(tmp_path, 3, 1, 2)
+    (tmp_path / ".checkpoint_000004.0.tmp").write_bytes(b"a draft of one who was killed")
+    (tmp_path / "checkpoint_notes").write_bytes(b"somebody's")
+    made = CheckpointKeeper(tmp_path, CheckpointConfig(checkpoint_score_attribute=attribute))
+    made.adopt({7: {"loss": 1}})
+    assert [kept.number for kept in made.kept] == [1, 2, 3]
+    assert made.latest_id == 7, "numbers that were given are not given again"
+    assert made.latest is not None
+    assert made.latest.to_dict() == {"number": 2, "loss": 2}
+    assert made.best_path == tmp_path / ("checkpoint_000003" if attribute is None else "checkpoint_000001")
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,93 @@
+"""`save` and `load` of the class face, to and from places that are no local files; and what is no place at all."""
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import CheckpointError, ConfigError, storage
+from raysgd.storage import place
+from tests.torch.small import inline, weights
+
+
+@pytest.fixture
+def bucket(s3: str) -> str:
+    return f"{s3}/{uuid.uuid4().hex}"
+
+
+@pytest.mark.parametrize("use_ray", [False, True])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_save_and_load_on_s3(request: pytest.FixtureRequest, bucket: str, use_ray: bool, blocking: bool) -> None:
+    if use_ray:
+        request.getfixturevalue("ray_cluster")
+    with inline(use_ray=use_ray) as trainer:
+        trainer.train()
+        saved = weights(trainer)
+        for _ in range(2):  # the second one over the first
+            given = trainer.save(f"{bucket}/models/line.pt", blocking=blocking)
+            path = given if isinstance(given, str) else given.result(60)
+        assert path == f"{bucket}/models/line.pt"
+        trainer.train()
+        assert not torch.equal(weights(trainer), saved)
+        trainer.load(path)
+        assert torch.equal(weights(trainer), saved)
+    assert storage.names(place(f"{bucket}/models")) == ["line.pt"]
+
+
+def test_what_is_not_there_or_not_ours_says_so_with_its_place(bucket: str) -> None:
+    storage.write(f"{bucket}/foreign", b"hello")
+    with inline() as trainer:
+        before = weights(trainer)
+        with pytest.raises(CheckpointError, match=f"{bucket}/absent: there is no checkpoint"):
+            trainer.load(f"{bucket}/absent")
+        with pytest.raises(CheckpointError, match=f"{bucket}/foreign: this is no whole checkpoint"):
+            trainer.load(f"{bucket}/foreign")
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            trainer.save("s3://no-such-bucket/line.pt")
+        with pytest.raises(ConfigError, match="a folder that all of them see: name a path"):
+            trainer.save(f"{bucket}/parts", sharded=True)
+        assert torch.equal(weights(trainer), before)
+        assert trainer.train()["epoch"] == 1, "it can be used as before"
+
+
+@pytest.mark.parametrize("wrong", [None, "", 5, b"line.pt"])
+def test_what_is_no_place_is_told_with_what_is(wrong: Any) -> None:
+    with inline() as trainer:
+        calls: list[Any] = [
+            lambda: trainer.save(wrong),
+            lambda: trainer.save(wrong, blocking=False),
+            lambda: trainer.save(wrong, sharded=True),
+            lambda: trainer.load(wrong),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match="a path, or a URI such as 's3://bucket/name', got"):
+                call()
+
+
+def test_a_directory_is_no_file_to_save_to(tmp_path: Path) -> None:
+    with inline() as trainer, pytest.raises(IsADirectoryError, match="a checkpoint is a file, name one"):
+        trainer.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorflow(bucket: str) -> None:
+    pytest.importorskip("tensorflow")
+    from raysgd.tf import TFTrainer
+    from tests.tf.small import Small as SmallKeras
+
+    with TFTrainer(training_operator_cls=SmallKeras, config={"normalized": False}) as trainer:
+        trainer.train(num_steps=2)
+        path = trainer.save(f"{bucket}/keras.ckpt")
+        assert path == f"{bucket}/keras.ckpt"
+        for wrong in (None, ""):
+            with pytest.raises(ConfigError, match="a path, or a URI"):
+                trainer.save(wrong)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="a path, or a URI"):
+                trainer.load(wrong)  # type: ignore[arg-type]
+        saved = trainer.get_model().get_weights()
+        trainer.train()
+        trainer.load(path)
+        for mine, expected in zip(trainer.get_model().get_weights(), saved, strict=True):
+            assert (mine == expected).all()
