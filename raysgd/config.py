@@ -11,6 +11,7 @@ from raysgd.errors import ConfigError
 __all__ = ["ElasticConfig", "Limits", "WorkerResources", "check_call", "check_trainer"]
 
 # A process group meets within seconds or not at all; what takes longer is a wrong address or a firewall.
+UNREACHABLE_AT_MOST_S = 60.0
 JOIN_AT_MOST_S = 60.0
 
 
@@ -23,6 +24,7 @@ class Limits:
     join_s        for the ranks of a generation to meet
     collective_s  for one collective: below the hang limit, so that a vanished host ends it by itself
     hang_s        without any batch being finished
+    unreachable_s for a worker's machine to answer at all: its kernel does, also for a process that is stopped
     """
 
     start_s: float
@@ -40,6 +42,10 @@ class Limits:
             collective_s=min(timeout_s, 0.9 * hang_timeout_s),
             hang_s=hang_timeout_s,
         )
+
+    @property
+    def unreachable_s(self) -> float:
+        return min(self.hang_s / 2, UNREACHABLE_AT_MOST_S)
 
 
 Grow = bool | Literal["epoch"]

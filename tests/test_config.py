@@ -69,6 +69,7 @@ def test_settings_are_frozen_and_take_keywords_only() -> None:
 def test_every_limit_follows_from_two_numbers(timeout_s: float, hang_s: float) -> None:
     limits = Limits.derive(timeout_s=timeout_s, hang_timeout_s=hang_s, start_s=100)
     assert limits.collective_s < limits.hang_s, "a vanished host must end a collective before it looks like a hang"
+    assert limits.unreachable_s < limits.collective_s or limits.collective_s == timeout_s
     assert limits.collective_s <= timeout_s
     assert limits.join_s <= min(timeout_s, 60)
     assert limits.setup_s >= limits.hang_s == hang_s

@@ -115,3 +115,17 @@ def test_who_leaves_on_purpose_is_no_news(desk: Desk) -> None:
     desk.board.hang_up("w")
     time.sleep(0.1)
     assert desk.events.empty()
+
+
+def test_a_machine_that_falls_silent_is_asked_for(desk: Desk) -> None:
+    """Pulled cables are tried in tests/network; here, that every line is set to notice them."""
+    desk.board.unreachable_s = 10.0
+    desk.line()
+    desk.next(Arrived)
+    server_end = desk.board._lines["w"]
+    assert server_end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    limits = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_USER_TIMEOUT": 10_000}
+    for name, value in limits.items():
+        if hasattr(socket, name):
+            assert server_end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value, name
+    desk.board.hang_up("w")

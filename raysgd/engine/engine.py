@@ -27,6 +27,7 @@ from raysgd.engine.failure import raise_user_error
 from raysgd.engine.hanging import HangGuard
 from raysgd.engine.ledger import Ledger
 from raysgd.engine.membership import Membership
+from raysgd.engine.pieces import Piece, pieces_since
 from raysgd.engine.recovery import Recoverer
 from raysgd.engine.recruiter import Recruiter
 from raysgd.engine.standing import Standing
@@ -63,18 +64,6 @@ class Job:
     lead: int = 2  # how many steps ahead of everybody a planned stop is first proposed
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What the ranks of one generation said of their part of a job, in rank order."""
-
-    outcomes: tuple[Outcome, ...]
-
-    @property
-    def values(self) -> list[Any]:
-        """Whole, partial and last known results; a rank that said nothing is left out."""
-        return [value for outcome in self.outcomes if (value := getattr(outcome, "value", None)) is not None]
-
-
 class Engine:
     """Owns the group and the generation that stands. One thread at a time may call it."""
 
@@ -94,6 +83,7 @@ class Engine:
         on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None,
     ) -> None:
         self.group, self._backend, self._limits = group, backend, limits
+        group.set_patience(limits.unreachable_s)
         self._crew = Crew(group, target)
         self._crew.on_progress, self._crew.on_message = on_progress, on_message
         self._ledger = Ledger(on_recovery)
@@ -203,15 +193,7 @@ class Engine:
                 if job.again == "keep" and stands and (kept := _kept(watch.outcomes)) is not None:
                     return [kept]
             if revived is not None:
-                pieces = self._since_snapshot(revived, pieces)
-
-    def _since_snapshot(self, revived: Snapshot, pieces: list[Piece]) -> list[Piece]:
-        """What counts of a call that goes on from a snapshot: what the snapshot itself had counted."""
-        if revived.call != self._calls:
-            return []
-        if revived.partial is None:
-            return pieces  # a survivor handed it over as it ended: all that was counted until then stands
-        return [Piece((Ok(revived.partial, revived.progress),))]
+                pieces = pieces_since(revived, pieces, call=self._calls)
 
     def _fan_out(self, job: Job) -> tuple[Watch, Observation]:
         arguments = dict(job.arguments() if callable(job.arguments) else job.arguments)

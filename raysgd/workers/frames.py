@@ -10,7 +10,7 @@ import socket
 import struct
 from typing import Any
 
-__all__ = ["FrameReader", "receive", "send"]
+__all__ = ["FrameReader", "probe", "receive", "send"]
 
 PREFIX = struct.Struct(">IQ")
 LARGEST_HEADER = 16 << 20
@@ -23,6 +23,23 @@ def send(connection: socket.socket, message: dict[str, Any], body: bytes | memor
     connection.sendall(PREFIX.pack(len(header), size) + header)
     if size:
         connection.sendall(body)
+
+
+def probe(connection: socket.socket, limit_s: float) -> None:
+    """Lets the kernel ask the other machine's kernel whether it is there, all the time: reading raises TimeoutError when
+    it is not. A process that is stopped, or busy, answers by its kernel. What a system cannot set is left as it is."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    limit_s = max(limit_s, 1.0)
+    every = max(int(limit_s / 5), 1)
+    settings = {
+        "TCP_KEEPIDLE": every,
+        "TCP_KEEPINTVL": every,
+        "TCP_KEEPCNT": max(int(limit_s / every) - 1, 1),
+        "TCP_USER_TIMEOUT": int(limit_s * 1000),
+    }
+    for name, value in settings.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class FrameReader:
@@ -48,9 +65,11 @@ class FrameReader:
 
 
 def receive(connection: socket.socket, reader: FrameReader) -> list[tuple[dict[str, Any], bytes]] | None:
-    """What one read gives; None when the other end is gone."""
+    """What one read gives; None when the other end is gone. A machine that does not answer is a TimeoutError."""
     try:
         data = connection.recv(1 << 20)
+    except TimeoutError:
+        raise
     except OSError:
         return None
     return reader.feed(data) if data else None

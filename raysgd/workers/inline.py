@@ -81,6 +81,9 @@ class InlineGroup:
     def silent_for(self, worker: str) -> float:
         return 0.0
 
+    def set_patience(self, unreachable_s: float) -> None:
+        """This process can always be reached."""
+
     def stop(self, *, force: bool = False) -> None:
         if self._launched:
             self.dismiss(self._worker, force=force)

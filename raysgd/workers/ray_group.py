@@ -157,6 +157,10 @@ class RayGroup:
     def silent_for(self, worker: str) -> float:
         return self._board.silent_for(worker)
 
+    def set_patience(self, unreachable_s: float) -> None:
+        """Before the first launch: how long a machine may not answer before its workers count as lost."""
+        self._board.unreachable_s = unreachable_s
+
     def kill(self, worker: str) -> None:
         """SIGKILL, now: from here or by a neighbour on its node. Ray's own kill asks first, and takes seconds."""
         import ray

@@ -14,21 +14,25 @@ import time
 from typing import Any
 
 from raysgd.workers.events import Arrived, Event, Gone, Heard
-from raysgd.workers.frames import FrameReader, receive, send
+from raysgd.workers.frames import FrameReader, probe, receive, send
 
 __all__ = ["Switchboard"]
 
 logger = logging.getLogger(__name__)
 
+ENDED = "its process ended (the line to it was closed)"
+
 
 class Switchboard:
     """Owns the listening socket and one thread. Turns what comes in into events; decides nothing.
 
-    A line that ends is a `Gone` event within a millisecond of the process's death, usually before Ray tells.
+    A line that ends is a `Gone` event within a millisecond of the process's death, usually before Ray tells. One
+    whose other end does not even acknowledge bytes for `unreachable_s` ends too: that machine, or the way to it, is gone.
     """
 
     def __init__(self, events: queue.Queue[Event], host: str) -> None:
         self.token = secrets.token_hex(16)
+        self.unreachable_s = 60.0
         self._events = events
         self._lines: dict[str, socket.socket] = {}
         self._names: dict[socket.socket, str] = {}
@@ -93,16 +97,20 @@ class Switchboard:
         except OSError:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        probe(connection, self.unreachable_s)
         self._selector.register(connection, selectors.EVENT_READ, FrameReader())
 
     def _read(self, connection: socket.socket, reader: FrameReader) -> None:
+        why = ENDED
         try:
             frames = receive(connection, reader)
+        except TimeoutError:
+            frames, why = None, f"its machine has not answered for {self.unreachable_s:g} s"
         except ValueError as error:
             logger.warning("dropped a connection that does not speak our language: %s", error)
             frames = None
         if frames is None:
-            self._end(connection)
+            self._end(connection, why)
             return
         for message, body in frames:
             if not self._take(connection, message, body):
@@ -127,12 +135,12 @@ class Switchboard:
         self._heard_at[worker] = time.monotonic()
         return True
 
-    def _end(self, connection: socket.socket) -> None:
+    def _end(self, connection: socket.socket, why: str = ENDED) -> None:
         self._selector.unregister(connection)
         connection.close()
         worker = self._names.pop(connection, None)
         if worker is not None and self._lines.pop(worker, None) is not None:
-            self._events.put(Gone(worker, "its process ended (the line to it was closed)"))
+            self._events.put(Gone(worker, why, "worker death" if why == ENDED else "network"))
 
 
 def _listen(host: str) -> socket.socket:

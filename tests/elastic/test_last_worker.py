@@ -82,3 +82,18 @@ def test_all_of_several_die_at_once(ray_cluster: None, tmp_path: Path) -> None:
         assert result["num_samples"] == 240
     finally:
         ground.trainer.shutdown()
+
+
+def test_what_was_counted_before_the_snapshot_still_counts(ray_cluster: None, tmp_path: Path) -> None:
+    """One is lost in place, then the other: the snapshot's own count begins at the first loss."""
+    elastic = ElasticConfig(snapshot_every=5, grow=False)
+    ground = Ground(tmp_path / "marks", num_workers=2, elastic=elastic, config={"pace": 0.01})
+    try:
+        ground.arm(Fault(1, 9), Fault(0, 25))
+        result = ground.trainer.train()
+        ground.assert_epoch_exact()
+        assert [recovery.in_place for recovery in ground.trainer.recoveries] == [True, False]
+        steps = ground.trainer.apply_all_operators(lambda operator: operator.global_step)[0]
+        assert (result["num_samples"], result["batch_count"]) == (240, steps)
+    finally:
+        ground.trainer.shutdown()

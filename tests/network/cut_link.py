@@ -30,7 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "examples" / "benchmarks"
-HANG_TIMEOUT_S = 10.0
+HANG_TIMEOUT_S = 14.0
 LIMIT_S = 150.0
 STEPS_BEFORE_CUT = 60
 PORT = 6399

@@ -27,5 +27,6 @@ def test_the_first_host_goes_on_alone() -> None:
     assert facts["lost_and_doubled"] == [[0, 0]] * 3
     loss = facts["recoveries"][0]
     assert loss["in_place"] and loss["world_size_after"] == 1 and loss["batches_redone"] == 0
-    # The collective's own limit is nine tenths of the hang limit; then the survivor meets itself anew.
-    assert facts["cut_to_next_step_s"] < 3 * facts["hang_timeout_s"]
+    assert loss["reason"] in ("network", "node loss")
+    # Half of the limit goes by until the other machine counts as gone; then the survivor meets itself anew.
+    assert facts["cut_to_next_step_s"] < facts["hang_timeout_s"]
