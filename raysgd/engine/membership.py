@@ -76,8 +76,9 @@ class Membership:
             if lacking <= 0:
                 break
             if waited > self._limits.start_s:
+                story = self._standing.shortage(lacking)
                 self._crew.target = len(seated)
-                raise ResourceError(self._standing.shortage(lacking))
+                raise ResourceError(story)
             said = said or (self._recruiter.starting == 0 and self._standing.say_waiting(lacking, waited))
 
     def let_go(self, workers: Sequence[str]) -> None:

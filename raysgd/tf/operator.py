@@ -73,7 +73,8 @@ class TrainingOperator(OperatorBase):
         """One pass without gradients; returns what to report."""
         self._meter = meter = AverageMeterCollection()
         for batch_idx, batch in enumerate(val_iterator):
-            self._count(val_iterator, self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})}), meter)
+            metrics = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
+            self._count(val_iterator, metrics, meter, "validate_batch")
         return dict(meter.summary())
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -182,9 +183,9 @@ class TrainingOperator(OperatorBase):
     def _close(self) -> None:
         """The worker ends in good order."""
 
-    def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection) -> None:
+    def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection, of: str = "train_batch") -> None:
         if not isinstance(metrics, dict):
-            raise TypeError(f"train_batch and validate_batch must return a dict of metrics, got {metrics!r}")
+            raise TypeError(f"{of} must return a dict of metrics, got {metrics!r}: {type(self).__name__}.{of}")
         samples = metrics.get(NUM_SAMPLES, 1)
         weight = samples if getattr(iterator, "fresh", True) else 0
         meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)

@@ -233,7 +233,8 @@ class TFReplica:
 
     def _reported(self, result: Any, profile: bool) -> dict[str, Any]:
         if not isinstance(result, dict):
-            raise TypeError(f"train_epoch and validate must return a dict of results, got {result!r}")
+            name = "validate" if self._prefix.startswith("val") else "train_epoch"
+            raise TypeError(f"{name} must return a dict of results, got {result!r}")
         report = dict(result)
         for name, value in metric_results(self.operator._metrics(), self.operator._channel).items():
             report.setdefault(self._prefix + name, value)

@@ -99,7 +99,7 @@ class TrainingOperator(OperatorBase):
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
                 metrics = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
-                self._count(val_iterator, metrics, meter)
+                self._count(val_iterator, metrics, meter, "validate_batch")
         return dict(meter.summary())
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -215,9 +215,9 @@ class TrainingOperator(OperatorBase):
             for model in models
         ]
 
-    def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection) -> None:
+    def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection, of: str = "train_batch") -> None:
         if not isinstance(metrics, dict):
-            raise TypeError(f"train_batch and validate_batch must return a dict of metrics, got {metrics!r}")
+            raise TypeError(f"{of} must return a dict of metrics, got {metrics!r}: {type(self).__name__}.{of}")
         samples = metrics.get(NUM_SAMPLES, 1)
         weight = samples if getattr(iterator, "fresh", True) else 0
         meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)

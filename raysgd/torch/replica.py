@@ -254,7 +254,9 @@ class TorchReplica:
 
     def _reported(self, result: Any, profile: bool, phase: str, cursor: Cursor | None) -> dict[str, Any]:
         if not isinstance(result, dict):
-            raise TypeError(f"train_epoch and validate must return a dict of results, got {result!r}")
+            raise TypeError(
+                f"{'validate' if cursor is None else 'train_epoch'} must return a dict of results, got {result!r}"
+            )
         report = result if cursor is None else {"epoch": cursor.epoch, **result, COMMITTED: cursor.call_units}
         if cursor is not None and (skipped := self.operator._precision.take_skipped()):
             report["skipped_steps"] = skipped

@@ -166,19 +166,18 @@ def test_metrics_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize("answer", [None, 1.0, [1]])
-def test_a_batch_must_answer_with_a_dict(answer: Any) -> None:
-    operator = type("Own", (Line,), {"train_batch": lambda self, batch, batch_info: answer})
-    with inline(operator) as trainer, pytest.raises(TypeError, match="must return a dict of metrics"):
-        trainer.train()
+@pytest.mark.parametrize("method", ["train_batch", "validate_batch"])
+def test_a_batch_must_answer_with_a_dict(method: str, answer: Any) -> None:
+    operator = type("Own", (Line,), {method: lambda self, batch, batch_info: answer})
+    with inline(operator) as trainer, pytest.raises(TypeError, match=f"{method} must return a dict .*: Own.{method}"):
+        trainer.train() if method == "train_batch" else trainer.validate()
 
 
-def test_an_epoch_must_answer_with_a_dict() -> None:
-    operator = type("Own", (Line,), {"train_epoch": lambda self, iterator, info: None})
-    with (
-        inline(operator) as trainer,
-        pytest.raises(TypeError, match="train_epoch and validate must return a dict"),
-    ):
-        trainer.train()
+@pytest.mark.parametrize("method", ["train_epoch", "validate"])
+def test_an_epoch_must_answer_with_a_dict(method: str) -> None:
+    operator = type("Own", (Line,), {method: lambda self, iterator, info: None})
+    with inline(operator) as trainer, pytest.raises(TypeError, match=f"^{method} must return a dict"):
+        trainer.train() if method == "train_epoch" else trainer.validate()
 
 
 @pytest.mark.parametrize("missing", ["model", "optimizer", "criterion"])
