@@ -253,10 +253,7 @@ class TorchReplica:
         return {"epoch": self._cursor.epoch, **own, COMMITTED: self._cursor.call_units}
 
     def _reported(self, result: Any, profile: bool, phase: str, cursor: Cursor | None) -> dict[str, Any]:
-        if not isinstance(result, dict):
-            raise TypeError(
-                f"{'validate' if cursor is None else 'train_epoch'} must return a dict of results, got {result!r}"
-            )
+        _check_result(result, "validate" if cursor is None else "train_epoch")
         report = result if cursor is None else {"epoch": cursor.epoch, **result, COMMITTED: cursor.call_units}
         if cursor is not None and (skipped := self.operator._precision.take_skipped()):
             report["skipped_steps"] = skipped
@@ -358,3 +355,8 @@ class TorchReplica:
         close(self._train)
         close(self._validation)
         self.snapshots.close()
+
+
+def _check_result(result: Any, method: str) -> None:
+    if not isinstance(result, dict):
+        raise TypeError(f"{method} must return a dict of results, got {result!r}")
