@@ -33,6 +33,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "cpu_us_per_step",
         "cpu_ratio",
         "peak_mb",
+        "note",
     ),
     "startup": ("contender", "first_epoch_s", "exit_s", "ratio", "note"),
     "recovery": ("case", "gap_s", "batches_redone", "lost", "doubled", "note"),
@@ -73,6 +74,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "raysgd_ratio",
         "idle",
         "peak_mb",
+        "note",
     ),
 }
 PLACE = re.compile(r"(<!-- (table|matrix|plots): (\w+)((?: [\w=]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -22,7 +22,7 @@ import torch
 from contenders import Contender, cluster, standing
 from interleaved import Turn, one_epoch, peak_mb
 from report import claim_stdout, emit
-from throughput import arguments, row
+from throughput import arguments, row, warmed_up
 from workloads import GPU_WORKLOADS, SMALL_GPU_WORKLOADS, Setting, Workload
 
 COLUMNS = (
@@ -45,21 +45,23 @@ def measure(setting: Setting, names: Sequence[str], rounds: int) -> list[dict[st
     """One row per contender."""
     print(f"{setting.workload.name}, {setting.precision}, {setting.workers} workers", file=sys.stderr)
     turns: dict[str, list[Turn]] = {}
+    failed: dict[str, str] = {}
     more: dict[str, dict[str, Any]] = {}
     for number in range(rounds):
         for name in names if number % 2 else reversed(names):
-            for contender in standing([name], setting):
+            for contender in standing([] if name in failed else [name], setting):
                 try:
+                    if not warmed_up(contender, failed):
+                        continue
                     turn, more[name] = timed(contender)
                 finally:
                     contender.stop()
                 turns.setdefault(name, []).append(turn)
                 print(f"round {number + 1}: {name} {turn.wall:.3f} s, {more[name]}", file=sys.stderr)
-    return [{**row(setting, name, turns), **more.get(name, {}), **device_of(setting)} for name in names]
+    return [{**row(setting, name, turns, failed), **more.get(name, {}), **device_of(setting)} for name in names]
 
 
 def timed(contender: Contender) -> tuple[Turn, dict[str, Any]]:
-    contender.epoch()  # cuDNN's choice of kernels, allocations
     processes = contender.processes()
     first, second = one_epoch(contender, processes), one_epoch(contender, processes)
     turn = Turn((first.wall + second.wall) / 2, (first.busy + second.busy) / 2)

@@ -80,10 +80,10 @@ def emit(
 
 
 def _short(value: Any) -> str:
-    if value is None:
-        return "-"
     if isinstance(value, Mapping) and "median" in value:
         value = value["median"]
+    if value is None:
+        return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from contenders import BASE, ENTRIES, RaySGD, cluster, standing
+from contenders import BASE, ENTRIES, Contender, RaySGD, cluster, standing
 from interleaved import Turn, interleaved, peak_mb
 from profiling import where_the_time_goes
 from report import claim_stdout, emit, spread
@@ -40,21 +40,32 @@ COLUMNS = (
 
 
 def measure(setting: Setting, names: Sequence[str], rounds: int, limit_s: float = math.inf) -> list[dict[str, Any]]:
-    """One row per contender."""
+    """One row per contender. Whoever fails has that in its row, and the others go on without it."""
     print(f"{setting.workload.name}, {setting.precision}, {setting.workers} workers", file=sys.stderr)
+    failed: dict[str, str] = {}
     contenders = standing(names, setting)
+    ready = [contender for contender in contenders if warmed_up(contender, failed)]
     try:
-        for contender in contenders:
-            contender.epoch()  # lazy imports, first allocations, thread pools
-        turns = interleaved(contenders, rounds, limit_s)
-        peaks = {contender.name: peak_mb(contender.processes()) for contender in contenders}
+        turns = interleaved(ready, rounds, limit_s)
+        peaks = {contender.name: peak_mb(contender.processes()) for contender in ready}
     finally:
         for contender in contenders:
             contender.stop()
-    return [{**row(setting, name, turns), "peak_mb": peaks.get(name)} for name in names]
+    return [{**row(setting, name, turns, failed), "peak_mb": peaks.get(name)} for name in names]
 
 
-def row(setting: Setting, name: str, turns: dict[str, list[Turn]]) -> dict[str, Any]:
+def warmed_up(contender: Contender, failed: dict[str, str]) -> bool:
+    """Lazy imports, first allocations, thread pools. False: it did not get that far, and `failed` says why."""
+    try:
+        contender.epoch()
+    except RuntimeError as error:
+        print(f"{contender.name} is left out: {error}", file=sys.stderr)
+        failed[contender.name] = f"failed: {error}"
+        return False
+    return True
+
+
+def row(setting: Setting, name: str, turns: dict[str, list[Turn]], failed: dict[str, str]) -> dict[str, Any]:
     workload = setting.workload
     head = {
         "workload": workload.name,
@@ -65,10 +76,10 @@ def row(setting: Setting, name: str, turns: dict[str, list[Turn]]) -> dict[str, 
         "batch_size": workload.batch_size,
     }
     if name not in turns:
-        return {**head, "note": f"not installed: {', '.join(ENTRIES[name].missing())}"}
-    own, base = turns[name], turns.get(BASE, turns[name])
+        return {**head, "note": failed.get(name) or f"not installed: {', '.join(ENTRIES[name].missing())}"}
+    own, base = turns[name], turns.get(BASE)
     epoch, busy = spread([turn.wall for turn in own]), spread([turn.busy for turn in own])
-    pairs = list(zip(own, base, strict=True))
+    pairs = list(zip(own, base, strict=True)) if base else []
     return {
         **head,
         "epoch_s": epoch,
