@@ -23,8 +23,8 @@ FLOORS = {
     "2": "workers",
     "3": "engine",
     "4": "torch/trainer torch/assembly torch/checkpoints tf/trainer train/trainer train/executor train/iterator "
-    "train/worker_group train/job train/fitting train/data_parallel_trainer train/frameworks utils",
-    "5a": "__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__",
+    "train/worker_group train/job train/fitting train/data_parallel_trainer train/frameworks calls utils",
+    "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__",
     "5b": "operators tune cli",
 }
 FLOOR_OF = {unit: floor for floor, units in FLOORS.items() for unit in units.split()}
@@ -45,7 +45,9 @@ SIBLINGS = {
     "elastic": {"outcomes"},
     "snapshot": {"progress"},
     "protocols": {"outcomes", "progress", "rendezvous", "snapshot"},
-    "torch/trainer": {"torch/checkpoints", "torch/assembly"},
+    "torch/assembly": {"calls"},
+    "torch/trainer": {"torch/checkpoints", "torch/assembly", "calls"},
+    "tf/trainer": {"calls"},
 }
 
 # Where a package from outside may be imported; the operators are bodies of the user's kind.

@@ -34,6 +34,7 @@ from raysgd.engine.standing import Standing
 from raysgd.engine.watch import Watch
 from raysgd.errors import NotActiveError
 from raysgd.outcomes import Failed, Ok, Outcome
+from raysgd.progress import Progress, most_advanced
 from raysgd.protocols import Backend
 from raysgd.snapshot import Snapshot
 
@@ -124,9 +125,24 @@ class Engine:
         return len(self._crew.seated())
 
     @property
+    def target(self) -> int:
+        """How many workers there should be."""
+        return self._crew.target
+
+    @property
     def generation(self) -> int:
         """The number of the generation that stands."""
         return self._standing.former.generation
+
+    @property
+    def progress(self) -> Progress:
+        """Of the rank that is furthest, as far as the driver has heard."""
+        told = {worker: self._crew.members[worker].progress for worker in self._crew.seated()}
+        return told[most_advanced(told)] if told else Progress()
+
+    @property
+    def active(self) -> bool:
+        return self._active
 
     def cancel(self, error: BaseException | None) -> None:
         """From any thread: the running call is cut short, and raises `error`. None takes it back."""

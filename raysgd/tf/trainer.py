@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from raysgd import metrics, storage
-from raysgd.callbacks.progress_bar import make_bar
+from raysgd import storage
+from raysgd.callbacks.base import Callback, Run
+from raysgd.callbacks.folder import folder_to_be
+from raysgd.callbacks.history import History
+from raysgd.calls import Calls
 from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call
 from raysgd.elastic import Recovery
-from raysgd.engine.crew import Member
-from raysgd.engine.engine import Engine, Job, Piece
+from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.protocols import Backend
 from raysgd.rendezvous import Alone, Seat
@@ -30,6 +33,8 @@ __all__ = ["TFTrainer"]
 # What TensorFlow itself takes for an operation with a seed of its own, where no other was set: so such operations do
 # what they do without raysgd, and those without a seed do the same on all workers.
 SEED = 87654321
+# Travels with a result where a Keras callback wants `train` to end.
+STOP = "stop_training"
 
 
 class TFTrainer:
@@ -67,6 +72,8 @@ class TFTrainer:
         use_tqdm: bool = False,
         use_ray: bool | None = None,
         elastic: ElasticConfig | None = None,
+        callbacks: Sequence[Callback] = (),
+        logdir: str | os.PathLike[str] | None = None,
     ) -> None:
         operator_cls = arguments.operator_class(model_creator, data_creator, training_operator_cls)
         self.num_replicas = number = arguments.workers(num_replicas, num_workers)
@@ -77,19 +84,26 @@ class TFTrainer:
         limits = _limits(timeout_s, elastic)
         remote = arguments.needs_ray(use_ray, number, resources)
         settings = _settings(number, resources, elastic, remote=remote, use_tqdm=use_tqdm)
-        self._follow_fit_config(bar=use_tqdm or bool(verbose))
+        self._calls = self._listeners(callbacks, operator_cls.__name__, logdir, bar=use_tqdm or bool(verbose))
         self._factory = TFReplicaFactory(operator_cls, dict(self.config), settings)
         meeting: Backend = _backend(limits, settings) if number > 1 else Alone()
         group = _ray_group(meeting, resources) if remote else InlineGroup(meeting)
         given: dict[str, Any] = {"target": number, "elastic": elastic, "limits": limits, "hook": initialization_hook}
-        self._engine = Engine(group, meeting, self._factory, on_progress=self._on_progress, **given)
-        self._engine.start()
+        given |= {"on_progress": self._calls.progressed, "on_recovery": self._calls.recovered}
+        self._engine = Engine(group, meeting, self._factory, **given)
+        self._calls.start(self._engine)
 
-    def _follow_fit_config(self, *, bar: bool) -> None:
+    def _listeners(self, callbacks: Any, name: str, logdir: Any, *, bar: bool) -> Calls:
+        """Follows `fit_config`, too."""
         fit = checked_fit_config(self.config, FIT)
         self._epochs, self._steps = fit.get("epochs", 1), fit.get("steps_per_epoch")
         self._validation_steps = checked_fit_config(self.config, EVALUATE).get("steps")
-        self._bar = make_bar(bar or bool(fit.get("verbose")))
+        folder, number = folder_to_be(logdir, name), self.num_replicas
+        run = Run(trainer="TFTrainer", name=name, num_workers=number, config=self.config, folder=folder)
+        calls = Calls(callbacks, run, bar=bar or bool(fit.get("verbose")), hidden=(STOP,))
+        if calls.wishes:
+            raise ConfigError("the Torch profiler sees nothing of TensorFlow: leave its callback to a TorchTrainer")
+        return calls
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -114,8 +128,8 @@ class TFTrainer:
         }
         for _ in range(self._epochs if num_steps is None else 1):
             job = Job("train", given, again="resume", max_losses=max_retries)
-            result, each = self._measured("train", job)
-            if result.pop("stop_training", False):
+            result, each = self._calls.measure(self._engine, "train", job)
+            if result.pop(STOP, False):
                 break
         return result if reduce_results else each
 
@@ -133,22 +147,8 @@ class TFTrainer:
             "profile": profile,
             "info": dict(info) if info is not None else None,
         }
-        result, each = self._measured("validate", Job("validate", given))
+        result, each = self._calls.measure(self._engine, "validate", Job("validate", given))
         return result if reduce_results else each
-
-    def _measured(self, label: str, job: Job) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        self._bar.open(label)
-        result: dict[str, Any] | None = None
-        try:
-            pieces = self._engine.run(job)
-            merged = [metrics.over_workers(piece.values) for piece in pieces]
-            result = metrics.completed(metrics.over_pieces(merged), merged)
-        finally:
-            self._bar.close(result)
-        return result, _by_worker(pieces)
-
-    def _on_progress(self, member: Member) -> None:
-        self._bar.update(member.worker, member.progress, member.partial)
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs a function without arguments in every worker process; the answers in rank order."""
@@ -232,6 +232,19 @@ class TFTrainer:
         """Every change of the membership so far: losses, growth, preemptions."""
         return self._engine.recoveries
 
+    @property
+    def history(self) -> History:
+        """Every result of `train` and `validate` so far, as a table."""
+        return self._calls.history
+
+    @property
+    def logdir(self) -> Path:
+        """Where callbacks write. It is made when one of them does."""
+        return self._calls.run.folder
+
+    def __repr__(self) -> str:
+        return self._calls.described(self._engine)
+
     def resize(self, num_workers: int) -> None:
         """Sets the number of workers, in the middle of an epoch too; waits until missing ones have joined."""
         if arguments.workers(None, num_workers) > 1 and not self._factory.settings.distributed:
@@ -240,7 +253,10 @@ class TFTrainer:
 
     def shutdown(self, force: bool = False) -> None:
         """Ends the workers. A second call is fine; any other call afterwards is an error."""
-        self._engine.stop(force=force)
+        try:
+            self._engine.stop(force=force)
+        finally:
+            self._calls.end()
 
     def __enter__(self) -> TFTrainer:
         return self
@@ -248,16 +264,8 @@ class TFTrainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._calls.left(error)
         self.shutdown(force=kind is not None)
-
-
-def _by_worker(pieces: list[Piece]) -> list[dict[str, Any]]:
-    """Each rank's own results. After a change of members: those of every generation, one after the other."""
-    return [
-        {name: metrics.plain(value) for name, value in own.items() if name not in (metrics.COMMITTED, "stop_training")}
-        for piece in pieces
-        for own in piece.values
-    ]
 
 
 def _limits(timeout_s: float, elastic: ElasticConfig) -> Limits:

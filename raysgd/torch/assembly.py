@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
+from raysgd.callbacks.base import Run
+from raysgd.callbacks.folder import folder_to_be
+from raysgd.callbacks.torch_profiler import ProfilerSettings
+from raysgd.calls import Calls
 from raysgd.config import ElasticConfig, Limits, WorkerResources, check_trainer
-from raysgd.engine.crew import Member
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError
 from raysgd.protocols import Backend
@@ -21,6 +24,7 @@ from raysgd.torch import arguments
 from raysgd.torch.backend import TorchBackend
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
+from raysgd.torch.profiled import ProfiledReplicaFactory
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import ReplicaSettings
 from raysgd.workers.inline import InlineGroup
@@ -52,12 +56,14 @@ class TrainerArguments:
     use_local: Any
     use_ray: Any
     elastic: Any
+    callbacks: Any
+    logdir: Any
     more: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything decided: `config` is what the trainer shows, `remote` whether Ray is needed."""
+    """Everything decided: `config` is what the trainer shows, `remote` whether Ray is needed, `calls` who listens."""
 
     config: dict[str, Any]
     use_gpu: bool
@@ -70,6 +76,7 @@ class Plan:
     process_group: str
     remote: bool
     rejoins: bool
+    calls: Calls
 
 
 def plan(given: TrainerArguments) -> Plan:
@@ -84,11 +91,12 @@ def plan(given: TrainerArguments) -> Plan:
     settings = _settings(given, options, elastic, use_gpu, threads=max(1, int(resources.cpus)) if remote else None)
     options.check_with(num_workers=given.num_workers, use_gpu=use_gpu, precision=settings.precision, elastic=elastic)
     rejoins = options.parallel != "fsdp"  # a shard that is lost is nowhere else: only a snapshot has it
+    calls = _calls(given, shown)
     return Plan(
         config=shown,
         use_gpu=use_gpu,
         num_workers=given.num_workers,
-        factory=TorchReplicaFactory(given.training_operator_cls, worker_config, settings),
+        factory=_factory(given.training_operator_cls, worker_config, settings, calls.wishes),
         hook=given.initialization_hook,
         resources=resources,
         elastic=elastic if rejoins else replace(elastic, grow=False),
@@ -100,10 +108,34 @@ def plan(given: TrainerArguments) -> Plan:
         process_group=arguments.check_backend(given.backend, use_gpu),
         remote=remote,
         rejoins=rejoins,
+        calls=calls,
     )
 
 
-def engine(plan: Plan, *, on_progress: Callable[[Member], None]) -> Engine:
+def _calls(given: TrainerArguments, config: dict[str, Any]) -> Calls:
+    name = given.training_operator_cls.__name__
+    run = Run(
+        trainer="TorchTrainer",
+        name=name,
+        num_workers=given.num_workers,
+        config=config,
+        folder=folder_to_be(given.logdir, name),
+    )
+    return Calls(given.callbacks, run, bar=given.use_tqdm)
+
+
+def _factory(
+    operator_cls: Any, config: dict[str, Any], settings: ReplicaSettings, wishes: list[Any]
+) -> TorchReplicaFactory:
+    """With a profiler, where a callback wants one."""
+    if not wishes:
+        return TorchReplicaFactory(operator_cls, config, settings)
+    if len(wishes) > 1 or not isinstance(wishes[0], ProfilerSettings):
+        raise ConfigError(f"one profiler callback is possible at a time, and nothing else on the workers, got {wishes}")
+    return ProfiledReplicaFactory(operator_cls, config, settings, wishes[0])
+
+
+def engine(plan: Plan) -> Engine:
     """Puts the parts together; connects to Ray, or starts it, where the plan needs it. Launches no worker yet."""
     meeting: Backend = _torch_backend(plan) if plan.num_workers > 1 else Alone()
     group: Any = _ray_group(meeting, plan.resources) if plan.remote else InlineGroup(meeting)
@@ -115,7 +147,8 @@ def engine(plan: Plan, *, on_progress: Callable[[Member], None]) -> Engine:
         target=plan.num_workers,
         elastic=plan.elastic,
         limits=plan.limits,
-        on_progress=on_progress,
+        on_progress=plan.calls.progressed,
+        on_recovery=plan.calls.recovered,
     )
 
 

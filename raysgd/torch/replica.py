@@ -53,6 +53,9 @@ class TorchReplicaFactory:
                 f"{self.operator_cls.__name__}.setup did not call self.register(models=..., optimizers=...): "
                 "without it there is nothing to train, to wrap or to save"
             )
+        return self._replica(operator, seat, control)
+
+    def _replica(self, operator: TrainingOperator, seat: Seat, control: Control) -> TorchReplica:
         return TorchReplica(operator, self.settings, seat, control)
 
 

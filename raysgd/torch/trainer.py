@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from raysgd import metrics
-from raysgd.callbacks.progress_bar import make_bar
+from raysgd.callbacks.base import Callback, Kind
+from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, check_call
 from raysgd.elastic import Recovery
-from raysgd.engine.crew import Member
-from raysgd.engine.engine import Job, Piece
+from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError
 from raysgd.rendezvous import Seat
 from raysgd.torch import assembly, states
@@ -65,16 +65,18 @@ class TorchTrainer:
         use_local: bool = False,
         use_ray: bool | None = None,
         elastic: ElasticConfig | None = None,
+        callbacks: Sequence[Callback] = (),
+        logdir: str | os.PathLike[str] | None = None,
         **more: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "more")}
         plan = assembly.plan(TrainerArguments(**given, more=more))
         self.config, self.use_gpu, self.max_replicas = plan.config, plan.use_gpu, num_workers
-        self._factory, self._bar = plan.factory, make_bar(use_tqdm)
-        self._engine = assembly.engine(plan, on_progress=self._on_progress)
+        self._factory, self._calls = plan.factory, plan.calls
+        self._engine = assembly.engine(plan)
         self._checkpoints = Checkpoints(self._engine)
         self._validations = 0
-        self._engine.start()
+        self._calls.start(self._engine)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -104,7 +106,7 @@ class TorchTrainer:
             again="resume",
             max_losses=max_retries,
         )
-        return self._shown("train", job, reduce_results)
+        return self._measured("train", job, reduce_results)
 
     def validate(
         self,
@@ -122,22 +124,12 @@ class TorchTrainer:
             "info": self._engine.pack(dict(info) if info is not None else None),
         }
         job = Job("validate", {**given, "call": self._validations})
-        return self._shown("validate", job, reduce_results)
+        return self._measured("validate", job, reduce_results)
 
-    def _shown(self, label: str, job: Job, reduce_results: bool) -> Any:
+    def _measured(self, kind: Kind, job: Job, reduce_results: bool) -> Any:
         self._checkpoints.raise_failed()
-        self._bar.open(label)
-        result: dict[str, Any] | None = None
-        try:
-            pieces = self._engine.run(job)
-            merged = [metrics.over_workers(piece.values) for piece in pieces]
-            result = metrics.completed(metrics.over_pieces(merged), merged)
-        finally:
-            self._bar.close(result)
-        return result if reduce_results else _by_worker(pieces)
-
-    def _on_progress(self, member: Member) -> None:
-        self._bar.update(member.worker, member.progress, member.partial)
+        result, each = self._calls.measure(self._engine, kind, job)
+        return result if reduce_results else each
 
     def update_scheduler(self, metric: Any) -> None:
         """Calls `step(metric)` on every registered scheduler of every worker."""
@@ -227,6 +219,19 @@ class TorchTrainer:
         """Every change of the membership so far: losses, growth, preemptions."""
         return self._engine.recoveries
 
+    @property
+    def history(self) -> History:
+        """Every result of `train` and `validate` so far, as a table."""
+        return self._calls.history
+
+    @property
+    def logdir(self) -> Path:
+        """Where callbacks write. It is made when one of them does."""
+        return self._calls.run.folder
+
+    def __repr__(self) -> str:
+        return self._calls.described(self._engine)
+
     def resize(self, num_workers: int) -> None:
         """Sets the number of workers, in the middle of an epoch too; waits until missing ones have joined."""
         check_num_workers(num_workers)
@@ -246,7 +251,10 @@ class TorchTrainer:
         """Ends the workers, after saves in the background. A second call is fine; any other call afterwards is an error."""
         if not force:
             self._checkpoints.finish()
-        self._engine.stop(force=force)
+        try:
+            self._engine.stop(force=force)
+        finally:
+            self._calls.end()
         if not force:
             self._checkpoints.raise_failed()
 
@@ -256,6 +264,7 @@ class TorchTrainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._calls.left(error)
         self.shutdown(force=kind is not None)
 
     @classmethod
@@ -264,12 +273,3 @@ class TorchTrainer:
         from importlib import import_module
 
         return import_module("raysgd.tune").torch_trainable(cls, *args, override_tune_step=override_tune_step, **kwargs)
-
-
-def _by_worker(pieces: list[Piece]) -> list[dict[str, Any]]:
-    """Each rank's own results. After a change of members: those of every generation, one after the other."""
-    return [
-        {name: metrics.plain(value) for name, value in own.items() if name != metrics.COMMITTED}
-        for piece in pieces
-        for own in piece.values
-    ]

@@ -1,19 +1,26 @@
-"""What a function trainer tells while it runs, and how an error in a listener is kept from the training."""
+"""What a function trainer tells while it runs. The protocol is `raysgd.callbacks.Callback`'s; here are v1's three names
+for it, and Ray Tune's."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from raysgd.callbacks.base import TRACES, Callback, Result, Run
+from raysgd.callbacks.crowd import Callbacks as Crowd
+from raysgd.callbacks.crowd import checked
+from raysgd.callbacks.history import History
+from raysgd.elastic import Recovery
 from raysgd.errors import ConfigError
+from raysgd.metrics import plain
 
-__all__ = ["Callbacks", "TrainingCallback"]
-
-logger = logging.getLogger("raysgd")
+__all__ = ["Callbacks", "LoggerCallback", "TrainingCallback", "Trial"]
 
 
-class TrainingCallback:
+class TrainingCallback(Callback):
     """Override what you need; all three are called on the driver."""
 
     def start_training(self, logdir: str) -> None:
@@ -25,33 +32,164 @@ class TrainingCallback:
     def finish_training(self, error: bool = False) -> None:
         """At the end, always; `error` says whether the run failed."""
 
+    def on_start(self, run: Run) -> None:
+        self.start_training(logdir=str(run.folder))
 
-class Callbacks:
-    """Tells several callbacks. One that raises is reported in the log, and does not stop the training."""
+    def on_result(self, result: Result) -> None:
+        self.handle_result(result.by_worker)
 
-    def __init__(self, callbacks: Iterable[Any] | None) -> None:
-        self._all = list(callbacks or [])
-        for callback in self._all:
-            if not all(callable(getattr(callback, name, None)) for name in ("start_training", "handle_result")):
-                raise ConfigError(f"callbacks must be TrainingCallback objects, got {callback!r}")
+    def on_end(self, failed: bool) -> None:
+        self.finish_training(error=failed)
+
+
+@dataclass
+class Trial:
+    """A run, as Ray Tune's callbacks call it."""
+
+    trial_id: str
+    config: dict[str, Any]
+    logdir: str
+    last_result: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.trial_id
+
+
+class LoggerCallback(Callback):
+    """Ray Tune's names: override what you need. `result` is rank 0's. (A subclass of `ray.tune.logger.LoggerCallback`
+    that overrides these three will do as well.)"""
+
+    trial: Trial | None = None
+
+    def log_trial_start(self, trial: Trial) -> None:
+        """Before the function runs."""
+
+    def log_trial_result(self, iteration: int, trial: Trial, result: dict[str, Any]) -> None:
+        """After each round of reports; `trial.last_result` is the same."""
+
+    def log_trial_end(self, trial: Trial, failed: bool = False) -> None:
+        """At the end, always."""
+
+    def on_start(self, run: Run) -> None:
+        self.trial = Trial(run.folder.name, dict(run.config), str(run.folder))
+        self.log_trial_start(self.trial)
+
+    def on_result(self, result: Result) -> None:
+        if self.trial is not None:
+            self.trial.last_result = dict(result.metrics)
+            self.log_trial_result(result.step, self.trial, self.trial.last_result)
+
+    def on_end(self, failed: bool) -> None:
+        if self.trial is not None:
+            self.log_trial_end(self.trial, failed)
+
+
+class _Training(TrainingCallback):
+    """An object with v1's methods that is no TrainingCallback."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
 
     def start_training(self, logdir: str) -> None:
-        self._tell("start_training", logdir=logdir)
+        self._given.start_training(logdir=logdir)
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
-        for callback in self._all:
-            self._one(callback, "handle_result", results)
+        self._given.handle_result(results)
+
+    def finish_training(self, error: bool = False) -> None:
+        if hasattr(self._given, "finish_training"):
+            self._given.finish_training(error=error)
+
+
+class _Logger(LoggerCallback):
+    """An object with Ray Tune's methods."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def log_trial_start(self, trial: Trial) -> None:
+        if hasattr(self._given, "log_trial_start"):
+            self._given.log_trial_start(trial)
+
+    def log_trial_result(self, iteration: int, trial: Trial, result: dict[str, Any]) -> None:
+        self._given.log_trial_result(iteration, trial, result)
+
+    def log_trial_end(self, trial: Trial, failed: bool = False) -> None:
+        if hasattr(self._given, "log_trial_end"):
+            self._given.log_trial_end(trial, failed)
+
+
+class Callbacks:
+    """Tells a function trainer's callbacks, and its history. Called in the thread of whoever follows the run."""
+
+    def __init__(
+        self,
+        callbacks: Iterable[Any] | None,
+        *,
+        history: History | None = None,
+        trainer: str = "Trainer",
+        name: str = "",
+        num_workers: int = 1,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if callbacks is not None and not isinstance(callbacks, Iterable):
+            raise ConfigError(f"callbacks must be a list of raysgd.callbacks.Callback objects, got {callbacks!r}")
+        self._told = Crowd([*([history] if history is not None else []), *checked(_adapted(callbacks or ()))])
+        self._run = Run(trainer=trainer, name=name, num_workers=num_workers, config=dict(config or {}))
+        self._rounds = 0
+        self._recoveries = 0
+
+    def start_training(self, logdir: str) -> None:
+        self._told.start(
+            Run(
+                trainer=self._run.trainer,
+                name=self._run.name,
+                num_workers=self._run.num_workers,
+                config=self._run.config,
+                folder=Path(logdir),
+            )
+        )
+        self._told.raise_stop()
+
+    def handle_result(self, results: list[dict[str, Any]]) -> None:
+        self._rounds += 1
+        rows = [{name: plain(value) for name, value in row.items() if name != TRACES} for row in results]
+        first = rows[0] if rows else {}
+        epoch = first.get("epoch")
+        self._told.result(
+            Result(
+                kind="report",
+                epoch=epoch if isinstance(epoch, int) else None,
+                step=int(first.get("_training_iteration", self._rounds)),
+                metrics=first,
+                by_worker=rows,
+                world_size=len(rows),
+                seconds=float(first.get("_time_this_iter_s", 0.0)),
+                traces=[row.get(TRACES, {}) for row in results],
+            )
+        )
+        self._told.raise_stop()
+
+    def handle_recoveries(self, recoveries: Sequence[Recovery]) -> None:
+        """All there were so far; those that are new are told."""
+        for recovery in list(recoveries)[self._recoveries :]:
+            self._told.recovery(recovery)
+        self._recoveries = max(self._recoveries, len(recoveries))
+        self._told.raise_stop()
 
     def finish_training(self, *, error: bool) -> None:
-        self._tell("finish_training", error=error)
+        raised = sys.exc_info()[1]
+        if error and raised is not None:
+            self._told.error(raised)
+        self._told.end(failed=error)
 
-    def _tell(self, hook: str, **given: Any) -> None:
-        for callback in self._all:
-            self._one(callback, hook, **given)
 
-    @staticmethod
-    def _one(callback: Any, hook: str, *positional: Any, **given: Any) -> None:
-        try:
-            getattr(callback, hook)(*positional, **given)
-        except Exception:
-            logger.exception("%s.%s raised; training goes on", type(callback).__name__, hook)
+def _adapted(callbacks: Iterable[Any]) -> list[Any]:
+    """The protocol's own as they are; objects that know one of its older names, in it."""
+    return [_protocol(each) if not isinstance(each, (type, Callback)) else each for each in callbacks]
+
+
+def _protocol(given: Any) -> Any:
+    if all(callable(getattr(given, name, None)) for name in ("start_training", "handle_result")):
+        return _Training(given)
+    return _Logger(given) if callable(getattr(given, "log_trial_result", None)) else given

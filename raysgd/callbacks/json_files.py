@@ -1,0 +1,75 @@
+"""Results in JSON: a line for each, or v1's one list."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from raysgd import storage
+from raysgd.callbacks.base import Callback, Result, Run
+from raysgd.callbacks.figures import for_json
+from raysgd.callbacks.folder import chosen_workers
+from raysgd.callbacks.rows import row_of
+
+__all__ = ["JsonLinesCallback", "JsonLoggerCallback"]
+
+
+class JsonLinesCallback(Callback):
+    """Writes `results.jsonl`: a line for each result, complete as soon as the result is there. What the file held before
+    stays.
+
+        {"kind": "train", "epoch": 1, "step": 90, "world_size": 2, "seconds": 1.3, "train_loss": 0.43, ...}
+
+    NaN and infinity are written as the texts "NaN", "Infinity" and "-Infinity".
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._given = None if path is None else Path(path).expanduser()
+        self.path = self._given
+
+    def on_start(self, run: Run) -> None:
+        self.path = self._given or run.folder / "results.jsonl"
+
+    def on_result(self, result: Result) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(for_json(row_of(result)), allow_nan=False) + "\n")
+
+
+class JsonLoggerCallback(Callback):
+    """Writes `results.json`, as v1 did: one list, in it for each result the list of the workers' own, of those in
+    `workers_to_log` (None: of all). The whole file is written anew each time: for long runs take JsonLinesCallback."""
+
+    def __init__(
+        self,
+        logdir: str | Path | None = None,
+        filename: str | None = None,
+        workers_to_log: int | Iterable[int] | None = 0,
+    ) -> None:
+        self._folder = None if logdir is None else Path(logdir).expanduser()
+        self._name = filename or "results.json"
+        self._workers = chosen_workers(workers_to_log)
+        self._results: list[list[dict[str, Any]]] = []
+        self._path: Path | None = None
+
+    @property
+    def log_path(self) -> Path | None:
+        """The file; None before the first run."""
+        return self._path
+
+    def on_start(self, run: Run) -> None:
+        self._path, self._results = (self._folder or run.folder) / self._name, []
+        self._write()
+
+    def on_result(self, result: Result) -> None:
+        rows = [row for rank, row in enumerate(result.by_worker) if self._workers is None or rank in self._workers]
+        self._results.append(for_json(rows))
+        self._write()
+
+    def _write(self) -> None:
+        if self._path is not None:
+            storage.write(self._path, json.dumps(self._results, allow_nan=False).encode())

@@ -1,0 +1,88 @@
+"""Torch profiler traces, from the workers into the log folder, where TensorBoard opens them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raysgd.callbacks.base import Callback, Result, Run
+from raysgd.callbacks.folder import chosen_workers
+from raysgd.errors import ConfigError
+
+__all__ = ["ProfilerSettings", "TorchProfilerCallback"]
+
+logger = logging.getLogger("raysgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilerSettings:
+    """What a worker records in a call of `train`: after `wait` batches, and `warmup` in which the profiler runs but
+    nothing is kept, `active` batches; in each worker's first `calls` calls. `arguments` are more of
+    those of `torch.profiler.profile`."""
+
+    ranks: tuple[int, ...] | None = None
+    wait: int = 1
+    warmup: int = 1
+    active: int = 3
+    calls: int = 1
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in {"wait": 0, "warmup": 0, "active": 1, "calls": 1}.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+class TorchProfilerCallback(Callback):
+    """Writes `pytorch_profiler/rank0.<time>.pt.trace.json`, for each rank in `workers_to_log` (None: all of them).
+
+        TorchTrainer(..., callbacks=[TorchProfilerCallback(workers_to_log=0, active=5)])
+
+    On a TorchTrainer, the workers profile some batches of the first call of `train` (see `ProfilerSettings` for the
+    other arguments). A training function profiles what it likes, and reports the traces of its `TorchWorkerProfiler`.
+    """
+
+    def __init__(
+        self,
+        logdir: str | Path | None = None,
+        workers_to_log: int | Iterable[int] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._workers = chosen_workers(workers_to_log)
+        self.on_workers = ProfilerSettings(ranks=self._workers, **settings)
+        self._given = None if logdir is None else Path(logdir).expanduser()
+        self.folder: Path | None = self._given
+        self._warned = False
+
+    def on_start(self, run: Run) -> None:
+        self.folder = self._given or run.folder / "pytorch_profiler"
+
+    def on_result(self, result: Result) -> None:
+        wanted = self._workers
+        # The workers of a TorchTrainer's know whether they are meant.
+        found = [
+            t for rank, t in enumerate(result.traces) if result.kind != "report" or wanted is None or rank in wanted
+        ]
+        if self.folder is None:
+            return
+        for traces in found:
+            for name, trace in traces.items():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / name).write_bytes(trace)
+        if result.kind == "train" and not any(found) and not self._warned and not self.written:
+            self._warned, needed = True, self.on_workers.wait + self.on_workers.warmup
+            logger.warning(
+                "there is no trace yet: this call had %s batches on each worker, and the first %d are not recorded "
+                "(wait and warmup of TorchProfilerCallback)",
+                result.metrics.get("batch_count", "no"),
+                needed,
+            )
+
+    @property
+    def written(self) -> list[Path]:
+        """The traces that are there, oldest first."""
+        return sorted(self.folder.glob("*.pt.trace.json")) if self.folder is not None else []

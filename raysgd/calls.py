@@ -1,0 +1,136 @@
+"""A call of a class-face trainer that measures something: run it, merge what the ranks say, tell who listens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from raysgd import metrics
+from raysgd.callbacks.base import TRACES, Kind, Result, Run, Underway
+from raysgd.callbacks.crowd import Callbacks, checked
+from raysgd.callbacks.history import History
+from raysgd.callbacks.progress_bar import ProgressBar
+from raysgd.elastic import Recovery
+from raysgd.engine.crew import Member
+from raysgd.engine.engine import Engine, Job, Piece
+from raysgd.progress import Progress
+
+__all__ = ["Calls"]
+
+
+class Calls:
+    """Owns a trainer's callbacks, its history the first of them. `hidden` are names in results that are the trainer's
+    own."""
+
+    def __init__(self, callbacks: Any, run: Run, *, bar: bool = False, hidden: Sequence[str] = ()) -> None:
+        self.history, self.run = History(), run
+        self._told = Callbacks([self.history, *checked(callbacks), *([ProgressBar()] if bar else [])])
+        self._hidden = (metrics.COMMITTED, TRACES, *hidden)
+        self._kind: Kind | None = None
+        self._failed = False
+        self._open = False
+
+    @property
+    def wishes(self) -> list[Any]:
+        """What callbacks want of the workers."""
+        return self._told.wishes
+
+    # -- the engine's listeners -----------------------------------------------------------------------
+
+    def progressed(self, member: Member) -> None:
+        if self._kind is not None:
+            figures = member.partial or {}
+            self._told.progress(
+                Underway(kind=self._kind, worker=member.worker, progress=member.progress, metrics=figures)
+            )
+            self._told.raise_stop()
+
+    def recovered(self, recovery: Recovery) -> None:
+        """Whoever wants to stop for it is heard at the next progress or at the call's end: the workers are in between."""
+        self._told.recovery(recovery)
+
+    # -- the trainer's calls --------------------------------------------------------------------------
+
+    def start(self, engine: Engine) -> None:
+        """Tells the callbacks, and launches the workers."""
+        self._open = True
+        try:
+            self._told.start(self.run)
+            self._told.raise_stop()
+            engine.start()
+        except BaseException as error:
+            self._fail(error)
+            engine.stop(force=True)
+            self.end()
+            raise
+
+    def measure(self, engine: Engine, kind: Kind, job: Job) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Runs the job; one dict for all workers, and each worker's own (of every generation, one after the other)."""
+        began, self._kind, self._failed = time.monotonic(), kind, False
+        try:
+            self._told.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
+            self._told.raise_stop()
+            pieces = engine.run(job)
+            merged = [metrics.over_workers([_bare(value) for value in piece.values]) for piece in pieces]
+            result = metrics.completed(metrics.over_pieces(merged), merged)
+            rows = [self._shown(value) for piece in pieces for value in piece.values]
+            self._kind = None
+            self._told.result(self._result(engine, kind, result, rows, pieces, time.monotonic() - began))
+            self._told.raise_stop()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._kind = None
+        return result, rows
+
+    def end(self) -> None:
+        """After the workers' end. A second call is fine."""
+        if self._open:
+            self._open = False
+            self._told.end(failed=self._failed)
+
+    def left(self, error: BaseException | None) -> None:
+        """The trainer's `with` block is over."""
+        self._failed = self._failed or error is not None
+
+    def described(self, engine: Engine) -> str:
+        """The trainer in one line."""
+        state = {None: "idle", "train": "training", "validate": "validating"}.get(self._kind) or str(self._kind)
+        state = state if engine.active else "shut down"
+        workers, target = engine.world_size, engine.target
+        short = f" of {target}" if engine.active and workers != target else ""
+        people = f"{workers or target}{short} worker{'s' if max(workers, target) > 1 else ''}"
+        return f"{self.run.trainer}({self.run.name}, {people}, epoch {engine.progress.epoch}, {state})"
+
+    def _fail(self, error: BaseException) -> None:
+        self._failed = True
+        self._told.error(error)
+
+    def _result(
+        self,
+        engine: Engine,
+        kind: Kind,
+        result: dict[str, Any],
+        rows: list[dict[str, Any]],
+        pieces: list[Piece],
+        took: float,
+    ) -> Result:
+        return Result(
+            kind=kind,
+            epoch=engine.progress.epoch,
+            step=engine.progress.step,
+            metrics=self._shown(result),
+            by_worker=rows,
+            world_size=engine.world_size,
+            seconds=took,
+            traces=[value.get(TRACES, {}) for piece in pieces for value in piece.values],
+        )
+
+    def _shown(self, value: dict[str, Any]) -> dict[str, Any]:
+        return {name: metrics.plain(each) for name, each in value.items() if name not in self._hidden}
+
+
+def _bare(value: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in value.items() if name != TRACES}

@@ -1,0 +1,102 @@
+"""The Torch profiler in a worker: around some batches of a trainer's call, or wherever a training function wants it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raysgd.callbacks.base import TRACES
+from raysgd.callbacks.torch_profiler import ProfilerSettings
+from raysgd.progress import Control
+from raysgd.rendezvous import Seat
+from raysgd.torch.feed import Feed
+from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
+from raysgd.torch.settings import ReplicaSettings
+
+__all__ = ["ProfiledReplica", "ProfiledReplicaFactory", "TraceKeeper"]
+
+
+class TraceKeeper:
+    """Owns the traces that were made and not yet handed on. `keep` is an `on_trace_ready` of `torch.profiler.profile`."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._traces: dict[str, bytes] = {}
+
+    def keep(self, profiler: Any) -> None:
+        with tempfile.TemporaryDirectory(prefix="raysgd-trace-") as folder:
+            path = Path(folder) / f"rank{self.rank}.{time.time_ns() // 1_000_000}.pt.trace.json"
+            profiler.export_chrome_trace(str(path))
+            self._traces[path.name] = path.read_bytes()
+
+    def taken(self) -> dict[str, Any]:
+        """To go with a report."""
+        traces, self._traces = self._traces, {}
+        return {TRACES: traces} if traces else {}
+
+
+class ProfiledReplica(TorchReplica):
+    """A replica that records some batches of its first calls of `train`."""
+
+    def __init__(
+        self,
+        operator: TrainingOperator,
+        settings: ReplicaSettings,
+        seat: Seat,
+        control: Control,
+        profiler: ProfilerSettings,
+    ) -> None:
+        super().__init__(operator, settings, seat, control)
+        self._wanted, self._traces = profiler, TraceKeeper(seat.world_rank)
+        self._profiler: Any = None
+        self._calls: set[int] = set()
+
+    def _epoch(self, feed: Feed, **arguments: Any) -> Any:
+        with self._recording():
+            return super()._epoch(feed, **arguments)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        wanted = self._wanted
+        self._calls.add(self._cursor.call)
+        if len(self._calls) > wanted.calls or (wanted.ranks is not None and self.rank not in wanted.ranks):
+            yield
+            return
+        self._traces.rank = self.rank
+        with torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=wanted.wait, warmup=wanted.warmup, active=wanted.active, repeat=1),
+            on_trace_ready=self._traces.keep,
+            **wanted.arguments,
+        ) as self._profiler:
+            try:
+                yield
+            finally:
+                self._profiler = None
+
+    def _on_commit(self, last: bool = False) -> None:
+        super()._on_commit(last)
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def _reported(self, *arguments: Any) -> dict[str, Any]:
+        return {**super()._reported(*arguments), **self._traces.taken()}
+
+
+class ProfiledReplicaFactory(TorchReplicaFactory):
+    """Makes replicas that are profiled."""
+
+    def __init__(
+        self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: ReplicaSettings, wanted: Any
+    ) -> None:
+        super().__init__(operator_cls, config, settings)
+        self.wanted: ProfilerSettings = wanted
+
+    def _replica(self, operator: TrainingOperator, seat: Seat, control: Control) -> TorchReplica:
+        return ProfiledReplica(operator, self.settings, seat, control, self.wanted)

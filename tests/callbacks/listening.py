@@ -1,0 +1,76 @@
+"""A small operator, and a callback that writes down what it hears."""
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import Recovery, TrainingOperator
+from raysgd.callbacks import Callback, Result, Run, Underway
+
+
+class Line(TrainingOperator):
+    """Fits a line; 4 batches of 8 rows, and one loss per batch. Fails, or writes a loss of NaN, where `info` says."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        x = torch.linspace(-1, 1, config.get("rows", 32)).reshape(-1, 1)
+        model = torch.nn.Linear(1, 1)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=torch.nn.MSELoss(),
+        )
+        loader = DataLoader(TensorDataset(x, 2 * x + 5), batch_size=8)
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if batch_info.get("fail"):
+            raise ZeroDivisionError("planned")
+        return super().train_batch(batch, batch_info)
+
+
+class Heard(Callback):
+    """Every call as (its name, what it was told)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def on_start(self, run: Run) -> None:
+        self.calls.append(("start", run))
+
+    def on_progress(self, now: Underway) -> None:
+        self.calls.append(("progress", now))
+
+    def on_result(self, result: Result) -> None:
+        self.calls.append(("result", result))
+
+    def on_recovery(self, recovery: Recovery) -> None:
+        self.calls.append(("recovery", recovery))
+
+    def on_error(self, error: BaseException) -> None:
+        self.calls.append(("error", error))
+
+    def on_end(self, failed: bool) -> None:
+        self.calls.append(("end", failed))
+
+    def named(self, name: str) -> list[Any]:
+        return [told for call, told in self.calls if call == name]
+
+    @property
+    def order(self) -> list[str]:
+        """The calls, without progress."""
+        return [call for call, _ in self.calls if call != "progress"]
+
+
+class Broken(Callback):
+    """Raises wherever it can."""
+
+    def _raise(self, told: Any) -> None:
+        raise LookupError("broken on purpose")
+
+    on_start = on_progress = on_result = on_recovery = on_error = on_end = _raise
+
+
+class Demanding(Broken):
+    stops_training = True
