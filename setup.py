@@ -33,7 +33,9 @@ TORCHMETRICS = [*TORCH, "torchmetrics>=1.0"]
 TUNE = ["ray[tune]"]
 STORAGE = ["fsspec"]
 S3 = [*STORAGE, "s3fs"]
-CALLBACKS = ["tqdm", "tensorboard", "mlflow-skinny", "wandb", "matplotlib", "pandas"]
+# MLflow's local store is a database, for which mlflow-skinny brings neither sqlalchemy nor alembic.
+CALLBACKS = ["tqdm", "tensorboard", "mlflow-skinny", "sqlalchemy", "alembic", "wandb", "matplotlib", "pandas"]
+METRICS = ["ray[default]"]
 BENCH = [*LIGHTNING, "accelerate", "ray[train]", "matplotlib"]
 DOCS = ["sphinx>=7", "myst-parser>=2", "furo"]
 DEV = [
@@ -41,6 +43,7 @@ DEV = [
     *TORCHMETRICS,
     *TUNE,
     *S3,
+    *CALLBACKS,
     *DOCS,
     "hypothesis",
     "moto[server]",
@@ -78,6 +81,7 @@ setup(
         "storage": STORAGE,
         "s3": S3,
         "callbacks": CALLBACKS,
+        "metrics": METRICS,
         "bench": BENCH,
         "docs": DOCS,
         "dev": DEV,

@@ -93,6 +93,21 @@ def resnet_generated_images(output: str) -> None:
     assert numbers("val_accuracy", output)[-1] > 0.3, "ten classes: guessing gives 0.1"
 
 
+def callbacks_mlflow_tensorboard(output: str) -> None:
+    _, mlflow, tensorboard = re.split(r"MLflow has|TensorBoard has", output)
+    assert numbers("step", mlflow) == numbers("step", tensorboard) == [8, 16, 24]
+    assert numbers("train_loss", mlflow) == numbers("train_loss", tensorboard)
+    assert "status FINISHED, lr 0.01" in mlflow
+    loss_falls(mlflow)
+
+
+def function_torchmetrics(output: str) -> None:
+    loss_falls(output)
+    assert len(re.findall("the same on 2 workers", output)) == 3, output
+    assert numbers("accuracy", output)[-1] > 0.85, output
+    assert numbers("f1", output)[-1] > 0.85, output
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     f"{check.__name__}.py": check
     for check in (
@@ -104,6 +119,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
         save_and_resume,
         language_model,
         resnet_generated_images,
+        callbacks_mlflow_tensorboard,
+        function_torchmetrics,
     )
 }
 
@@ -111,8 +128,9 @@ CHECKS: dict[str, Callable[[str], None]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_example(name: str) -> None:
-    for package in ("tensorflow", "keras"):
-        if f"import {package}" in (EXAMPLES / name).read_text(encoding="utf-8"):
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    for package in ("tensorflow", "keras", "mlflow", "tensorboard", "torchmetrics"):
+        if re.search(rf"^(import|from) {package}\b", text, re.MULTILINE):
             pytest.importorskip(package)
     # An example that is not listed above must at least print a train_loss that falls.
     CHECKS.get(name, loss_falls)(run(EXAMPLES / name))

@@ -32,6 +32,7 @@ FLOOR_OF = {unit: floor for floor, units in FLOORS.items() for unit in units.spl
 # Who may import whom on one floor, beside files of one folder. All of floor 0 may import its own ground.
 GROUND = {"errors", "config", "constants", "version"}
 SIBLINGS = {
+    "callbacks": {"storage"},
     "train": {"torch", "tf"},
     "train/executor": {"train/worker_group"},
     "train/iterator": {"train/executor"},

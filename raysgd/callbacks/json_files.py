@@ -17,7 +17,7 @@ __all__ = ["JsonLinesCallback", "JsonLoggerCallback"]
 
 
 class JsonLinesCallback(Callback):
-    """Writes `results.jsonl`: a line for each result, complete as soon as the result is there. What the file held before
+    """Writes `history.jsonl`: a line for each result, complete as soon as the result is there. What the file held before
     stays.
 
         {"kind": "train", "epoch": 1, "step": 90, "world_size": 2, "seconds": 1.3, "train_loss": 0.43, ...}
@@ -30,7 +30,7 @@ class JsonLinesCallback(Callback):
         self.path = self._given
 
     def on_start(self, run: Run) -> None:
-        self.path = self._given or run.folder / "results.jsonl"
+        self.path = self._given or run.folder / "history.jsonl"
 
     def on_result(self, result: Result) -> None:
         if self.path is None:

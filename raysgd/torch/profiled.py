@@ -1,17 +1,13 @@
-"""The Torch profiler in a worker: around some batches of a trainer's call, or wherever a training function wants it."""
+"""The Torch profiler in a worker, around some batches of a call of the trainer's."""
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from raysgd.callbacks.base import TRACES
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.progress import Control
 from raysgd.rendezvous import Seat
@@ -19,27 +15,9 @@ from raysgd.torch.feed import Feed
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
 from raysgd.torch.settings import ReplicaSettings
+from raysgd.torch.traces import TraceKeeper
 
-__all__ = ["ProfiledReplica", "ProfiledReplicaFactory", "TraceKeeper"]
-
-
-class TraceKeeper:
-    """Owns the traces that were made and not yet handed on. `keep` is an `on_trace_ready` of `torch.profiler.profile`."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._traces: dict[str, bytes] = {}
-
-    def keep(self, profiler: Any) -> None:
-        with tempfile.TemporaryDirectory(prefix="raysgd-trace-") as folder:
-            path = Path(folder) / f"rank{self.rank}.{time.time_ns() // 1_000_000}.pt.trace.json"
-            profiler.export_chrome_trace(str(path))
-            self._traces[path.name] = path.read_bytes()
-
-    def taken(self) -> dict[str, Any]:
-        """To go with a report."""
-        traces, self._traces = self._traces, {}
-        return {TRACES: traces} if traces else {}
+__all__ = ["ProfiledReplica", "ProfiledReplicaFactory"]
 
 
 class ProfiledReplica(TorchReplica):

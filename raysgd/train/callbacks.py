@@ -3,21 +3,35 @@ for it, and Ray Tune's."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import TRACES, Callback, Result, Run
 from raysgd.callbacks.crowd import Callbacks as Crowd
 from raysgd.callbacks.crowd import checked
 from raysgd.callbacks.history import History
+from raysgd.callbacks.json_files import JsonLoggerCallback
+from raysgd.callbacks.mlflow_store import MLflowCallback as MLflowLoggerCallback
+from raysgd.callbacks.printing import PrintCallback
+from raysgd.callbacks.tensorboard import TensorBoardCallback as TBXLoggerCallback
+from raysgd.callbacks.torch_profiler import TorchProfilerCallback as TorchTensorboardProfilerCallback
 from raysgd.elastic import Recovery
 from raysgd.errors import ConfigError
 from raysgd.metrics import plain
 
-__all__ = ["Callbacks", "LoggerCallback", "TrainingCallback", "Trial"]
+__all__ = [
+    "Callbacks",
+    "JsonLoggerCallback",
+    "LoggerCallback",
+    "MLflowLoggerCallback",
+    "PrintCallback",
+    "TBXLoggerCallback",
+    "TorchTensorboardProfilerCallback",
+    "TrainingCallback",
+    "Trial",
+    "without_traces",
+]
 
 
 class TrainingCallback(Callback):
@@ -122,38 +136,20 @@ class _Logger(LoggerCallback):
 class Callbacks:
     """Tells a function trainer's callbacks, and its history. Called in the thread of whoever follows the run."""
 
-    def __init__(
-        self,
-        callbacks: Iterable[Any] | None,
-        *,
-        history: History | None = None,
-        trainer: str = "Trainer",
-        name: str = "",
-        num_workers: int = 1,
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, callbacks: Iterable[Any] | None, *, history: History | None = None) -> None:
         if callbacks is not None and not isinstance(callbacks, Iterable):
             raise ConfigError(f"callbacks must be a list of raysgd.callbacks.Callback objects, got {callbacks!r}")
         self._told = Crowd([*([history] if history is not None else []), *checked(_adapted(callbacks or ()))])
-        self._run = Run(trainer=trainer, name=name, num_workers=num_workers, config=dict(config or {}))
         self._rounds = 0
         self._recoveries = 0
 
-    def start_training(self, logdir: str) -> None:
-        self._told.start(
-            Run(
-                trainer=self._run.trainer,
-                name=self._run.name,
-                num_workers=self._run.num_workers,
-                config=self._run.config,
-                folder=Path(logdir),
-            )
-        )
+    def start_training(self, run: Run) -> None:
+        self._told.start(run)
         self._told.raise_stop()
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
         self._rounds += 1
-        rows = [{name: plain(value) for name, value in row.items() if name != TRACES} for row in results]
+        rows = [{name: plain(value) for name, value in row.items()} for row in without_traces(results)]
         first = rows[0] if rows else {}
         epoch = first.get("epoch")
         self._told.result(
@@ -171,17 +167,21 @@ class Callbacks:
         self._told.raise_stop()
 
     def handle_recoveries(self, recoveries: Sequence[Recovery]) -> None:
-        """All there were so far; those that are new are told."""
-        for recovery in list(recoveries)[self._recoveries :]:
+        """All of this run so far; those that are new are told."""
+        for recovery in recoveries[self._recoveries :]:
             self._told.recovery(recovery)
         self._recoveries = max(self._recoveries, len(recoveries))
         self._told.raise_stop()
 
-    def finish_training(self, *, error: bool) -> None:
-        raised = sys.exc_info()[1]
-        if error and raised is not None:
-            self._told.error(raised)
-        self._told.end(failed=error)
+    def finish_training(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, GeneratorExit):
+            self._told.error(error)
+        self._told.end(failed=error is not None)
+
+
+def without_traces(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the ranks reported, for everybody but the profiler's callback."""
+    return [{name: value for name, value in row.items() if name != TRACES} for row in rows]
 
 
 def _adapted(callbacks: Iterable[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from raysgd.callbacks.history import History
 from raysgd.errors import ConfigError
 from raysgd.storage import Uri, place
 from raysgd.train.backends import parse_backend
@@ -80,6 +81,7 @@ class DataParallelTrainer:
         self.metadata = metadata if metadata is not None else {}
         self.resume_from_checkpoint = resume_from_checkpoint
         self._restored_from: str | None = None
+        self.history = History()  # what was reported in the newest fit() of this process, as a table
         self._check()
 
     def _check(self) -> None:
@@ -110,7 +112,8 @@ class DataParallelTrainer:
         self.setup()
         restored = place(self._restored_from) if self._restored_from is not None else None
         fitting = Fitting(type(self).__name__, self.run_config, restored=restored)
-        return fitting.run(self.job(), self._packed())
+        self.history = History()
+        return fitting.run(self.job(), self._packed(), self.history)
 
     def job(self) -> FunctionJob:
         """This run, as it would be begun."""
@@ -146,6 +149,12 @@ class DataParallelTrainer:
         """Each rank's part of the data sets."""
         return None
 
+    def __repr__(self) -> str:
+        name = getattr(self.train_loop_per_worker, "__name__", type(self.train_loop_per_worker).__name__)
+        count = self.scaling_config.num_workers
+        people = f"{count[0]} to {count[1]} workers" if isinstance(count, tuple) else f"{count} worker(s)"
+        return f"{type(self).__name__}({name}, {people}, {len(self.history)} reports so far)"
+
     # -- going on -------------------------------------------------------------------------------------
 
     @staticmethod
@@ -168,7 +177,7 @@ class DataParallelTrainer:
         if names:
             raise ConfigError(f"the run at {path} had data sets, which are not stored: pass datasets= with {names}")
         trainer = cls.__new__(cls)
-        trainer.datasets = {}
+        trainer.datasets, trainer.history = {}, History()
         for name, data in past.settings.items():
             if name not in anew and name != "datasets":
                 setattr(trainer, name, _unpickled(data))
@@ -182,7 +191,7 @@ class DataParallelTrainer:
     def _packed(self) -> dict[str, bytes]:
         """Every attribute, each pickled by itself; of the data sets their names, and no callbacks."""
         changed = {"datasets": list(self.datasets), "run_config": replace(self.run_config, callbacks=None)}
-        return {name: _pickled(value) for name, value in {**vars(self), **changed}.items()}
+        return {name: _pickled(value) for name, value in {**vars(self), **changed}.items() if name != "history"}
 
 
 def _pickled(value: Any) -> bytes:

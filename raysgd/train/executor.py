@@ -71,7 +71,7 @@ class BackendExecutor:
         self._engine: Engine | None = None
         self._group: WorkerGroup | None = None
         self._settled = -1
-        self._seen_recoveries = 0
+        self._seen_recoveries = self._recoveries_before = 0
         self._numbers = itertools.count(1)
         self._run: Run | None = None
         self._thread: threading.Thread | None = None
@@ -141,6 +141,11 @@ class BackendExecutor:
         return self._engine is not None
 
     @property
+    def is_running(self) -> bool:
+        """Does a function run?"""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def worker_group(self) -> WorkerGroup:
         self._active()
         assert self._group is not None
@@ -150,6 +155,15 @@ class BackendExecutor:
     def recoveries(self) -> list[Recovery]:
         """Every change of the workers so far: losses, growth, preemptions."""
         return self._active().recoveries
+
+    @property
+    def recoveries_of_run(self) -> list[Recovery]:
+        """Those since the newest run began."""
+        return self.recoveries[self._recoveries_before :]
+
+    @property
+    def world_size(self) -> int:
+        return self._active().world_size
 
     def _active(self) -> Engine:
         if self._engine is None:
@@ -191,6 +205,7 @@ class BackendExecutor:
         decode = type(self._backend).decode_data
         run = Run(next(self._numbers), keeper, fail=engine.cancel, decode=decode, options=options)
         packed = engine.pack(task)
+        self._recoveries_before = len(engine.recoveries)
         engine.state_changed_by_hand(replaced=True)
         self._run = run
         self._thread = threading.Thread(
@@ -204,14 +219,17 @@ class BackendExecutor:
         told = self.fetch_next_round()
         return None if told is None else told.rows
 
-    def fetch_next_round(self) -> Told | None:
-        """The same, with the number of the newest checkpoint at that time."""
+    def fetch_next_round(self, on_look: Callable[[], None] = lambda: None) -> Told | None:
+        """The same, with the number of the newest checkpoint at that time. `on_look` is called now and then while we
+        wait, and before a round is given."""
         run = self._current("fetch_next_result")
         while True:
             try:
                 told = run.next_round(LOOK_S)
             except queue.Empty:
+                on_look()
                 continue
+            on_look()
             if told is None and run.error is not None:
                 raise run.error
             return told

@@ -18,6 +18,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from raysgd.callbacks.base import Run
+from raysgd.callbacks.history import History
 from raysgd.remote import mirror
 from raysgd.storage import Place, Uri, names, place
 from raysgd.train.callbacks import Callbacks
@@ -44,8 +46,8 @@ class Fitting:
         self._past = None if restored is None else Past.read(restored)
         self.place, self.log_dir = _new_place(trainer, config) if restored is None else (restored, _log_dir(restored))
 
-    def run(self, job: FunctionJob, settings: dict[str, bytes]) -> Result:
-        callbacks = Callbacks(self._config.callbacks)
+    def run(self, job: FunctionJob, settings: dict[str, bytes], history: History) -> Result:
+        callbacks = Callbacks(self._config.callbacks, history=history)
         who = Who(self._trainer, self.place.name)
         record = Record(self.place, self.log_dir, who, job.config, self._past)
         keeper = job.keeper(self.place)
@@ -76,8 +78,15 @@ class Fitting:
         executor.start()
         job.begin(executor, record.log_dir, keeper, record.who.described(record.log_dir))
         record.started()
-        rounds = TrainingIterator(executor)
-        with closing(rounds.heard_by(callbacks, str(record.log_dir))) as heard:
+        rounds = TrainingIterator(executor, callbacks)
+        run = Run(
+            trainer=self._trainer,
+            name=getattr(job.function, "__name__", type(job.function).__name__),
+            num_workers=executor.world_size,
+            config=job.config,
+            folder=Path(record.log_dir),
+        )
+        with closing(rounds.heard(run)) as heard:
             for told in heard:
                 record.add(told.rows[0], told.checkpoint if told.checkpoint >= 0 else None)
         return rounds.get_final_results() or []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
-from raysgd.train.callbacks import Callbacks
+from raysgd.callbacks.base import Run
+from raysgd.train.callbacks import Callbacks, without_traces
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.run import Told
 
@@ -18,8 +20,8 @@ logger = logging.getLogger("raysgd")
 class TrainingIterator:
     """Yields what all ranks reported in each round: a list of dicts. The function runs on, whether or not one looks."""
 
-    def __init__(self, executor: BackendExecutor) -> None:
-        self._executor = executor
+    def __init__(self, executor: BackendExecutor, callbacks: Callbacks | None = None) -> None:
+        self._executor, self._callbacks = executor, callbacks or Callbacks(None)
         self._finished = False
         self._results: list[Any] | None = None
 
@@ -37,9 +39,10 @@ class TrainingIterator:
         if self._finished:
             return None
         try:
-            told = self._executor.fetch_next_round()
+            told = self._executor.fetch_next_round(self._look)
             if told is not None:
-                return told
+                self._callbacks.handle_result(told.rows)
+                return replace(told, rows=without_traces(told.rows))
             self._results = self._executor.finish_training()
         except KeyboardInterrupt as interrupt:
             self._finished = True
@@ -51,19 +54,27 @@ class TrainingIterator:
         self._finished = True
         return None
 
-    def heard_by(self, callbacks: Callbacks, logdir: str) -> Generator[Told, None, None]:
-        """Round by round, each after the callbacks have heard it. Whoever stops in the middle stops the function."""
-        failed = True
+    def heard(self, run: Run) -> Generator[Told, None, None]:
+        """Round by round, with the callbacks told of the run's start and end. Whoever stops in the middle stops the
+        function."""
+        error: BaseException | None = None
         try:
-            callbacks.start_training(logdir)
+            self._callbacks.start_training(run)
             while (told := self.next_round()) is not None:
-                callbacks.handle_result(told.rows)
                 yield told
-            failed = False
+            self._look()
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
-            if failed and not self._finished:
+            if error is not None and not self._finished:
                 self._executor.cancel(KeyboardInterrupt())
-            callbacks.finish_training(error=failed)
+            self._callbacks.finish_training(error)
+
+    def _look(self) -> None:
+        """While we wait for a round: have workers been lost, or come?"""
+        if self._executor.is_started:
+            self._callbacks.handle_recoveries(self._executor.recoveries_of_run)
 
     def is_finished(self) -> bool:
         """Have all rounds been fetched, and has the function ended?"""

@@ -26,11 +26,13 @@ from raysgd.errors import ConfigError
 from raysgd.train.amp import Amp, ScaledOptimizer, with_autocast
 from raysgd.train.backends import TorchConfig
 from raysgd.train.loaders import ElasticLoader, PreparedLoader, distributed
+from raysgd.train.profiling import TorchWorkerProfiler
 from raysgd.train.session import current
 
 __all__ = [
     "ElasticLoader",
     "TorchConfig",
+    "TorchWorkerProfiler",
     "accelerate",
     "backward",
     "elastic_data_loader",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from raysgd.callbacks.base import Run
+from raysgd.callbacks.folder import made_folder
+from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.elastic import Recovery
 from raysgd.errors import ConfigError
@@ -25,8 +26,6 @@ from raysgd.train.strategy import CheckpointConfig
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
 
 __all__ = ["Trainer"]
-
-RESULTS = "ray_results"
 
 
 class Trainer:
@@ -82,7 +81,9 @@ class Trainer:
         self._executor = self._make()
         self.storage, self.logdir = _make_places(logdir)
         self._earlier = max(_newest_run(self.storage), _newest_run(self.logdir))
+        self.history = History()  # what was reported in all runs, and fetched, as a table
         self._runs = 0
+        self._described = f"{type(config).__name__}, {num_workers} worker{'s' if num_workers > 1 else ''}"
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -127,10 +128,17 @@ class Trainer:
 
         `checkpoint` (a dict, or the path or URI of a stored one) is what `load_checkpoint()` gives at first.
         """
-        told = Callbacks(callbacks)
-        rounds = self.run_iterator(train_func, config, checkpoint, checkpoint_strategy)
+        told = Callbacks(callbacks, history=self.history)
+        rounds = self._begin(told, train_func, config, checkpoint, checkpoint_strategy)
+        run = Run(
+            trainer="Trainer",
+            name=getattr(train_func, "__name__", type(train_func).__name__),
+            num_workers=self._executor.world_size,
+            config=dict(config or {}),
+            folder=self.logdir / self._run_name(self._runs),
+        )
         try:
-            for _ in rounds.heard_by(told, str(self.latest_run_dir)):
+            for _ in rounds.heard(run):
                 pass
         finally:
             self._copy_logs()
@@ -146,6 +154,12 @@ class Trainer:
         checkpoint_strategy: CheckpointConfig | None = None,
     ) -> TrainingIterator:
         """Runs the function, and yields what all ranks report, round by round."""
+        told = Callbacks(None, history=self.history)
+        return self._begin(told, train_func, config, checkpoint, checkpoint_strategy)
+
+    def _begin(
+        self, told: Callbacks, train_func: Any, config: Any, checkpoint: Any, checkpoint_strategy: Any
+    ) -> TrainingIterator:
         self._check_started()
         name = self._run_name(self._runs + 1)
         run_dir = self.logdir / name
@@ -159,7 +173,7 @@ class Trainer:
         )
         self._runs += 1
         run_dir.mkdir(parents=True, exist_ok=True)
-        return TrainingIterator(self._executor)
+        return TrainingIterator(self._executor, told)
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Calls `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`; answers in rank order."""
@@ -194,6 +208,11 @@ class Trainer:
     def worker_group(self) -> WorkerGroup:
         """The workers, for plain functions: `trainer.worker_group.execute(fn)`."""
         return self._executor.worker_group
+
+    def __repr__(self) -> str:
+        state = "not active" if not self._executor.is_started else "running" if self._executor.is_running else "idle"
+        newest = f", newest {self._run_name(self._runs)}" if self._runs else ""
+        return f"Trainer({self._described}, {self._runs} run{'' if self._runs == 1 else 's'}{newest}, {state})"
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -239,28 +258,12 @@ class Trainer:
 
 
 def _make_places(logdir: str | Place | None) -> tuple[Place, Path]:
-    """Where checkpoints are stored, and where callbacks write. A relative path lies in the default results directory.
-    Without one, a name of its own, of the time."""
-    home = Path.home() / RESULTS
-    if logdir is None:
-        path = _fresh(home)
-        return path, path
-    given = place(logdir)
-    path = home / (given.name if isinstance(given, Uri) else given.expanduser())
-    path.mkdir(parents=True, exist_ok=True)
-    return (given if isinstance(given, Uri) else path), path
-
-
-def _fresh(home: Path) -> Path:
-    name = f"sgd_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    for number in itertools.count(1):
-        path = home / (name if number == 1 else f"{name}_{number}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        break
-    return path
+    """Where checkpoints are stored, and where callbacks write."""
+    given = None if logdir is None else place(logdir)
+    if isinstance(given, Uri):
+        return given, made_folder(given.name, "sgd")
+    path = made_folder(given, "sgd")
+    return path, path
 
 
 def _newest_run(folder: Place) -> int:

@@ -1,0 +1,282 @@
+"""What callbacks write, read back: by the programs that are to read it, where there are such."""
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import Recovery, TorchTrainer
+from raysgd.callbacks import (
+    Callback,
+    CSVCallback,
+    JsonLinesCallback,
+    JsonLoggerCallback,
+    MLflowCallback,
+    PrintCallback,
+    Result,
+    Run,
+    TensorBoardCallback,
+    WandbCallback,
+)
+from raysgd.callbacks.figures import flat, for_json, numbers
+from tests.callbacks.listening import Line
+
+
+def result(**more: Any) -> Result:
+    plain: dict[str, Any] = {
+        "kind": "train",
+        "epoch": 1,
+        "step": 4,
+        "metrics": {"epoch": 1, "num_samples": 32, "train_loss": 0.5},
+        "by_worker": [],
+        "world_size": 2,
+        "seconds": 1.5,
+    }
+    return Result(**{**plain, **more})
+
+
+def report(step: int, **metrics: Any) -> Result:
+    rows = [{"_timestamp": 1, "rank": rank, **metrics} for rank in (0, 1)]
+    return result(kind="report", epoch=None, step=step, metrics=rows[0], by_worker=rows)
+
+
+def tell(callback: Callback, folder: Path, *results: Result, config: dict[str, Any] | None = None) -> None:
+    callback.on_start(Run(trainer="TorchTrainer", name="Line", num_workers=2, config=config or {}, folder=folder))
+    for each in results:
+        callback.on_result(each)
+    callback.on_end(False)
+
+
+def trained(*callbacks: Callback, folder: Path) -> list[dict[str, Any]]:
+    """Two epochs, and a validation: what was returned."""
+    config = {"rows": 32, "nested": {"lr": 0.1}}
+    with TorchTrainer(
+        training_operator_cls=Line, use_gpu=False, config=config, callbacks=callbacks, logdir=folder
+    ) as trainer:
+        return [trainer.train(), trainer.validate(), trainer.train()]
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    returned = trained(JsonLinesCallback(), folder=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["epoch"], line["step"]) for line in lines] == [
+        ("train", 1, 4),
+        ("validate", 1, 4),
+        ("train", 2, 8),
+    ]
+    assert lines[0]["train_loss"] == returned[0]["train_loss"]
+    assert lines[1]["val_loss"] == returned[1]["val_loss"]
+    tell(JsonLinesCallback(), tmp_path, result())
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 4, "what was there stays"
+
+
+def test_json_is_strict(tmp_path: Path) -> None:
+    tell(JsonLinesCallback(tmp_path / "own.jsonl"), tmp_path, result(metrics={"loss": math.nan, "most": -math.inf}))
+    line = json.loads((tmp_path / "own.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert (line["loss"], line["most"]) == ("NaN", "-Infinity")
+    assert math.isnan(float(line["loss"]))
+
+
+class Grid:
+    shape = (2, 2)
+
+    def tolist(self) -> list[list[int]]:
+        return [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        ({1: (1, 2.5)}, {"1": [1, 2.5]}),
+        ([None, True, "text"], [None, True, "text"]),
+        (Grid(), [[1, 2], [3, 4]]),
+        (Path("a"), "a"),
+        ({"x": math.inf}, {"x": "Infinity"}),
+    ],
+)
+def test_for_json(value: Any, written: Any) -> None:
+    assert for_json(value) == written
+
+
+def test_flat_numbers() -> None:
+    values = {"a": {"b": 1, "c": {"d": 2.5}}, "text": "x", "yes": True, "none": None, "list": [1]}
+    assert list(flat(values)) == ["a/b", "a/c/d", "text", "yes", "none", "list"]
+    assert numbers(values) == {"a/b": 1.0, "a/c/d": 2.5, "yes": 1.0}
+
+
+def test_csv(tmp_path: Path) -> None:
+    returned = trained(CSVCallback(), folder=tmp_path)
+    with open(tmp_path / "train.csv", newline="") as file:
+        train = list(csv.DictReader(file))
+    assert [row["epoch"] for row in train] == ["1", "2"]
+    assert [float(row["train_loss"]) for row in train] == [returned[0]["train_loss"], returned[2]["train_loss"]]
+    with open(tmp_path / "validate.csv", newline="") as file:
+        assert [float(row["val_loss"]) for row in csv.DictReader(file)] == [returned[1]["val_loss"]]
+
+
+def test_a_metric_that_comes_later_is_a_further_column(tmp_path: Path) -> None:
+    first, later = result(metrics={"a": 1}), result(metrics={"b": {"c": "x, y"}})
+    tell(CSVCallback(tmp_path / "own"), tmp_path, first, later)
+    tell(CSVCallback(tmp_path / "own"), tmp_path, first)
+    with open(tmp_path / "own" / "train.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["a"], row["b/c"]) for row in rows] == [("1", ""), ("", "x, y"), ("1", "")]
+
+
+def test_v1s_json(tmp_path: Path) -> None:
+    callback = JsonLoggerCallback(tmp_path / "own", filename="log.json", workers_to_log=None)
+    assert callback.log_path is None
+    tell(callback, tmp_path, report(1, loss=2.0), report(2, loss=1.0))
+    assert callback.log_path == tmp_path / "own" / "log.json"
+    logged = json.loads(callback.log_path.read_text())
+    assert [[(row["rank"], row["loss"]) for row in rows] for rows in logged] == [
+        [(0, 2.0), (1, 2.0)],
+        [(0, 1.0), (1, 1.0)],
+    ]
+
+
+@pytest.mark.parametrize("wrong", [-1, [], [True], ["0"], 1.5])
+def test_workers_that_there_cannot_be(wrong: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        JsonLoggerCallback(workers_to_log=wrong)
+
+
+def test_printing() -> None:
+    out = io.StringIO()
+    callback = PrintCallback(file=out)
+    callback.on_result(result(metrics={"epoch": 1, "num_samples": 32, "train_loss": 0.51234, "last_train_loss": 9.0}))
+    callback.on_result(report(3, loss=0.25))
+    callback.on_recovery(
+        Recovery(
+            reason="worker death",
+            lost_ranks=(1,),
+            world_size_before=2,
+            world_size_after=1,
+            in_place=True,
+            batches_redone=0,
+            seconds=0.04,
+            epoch=2,
+        )
+    )
+    callback.on_error(ZeroDivisionError("planned\nwith a second line"))
+    PrintCallback(["train_loss"], file=out).on_result(result())
+    assert out.getvalue().splitlines() == [
+        "train     epoch 1  2 workers  1.5 s  train_loss=0.5123",
+        "report    report 3  2 workers  1.5 s  rank=0  loss=0.25",
+        "worker death  epoch 2  2 -> 1 workers  0.0 s",
+        "failed: ZeroDivisionError: planned",
+        "train     epoch 1  2 workers  1.5 s  train_loss=0.5",
+    ]
+
+
+def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """As TensorBoard itself reads them."""
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulators.EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    returned = trained(TensorBoardCallback(), folder=tmp_path)
+    found = curves(tmp_path)
+    assert [step for step, _ in found["train/train_loss"]] == [4, 8]
+    assert [value for _, value in found["train/train_loss"]] == pytest.approx(
+        [returned[0]["train_loss"], returned[2]["train_loss"]]
+    )
+    assert found["validate/val_loss"] == [(4, pytest.approx(returned[1]["val_loss"]))]
+    assert found["train/world_size"] == [(4, 1.0), (8, 1.0)]
+
+
+def test_tensorboard_of_one_worker(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    tell(TensorBoardCallback(tmp_path / "own", worker_to_log=1), tmp_path, report(1, loss=2.0), report(2, a={"b": 3}))
+    assert curves(tmp_path / "own") == {"rank": [(1, 1.0), (2, 1.0)], "loss": [(1, 2.0)], "a/b": [(2, 3.0)]}
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "beside.txt").write_text("kept")
+    callback = MLflowCallback(experiment_name="lines", tags={"who": "test"}, save_artifact=True)
+    returned = trained(callback, folder=tmp_path)
+    client = tracking.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("lines")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"rows": "32", "nested/lr": "0.1"}
+    assert run.data.tags["who"] == "test"
+    history = client.get_metric_history(run.info.run_id, "train_loss")
+    assert [(point.step, point.value) for point in history] == [
+        (4, returned[0]["train_loss"]),
+        (8, returned[2]["train_loss"]),
+    ]
+    assert "beside.txt" in [file.path for file in client.list_artifacts(run.info.run_id)]
+
+    tell(MLflowCallback(experiment_name="lines", worker_to_log=1), tmp_path, report(1, loss=2.0))
+    newest = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])[0]
+    assert (newest.data.metrics["loss"], newest.data.metrics["rank"]) == (2.0, 1.0), "a second run, of rank 1"
+
+
+def test_mlflow_hears_of_a_failure(tmp_path: Path) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    callback = MLflowCallback(f"sqlite:///{tmp_path}/own.db", logdir=tmp_path)
+    with (
+        pytest.raises(ZeroDivisionError),
+        TorchTrainer(training_operator_cls=Line, use_gpu=False, callbacks=[callback], logdir=tmp_path) as trainer,
+    ):
+        trainer.train(info={"fail": True})
+    client = tracking.MlflowClient(f"sqlite:///{tmp_path}/own.db")
+    assert client.get_run(callback.run_id).info.status == "FAILED"
+    assert client.get_experiment_by_name("Line") is not None, "named after the operator"
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    returned = trained(WandbCallback(project="lines", name="first", mode="offline"), folder=tmp_path)
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    store = DataStore()
+    store.open_for_scan(str(path))
+    rows: list[dict[str, Any]] = []
+    config: dict[str, Any] = {}
+    ends: list[int] = []
+    while (data := store.scan_data()) is not None:
+        record = Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            rows.append(
+                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            )
+        elif record.WhichOneof("record_type") == "run":
+            assert (record.run.project, record.run.display_name) == ("lines", "first")
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        elif record.WhichOneof("record_type") == "exit":
+            ends.append(record.exit.exit_code)
+    assert config["rows"] == 32
+    assert [row["step"] for row in rows] == [4, 4, 8]
+    assert rows[0]["train/train_loss"] == returned[0]["train_loss"]
+    assert rows[1]["validate/val_loss"] == returned[1]["val_loss"]
+    assert ends == [0]
+
+
+@pytest.mark.parametrize(
+    ("callback", "package"),
+    [(TensorBoardCallback, "tensorboard"), (MLflowCallback, "mlflow"), (WandbCallback, "wandb")],
+)
+def test_a_missing_package_names_the_extra(
+    callback: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def blocked(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("raysgd.callbacks.extra.import_module", blocked)
+    with pytest.raises(ImportError, match=rf"{callback.__name__} needs {package}: pip install 'raysgd\[callbacks\]'"):
+        callback().on_start(Run(trainer="T", name="n", num_workers=1, folder=tmp_path))

@@ -1,0 +1,207 @@
+"""Callbacks and the history on the function face: the class face's protocol, and the names that older code has."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import train
+from raysgd.callbacks import Callback, History, JsonLoggerCallback, Result
+from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig, Trainer
+from raysgd.train.callbacks import LoggerCallback, TorchTensorboardProfilerCallback, Trial
+from tests.callbacks.listening import Broken, Demanding, Heard
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    made = Trainer("none", num_workers=2, logdir=tmp_path_factory.mktemp("logs"), max_retries=1)
+    assert repr(made) == "Trainer(BackendConfig, 2 workers, 0 runs, not active)"
+    made.start()
+    yield made
+    made.shutdown()
+
+
+def epochs(config: dict[str, Any]) -> None:
+    for epoch in range(config["epochs"]):
+        train.report(epoch=epoch, loss=1 / (1 + epoch), rank=train.world_rank())
+
+
+def test_the_class_faces_protocol(trainer: Trainer) -> None:
+    heard, before = Heard(), len(trainer.history)
+    trainer.run(epochs, {"epochs": 2}, callbacks=[heard, Broken()])
+    assert heard.order == ["start", "result", "result", "end"]
+    (run,) = heard.named("start")
+    assert (run.trainer, run.name, run.num_workers, run.config) == ("Trainer", "epochs", 2, {"epochs": 2})
+    assert run.folder == trainer.latest_run_dir
+    first, second = heard.named("result")
+    assert (first.kind, first.epoch, first.step, first.world_size) == ("report", 0, 1, 2)
+    assert [row["rank"] for row in second.by_worker] == [0, 1]
+    assert second.metrics == second.by_worker[0]
+    assert [(row["epoch"], row["loss"]) for row in trainer.history[before:]] == [(0, 1), (1, 0.5)]
+    assert repr(trainer).startswith("Trainer(BackendConfig, 2 workers, 1 run, newest run_001, idle")
+
+
+def test_the_history_of_an_iterator(trainer: Trainer) -> None:
+    before = len(trainer.history)
+    for _ in trainer.run_iterator(epochs, {"epochs": 3}):
+        pass
+    assert [row["epoch"] for row in trainer.history[before:]] == [0, 1, 2]
+
+
+def test_an_error_of_the_functions_is_told(trainer: Trainer) -> None:
+    def fails() -> None:
+        train.report(step=1)
+        raise ZeroDivisionError("planned")
+
+    heard = Heard()
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(fails, callbacks=[heard])
+    assert heard.order == ["start", "result", "error", "end"]
+    assert isinstance(heard.named("error")[0], ZeroDivisionError)
+    assert heard.named("end") == [True]
+
+
+class Enough(Callback):
+    stops_training = True
+
+    def on_result(self, result: Result) -> None:
+        if result.epoch == 1:
+            raise TimeoutError("enough")
+
+
+def test_a_callback_that_asks_for_it_stops_the_function(trainer: Trainer) -> None:
+    def endless() -> None:
+        epoch = 0
+        while True:
+            train.report(epoch=epoch)
+            epoch += 1
+
+    heard = Heard()
+    with pytest.raises(TimeoutError, match="enough"):
+        trainer.run(endless, callbacks=[Enough(), heard])
+    assert [each.epoch for each in heard.named("result")] == [0, 1]
+    assert heard.named("end") == [True]
+    with pytest.raises(LookupError):
+        trainer.run(endless, callbacks=[Demanding()])
+    assert trainer.run(lambda: 7) == [7, 7], "the trainer stays usable"
+
+
+@pytest.mark.elastic
+def test_a_recovery_is_told(ray_cluster: None, tmp_path: Path) -> None:
+    def once() -> None:
+        mark = tmp_path / "killed"
+        if train.world_rank() == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        train.report(world=train.world_size())
+
+    heard = Heard()
+    with Trainer("none", num_workers=2, logdir=tmp_path) as made:
+        made.run(once, callbacks=[heard])
+        told = heard.named("recovery")
+        assert told == made.recoveries[: len(told)]
+    assert (told[0].reason, told[0].lost_ranks) == ("worker death", (1,))
+    assert heard.order[:2] == ["start", "recovery"]
+
+
+class V1:
+    """As code for v1 has it: no subclass of anything."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def start_training(self, logdir: str) -> None:
+        self.heard.append(Path(logdir).name)
+
+    def handle_result(self, results: list[dict[str, Any]]) -> None:
+        self.heard.append([row["rank"] for row in results])
+
+    def finish_training(self, error: bool = False) -> None:
+        self.heard.append(error)
+
+
+def test_v1s_methods_without_the_class(trainer: Trainer) -> None:
+    old = V1()
+    trainer.run(epochs, {"epochs": 1}, callbacks=[old])
+    assert old.heard == [Path(str(trainer.latest_run_dir)).name, [0, 1], False]
+
+
+class Logging(LoggerCallback):
+    """The custom callback of Ray's guide."""
+
+    def __init__(self) -> None:
+        self.results: list[dict[str, Any]] = []
+
+    def log_trial_result(self, iteration: int, trial: Trial, result: dict[str, Any]) -> None:
+        assert iteration == result["_training_iteration"]
+        assert trial.last_result == result
+        self.results.append(trial.last_result)
+
+
+class NoSubclass:
+    """The same, of somebody who has Ray Tune's class."""
+
+    log_trial_result = Logging.log_trial_result
+
+    def __init__(self) -> None:
+        self.results: list[dict[str, Any]] = []
+
+
+def test_fit_takes_the_same_callbacks(ray_cluster: None, tmp_path: Path) -> None:
+    logging, other, heard = Logging(), NoSubclass(), Heard()
+    made = DataParallelTrainer(
+        epochs,
+        train_loop_config={"epochs": 2},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="run", storage_path=tmp_path, callbacks=[logging, other, heard]),
+    )
+    assert repr(made) == "DataParallelTrainer(epochs, 2 worker(s), 0 reports so far)"
+    result = made.fit()
+    assert [row["epoch"] for row in logging.results] == [row["epoch"] for row in other.results] == [0, 1]
+    assert logging.trial is not None
+    assert logging.trial.config == {"epochs": 2}
+    assert heard.order == ["start", "result", "result", "end"]
+    assert heard.named("start")[0].trainer == "DataParallelTrainer"
+    assert isinstance(made.history, History)
+    assert made.history.column("loss") == [1, 0.5]
+    assert [row["loss"] for row in result.history] == [1, 0.5]
+
+
+@pytest.mark.parametrize(("which", "ranks"), [(0, [0]), ([1], [1]), (None, [0, 1])])
+def test_json_log_of_some_workers(trainer: Trainer, which: Any, ranks: list[int]) -> None:
+    callback = JsonLoggerCallback(workers_to_log=which)
+    trainer.run(epochs, {"epochs": 2}, callbacks=[callback])
+    assert callback.log_path == Path(str(trainer.latest_run_dir)) / "results.json"
+    logged = json.loads(callback.log_path.read_text())
+    assert [[(row["epoch"], row["rank"]) for row in rows] for rows in logged] == [
+        [(epoch, rank) for rank in ranks] for epoch in (0, 1)
+    ]
+
+
+def profiled() -> None:
+    import torch
+
+    profiler = train.torch.TorchWorkerProfiler()
+    with torch.profiler.profile(on_trace_ready=profiler.trace_handler):
+        torch.ones(3, 3) @ torch.ones(3, 3)
+    train.report(rank=train.world_rank(), **profiler.get_and_clear_profile_traces())
+    train.report(again=True, **profiler.get_and_clear_profile_traces())
+
+
+def test_traces_of_a_functions_own_profiler(trainer: Trainer) -> None:
+    heard = Heard()
+    callback = TorchTensorboardProfilerCallback(workers_to_log=[1])
+    trainer.run(profiled, callbacks=[callback, heard])
+    (path,) = (Path(str(trainer.latest_run_dir)) / "pytorch_profiler").iterdir()
+    assert path.name.startswith("rank1.")
+    assert path.name.endswith(".pt.trace.json")
+    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+    assert "aten::mm" in names
+    rows = [row for each in heard.named("result") for row in each.by_worker] + trainer.history.rows[-2:]
+    assert not [name for row in rows for name in row if name.startswith("__")], "nobody else gets to see them"
+    for yielded in trainer.run_iterator(profiled):
+        assert not [name for row in yielded for name in row if name.startswith("__")]
