@@ -14,6 +14,10 @@ from raysgd.callbacks.figures import flat, numbers
 
 __all__ = ["MLflowCallback"]
 
+DATABASE = "mlflow.db"
+ARTIFACTS = "mlflow_artifacts"
+OWN = (DATABASE, ARTIFACTS, "mlruns")
+
 
 class MLflowCallback(Callback):
     """Makes one MLflow run (of a training function, one for each run): its config as parameters, each number as a metric
@@ -53,7 +57,7 @@ class MLflowCallback(Callback):
         self.tracking_uri = self._given_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if self.tracking_uri is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self.tracking_uri = f"sqlite:///{self._folder.absolute()}/mlflow.db"
+            self.tracking_uri = f"sqlite:///{self._folder.absolute()}/{DATABASE}"
         client = tracking.MlflowClient(self.tracking_uri, self._registry_uri)
         self.run_id = client.create_run(self._experiment(client, run), tags=self._tags).info.run_id
         self._client = client
@@ -77,9 +81,13 @@ class MLflowCallback(Callback):
         client, self._client = self._client, None
         if client is None:
             return
-        if self._save_artifact and self._folder.exists():
-            client.log_artifacts(self.run_id, str(self._folder))
-        client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
+        try:
+            if self._save_artifact and self._folder.exists():
+                for path in sorted(self._folder.iterdir()):
+                    if path.name not in OWN:  # a copy of the store would be in the store
+                        client.log_artifact(self.run_id, str(path))
+        finally:
+            client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
     def _experiment(self, client: Any, run: Run) -> str:
         if self._experiment_id is not None:
@@ -89,5 +97,5 @@ class MLflowCallback(Callback):
         if there is not None:
             return str(there.experiment_id)
         local = self._given_uri is None and "MLFLOW_TRACKING_URI" not in os.environ
-        where = (self._folder.absolute() / "mlflow_artifacts").as_uri() if local else None
+        where = (self._folder.absolute() / ARTIFACTS).as_uri() if local else None
         return str(client.create_experiment(name, artifact_location=where))

@@ -94,7 +94,7 @@ class Engine:
         rules: Any = {"elastic": elastic, "limits": limits, "in_place": backend.in_place}
         self._membership = Membership(*tools, self._ledger, **rules)
         self._recoverer = Recoverer(*tools, self._membership, self._ledger, **rules)
-        self._active = True
+        self._active, self._reached = True, Progress()
         self._calls = 0
         self._snapshot_is_stale = True
 
@@ -112,7 +112,7 @@ class Engine:
         """Ends every worker. A second call is fine."""
         if not self._active:
             return
-        self._active = False
+        self._reached, self._active = self.progress, False
         try:
             if not force and self._standing.up:
                 self._crew.ask(self._crew.seated(), "close", {}, limit_s=CLOSE_S)
@@ -137,6 +137,8 @@ class Engine:
     @property
     def progress(self) -> Progress:
         """Of the rank that is furthest, as far as the driver has heard."""
+        if not self._active:
+            return self._reached
         told = {worker: self._crew.members[worker].progress for worker in self._crew.seated()}
         return told[most_advanced(told)] if told else Progress()
 
