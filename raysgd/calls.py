@@ -40,10 +40,9 @@ class Calls:
 
     def progressed(self, member: Member) -> None:
         if self._kind is not None:
-            figures = member.partial or {}
-            self._told.progress(
-                Underway(kind=self._kind, worker=member.worker, progress=member.progress, metrics=figures)
-            )
+            figures = {name: value for name, value in (member.partial or {}).items() if name not in self._hidden}
+            now = Underway(kind=self._kind, worker=member.worker, progress=member.progress, metrics=figures)
+            self._told.progress(now)
             self._told.raise_stop()
 
     def recovered(self, recovery: Recovery) -> None:

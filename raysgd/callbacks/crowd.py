@@ -87,5 +87,5 @@ def checked(callbacks: Any) -> list[Callback]:
         if isinstance(each, type):
             raise ConfigError(f"callbacks must be objects, got the class {each.__name__}: write {each.__name__}()")
         if not isinstance(each, Callback):
-            raise ConfigError(f"callbacks must be raysgd.callbacks.Callback objects, got {each!r}")
+            raise ConfigError(f"callbacks must be Callback objects (or TrainingCallback, as in v1), got {each!r}")
     return found

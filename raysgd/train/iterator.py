@@ -44,12 +44,8 @@ class TrainingIterator:
                 self._callbacks.handle_result(told.rows)
                 return replace(told, rows=without_traces(told.rows))
             self._results = self._executor.finish_training()
-        except KeyboardInterrupt as interrupt:
-            self._finished = True
-            self._executor.cancel(interrupt)
-            raise
-        except BaseException:
-            self._finished = True
+        except BaseException as error:  # the function's; or Ctrl-C, or a callback that wants to stop while it runs
+            self._stop(error)
             raise
         self._finished = True
         return None
@@ -68,8 +64,12 @@ class TrainingIterator:
             raise
         finally:
             if error is not None and not self._finished:
-                self._executor.cancel(KeyboardInterrupt())
+                self._stop(error)
             self._callbacks.finish_training(error)
+
+    def _stop(self, error: BaseException) -> None:
+        self._finished = True
+        self._executor.cancel(error if isinstance(error, Exception) else KeyboardInterrupt())
 
     def _look(self) -> None:
         """While we wait for a round: have workers been lost, or come?"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from raysgd.errors import ConfigError
 
 __all__ = ["RayMetricsCallback"]
 
+AGAIN_S = 1.0
 GAUGES = {
     "raysgd_samples_per_second": "Samples that all workers together train on, per second",
     "raysgd_step_seconds": "Seconds per batch (of a training function: per report)",
@@ -25,7 +27,9 @@ GAUGES = {
 class RayMetricsCallback(Callback):
     """Sets gauges that Ray's metrics endpoint shows for Prometheus, with the label `trainer` (the operator's or the
     function's name, unless `name` is given): samples per second, seconds per step, the world size, and the number of
-    recoveries. They are renewed while an epoch runs.
+    recoveries. They follow an epoch while it runs, and are there until the trainer is shut down.
+
+    Owns a thread that says them again every second: Ray soon forgets a gauge of which it hears no more.
 
     Needs a trainer on Ray, and Ray with its metrics agent (`pip install 'raysgd[metrics]'`).
     """
@@ -33,11 +37,14 @@ class RayMetricsCallback(Callback):
     def __init__(self, name: str | None = None) -> None:
         self._given = name
         self._gauges: dict[str, Any] = {}
+        self._values: dict[str, float] = {}
+        self._over: threading.Event | None = None
         self._recoveries = 0
         self._began = 0.0
         self._samples: dict[str, float] = {}
 
     def on_start(self, run: Run) -> None:
+        self.on_end(False)
         if not ray.is_initialized():
             raise ConfigError("RayMetricsCallback needs Ray, and this trainer runs without it: pass use_ray=True")
         tags = {"trainer": self._given or run.name or run.trainer}
@@ -45,6 +52,8 @@ class RayMetricsCallback(Callback):
             self._gauges[name] = Gauge(name, description=description, tag_keys=("trainer",))
             self._gauges[name].set_default_tags(tags)
         self._set(world_size=run.num_workers, recoveries=self._recoveries)
+        self._over = threading.Event()
+        threading.Thread(target=self._repeat, args=(self._over,), name="raysgd-gauges", daemon=True).start()
 
     def on_progress(self, now: Underway) -> None:
         if not now.worker:
@@ -70,8 +79,20 @@ class RayMetricsCallback(Callback):
         self._recoveries += 1
         self._set(world_size=recovery.world_size_after, recoveries=self._recoveries)
 
+    def on_end(self, failed: bool) -> None:
+        if self._over is not None:
+            self._over.set()
+
     def _set(self, **values: float) -> None:
-        for name, value in values.items():
-            gauge = self._gauges.get(f"raysgd_{name}")
+        self._values |= {f"raysgd_{name}": float(value) for name, value in values.items()}
+        self._say()
+
+    def _say(self) -> None:
+        for name, value in list(self._values.items()):
+            gauge = self._gauges.get(name)
             if gauge is not None:
-                gauge.set(float(value))
+                gauge.set(value)
+
+    def _repeat(self, over: threading.Event) -> None:
+        while not over.wait(AGAIN_S) and ray.is_initialized():
+            self._say()

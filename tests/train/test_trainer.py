@@ -109,7 +109,7 @@ def test_a_callback_that_raises_does_not_stop_the_training(trainer: Trainer, cap
     clumsy, listener = Clumsy(), Listener()
     trainer.run(lambda: train.report(step=1), callbacks=[clumsy, listener])
     assert listener.heard[1:] == [[1, 1], False]
-    assert "Clumsy.handle_result raised" in caplog.text
+    assert "Clumsy.on_result raised" in caplog.text
     with pytest.raises(ValueError, match="TrainingCallback"):
         trainer.run(lambda: 1, callbacks=[5])
 

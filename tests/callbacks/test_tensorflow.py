@@ -1,0 +1,37 @@
+"""The TensorFlow trainer tells the same things: one result for each epoch of a call."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+
+from raysgd import TFTrainer
+from tests.callbacks.listening import Heard
+from tests.tf.small import data_creator, model_creator
+
+
+def test_every_epoch_of_a_call_is_a_result() -> None:
+    import keras
+
+    class Ends(keras.callbacks.Callback):  # type: ignore[name-defined,misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = epoch == 1
+
+    heard = Heard()
+    config = {"fit_config": {"epochs": 5, "callbacks": [Ends()]}}
+    with TFTrainer(model_creator, data_creator, config, callbacks=[heard]) as trainer:
+        last = trainer.train()
+        checked = trainer.validate()
+        assert repr(trainer) == "TFTrainer(CompiledModel, 1 worker, epoch 2, idle)"
+    assert heard.order == ["start", "result", "result", "result", "end"]
+    told = heard.named("result")
+    assert [(each.kind, each.epoch, each.step) for each in told] == [
+        ("train", 1, 6),
+        ("train", 2, 12),
+        ("validate", 2, 12),
+    ]
+    assert told[1].metrics == last
+    assert told[2].metrics == checked
+    assert [row["kind"] for row in trainer.history] == ["train", "train", "validate"]
+    assert all("stop_training" not in row for each in told for row in each.by_worker)
