@@ -65,7 +65,7 @@ PEERS |= {"Lightning": "lightning", "Accelerate": "accelerate"}
 
 @pytest.mark.slow
 def test_throughput(tmp_path: Path) -> None:
-    document = smoke("throughput.py", "--workloads", "tiny")
+    document = smoke("throughput.py", "--workloads", "tiny", "--workers", "1")
     rows = {row["contender"]: row for row in document["rows"]}
     assert rows.keys() == PEERS.keys()
     installed = {name for name, needs in PEERS.items() if all(map(importlib.util.find_spec, needs.split()))}
@@ -116,12 +116,10 @@ def test_driver_cost(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.elastic
-def test_churn(tmp_path: Path) -> None:
-    document = smoke("churn.py")
-    (row,) = document["rows"]
-    assert (row["contender"], row["goodput"]["count"]) == ("raysgd", 1)
-    assert row["kills"] == 1
-    shown(document, tmp_path)
+def test_churn() -> None:
+    (row,) = smoke("churn.py")["rows"]
+    assert (row["contender"], row["kills"], row["note"]) == ("raysgd", 1, "")
+    assert row["churn_s"]["median"] > 0
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def row(case: Case, rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict
         "contender": case.name,
         "goodput": spread([calm["seconds"] / churn["seconds"] for calm, churn in done], 3),
         "calm_s": spread([calm["seconds"] for calm, _ in done], 2),
-        "churn_s": spread([churn["seconds"] for _, churn in done], 2),
+        "churn_s": spread([churn["seconds"] for _, churn in rounds if "seconds" in churn], 2),
         "kills": sum(churn["kills"] for _, churn in rounds),
         "note": "; ".join(notes),
     }
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=sys.maxsize, help="at most so many in a run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=300.0, help="who is not done by then is stopped")
-    parser.add_argument("--smoke", action="store_true", help="raysgd, with one kill")
+    parser.add_argument("--smoke", action="store_true", help="raysgd, with one kill, and not undisturbed first")
     args = parser.parse_args()
     out = claim_stdout()
     if args.smoke:
@@ -123,7 +123,8 @@ def main() -> None:
 
         for case in asked:
             if not case.missing():
-                results[case.name].append((run(case, args, None), run(case, args, disturb)))
+                calm = {} if args.smoke else run(case, args, None)
+                results[case.name].append((calm, run(case, args, disturb)))
                 print(f"round {number + 1}: {case.name}: {results[case.name][-1]}", file=sys.stderr)
     emit(out, "churn", vars(args), [row(case, results[case.name]) for case in asked], COLUMNS)
 
