@@ -108,6 +108,20 @@ def function_torchmetrics(output: str) -> None:
     assert numbers("f1", output)[-1] > 0.85, output
 
 
+def tune_grid(output: str) -> None:
+    small, good, large = numbers("val_loss", output)
+    assert good < 0.1 < small and not large < 1, output
+    assert "best lr 0.1" in output
+    slope, intercept = re.findall(r"y = ([\d.]+) x ([-+][\d.]+)", output)[0]
+    assert [float(slope), float(intercept)] == pytest.approx([2, -3], abs=0.3)
+
+
+def custom_backend(output: str) -> None:
+    assert re.search(r"2 workers met in \S+squares-\d+;", output), output
+    assert numbers("squares", output) == [sum(number**2 for number in range(1000))], output
+    assert numbers("left", output) == [0], "the backend removed what it had made"
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     f"{check.__name__}.py": check
     for check in (
@@ -121,6 +135,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
         resnet_generated_images,
         callbacks_mlflow_tensorboard,
         function_torchmetrics,
+        tune_grid,
+        custom_backend,
     )
 }
 

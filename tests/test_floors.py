@@ -36,7 +36,7 @@ SIBLINGS = {
     "train": {"torch", "tf"},
     "train/executor": {"train/worker_group"},
     "train/iterator": {"train/executor"},
-    "train/trainer": {"train/executor", "train/iterator", "train/worker_group"},
+    "train/trainer": {"train/executor", "train/iterator", "train/job", "train/worker_group"},
     "train/job": {"train/executor"},
     "train/fitting": {"train/executor", "train/iterator", "train/job"},
     "train/data_parallel_trainer": {"train/executor", "train/fitting", "train/job"},

@@ -18,7 +18,7 @@ from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import Place, Uri
 from raysgd.train import unpickling
 
-__all__ = ["Checkpoint", "is_directory", "unpack"]
+__all__ = ["DICT_FILE", "Checkpoint", "is_directory", "unpack"]
 
 METADATA_FILE = ".metadata.json"
 METADATA_KEY = "_metadata"

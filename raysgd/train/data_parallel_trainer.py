@@ -8,6 +8,7 @@ import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -39,6 +40,9 @@ SETTINGS = (
     "metadata",
     "resume_from_checkpoint",
 )
+
+
+TUNABLE = ("train_loop_config", "scaling_config", "datasets", "metadata", "resume_from_checkpoint")
 
 
 class DataParallelTrainer:
@@ -96,7 +100,8 @@ class DataParallelTrainer:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"metadata must be plain JSON, to lie beside checkpoints: {error}") from error
         given = self.resume_from_checkpoint
-        if given is not None and not isinstance(given, (Checkpoint, Mapping, str, Path, Uri)):
+        known = isinstance(given, (Checkpoint, Mapping, str, Path, Uri)) or hasattr(given, "as_directory")
+        if given is not None and not known:
             raise ConfigError(
                 f"resume_from_checkpoint must be a Checkpoint, a dict, or the path or URI of a stored one, got {given!r}"
             )
@@ -104,7 +109,7 @@ class DataParallelTrainer:
     # -- running --------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Called by `fit()` before the workers start; override it for work that a constructor should not do."""
+        """Called by `fit()`, and in a Tune trial, before the workers start; override it for work that a constructor should not do."""
 
     def fit(self) -> Result:
         """Runs the function to its end. An error of the function's, or too many losses, is raised; what was saved
@@ -139,11 +144,54 @@ class DataParallelTrainer:
             options=RunOptions(metadata=self.metadata, shards=self._shards()),
         )
 
+    # -- in Tune --------------------------------------------------------------------------------------
+
+    def as_trainable(self) -> Any:
+        """A Tune Trainable class; `tune.Tuner` takes the trainer itself too (extra: tune). A trial's config gives arguments
+        of the trainer, as `{"train_loop_config": {"lr": 0.1}}`; settings of the loop that it does not name stay."""
+        return import_module("raysgd.tune").as_trainable(self)
+
+    def __call__(self, config: dict[str, Any]) -> None:
+        """Tune, in a trial: one run with the trial's settings."""
+        trainer = self._with(config)
+        trainer.setup()
+        import_module("raysgd.tune").perform(trainer.job())
+
+    def _resources(self, config: dict[str, Any]) -> Any:
+        """Tune reads this of functions: what a trial asks of the cluster."""
+        scaling = self._with(config).scaling_config
+        return import_module("raysgd.tune").placement(scaling.bundles(), scaling.placement_strategy)
+
+    @property
+    def _name(self) -> str:
+        """Tune names the trials so."""
+        return type(self).__name__
+
+    def _with(self, config: Mapping[str, Any]) -> DataParallelTrainer:
+        """A copy with a trial's arguments in it."""
+        unknown = sorted(set(config) - set(TUNABLE))
+        if unknown:
+            raise ConfigError(
+                f"param_space names {unknown[0]!r}, which is no argument of {type(self).__name__} that can be tuned; there "
+                f"are: {', '.join(TUNABLE)}. What the training function is given goes into 'train_loop_config'"
+            )
+        trainer = copy.copy(self)
+        for name, value in config.items():
+            setattr(trainer, name, value)
+        if isinstance(trainer.scaling_config, Mapping):
+            trainer.scaling_config = replace(self.scaling_config, **trainer.scaling_config)
+        trainer.train_loop_config = {**(self.train_loop_config or {}), **(trainer.train_loop_config or {})}
+        trainer._check()
+        return trainer
+
     # -- data -----------------------------------------------------------------------------------------
 
     def get_dataset_config(self) -> Any:
         """A copy of what is said of how data sets are shared out."""
         return copy.deepcopy(self.dataset_config)
+
+    def preprocess_datasets(self) -> None:
+        raise DeprecationWarning("trainers do not preprocess data sets: do it with Ray Data, before you pass them")
 
     def _shards(self) -> Callable[[int], Sequence[Mapping[str, Any]]] | None:
         """Each rank's part of the data sets."""

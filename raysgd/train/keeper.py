@@ -54,7 +54,7 @@ class CheckpointKeeper:
         """What an earlier run has left in the directory goes on being kept, and its newest is what a function is given.
         `reported` are the metrics of each."""
         found = [name.removeprefix(PREFIX) for name in storage.names(self.directory) if name.startswith(PREFIX)]
-        places = {number: self._place(number) for number in sorted(int(each) for each in found if each.isdigit())}
+        places = {number: self.place_of(number) for number in sorted(int(each) for each in found if each.isdigit())}
         whole = {number: place for number, place in places.items() if place.exists()}
         for number, place in whole.items():
             needed = number == max(whole) or not self.strategy.by_time
@@ -76,14 +76,15 @@ class CheckpointKeeper:
         worst = min(self.kept, key=lambda kept: (kept.score, kept.number)) if full else None
         if worst is not None and not self.strategy.by_time and score <= worst.score:
             return
-        path = self._place(self.latest_id)
+        path = self.place_of(self.latest_id)
         self._write(path, payload)
         self.kept.append(Kept(self.latest_id, path, score, dict(metrics)))
         if worst is not None:
             self.kept.remove(worst)
             storage.delete(worst.path)
 
-    def _place(self, number: int) -> Place:
+    def place_of(self, number: int) -> Place:
+        """Where the checkpoint of this number lies, if it was written."""
         return self.directory / f"{PREFIX}{number:06d}"
 
     def _score(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:

@@ -22,7 +22,7 @@ from raysgd import storage
 from raysgd.errors import CheckpointError
 from raysgd.train.session import own_address
 
-__all__ = ["Past", "Record", "Who", "can_restore"]
+__all__ = ["Past", "Record", "Who", "can_restore", "plain"]
 
 SETTINGS, RESULTS, STATE = "trainer.pkl", "results.jsonl", "state.json"
 
@@ -139,7 +139,7 @@ class Record:
         mode = "a" if self._written else "w"
         with open(self.log_dir / RESULTS, mode, encoding="utf-8") as file:
             for row, number in zip(self.rows[self._written :], self._numbers[self._written :], strict=True):
-                file.write(json.dumps({"metrics": row, "checkpoint": number}, default=_plain) + "\n")
+                file.write(json.dumps({"metrics": row, "checkpoint": number}, default=as_json) + "\n")
         self._written = len(self.rows)
 
     def _send(self) -> None:
@@ -182,9 +182,17 @@ def _lines(path: Any) -> list[bytes]:
     return list(storage.read(path).split(b"\n")[:-1])
 
 
-def _plain(value: Any) -> Any:
-    """A number out of what holds one (a tensor, NumPy's types); of anything else, what it looks like."""
+def as_json(value: Any) -> Any:
+    """What JSON cannot say: a number out of what holds one, else what it looks like."""
+    found = plain(value)
+    return repr(value) if found is value else found
+
+
+def plain(value: Any) -> Any:
+    """The number in a tensor, or in one of NumPy's types, if it is one; else the value itself."""
+    if isinstance(value, (str, bytes, int, float, dict, list, tuple)) or value is None:
+        return value
     try:
         return value.item()
     except (AttributeError, RuntimeError, TypeError, ValueError):  # whatever these say of more than one number
-        return repr(value)
+        return value

@@ -164,6 +164,9 @@ def payload_of(checkpoint: Any, dumps: Callable[[Any], bytes]) -> bytes | None:
         if not where.exists():
             raise ConfigError(f"there is no checkpoint at {where.absolute() if isinstance(where, Path) else where}")
         checkpoint = Checkpoint(where)
+    elif not isinstance(checkpoint, Checkpoint) and hasattr(checkpoint, "as_directory"):  # Ray's own, from Tune
+        with checkpoint.as_directory() as folder:
+            return Checkpoint(folder).checked_bytes(dumps=dumps)
     if not isinstance(checkpoint, Checkpoint):
         raise ConfigError(
             f"checkpoint must be a dict, the path or URI of a stored one, or a Checkpoint, got {checkpoint!r}"

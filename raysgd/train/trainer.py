@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +22,8 @@ from raysgd.train.callbacks import Callbacks
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.run import RunOptions
+from raysgd.train.job import FunctionJob
+from raysgd.train.run import RunOptions, task_of
 from raysgd.train.strategy import CheckpointConfig
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
 
@@ -68,6 +70,7 @@ class Trainer:
         if elastic is not None and not isinstance(elastic, ElasticConfig):
             raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
         wanted = WorkerResources.parse(1, use_gpu, resources_per_worker, gpu_asked=use_gpu)
+        self._count, self._worker = num_workers, wanted
         self._make: Callable[[], BackendExecutor] = functools.partial(
             BackendExecutor,
             config,
@@ -195,6 +198,27 @@ class Trainer:
         executor = self._make()
         executor.start(None, train_cls, args, kwargs)
         return executor.lend()
+
+    def to_tune_trainable(self, train_func: Callable[..., Any]) -> Any:
+        """A Tune Trainable class: each trial runs the function, on workers such as this trainer's, with the trial's config
+        (extra: tune)."""
+        if self._executor.is_started:
+            raise TrainBackendError(
+                "to_tune_trainable() starts workers in each trial: make a new Trainer for it, and do not start it"
+            )
+        task_of(train_func, None)
+        try:
+            tune = import_module("raysgd.tune")
+        except RuntimeError as error:
+            raise ConfigError(str(error)) from error
+        make, bundles = self._make, [{"CPU": 1.0}, *[self._worker.as_dict()] * self._count]
+        return tune.as_trainable(
+            tune.FunctionTrial(
+                getattr(train_func, "__name__", "function"),
+                lambda config: FunctionJob(make=make, function=train_func, config=config),
+                lambda config: (bundles, "PACK"),
+            )
+        )
 
     def _check_started(self) -> None:
         if not self._executor.is_started:

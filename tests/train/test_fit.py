@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from raysgd.train import (
     Result,
     RunConfig,
     ScalingConfig,
+    TensorflowTrainer,
     TorchTrainer,
     TrainingCallback,
     TrainingWorkerError,
@@ -247,6 +250,55 @@ def test_a_fixed_loop_and_a_backend_of_ones_own(ray_cluster: None, tmp_path: Pat
     assert list(Fixed.restore(tmp_path / "run").fit().return_values) == ["good day"] * 2, "the loop is stored too"
     with pytest.raises(ValueError, match=r"call Fixed\.restore"):
         DataParallelTrainer.restore(tmp_path / "run")
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from raysgd import train
+from raysgd.train import Checkpoint, DataParallelTrainer, RunConfig, ScalingConfig, TrainingCallback
+
+class Killing(TrainingCallback):
+    def handle_result(self, results):
+        if results[0]["epoch"] == 1:
+            os.kill(os.getpid(), 9)
+
+def loop():
+    for epoch in range(3):
+        train.report({"epoch": epoch}, checkpoint=Checkpoint.from_dict({"epoch": epoch}))
+        time.sleep(60 * (epoch == 1))
+
+run = RunConfig(name="run", storage_path=sys.argv[1], callbacks=[Killing()])
+DataParallelTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run).fit()
+"""
+
+
+@pytest.mark.elastic
+def test_a_run_whose_script_was_killed_is_gone_on_with(ray_cluster: None, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": address}, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert Result.from_path(tmp_path / "run").metrics["epoch"] == 0, "what was reported until then can be looked at"
+
+    def rest() -> None:
+        found = train.load_checkpoint()
+        assert found is not None
+        for epoch in range(found["epoch"] + 1, 4):
+            train.report({"epoch": epoch}, checkpoint=Checkpoint.from_dict({"epoch": epoch}))
+
+    result = DataParallelTrainer.restore(tmp_path / "run", train_loop_per_worker=rest).fit()
+    assert list(result.metrics_dataframe["epoch"]) == [0, 2, 3], "the checkpoint of epoch 1 had been written"
+    assert [metrics.get("epoch") for _, metrics in result.best_checkpoints] == [0, None, 2, 3]
+
+
+def test_tensorflow_is_configured(ray_cluster: None, tmp_path: Path) -> None:
+    pytest.importorskip("tensorflow")
+    result = TensorflowTrainer(
+        lambda: json.loads(os.environ["TF_CONFIG"]), scaling_config=TWO, run_config=in_folder(tmp_path)
+    ).fit()
+    assert [each["task"]["index"] for each in result.return_values] == [0, 1]
 
 
 def test_nothing_of_a_run_stays_in_the_cluster(ray_cluster: None, tmp_path: Path) -> None:

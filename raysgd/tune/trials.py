@@ -1,4 +1,4 @@
-"""Trainers as Tune trials: each trial is a trainer with a group of workers of its own (extra: tune).
+"""The class face as Tune trials.
 
 Trainable = TorchTrainer.as_trainable(training_operator_cls=Digits, num_workers=2, use_gpu=False)
 tune.Tuner(Trainable, param_space={"lr": tune.grid_search([0.1, 0.01])}).fit()
@@ -7,22 +7,23 @@ tune.Tuner(Trainable, param_space={"lr": tune.grid_search([0.1, 0.01])}).fit()
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-try:
-    from ray import tune
-except ImportError as error:  # pragma: no cover - depends on what is installed
-    raise RuntimeError("raysgd.tune needs Ray Tune: pip install 'raysgd[tune]'") from error
+from ray import tune
 
 from raysgd.errors import ConfigError
 
 __all__ = ["BaseTorchTrainable", "TFTrainable", "torch_trainable"]
 
 CHECKPOINT = "trainer.checkpoint"
+TUNED = "tuned.json"  # the numbers in the config of the trial that saved
 Step = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
@@ -51,10 +52,24 @@ class BaseTorchTrainable(tune.Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         self.trainer.save(os.path.join(checkpoint_dir, CHECKPOINT))
+        Path(checkpoint_dir, TUNED).write_text(json.dumps(_numbers(self.config)), encoding="utf-8")
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
+        """Another trial's checkpoint has that one's hyperparameters in its optimizers: where this trial's config gave an
+        option of an optimizer, its value goes before theirs."""
+        file = Path(checkpoint_dir, TUNED)
+        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        here = _numbers(self.config)
+        changed = {name: (before[name], here[name]) for name in before if before[name] != here.get(name, before[name])}
+        chosen: list[Any] = []
+        if changed:
+            tuned = import_module("raysgd.torch.tuned")
+            wanted = {name: new for name, (_, new) in changed.items()}
+            chosen = self.trainer.apply_all_operators(partial(tuned.options, values=wanted))[0]
         # The file is this experiment's own: operator state of any type may be in it.
         self.trainer.load(os.path.join(checkpoint_dir, CHECKPOINT), trusted=True)
+        if chosen:
+            self.trainer.apply_all_operators(partial(tuned.retune, chosen=chosen, changed=changed))
 
     def cleanup(self) -> None:
         self.trainer.shutdown()
@@ -123,6 +138,10 @@ class TFTrainable(tune.Trainable):
 
     def cleanup(self) -> None:
         self._trainer.shutdown()
+
+
+def _numbers(config: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in config.items() if isinstance(value, (int, float))}
 
 
 RESOURCES = ("num_workers", "num_cpus_per_worker", "use_gpu", "resources_per_worker")

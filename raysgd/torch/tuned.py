@@ -1,0 +1,58 @@
+"""Hyperparameters that change between saving and loading: Tune's population based training does that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Option", "options", "retune"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of one optimizer's parameter group, such as its "lr"."""
+
+    optimizer: int
+    group: int
+    name: str
+
+
+def options(operator: Any, values: Mapping[str, float]) -> list[Option]:
+    """Which options of the optimizers were given these very values in set-up, under these names."""
+    return [
+        Option(number, place, name)
+        for number, optimizer in enumerate(operator._parts.optimizers)
+        for place, group in enumerate(optimizer.param_groups)
+        for name, value in values.items()
+        if name in group and group[name] == value
+    ]
+
+
+def retune(operator: Any, chosen: Iterable[Option], changed: Mapping[str, tuple[float, float]]) -> None:
+    """What was loaded has the old values; what schedulers have made of them since then holds for the new ones too."""
+    parts = operator._parts
+    for option in chosen:
+        old, new = changed[option.name]
+        optimizer = parts.optimizers[option.optimizer]
+        group = optimizer.param_groups[option.group]
+        group[option.name] = _scaled(group[option.name], old, new)
+        if option.name != "lr":
+            continue
+        if "initial_lr" in group:
+            group["initial_lr"] = _scaled(group["initial_lr"], old, new)
+        for scheduler in _all(parts.schedulers):
+            rates = getattr(scheduler, "base_lrs", None)
+            if rates is not None and scheduler.optimizer is optimizer:
+                rates[option.group] = _scaled(rates[option.group], old, new)
+
+
+def _scaled(value: Any, old: float, new: float) -> Any:
+    return value * (new / old) if old else new
+
+
+def _all(schedulers: Iterable[Any]) -> Iterator[Any]:
+    """Those inside of others too (SequentialLR, ChainedScheduler)."""
+    for scheduler in schedulers:
+        yield scheduler
+        yield from _all(getattr(scheduler, "_schedulers", ()))

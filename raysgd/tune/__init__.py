@@ -1,0 +1,27 @@
+"""Trainers as Tune trials: each trial is a trainer with a group of workers of its own (extra: tune).
+
+Class face:      TorchTrainer.as_trainable(training_operator_cls=Digits, num_workers=2), for tune.Tuner
+Functions:       tune.Tuner(train.TorchTrainer(train_loop), param_space={"train_loop_config": {...}})
+"""
+
+from __future__ import annotations
+
+try:
+    import ray.tune
+except ImportError as error:  # pragma: no cover - depends on what is installed
+    raise RuntimeError("raysgd.tune needs Ray Tune: pip install 'raysgd[tune]'") from error
+
+from raysgd.tune.functions import FunctionTrial, as_trainable, perform, placement
+from raysgd.tune.trials import BaseTorchTrainable, TFTrainable, torch_trainable
+
+__all__ = [
+    "BaseTorchTrainable",
+    "FunctionTrial",
+    "TFTrainable",
+    "as_trainable",
+    "perform",
+    "placement",
+    "torch_trainable",
+]
+
+del ray

@@ -1,0 +1,58 @@
+"""Hyperparameters that Tune changes reach the optimizers, and only where the config had given them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, SequentialLR
+
+from raysgd.torch.tuned import Option, options, retune
+
+
+def made(lr: float, scheduler: Any = None) -> Any:
+    first = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr, momentum=0.5)
+    second = torch.optim.Adam([{"params": nn.Linear(1, 1).parameters(), "lr": 0.3}], lr=lr)
+    schedulers = [] if scheduler is None else [scheduler(first)]
+    return SimpleNamespace(_parts=SimpleNamespace(optimizers=[first, second], schedulers=schedulers))
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"lr": 0.1}, [Option(0, 0, "lr")]),
+        ({"lr": 0.3}, [Option(1, 0, "lr")]),
+        ({"lr": 0.2}, []),
+        ({"momentum": 0.5, "lr": 0.1, "width": 3}, [Option(0, 0, "momentum"), Option(0, 0, "lr")]),
+    ],
+)
+def test_only_what_the_config_gave(values: dict[str, float], found: list[Option]) -> None:
+    assert options(made(0.1), values) == found
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda optimizer: ExponentialLR(optimizer, 0.5),
+        lambda optimizer: LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+        lambda optimizer: SequentialLR(optimizer, [ExponentialLR(optimizer, 0.5), ExponentialLR(optimizer, 0.5)], [9]),
+    ],
+)
+def test_a_schedule_goes_on_from_the_new_value(scheduler: Any) -> None:
+    operator = made(0.1, scheduler)
+    (schedule,) = operator._parts.schedulers
+    schedule.step()
+    retune(operator, [Option(0, 0, "lr"), Option(0, 0, "momentum")], {"lr": (0.1, 0.4), "momentum": (0.5, 0.9)})
+    first, second = operator._parts.optimizers
+    assert first.param_groups[0]["lr"] == pytest.approx(0.2), "halved once, as before"
+    assert first.param_groups[0]["momentum"] == pytest.approx(0.9)
+    assert second.param_groups[0]["lr"] == 0.3
+    schedule.step()
+    assert first.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_from_nothing() -> None:
+    operator = made(0.0)
+    retune(operator, [Option(0, 0, "lr")], {"lr": (0.0, 0.4)})
+    assert operator._parts.optimizers[0].param_groups[0]["lr"] == 0.4
