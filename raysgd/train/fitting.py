@@ -58,8 +58,7 @@ class Fitting:
         try:
             values = self._follow(job, executor, keeper, record, callbacks)
         except BaseException as error:
-            record.end(error)
-            logger.error("%s: what this run saved is at %s; %s.restore(path) goes on from there", *self._told(error))
+            self._failed(record, error)
             raise
         finally:
             executor.shutdown()
@@ -96,8 +95,14 @@ class Fitting:
         if isinstance(self.place, Uri):
             mirror(self.place, self.log_dir)
 
-    def _told(self, error: BaseException) -> tuple[str, Place, str]:
-        return type(error).__name__, self.place, self._trainer
+    def _failed(self, record: Record, error: BaseException) -> None:
+        """Nothing that goes wrong in here may hide the error itself."""
+        try:
+            record.end(error)
+        except Exception:
+            logger.exception("the end of the run could not be written to %s", self.place)
+        told = (type(error).__name__, self.place, self._trainer)
+        logger.error("%s: what this run saved is at %s; %s.restore(path) goes on from there", *told)
 
 
 def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import tensorflow as tf
@@ -18,3 +19,10 @@ def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return tf_dataset_shard.with_options(options)
+
+
+def __getattr__(name: str) -> Any:
+    """`from raysgd.train.tensorflow import TensorflowTrainer`, as Ray has it. The trainer stands above what functions call."""
+    if name == "TensorflowTrainer":
+        return getattr(import_module("raysgd.train"), name)
+    raise AttributeError(f"module 'raysgd.train.tensorflow' has no attribute {name!r}")

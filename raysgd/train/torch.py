@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -137,3 +138,10 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+
+def __getattr__(name: str) -> Any:
+    """`from raysgd.train.torch import TorchTrainer`, as Ray has it. The trainer stands above what functions call."""
+    if name == "TorchTrainer":
+        return getattr(import_module("raysgd.train"), name)
+    raise AttributeError(f"module 'raysgd.train.torch' has no attribute {name!r}")

@@ -1,5 +1,6 @@
 """The settings of `fit()`: what is refused, what they mean for the engine, and names that must not be mixed up."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,18 @@ def test_the_two_torch_trainers_are_two() -> None:
     pytest.importorskip("torch")
     assert train.TorchTrainer is not raysgd.TorchTrainer
     assert issubclass(train.TorchTrainer, train.DataParallelTrainer)
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "horovod"])
+def test_trainers_are_also_found_where_ray_has_them(framework: str) -> None:
+    if framework != "horovod":
+        pytest.importorskip(framework)
+    module = importlib.import_module(f"raysgd.train.{framework}")
+    name = f"{framework.capitalize()}Trainer"
+    assert getattr(module, name) is getattr(train, name)
+    assert issubclass(getattr(module, f"{framework.capitalize()}Config"), train.BackendConfig)
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        _ = module.Trainer
 
 
 @pytest.mark.parametrize("name", ["torch_config", "torch_backend"])
