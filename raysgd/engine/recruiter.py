@@ -19,7 +19,7 @@ LOOK_EVERY_S = 0.5
 GATHER_S = 3.0
 # Where every change of members ends all processes, it is worth more patience to have one change only.
 GATHER_ALL_S = 15.0
-LATE_S = 20.0
+LATE_S = 15.0
 
 
 class Recruiter:
@@ -35,6 +35,7 @@ class Recruiter:
         self._crew, self._warm, self._in_place = crew, warm, in_place
         self._patience_s, self._setup_s = limits.start_s, limits.setup_s
         self._launched: dict[str, float] = {}
+        self._doubted: dict[str, float] = {}
         self._warming: dict[str, int] = {}
         self.ready: list[str] = []
         self.failure: Failed | None = None
@@ -45,6 +46,7 @@ class Recruiter:
 
     @property
     def starting(self) -> int:
+        """Those on their way, without the doubted ones: somebody else is started for them."""
         return len(self._launched) + len(self._warming)
 
     def gathered(self) -> bool:
@@ -73,20 +75,22 @@ class Recruiter:
         self.failure = None
 
     def tick(self) -> None:
-        for worker in [*self._launched, *self._warming, *self.ready]:
+        for worker in [*self._launched, *self._doubted, *self._warming, *self.ready]:
             member = self._crew.members.get(worker)
             if member is None or member.gone is not None:
                 self._drop(worker, "it ended before it was ready")
-        for worker, since in list(self._launched.items()):
+        for worker, since in [*self._launched.items(), *self._doubted.items()]:
             if self._crew.members[worker].arrived:
-                del self._launched[worker]
+                self._launched.pop(worker, None)
+                self._doubted.pop(worker, None)
                 if self._in_place:
                     self._warming[worker] = self._crew.submit(worker, "warm", self._warm())
                 else:
                     self._got_ready(worker)
-            elif time.monotonic() - since > self._patience_s or self._stuck(since):
-                waited = time.monotonic() - since
-                self._drop(worker, f"its process did not come up within {waited:.0f} s")
+            elif time.monotonic() - since > self._patience_s:
+                self._drop(worker, f"its process did not come up within {self._patience_s:.0f} s")
+            elif worker in self._launched and self._late(since):
+                self._doubted[worker] = self._launched.pop(worker)
         for worker, call in list(self._warming.items()):
             outcome = self._crew.reply(call)
             if isinstance(outcome, Ok):
@@ -100,9 +104,9 @@ class Recruiter:
             elif time.monotonic() - self._crew.members[worker].moved_at > self._setup_s:
                 self._drop(worker, f"its set-up did not end within {self._setup_s:.0f} s")
 
-    def _stuck(self, since: float) -> bool:
-        """Ray can forget an actor that was being started on a node when that died. One that is late although
-        there is room for another is tried anew; later each time, since it could just be a slow start."""
+    def _late(self, since: float) -> bool:
+        """Ray can forget an actor that was being started on a node when that died. For one that is late although there
+        is room for another, another is tried; who comes first is taken. Later each time: it could just be a slow machine."""
         late = time.monotonic() - since > self._late_s and self._crew.group.room() > 0
         if late:
             self._late_s = min(self._late_s * 2, self._patience_s)
@@ -111,6 +115,9 @@ class Recruiter:
     def take(self, most: int) -> list[str]:
         """Hands the ready ones over to the group, as many as it has places for; the others are sent home."""
         taken, surplus, self.ready = self.ready[:most], self.ready[most:], []
+        if len(taken) == most:
+            surplus += self._doubted
+            self._doubted = {}
         for worker in surplus:
             self._crew.dismiss(worker)
         return taken
@@ -130,13 +137,13 @@ class Recruiter:
         self._pause_s, self._late_s = LOOK_EVERY_S, LATE_S
 
     def dismiss_all(self) -> None:
-        for worker in [*self._launched, *self._warming, *self.ready]:
+        for worker in [*self._launched, *self._doubted, *self._warming, *self.ready]:
             self._crew.dismiss(worker)
-        self._launched, self._warming, self.ready = {}, {}, []
+        self._launched, self._doubted, self._warming, self.ready = {}, {}, {}, []
 
     def _drop(self, worker: str, why: str) -> None:
-        self._launched.pop(worker, None)
-        self._warming.pop(worker, None)
+        for waiting in (self._launched, self._doubted, self._warming):
+            waiting.pop(worker, None)
         if worker in self.ready:
             self.ready.remove(worker)
         self._crew.dismiss(worker)
