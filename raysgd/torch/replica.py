@@ -220,6 +220,7 @@ class TorchReplica:
             raise
         feed.leave()
         if feed.stopped:
+            cursor.adopt(self._validation_began)
             return Interrupted(None, "a peer was lost", self.progress)
         return self._reported(result, profile, "validation", None)
 

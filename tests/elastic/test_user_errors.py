@@ -52,7 +52,8 @@ def test_an_error_and_a_death_together_are_the_error(ground: Ground) -> None:
 
 
 def test_an_error_in_validation(ground: Ground) -> None:
-    ground.arm(Fault(1, 1, "raise", "validate"))
+    # One peer has done its part by then; the other is cut short in the middle of it.
+    ground.arm(Fault(1, 1, "raise", "validate"), Fault(0, 1, "sleep", "validate", seconds=1.0))
     with pytest.raises(ZeroDivisionError):
         ground.trainer.validate()
     assert ground.trainer.validate()["num_samples"] == 50
