@@ -63,6 +63,7 @@ class Job:
     again: Literal["resume", "repeat", "keep"] = "repeat"
     max_losses: int = 3
     lead: int = 2  # how many steps ahead of everybody a planned stop is first proposed
+    hurry_s: float | None = None  # how long ranks may go on after one stopped there; None: all come to the same step
 
 
 class Engine:
@@ -227,6 +228,7 @@ class Engine:
             wants_border=lambda: job.again == "resume" and self._membership.wants_border(),
             on_trouble=lambda: self._standing.former.interrupt(workers),
             lead=job.lead,
+            hurry_s=job.hurry_s,
         )
         if job.again == "resume":
             arguments |= {"call": self._calls, "snapshot_first": self._snapshot_is_stale}

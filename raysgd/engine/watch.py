@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from raysgd.engine.border import Border
@@ -20,7 +21,8 @@ USER_ERROR_S = 2.0
 class Watch:
     """Owns the calls in flight. Frees the peers of a rank that fell; stops everybody at a border when asked.
 
-    `wants_border` is asked at each tick; `on_trouble` is told once, when the first rank fell.
+    `wants_border` is asked at each tick; `on_trouble` is told once, when the first rank fell. With `hurry_s`, ranks need
+    not pass the same borders: so long after one of them stopped as asked, the others are cut short where they are.
     """
 
     def __init__(
@@ -31,10 +33,13 @@ class Watch:
         wants_border: Callable[[], bool],
         on_trouble: Callable[[], None],
         lead: int = 2,
+        hurry_s: float | None = None,
     ) -> None:
         self._crew, self._guard = crew, guard
         self._wants_border, self._on_trouble = wants_border, on_trouble
-        self._lead = lead
+        self._lead, self._hurry_s = lead, hurry_s
+        self._stopped_at: float | None = None
+        self._hurried = False
         self._calls: dict[str, int] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.troubled_at: float | None = None
@@ -53,11 +58,22 @@ class Watch:
                 border = Border(self._crew, {w: self._calls[w] for w in running}, lead=self._lead)
             if border is not None:
                 border.advance(self._running())
+                self._hurry()
             self._guard.tick(self._running(), others_fell=self.troubled_at is not None)
             if self._user_error_waited():
                 break
         self._crew.forget(self._calls[worker] for worker in self._running())
         self.outcomes = {worker: self.outcomes[worker] for worker in workers if worker in self.outcomes}
+
+    def _hurry(self) -> None:
+        """They may wait for the one that stopped, in a collective call that would end by its limit only."""
+        stopped = [o for o in self.outcomes.values() if isinstance(o, Interrupted) and o.asked]
+        if self._hurry_s is None or not stopped or self._hurried:
+            return
+        self._stopped_at = self._stopped_at or time.monotonic()
+        if self._running() and time.monotonic() - self._stopped_at > self._hurry_s:
+            self._hurried = True
+            self._on_trouble()
 
     def _user_error_waited(self) -> bool:
         """A user's error does not wait for peers that are busy outside any collective."""
@@ -80,6 +96,8 @@ class Watch:
             outcome = self._crew.reply(self._calls[worker])
             if outcome is None:
                 continue
+            if self._hurried and isinstance(outcome, Interrupted):
+                outcome = replace(outcome, asked=True)
             self.outcomes[worker] = outcome
             fell = isinstance(outcome, (Lost, Failed)) or (isinstance(outcome, Interrupted) and not outcome.asked)
             if fell and self.troubled_at is None:

@@ -43,6 +43,8 @@ logger = logging.getLogger("raysgd")
 
 LOOK_S = 0.5
 STOP_S = 30.0
+# For a change of members: only the ranks that save checkpoints come to a stop there, the others wait for them.
+HURRY_S = 2.0
 PLANNED = ("growth", "shrink", "preemption")
 
 
@@ -282,6 +284,7 @@ class BackendExecutor:
                 again="resume",
                 max_losses=self._max_retries,
                 lead=1,  # steps are checkpoints here, and may be hours apart
+                hurry_s=HURRY_S,
             )
             run.end([pickle.loads(value) for value in engine.run(job)[-1].values])
         except TrainingFailedError as failed:

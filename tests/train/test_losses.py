@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raysgd import ElasticConfig, train
-from raysgd.train import Trainer, TrainingCallback, TrainingWorkerError
+from raysgd.train import Checkpoint, Trainer, TrainingCallback, TrainingWorkerError
 
 pytestmark = pytest.mark.elastic
 
@@ -200,6 +200,34 @@ def test_new_workers_join_at_a_checkpoint(made: Make, marks: str) -> None:
     assert first[:2] == [2, 2] and 1 in first
     reasons = [recovery.reason for recovery in trainer.recoveries]
     assert reasons == ["worker death", "growth"]
+
+
+def test_new_workers_join_although_only_rank_0_saves(made: Make, marks: str) -> None:
+    """Rank 0 stops at its checkpoint; its peer, which passes none, is freed from the collective call it waits in."""
+
+    def function(config: dict[str, Any]) -> list[int]:
+        import torch
+        import torch.distributed as dist
+
+        found = train.get_checkpoint()
+        history = [] if found is None else found.to_dict()["history"]
+        while train.world_size() < 3 or len(history) < 4:
+            if train.world_rank() == 2 and len(history) == 2:
+                die(config)
+            present = torch.ones(1)
+            dist.all_reduce(present)
+            history = [*history, int(present)]
+            checkpoint = Checkpoint.from_dict({"history": history}) if train.world_rank() == 0 else None
+            train.report({"epoch": len(history)}, checkpoint=checkpoint)
+            time.sleep(0.05)
+        return history
+
+    trainer = made("torch", num_workers=3)
+    first, second, third = trainer.run(function, {"marks": marks})
+    assert first == second == third
+    assert first[:2] == [3, 3] and 2 in first
+    growth = trainer.recoveries[-1]
+    assert (growth.reason, growth.world_size_after, growth.in_place) == ("growth", 3, True)
 
 
 def test_elastic_state_goes_on_in_the_middle_of_an_epoch(made: Make, marks: str) -> None:
