@@ -49,20 +49,22 @@ def learn(config: dict[str, Any]) -> None:
             | {"bundles": None if held is None else held.bundle_specs, "trial": train.get_context().get_trial_id()},
             checkpoint=Checkpoint.from_dict({"epoch": epoch, "rate": config["rate"]}),
         )
+        time.sleep(config["pause"])
 
 
 def test_tune_takes_a_trainer(ray_cluster: None, tmp_path: Path) -> None:
-    """Ray's own Tuner, with the trainer as it is. The trial overrides one setting of the loop, and leaves the other."""
+    """Ray's own Tuner, with the trainer as it is. The trial overrides one setting of the loop, and leaves the others; it is
+    stopped long before the loop's end."""
     trainer = TorchTrainer(
         learn,
-        train_loop_config={"epochs": 3, "rate": 0},
+        train_loop_config={"epochs": 10_000, "rate": 0, "pause": 0.05},
         scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1.5}),
     )
     results = tune.Tuner(
         trainer,
         param_space={"train_loop_config": {"rate": tune.grid_search([1, 3])}},
         tune_config=tune.TuneConfig(metric="score", mode="max"),
-        run_config=run_config(tmp_path),
+        run_config=run_config(tmp_path, stop={"training_iteration": 3}),
     ).fit()
     assert not results.errors
     assert [result.metrics["training_iteration"] for result in results] == [3, 3]
