@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from raysgd import remote
 from raysgd.errors import CheckpointError, ConfigError
@@ -18,7 +19,7 @@ from raysgd.remote import Uri
 __all__ = ["Draft", "Place", "Uri", "delete", "draft_folder", "folder", "names", "place", "read", "write"]
 
 Place = Path | Uri
-LOCAL = ("file://", "local://")
+FILE, LOCAL = "file://", "local://"
 
 
 def place(where: Any) -> Place:
@@ -29,10 +30,19 @@ def place(where: Any) -> Place:
         where = os.fspath(where)
     if not isinstance(where, str) or not where:
         raise ConfigError(f"a checkpoint's place is a path, or a URI such as 's3://bucket/name', got {where!r}")
-    for scheme in LOCAL:
-        if where.startswith(scheme):
-            return Path(where[len(scheme) :])
-    return Uri(where) if Uri.is_one(where) else Path(where)
+    if where.startswith(FILE):
+        return Path(_path_of(where)).expanduser()
+    if where.startswith(LOCAL) or not Uri.is_one(where):
+        return Path(where.removeprefix(LOCAL)).expanduser()
+    return Uri(where)
+
+
+def _path_of(uri: str) -> str:
+    """`file:///a%20b` is "/a b"; a path may also be given as it is."""
+    host, slash, path = uri.removeprefix(FILE).partition("/")
+    if host not in ("", "localhost", ".", "..", "~"):
+        raise ConfigError(f"{uri} is on the machine {host!r}: write file:///path for a path on this one")
+    return unquote(f"{host if host != 'localhost' else ''}{slash}{path}")
 
 
 class Draft:

@@ -334,3 +334,19 @@ def test_a_missing_package_is_named_and_local_paths_need_none(tmp_path: Path, pa
     first, second = done.stdout.splitlines() or [done.stderr, ""]
     assert first == "local is fine"
     assert "s3://bucket/a" in second and says in second
+
+
+def test_the_home_directory_and_file_uris_mean_what_they_do_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for text in (
+        "~/a b",
+        Path("~/a b"),
+        "file:///home/me/a%20b",
+        "file:///home/me/a b",
+        "file://localhost/home/me/a b",
+    ):
+        assert place(text) == Path("/home/me/a b")
+    assert place("local:///a%20b") == Path("/a%20b")
+    assert place("file://./a") == Path("a")
+    with pytest.raises(ConfigError, match="on the machine 'elsewhere'"):
+        place("file://elsewhere/a")

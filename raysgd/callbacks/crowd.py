@@ -45,10 +45,14 @@ class Callbacks:
         self._tell("on_recovery", recovery)
 
     def error(self, error: BaseException) -> None:
+        """This one is what the caller gets, whatever callbacks have asked for."""
         self._tell("on_error", error)
+        self._forget_stop()
 
     def end(self, *, failed: bool) -> None:
+        """There is nothing more to be stopped."""
         self._tell("on_end", failed)
+        self._forget_stop()
         for name, count in self._failures.items():
             if count > 1:
                 logger.error("%s raised %d times; the first is above", name, count)
@@ -66,9 +70,14 @@ class Callbacks:
             except Exception as error:
                 self._failed(callback, hook, error)
 
+    def _forget_stop(self) -> None:
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            logger.error("a callback that stops training raised, where nothing can be stopped any more", exc_info=stop)
+
     def _failed(self, callback: Callback, hook: str, error: Exception) -> None:
-        if callback.stops_training:
-            self._stop = self._stop or error
+        if callback.stops_training and self._stop is None:
+            self._stop = error
             return
         name = f"{type(callback).__name__}.{hook}"
         self._failures[name] += 1

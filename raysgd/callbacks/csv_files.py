@@ -22,31 +22,43 @@ class CSVCallback(Callback):
     def __init__(self, folder: str | Path | None = None) -> None:
         self._given = None if folder is None else Path(folder).expanduser()
         self.folder = self._given
+        self._headers: dict[Path, list[str]] = {}
 
     def on_start(self, run: Run) -> None:
         self.folder = self._given or run.folder
+        self._headers.clear()
 
     def on_result(self, result: Result) -> None:
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         path, row = self.folder / f"{result.kind}.csv", flat(row_of(result))
-        header, lines = _read(path)
-        if set(row) <= set(header):
+        header = self._headers.get(path, [])
+        if header and set(row) <= set(header):
             with open(path, "a", encoding="utf-8", newline="") as file:
                 csv.DictWriter(file, header).writerow(row)
-            return
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, [*header, *(name for name in row if name not in header)])
-        writer.writeheader()
-        writer.writerows([*lines, row])
-        storage.write(path, text.getvalue().encode())
+        else:
+            self._headers[path] = _write_anew(path, row)
+
+
+def _write_anew(path: Path, row: dict[str, Any]) -> list[str]:
+    """What was there, and a row that is the run's first, or has more columns; the header."""
+    header, lines = _read(path)
+    header += [name for name in row if name not in header]
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, header)
+    writer.writeheader()
+    writer.writerows([*lines, row])
+    storage.write(path, text.getvalue().encode())
+    return header
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     if not path.exists():
         return [], []
-    with open(path, encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        lines = list(reader)
-        return list(reader.fieldnames or []), lines
+    text = path.read_bytes().decode(errors="replace")
+    header, *rows = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
+    lines = [dict(zip(header, row, strict=False)) for row in rows if row]
+    if text.endswith("\n"):
+        return header, lines
+    return (header, lines[:-1]) if rows else ([], [])  # its writer was killed in the middle of a line

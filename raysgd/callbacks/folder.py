@@ -12,7 +12,7 @@ from pathlib import Path
 from raysgd.errors import ConfigError
 from raysgd.storage import Uri, place
 
-__all__ = ["chosen_workers", "folder_to_be", "made_folder"]
+__all__ = ["chosen_worker", "chosen_workers", "folder_to_be", "made_folder"]
 
 RESULTS = "ray_results"
 
@@ -45,6 +45,13 @@ def folder_to_be(given: str | os.PathLike[str] | None, prefix: str) -> Path:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def chosen_worker(given: int) -> int:
+    """The one rank whose reports a callback is to log."""
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise ConfigError(f"worker_to_log must be one rank (0, 1, ...), got {given!r}")
+    return given
 
 
 def chosen_workers(given: int | Iterable[int] | None) -> tuple[int, ...] | None:

@@ -31,6 +31,7 @@ class JsonLinesCallback(Callback):
 
     def on_start(self, run: Run) -> None:
         self.path = self._given or run.folder / "history.jsonl"
+        _end_last_line(self.path)
 
     def on_result(self, result: Result) -> None:
         if self.path is None:
@@ -38,6 +39,20 @@ class JsonLinesCallback(Callback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(for_json(row_of(result)), allow_nan=False) + "\n")
+
+
+def _end_last_line(path: Path) -> None:
+    """Whoever wrote it may have been killed in the middle of a line: that one goes, or the next would be lost with it."""
+    written = path.read_bytes() if path.is_file() else b""
+    if not written or written.endswith(b"\n"):
+        return
+    whole, newline, last = written.rpartition(b"\n")
+    try:
+        json.loads(last)
+    except ValueError:
+        storage.write(path, whole + newline)
+    else:
+        storage.write(path, written + b"\n")
 
 
 class JsonLoggerCallback(Callback):

@@ -11,6 +11,7 @@ from typing import Any
 from raysgd.callbacks.base import Callback, Result, Run
 from raysgd.callbacks.extra import needs
 from raysgd.callbacks.figures import flat, numbers
+from raysgd.callbacks.folder import chosen_worker
 
 __all__ = ["MLflowCallback"]
 
@@ -43,7 +44,8 @@ class MLflowCallback(Callback):
     ) -> None:
         self.tracking_uri = tracking_uri
         self._registry_uri, self._experiment_id, self._experiment_name = registry_uri, experiment_id, experiment_name
-        self._tags, self._save_artifact, self._worker = dict(tags or {}), save_artifact, worker_to_log
+        self._tags, self._save_artifact = dict(tags or {}), save_artifact
+        self._worker = chosen_worker(worker_to_log)
         self._given = None if logdir is None else Path(logdir).expanduser()
         self._given_uri = tracking_uri
         self._folder = Path()
@@ -71,6 +73,7 @@ class MLflowCallback(Callback):
         now = int(time.time() * 1000)
         if result.kind == "report":
             values = numbers(result.by_worker[self._worker]) if self._worker < len(result.by_worker) else {}
+            values = {name: value for name, value in values.items() if not name.startswith("_")}
         else:
             values = {**numbers(result.metrics), f"{result.kind}_seconds": result.seconds}
             values["world_size"] = float(result.world_size)

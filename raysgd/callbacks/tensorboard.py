@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from raysgd.callbacks.base import Callback, Result, Run
 from raysgd.callbacks.extra import needs
 from raysgd.callbacks.figures import numbers
+from raysgd.callbacks.folder import chosen_worker
 
 __all__ = ["TensorBoardCallback"]
 
@@ -28,7 +29,7 @@ class TensorBoardCallback(Callback):
 
     def __init__(self, logdir: str | Path | None = None, worker_to_log: int = 0) -> None:
         self._given = None if logdir is None else Path(logdir).expanduser()
-        self._worker = worker_to_log
+        self._worker = chosen_worker(worker_to_log)
         self._events: _EventFile | None = None
         self.folder = self._given
 

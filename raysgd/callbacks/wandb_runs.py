@@ -9,6 +9,7 @@ from typing import Any
 from raysgd.callbacks.base import Callback, Result, Run
 from raysgd.callbacks.extra import needs
 from raysgd.callbacks.figures import for_json, numbers
+from raysgd.callbacks.folder import chosen_worker
 
 __all__ = ["WandbCallback"]
 
@@ -35,7 +36,7 @@ class WandbCallback(Callback):
     ) -> None:
         self._project, self._name, self._mode, self._init = project, name, mode, dict(init or {})
         self._given = None if dir is None else Path(dir).expanduser()
-        self._worker = worker_to_log
+        self._worker = chosen_worker(worker_to_log)
         self.run: Any = None
 
     def on_start(self, run: Run) -> None:

@@ -3,7 +3,8 @@ for it, and Ray Tune's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,7 @@ class TrainingCallback(Callback):
     """Override what you need; all three are called on the driver."""
 
     def start_training(self, logdir: str) -> None:
-        """Before the function runs; `logdir` is the run's directory."""
+        """Before the function runs; `logdir` is the run's directory. One that takes `config` is given it too."""
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
         """After each round of reports: one dict per rank, in rank order."""
@@ -47,7 +48,7 @@ class TrainingCallback(Callback):
         """At the end, always; `error` says whether the run failed."""
 
     def on_start(self, run: Run) -> None:
-        self.start_training(logdir=str(run.folder))
+        _start(self.start_training, run)
 
     def on_result(self, result: Result) -> None:
         self.handle_result(result.by_worker)
@@ -104,8 +105,8 @@ class _Training(TrainingCallback):
     def __init__(self, given: Any) -> None:
         self._given = given
 
-    def start_training(self, logdir: str) -> None:
-        self._given.start_training(logdir=logdir)
+    def on_start(self, run: Run) -> None:
+        _start(self._given.start_training, run)
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
         self._given.handle_result(results)
@@ -137,9 +138,12 @@ class Callbacks:
     """Tells a function trainer's callbacks, and its history. Called in the thread of whoever follows the run."""
 
     def __init__(self, callbacks: Iterable[Any] | None, *, history: History | None = None) -> None:
-        if callbacks is not None and not isinstance(callbacks, Iterable):
+        # A history is a sequence, and a callback: not the list of them.
+        if callbacks is not None and (isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable)):
             raise ConfigError(f"callbacks must be a list of raysgd.callbacks.Callback objects, got {callbacks!r}")
-        self._told = Crowd([*([history] if history is not None else []), *checked(_adapted(callbacks or ()))])
+        self._told = Crowd(
+            [*([history] if history is not None else []), *checked(_adapted(() if callbacks is None else callbacks))]
+        )
         self._rounds = 0
         self._recoveries = 0
 
@@ -182,6 +186,14 @@ class Callbacks:
 def without_traces(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the ranks reported, for everybody but the profiler's callback."""
     return [{name: value for name, value in row.items() if name != TRACES} for row in rows]
+
+
+def _start(start_training: Callable[..., Any], run: Run) -> None:
+    """Some of v1's callbacks take the config too."""
+    known = inspect.signature(start_training).parameters.values()
+    takes_config = any(each.name == "config" or each.kind is inspect.Parameter.VAR_KEYWORD for each in known)
+    more = {"config": dict(run.config)} if takes_config else {}
+    start_training(logdir=str(run.folder), **more)
 
 
 def _adapted(callbacks: Iterable[Any]) -> list[Any]:

@@ -136,6 +136,16 @@ class Run:
             self._complete.put(None)
         return told
 
+    def unfetched(self) -> list[Told]:
+        """The rounds that are complete by now; none of them comes again."""
+        found: list[Told] = []
+        try:
+            while (told := self.next_round(0)) is not None:
+                found.append(told)
+        except queue.Empty:  # the run has not ended
+            pass
+        return found
+
 
 def task_of(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A training function with the arguments it is called with: none, or the config."""
@@ -143,7 +153,15 @@ def task_of(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, 
         raise ConfigError(f"the training function must be a function of no or one argument, got {function!r}")
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config must be a dict, got {config!r}")
-    count = len(inspect.signature(function).parameters)
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    unmet = [str(each) for each in parameters if each.kind in named and each.default is each.empty]
+    if unmet:
+        raise ConfigError(
+            f"the training function is called with the config as its first argument, and this one wants {unmet[0]} by name: "
+            "let it take one positional argument, or bind the names with functools.partial"
+        )
+    count = len([each for each in parameters if each.kind not in named])
     if count > 1:
         raise ConfigError(
             f"the training function must take no argument or one (the config), and this one takes {count}: put the "

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raysgd import Recovery, TorchTrainer
+from raysgd import ConfigError, Recovery, TorchTrainer
 from raysgd.callbacks import (
     Callback,
     CSVCallback,
@@ -23,6 +23,7 @@ from raysgd.callbacks import (
     Run,
     TensorBoardCallback,
     WandbCallback,
+    csv_files,
 )
 from raysgd.callbacks.figures import flat, for_json, numbers
 from tests.callbacks.listening import Line
@@ -296,3 +297,36 @@ def test_a_missing_package_names_the_extra(
     monkeypatch.setattr("raysgd.callbacks.extra.import_module", blocked)
     with pytest.raises(ImportError, match=rf"{callback.__name__} needs {package}: pip install 'raysgd\[callbacks\]'"):
         callback().on_start(Run(trainer="T", name="n", num_workers=1, folder=tmp_path))
+
+
+def test_lines_that_were_cut_off_are_not_continued(tmp_path: Path) -> None:
+    for end in ('{"kind": "tr', '{"kind": "train"}'):
+        (tmp_path / "history.jsonl").write_text('{"kind": "validate"}\n' + end)
+        tell(JsonLinesCallback(), tmp_path, result())
+        lines = [json.loads(line)["kind"] for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+        assert lines == ["validate", *(["train"] if end.endswith("}") else []), "train"]
+    for cut in ('7,"half', "7"):
+        (tmp_path / "train.csv").write_text(f"step,text\r\n3,whole\r\n{cut}", newline="")
+        tell(CSVCallback(), tmp_path, result(metrics={"text": "a, b"}), result(step=8, metrics={"text": "c"}))
+        with open(tmp_path / "train.csv", newline="") as file:
+            assert [(row["step"], row["text"]) for row in csv.DictReader(file)] == [
+                ("3", "whole"),
+                ("4", "a, b"),
+                ("8", "c"),
+            ]
+
+
+def test_csv_does_not_read_what_it_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback, reads = CSVCallback(), list[Path]()
+    read = csv_files._read
+    monkeypatch.setattr(csv_files, "_read", lambda path: reads.append(path) or read(path))  # type: ignore[func-returns-value]
+    tell(callback, tmp_path, *(result(step=step) for step in range(5)))
+    assert len((tmp_path / "train.csv").read_text().splitlines()) == 6
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize("kind", [TensorBoardCallback, MLflowCallback, WandbCallback])
+@pytest.mark.parametrize("wrong", [-1, True, "0", [0]])
+def test_the_worker_to_log_is_checked(kind: type[Any], wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="worker_to_log must be one rank"):
+        kind(worker_to_log=wrong)

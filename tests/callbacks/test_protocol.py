@@ -8,6 +8,7 @@ import pytest
 
 from raysgd import TorchTrainer
 from raysgd.callbacks import Callback, Result
+from raysgd.callbacks.crowd import Callbacks as Crowd
 from tests.callbacks.listening import Broken, Demanding, Heard, Line
 
 
@@ -159,3 +160,27 @@ def test_print_while_it_trains() -> None:
         assert asking.seen == "TorchTrainer(Line, 1 worker, epoch 1, training)"
         made.validate()
         assert asking.seen.endswith("validating)")
+
+
+class Late(Callback):
+    """Wants to stop where there is nothing left to be stopped."""
+
+    stops_training = True
+
+    def on_error(self, error: BaseException) -> None:
+        raise LookupError("late")
+
+    def on_end(self, failed: bool) -> None:
+        raise LookupError("later still")
+
+
+def test_a_stop_that_comes_too_late_is_logged_and_not_raised_in_another_call(caplog: pytest.LogCaptureFixture) -> None:
+    told = Crowd([Late(), Demanding()])
+    with caplog.at_level(logging.ERROR, logger="raysgd"):
+        told.error(ValueError("the call's own"))
+        told.raise_stop()
+        told.end(failed=True)
+        told.raise_stop()
+    errors = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert errors.count("late") == errors.count("later still") == 1
+    assert errors.count("broken on purpose") == 2, "the second one's are not forgotten"

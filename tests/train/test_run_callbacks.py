@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from raysgd import train
-from raysgd.callbacks import Callback, History, JsonLoggerCallback, Result
-from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig, Trainer
-from raysgd.train.callbacks import LoggerCallback, TorchTensorboardProfilerCallback, Trial
+from raysgd.callbacks import Callback, History, JsonLoggerCallback, Result, Run
+from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig, Trainer, TrainingCallback
+from raysgd.train.callbacks import Callbacks, LoggerCallback, TorchTensorboardProfilerCallback, Trial
 from tests.callbacks.listening import Broken, Demanding, Heard
 
 
@@ -169,6 +169,32 @@ def test_fit_takes_the_same_callbacks(ray_cluster: None, tmp_path: Path) -> None
     assert isinstance(made.history, History)
     assert made.history.column("loss") == [1, 0.5]
     assert [row["loss"] for row in result.history] == [1, 0.5]
+
+
+class V1WithConfig(V1):
+    """As of Ray 1.7."""
+
+    def start_training(self, logdir: str, config: dict[str, Any], **info: Any) -> None:  # type: ignore[override]
+        self.heard.append((logdir, config, info))
+
+
+class SubclassWithConfig(TrainingCallback):
+    start_training = V1WithConfig.start_training  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+
+@pytest.mark.parametrize("kind", [V1WithConfig, SubclassWithConfig])
+def test_v1s_callbacks_may_take_the_config(kind: Any, tmp_path: Path) -> None:
+    old = kind()
+    Callbacks([old]).start_training(Run(trainer="T", name="f", num_workers=1, config={"lr": 1}, folder=tmp_path))
+    assert old.heard == [(str(tmp_path), {"lr": 1}, {})]
+
+
+def test_a_history_is_not_a_list_of_callbacks() -> None:
+    with pytest.raises(ValueError, match="must be a list of"):
+        Callbacks(History())
 
 
 @pytest.mark.parametrize(("which", "ranks"), [(0, [0]), ([1], [1]), (None, [0, 1])])

@@ -1,5 +1,6 @@
 """The settings of `fit()`: what is refused, what they mean for the engine, and names that must not be mixed up."""
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import raysgd
 from raysgd import CheckpointError, ConfigError, ElasticConfig, train
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.records import Past, Record, Who
+from raysgd.train.run import task_of
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,8 @@ def test_a_run_that_is_refused(wrong: dict[str, Any]) -> None:
     [
         ({"train_loop_per_worker": 5}, "must be a function"),
         ({"train_loop_per_worker": lambda a, b: None}, "takes 2"),
+        ({"train_loop_per_worker": lambda **names: None}, r"wants \*\*names by name"),
+        ({"train_loop_per_worker": lambda *, lr: None}, "wants lr by name"),
         ({"train_loop_config": 5}, "config must be a dict"),
         ({"scaling_config": {"num_workers": 2}}, "scaling_config must be a raysgd.train.ScalingConfig"),
         ({"run_config": 1}, "run_config must be a raysgd.train.RunConfig"),
@@ -63,6 +67,11 @@ def test_a_run_that_is_refused(wrong: dict[str, Any]) -> None:
 def test_a_trainer_that_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train.DataParallelTrainer(**{"train_loop_per_worker": lambda: None, **wrong})
+
+
+def test_names_may_be_bound() -> None:
+    function, arguments = task_of(functools.partial(lambda config, lr: (config, lr), lr=0.1), {"epochs": 1})
+    assert function(*arguments) == ({"epochs": 1}, 0.1)
 
 
 @pytest.mark.parametrize(
