@@ -39,9 +39,7 @@ def step(trainer: Any, info: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_trial_takes_over_another_and_tries_its_own_rate(ray_cluster: None, tmp_path: Path) -> None:
     """One rate is hopeless. After two epochs its trial takes the other's weights, and goes on with a third rate."""
-    trainable = TorchTrainer.as_trainable(
-        training_operator_cls=Line, num_workers=2, use_gpu=False, override_tune_step=step
-    )
+    trainable = TorchTrainer.as_trainable(training_operator_cls=Line, use_gpu=False, override_tune_step=step)
     population = tune.schedulers.PopulationBasedTraining(
         time_attr="training_iteration",
         metric="val_loss",
@@ -64,7 +62,7 @@ def test_a_trial_takes_over_another_and_tries_its_own_rate(ray_cluster: None, tm
     changed = list(rows["config/lr"]).index(0.05)
     losses = list(rows["val_loss"])
     assert losses[changed] < 0.5 * losses[0], "the other trial's weights"
-    assert taken.metrics["rates"] == pytest.approx([0.05, 0.05]), "its own rate, on every worker"
+    assert taken.metrics["rates"] == pytest.approx([0.05]), "its own rate"
     assert taken.metrics["epoch"] == 3
 
 
