@@ -19,7 +19,7 @@ TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloadin
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	--constraint constraints.txt
 
-.PHONY: help demo test check fix docs bench clean
+.PHONY: help demo test check fix docs bench horovod clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make fix    repair lint and format where that is mechanical"
 	@echo "make docs   build the documentation into docs/_build/html"
 	@echo "make bench  measure raysgd and its peers, and put the figures into docs/benchmarks.md; ARGS=--quick takes a look"
+	@echo "make horovod  build Horovod for the installed torch, and install it (once; the wheel is kept in your cache folder)"
 	@echo "make clean  remove everything made here, the environment too"
 
 demo: $(VENV)/demo.stamp
@@ -57,6 +58,8 @@ docs/_build/stamp: $(VENV)/dev.stamp $(PAGES) $(SOURCES)
 bench: $(VENV)/bench.stamp
 	@$(BIN)/python examples/benchmarks/bench.py $(ARGS)
 
+horovod: $(VENV)/horovod.stamp
+
 $(VENV)/made.stamp:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("raysgd needs Python 3.10 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.11 ...")'
 	@echo "Making an environment in $(VENV) with $$($(PYTHON) --version)"
@@ -76,6 +79,11 @@ $(VENV)/dev.stamp: $(VENV)/made.stamp $(PACKAGE)
 $(VENV)/bench.stamp: $(VENV)/made.stamp $(PACKAGE)
 	@echo "Installing raysgd and the peers that it is measured against (some hundred MB: minutes, once)"
 	@$(PIP_INSTALL) --editable '.[bench]' | $(TELL)
+	@touch $@
+
+$(VENV)/horovod.stamp: $(VENV)/dev.stamp raysgd/horovod/build.py
+	@$(PIP_INSTALL) --editable '.[horovod]' | $(TELL)
+	@$(BIN)/python -m raysgd.horovod.build
 	@touch $@
 
 clean:

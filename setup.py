@@ -27,7 +27,9 @@ PACKAGES = [
 
 TORCH = ["torch>=2.4", "numpy", "tqdm"]
 TENSORFLOW = ["tensorflow>=2.16", "numpy", "tqdm"]
-HOROVOD = [*TORCH, "horovod>=0.28"]
+# Not Horovod itself: it has no wheels, and its sources need mending first. `python -m raysgd.horovod.build` does that;
+# here is what it and Horovod need.
+HOROVOD = [*TORCH, "cffi", "cloudpickle", "cmake", "packaging", "psutil", "pyyaml", "setuptools>=64", "wheel"]
 LIGHTNING = [*TORCH, "lightning>=2.1"]
 TORCHMETRICS = [*TORCH, "torchmetrics>=1.0"]
 TUNE = ["ray[tune]"]

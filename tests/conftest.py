@@ -57,4 +57,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device, and torch sees none")
     if item.get_closest_marker("horovod") and importlib.util.find_spec("horovod") is None:
-        pytest.skip("needs Horovod, which is not installed here (see CONTRIBUTING.md)")
+        pytest.skip("needs Horovod, which is not installed here: `make horovod` builds it")

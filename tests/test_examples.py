@@ -88,6 +88,11 @@ def language_model(output: str) -> None:
     assert 4 < numbers("val_perplexity", output)[-1] < 10, output
 
 
+def horovod_digits(output: str) -> None:
+    loss_falls(output)
+    assert numbers("val_accuracy", output)[-1] > 0.85, output
+
+
 def resnet_generated_images(output: str) -> None:
     loss_falls(output)
     assert numbers("val_accuracy", output)[-1] > 0.3, "ten classes: guessing gives 0.1"
@@ -122,36 +127,6 @@ def custom_backend(output: str) -> None:
     assert numbers("left", output) == [0], "the backend removed what it had made"
 
 
-def line_learned(output: str) -> list[float]:
-    (learned,) = re.findall(r"learned +y = ([\d.]+) x ([-+][\d.]+)", output)
-    return [float(part) for part in learned]
-
-
-def function_regression(output: str) -> None:
-    loss_falls(output)
-    assert numbers("epoch", output) == [0, 1, 2, 5], "three epochs, then on to the last"
-    assert line_learned(output) == pytest.approx([2, -3], abs=0.5)
-
-
-def function_keras(output: str) -> None:
-    loss_falls(output)
-    assert numbers("epoch", output) == [0, 1, 2, 2, 3, 4, 5, 6, 7, 7], "the second run goes on where the first ended"
-    assert line_learned(output) == pytest.approx([2, -3], abs=0.2)
-
-
-def function_amp(output: str) -> None:
-    first, last = numbers("train_loss", output)[::2], numbers("train_loss", output)[1::2]
-    assert len(first) == 2 and all(after < 0.8 * before for before, after in zip(first, last, strict=True)), output
-    formats = re.findall(r"computed in torch\.(\w+), kept in torch\.float32\n", output)
-    assert formats[0] == "float32" and formats[1] in ("float16", "bfloat16"), output
-
-
-def function_reproducible(output: str) -> None:
-    runs = [numbers("train_loss", line) for line in output.splitlines() if line.startswith("seed ")]
-    assert [len(losses) for losses in runs] == [3, 3, 3], output
-    assert runs[0] == runs[1] != runs[2], output
-
-
 CHECKS: dict[str, Callable[[str], None]] = {
     f"{check.__name__}.py": check
     for check in (
@@ -162,15 +137,12 @@ CHECKS: dict[str, Callable[[str], None]] = {
         from_creators,
         save_and_resume,
         language_model,
+        horovod_digits,
         resnet_generated_images,
         callbacks_mlflow_tensorboard,
         function_torchmetrics,
         tune_grid,
         custom_backend,
-        function_regression,
-        function_keras,
-        function_amp,
-        function_reproducible,
     )
 }
 
@@ -179,9 +151,11 @@ CHECKS: dict[str, Callable[[str], None]] = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_example(name: str) -> None:
     text = (EXAMPLES / name).read_text(encoding="utf-8")
-    for package in ("tensorflow", "keras", "tf_keras", "mlflow", "tensorboard", "torchmetrics"):
+    for package in ("tensorflow", "keras", "mlflow", "tensorboard", "torchmetrics"):
         if re.search(rf"^(import|from) {package}\b", text, re.MULTILINE):
             pytest.importorskip(package)
+    if 'backend="horovod"' in text:
+        pytest.importorskip("horovod")
     # An example that is not listed above must at least print a train_loss that falls.
     CHECKS.get(name, loss_falls)(run(EXAMPLES / name))
 

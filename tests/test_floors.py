@@ -22,7 +22,7 @@ FLOORS = {
     "1b": "torch tf horovod train",
     "2": "workers",
     "3": "engine",
-    "4": "torch/trainer torch/assembly torch/checkpoints tf/trainer train/trainer train/executor train/iterator "
+    "4": "torch/trainer torch/assembly torch/ways torch/checkpoints tf/trainer train/trainer train/executor train/iterator "
     "train/worker_group train/job train/fitting train/data_parallel_trainer train/frameworks calls utils",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__",
     "5b": "operators tune cli",
@@ -33,7 +33,8 @@ FLOOR_OF = {unit: floor for floor, units in FLOORS.items() for unit in units.spl
 GROUND = {"errors", "config", "constants", "version"}
 SIBLINGS = {
     "callbacks": {"storage"},
-    "train": {"torch", "tf"},
+    "train": {"torch", "tf", "horovod"},
+    "horovod": {"torch"},
     "train/executor": {"train/worker_group"},
     "train/iterator": {"train/executor"},
     "train/trainer": {"train/executor", "train/iterator", "train/job", "train/worker_group"},
@@ -46,7 +47,7 @@ SIBLINGS = {
     "elastic": {"outcomes"},
     "snapshot": {"progress"},
     "protocols": {"outcomes", "progress", "rendezvous", "snapshot"},
-    "torch/assembly": {"calls"},
+    "torch/assembly": {"calls", "torch/ways"},
     "torch/trainer": {"torch/checkpoints", "torch/assembly", "calls"},
     "tf/trainer": {"calls"},
 }

@@ -71,8 +71,8 @@ def check_scheduler_step(freq: Any) -> None:
 def check_backend(backend: Any, use_gpu: bool) -> str:
     if backend == "auto":
         return "nccl" if use_gpu else "gloo"
-    if backend not in ("gloo", "nccl"):
-        raise ConfigError(f"backend must be 'auto', 'gloo' or 'nccl', got {backend!r}")
+    if backend not in ("gloo", "nccl", "horovod"):
+        raise ConfigError(f"backend must be 'auto', 'gloo', 'nccl' or 'horovod', got {backend!r}")
     return str(backend)
 
 

@@ -20,13 +20,14 @@ from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError
 from raysgd.protocols import Backend
 from raysgd.rendezvous import Alone
-from raysgd.torch import arguments
-from raysgd.torch.backend import TorchBackend
+from raysgd.torch import arguments, ways
+from raysgd.torch.exchange import Exchange
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.profiled import ProfiledReplicaFactory
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import ReplicaSettings
+from raysgd.torch.ways import Way
 from raysgd.workers.inline import InlineGroup
 
 __all__ = ["Plan", "TrainerArguments", "engine", "plan", "wants_gpu"]
@@ -73,7 +74,7 @@ class Plan:
     resources: WorkerResources
     elastic: ElasticConfig
     limits: Limits
-    process_group: str
+    way: Way
     remote: bool
     rejoins: bool
     calls: Calls
@@ -81,15 +82,18 @@ class Plan:
 
 def plan(given: TrainerArguments) -> Plan:
     """Checks every argument, in words that say what to do; starts nothing."""
-    options, removed = TrainingOptions.taken_from(given.more, wrap_ddp=given.wrap_ddp)
+    horovod_args, more = _without(given.more, "horovod_args")
+    options, removed = TrainingOptions.taken_from(more, wrap_ddp=given.wrap_ddp)
     arguments.refuse_removed(removed)
     _check(given)
     shown, worker_config = arguments.per_worker_config(given.config, given.num_workers)
     resources, use_gpu = _resources(given)
     elastic = given.elastic or ElasticConfig()
     remote = _needs_ray(given.use_ray, given.num_workers, resources)
-    settings = _settings(given, options, elastic, use_gpu, threads=max(1, int(resources.cpus)) if remote else None)
+    way = ways.choose(arguments.check_backend(given.backend, use_gpu), options, horovod_args)
+    settings = _settings(given, options, elastic, use_gpu, way, threads=max(1, int(resources.cpus)) if remote else None)
     options.check_with(num_workers=given.num_workers, use_gpu=use_gpu, precision=settings.precision, elastic=elastic)
+    way.check(use_gpu=use_gpu, precision=settings.precision)
     rejoins = options.parallel != "fsdp"  # a shard that is lost is nowhere else: only a snapshot has it
     calls = _calls(given, shown)
     return Plan(
@@ -105,7 +109,7 @@ def plan(given: TrainerArguments) -> Plan:
             hang_timeout_s=elastic.hang_timeout_s,
             start_s=float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)),
         ),
-        process_group=arguments.check_backend(given.backend, use_gpu),
+        way=way,
         remote=remote,
         rejoins=rejoins,
         calls=calls,
@@ -137,7 +141,7 @@ def _factory(
 
 def engine(plan: Plan) -> Engine:
     """Puts the parts together; connects to Ray, or starts it, where the plan needs it. Launches no worker yet."""
-    meeting: Backend = _torch_backend(plan) if plan.num_workers > 1 else Alone()
+    meeting: Backend = _meeting(plan) if plan.num_workers > 1 else Alone()
     group: Any = _ray_group(meeting, plan.resources) if plan.remote else InlineGroup(meeting)
     return Engine(
         group,
@@ -179,12 +183,18 @@ def _resources(given: TrainerArguments) -> tuple[WorkerResources, bool]:
 
 
 def _settings(
-    given: TrainerArguments, options: TrainingOptions, elastic: ElasticConfig, use_gpu: bool, *, threads: int | None
+    given: TrainerArguments,
+    options: TrainingOptions,
+    elastic: ElasticConfig,
+    use_gpu: bool,
+    way: Way,
+    *,
+    threads: int | None,
 ) -> ReplicaSettings:
     return ReplicaSettings(
         distributed=given.num_workers > 1,
         use_gpu=use_gpu,
-        wrap_ddp=options.parallel == "ddp",
+        wrap_ddp=options.parallel == "ddp" and way.wraps,
         add_dist_sampler=given.add_dist_sampler,
         scheduler_step_freq=given.scheduler_step_freq,
         use_tqdm=given.use_tqdm,
@@ -195,7 +205,12 @@ def _settings(
         batch=elastic.batch,
         snapshot_every=elastic.snapshot_every,
         options=options,
+        exchange=way.exchange if given.num_workers > 1 else Exchange,
     )
+
+
+def _without(given: dict[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
+    return given.get(name), {other: value for other, value in given.items() if other != name}
 
 
 def wants_gpu(use_gpu: Any) -> bool:
@@ -217,12 +232,11 @@ def _needs_ray(use_ray: bool | None, num_workers: int, resources: WorkerResource
     return bool(use_ray)
 
 
-def _torch_backend(plan: Plan) -> TorchBackend:
+def _meeting(plan: Plan) -> Backend:
     from raysgd.workers.cluster import driver_address, ensure_cluster
 
     ensure_cluster()
-    return TorchBackend(
-        plan.process_group,
+    return plan.way.meeting(
         host=driver_address(),
         join_s=plan.limits.join_s,
         collective_s=plan.limits.collective_s,

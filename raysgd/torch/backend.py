@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import re
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from raysgd.rendezvous import Seat
+from raysgd.torch.sockets import Connections
 
 __all__ = ["TorchBackend"]
 
@@ -39,11 +38,10 @@ class TorchBackend:
         self.name, self.in_place = name, in_place
         self._host, self._join_s, self._collective_s = host, join_s, collective_s
         self._store: Any = None
-        self._before: set[str] | None = None
-        self._sockets: set[str] = set()
+        self._connections = Connections()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None, "_before": None, "_sockets": set()}
+        return {**self.__dict__, "_store": None}
 
     # -- driver ---------------------------------------------------------------------------------------
 
@@ -59,7 +57,7 @@ class TorchBackend:
     # -- worker ---------------------------------------------------------------------------------------
 
     def join(self, seat: Seat, settings: dict[str, Any]) -> None:
-        self._before = _socket_names()
+        self._connections.opening()
         try:
             store = dist.HashStore() if seat.solo else self._client(settings)  # type: ignore[attr-defined]
             name = "gloo" if seat.solo and self.name == "gloo" else self.name
@@ -72,9 +70,8 @@ class TorchBackend:
             )
             # The first collective makes every connection now, where its failure belongs to the meeting.
             dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
-            self._sockets = _socket_names() - self._before
         finally:
-            self._before = None
+            self._connections.opened()
 
     def _client(self, settings: dict[str, Any]) -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
@@ -83,7 +80,7 @@ class TorchBackend:
 
     def leave(self) -> None:
         self.abort()
-        self._sockets = set()
+        self._connections.forget()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a group that broke may refuse an orderly end
                 dist.destroy_process_group()
@@ -93,11 +90,7 @@ class TorchBackend:
         if self.name == "nccl" and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.distributed_c10d._abort_process_group()
-        before = self._before
-        names = self._sockets if before is None else _socket_names() - before
-        for connection in _open_sockets(names):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        self._connections.shut()
 
     def is_interruption(self, error: BaseException) -> bool:
         """By type where torch gives one; a user's exception that was raised while handling one counts too."""
@@ -109,29 +102,3 @@ class TorchBackend:
                 return True
             seen = seen.__cause__ or seen.__context__
         return False
-
-
-def _socket_names() -> set[str]:
-    """This process's sockets, as the kernel names them ("socket:[inode]"): copies of a descriptor share a name."""
-    return set(_descriptors())
-
-
-def _descriptors() -> dict[str, int]:
-    found: dict[str, int] = {}
-    for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
-        with contextlib.suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{descriptor}")
-            if name.startswith("socket:"):
-                found[name] = int(descriptor)
-    return found
-
-
-def _open_sockets(names: set[str]) -> Iterator[socket.socket]:
-    """The connected ones of these sockets, as copies. Listening ones are left alone: gloo takes their end as fatal."""
-    for name, descriptor in _descriptors().items():
-        if name not in names:
-            continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            inet = connection.family in (socket.AF_INET, socket.AF_INET6)
-            if inet and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield connection

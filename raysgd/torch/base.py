@@ -30,7 +30,7 @@ class OperatorBase:
         self._seat = seat or Seat()
         self._device = torch.device("cuda:0" if self._settings.use_gpu else "cpu")
         self._precision = make_precision(self._settings.precision, self._device)
-        self._parts = Parts(options=self._settings.options)
+        self._parts = Parts(options=self._settings.options, exchange=self._settings.exchange())
         self._gradients = Gradients(self._settings.options, self._precision, self._parts)
         self._meter = AverageMeterCollection()
         self._complete: set[str] = set()

@@ -48,11 +48,22 @@ class Gradients:
         if position == 0:
             self._total, self._usual, self._witness = 0.0, self._samples * self._options.accumulate, None
         self._total += self._samples
+        if closing and self._total != self._usual:
+            self._shorten(position > 0)
         self._sync(closing)
+
+    def _shorten(self, begun: bool) -> None:
+        """This window ends with less than usual: what it has so far weighs more. Before ranks exchange their sums, since
+        another rank's window can hold another number of samples."""
+        if begun:
+            for optimizer in self._parts.optimizers:
+                _scale(self._precision.parameters(optimizer), self._usual / self._total)
+        self._usual = self._total
 
     def zero_grad(self, optimizers: Sequence[Any]) -> None:
         if self._position == 0:
             for optimizer in optimizers:
+                self._parts.exchange.finish(optimizer)  # of a batch whose step was left out
                 optimizer.zero_grad()
 
     def backward(self, loss: torch.Tensor, optimizer: Any, loss_id: int = 0) -> None:
@@ -66,9 +77,8 @@ class Gradients:
         if not self._closing:
             self._remember_witness(optimizer)
             return
+        self._parts.exchange.finish(optimizer)
         options, precision = self._options, self._precision
-        if self._waits and self._total not in (self._usual, 0.0):
-            _scale(precision.parameters(optimizer), self._usual / self._total)
         if options.clip_norm is not None or options.clip_value is not None:
             precision.unscale(optimizer)
             parameters = precision.parameters(optimizer)
@@ -89,6 +99,7 @@ class Gradients:
 
     def _sync(self, on: bool) -> None:
         """Inner batches keep their gradients to themselves: one all-reduce per window."""
+        self._parts.exchange.hold(not on)
         for model in self._parts.wrapped:
             if hasattr(model, "require_backward_grad_sync"):
                 model.require_backward_grad_sync = on  # type: ignore[assignment]

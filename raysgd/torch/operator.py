@@ -199,6 +199,9 @@ class TrainingOperator(OperatorBase):
             parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
             parts.wrapped = self._configure_ddp(parts.models, self.device_ids, ddp_args)
             wrapping.hooked(parts.wrapped, options)
+        parts.exchange.prepare(parts.models, parts.optimizers)
+        if not self._seat.solo:
+            parts.exchange.seated()
 
     def _configure_fsdp(self, model: nn.Module, mesh: Any) -> None:
         """Cuts one model in place, with `torch.distributed.fsdp.fully_shard`; a place to override."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from raysgd.errors import ConfigError
 from raysgd.torch import wrapping
+from raysgd.torch.exchange import Exchange
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.sharded import Shards
 
@@ -38,6 +39,7 @@ class Parts:
     registered: bool = False
     options: TrainingOptions = field(default_factory=TrainingOptions)
     shards: Shards | None = None
+    exchange: Exchange = field(default_factory=Exchange)
 
     def rewrap(self) -> None:
         """A new generation stands: what wraps the models starts over in place."""
@@ -46,6 +48,7 @@ class Parts:
         if self.shards is not None:
             self.shards.seated()
         wrapping.rewrap(self.wrapped, self.ddp_args, self.options)
+        self.exchange.seated()
 
     def begin_measuring(self, phase: str) -> None:
         """A new call: its registered metric, where there is one, starts from nothing."""

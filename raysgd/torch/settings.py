@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raysgd.torch.exchange import Exchange
 from raysgd.torch.options import TrainingOptions
 
 __all__ = ["ReplicaSettings"]
@@ -12,7 +14,8 @@ __all__ = ["ReplicaSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSettings:
-    """distributed: is there a process group (more than one worker at most)? threads: cores of this worker."""
+    """distributed: is there a process group (more than one worker at most)? threads: cores of this worker. exchange: makes
+    what carries gradients where the models are not wrapped."""
 
     distributed: bool = False
     use_gpu: bool = False
@@ -27,3 +30,4 @@ class ReplicaSettings:
     batch: Literal["per_worker", "global"] = "per_worker"
     snapshot_every: Any = None
     options: TrainingOptions = field(default_factory=TrainingOptions)
+    exchange: Callable[[], Exchange] = Exchange

@@ -7,6 +7,7 @@ workers at hand. How the ranks of a generation meet is the engine's business: `m
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -147,9 +148,24 @@ class TensorflowConfig(BackendConfig):
         return TensorflowMeeting(host=host, join_s=join_s)
 
 
+class HorovodHooks(Backend):
+    """The function says `hvd.init()` itself; who is where is in its environment by then."""
+
+    @staticmethod
+    def encode_data(data: dict[str, Any]) -> dict[str, Any]:
+        return TorchHooks.encode_data(data) if "torch" in sys.modules else data
+
+
 @dataclass
 class HorovodConfig(BackendConfig):
-    """Horovod's settings, by the names that older code gives them. Not supported yet: a trainer refuses it."""
+    """Horovod over gloo, for functions that call `hvd.init()`, as scripts for Horovod's own Ray executor do.
+
+    nics       the network interface that the workers share (the first one named is used); None: the one that leads to
+               the driver
+    timeout_s  for the ranks to come to `hvd.init()`, and for a host that falls silent
+
+    The others are there for older code, and mean nothing here: Ray starts the workers, not ssh.
+    """
 
     nics: set[str] | None = None
     verbose: int = 1
@@ -160,12 +176,27 @@ class HorovodConfig(BackendConfig):
     timeout_s: int = 300
     placement_group_timeout_s: int = 100
 
+    def __post_init__(self) -> None:
+        if self.nics is not None and (isinstance(self.nics, str) or not all(isinstance(nic, str) for nic in self.nics)):
+            raise ConfigError(f"nics must be a set of names of network interfaces, got {self.nics!r}")
+        if not isinstance(self.timeout_s, (int, float)) or isinstance(self.timeout_s, bool) or self.timeout_s <= 0:
+            raise ConfigError(f"timeout_s must be a number of seconds above 0, got {self.timeout_s!r}")
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return HorovodHooks
+
     def check(self) -> None:
-        _need("horovod", "horovod")
-        raise ConfigError(
-            "functions on Horovod are not supported by this version of raysgd: its ranks would not meet. Use "
-            "TorchConfig() with DistributedDataParallel, which reduces gradients in the same way"
-        )
+        from raysgd.horovod.arguments import check_installed
+
+        check_installed()
+
+    def meeting(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
+        from raysgd.horovod.function import HorovodMeeting
+
+        interface = next(iter(self.nics), None) if self.nics else None
+        wait_s = min(float(self.timeout_s), collective_s)
+        return HorovodMeeting(host=host, wait_s=wait_s, interface=interface, use_gpu=use_gpu)
 
 
 CONFIGS: dict[str, type[BackendConfig]] = {
@@ -205,10 +236,7 @@ def backend_of(config: BackendConfig) -> Backend:
 
 def _need(package: str, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
-        hint = (
-            " (it is built for the installed torch or TensorFlow; see CONTRIBUTING.md)" if package == "horovod" else ""
-        )
-        raise ImportError(f"this backend needs {package}, which is not installed: pip install 'raysgd[{extra}]'{hint}")
+        raise ImportError(f"this backend needs {package}, which is not installed: pip install 'raysgd[{extra}]'")
 
 
 def _leave_process_group() -> None:

@@ -87,15 +87,11 @@ class ElasticState:
             self._values[name] = copy.deepcopy(content[name])
 
     def sync(self) -> None:
-        """Everybody takes rank 0's state, and commits it (torch; after a loss the ranks are equal without it)."""
+        """Everybody takes rank 0's state, and commits it (torch or Horovod; after a loss the ranks are equal without
+        it)."""
         if self._session.seat.world_size > 1:
-            dist = sys.modules.get("torch.distributed")
-            if dist is None or not dist.is_initialized():
-                raise ConfigError("sync() of several workers needs torch's process group: use Trainer(backend='torch')")
-            box = [pickle.dumps(self._copied()) if self._session.seat.world_rank == 0 else None]
-            dist.broadcast_object_list(box, src=0)
-            assert box[0] is not None
-            self._commit.content = pickle.loads(box[0])
+            first = self._session.seat.world_rank == 0
+            self._commit.content = pickle.loads(_from_rank_0(pickle.dumps(self._copied()) if first else None))
             self.restore()
         self.commit()
 
@@ -103,6 +99,23 @@ class ElasticState:
         saved = {name: part.state_dict() for name, part in self._parts.items()}
         whole: dict[str, Any] = copied({**saved, **self._values})
         return whole
+
+
+def _from_rank_0(content: bytes | None) -> bytes:
+    """Over whatever this function's ranks have met in."""
+    hvd, dist = sys.modules.get("horovod.torch"), sys.modules.get("torch.distributed")
+    box = [content]
+    if hvd is not None and hvd.is_initialized():
+        box = [hvd.broadcast_object(content, root_rank=0, name="raysgd.sync")]  # its own name would be the type's
+    elif dist is not None and dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    else:
+        raise ConfigError(
+            "sync() of several workers needs torch's process group, or Horovod: use Trainer(backend='torch'), or "
+            "backend='horovod' and hvd.init()"
+        )
+    assert box[0] is not None
+    return box[0]
 
 
 def _stateful(part: Any) -> bool:

@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from raysgd.rendezvous import Seat
 from raysgd.torch.backend import TorchBackend
+from raysgd.torch.devices import share_devices
 
 __all__ = ["TorchMeeting", "share_devices", "to_cpu"]
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class TorchMeeting(TorchBackend):
@@ -44,19 +43,6 @@ def environment(seat: Seat, settings: dict[str, Any]) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(seat.local_world_size),
         "NODE_RANK": str(seat.node_rank),
     }
-
-
-def share_devices(store: Any, seat: Seat) -> int:
-    """Makes the GPUs of all ranks on this node visible, in the order of ranks; the index of this rank's own first one.
-
-    Only before CUDA is used in this process: later the variable means nothing.
-    """
-    own = os.environ.get(VISIBLE, "")
-    store.set(f"{seat.node_rank}/{seat.local_rank}", own)
-    everybody = [store.get(f"{seat.node_rank}/{rank}").decode() for rank in range(seat.local_world_size)]
-    union = list(dict.fromkeys(gpu for ids in everybody for gpu in ids.split(",") if gpu))
-    os.environ[VISIBLE] = ",".join(union)
-    return union.index(own.split(",")[0]) if own else 0
 
 
 def to_cpu(value: Any) -> Any:

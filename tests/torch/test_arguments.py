@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"scheduler_step_freq": "step"},
         "one of ['batch', 'epoch', 'manual'] or None, got 'step'",
     ),
-    "backend": ({"backend": "mpi"}, "backend must be 'auto', 'gloo' or 'nccl', got 'mpi'"),
+    "backend": ({"backend": "mpi"}, "backend must be 'auto', 'gloo', 'nccl' or 'horovod', got 'mpi'"),
     "hook": ({"initialization_hook": 3}, "initialization_hook must be a function without arguments, got 3"),
     "config": ({"config": [1]}, "config must be a dict, got [1]"),
     "no time": ({"timeout_s": 0}, "timeout_s must be a number of seconds above 0, got 0"),

@@ -37,12 +37,6 @@ def test_a_missing_framework_says_how_to_get_it(name: str, monkeypatch: pytest.M
         parse_backend(name)
 
 
-def test_horovod_is_refused_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda package: object())
-    with pytest.raises(ValueError, match="not supported"):
-        parse_backend("horovod")
-
-
 def test_torch_settings() -> None:
     assert TorchConfig() == TorchConfig(backend=None, init_method="env", timeout_s=1800)
     for wrong in ({"init_method": "file"}, {"backend": "mpi"}):
@@ -56,6 +50,9 @@ def test_torch_settings() -> None:
 
 def test_horovod_and_tensorflow_settings_can_be_made_without_them() -> None:
     assert HorovodConfig(timeout_s=5).timeout_s == 5
+    for wrong, words in (({"timeout_s": 0}, "timeout_s"), ({"nics": "eth0"}, "nics")):
+        with pytest.raises(ValueError, match=words):
+            HorovodConfig(**wrong)
     assert isinstance(TensorflowConfig().meeting(use_gpu=False, **LIMITS), TensorflowMeeting)
 
 

@@ -1,0 +1,148 @@
+"""Gradients through Horovod's DistributedOptimizer, beside the optimizers that were registered."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from raysgd.errors import ConfigError
+from raysgd.horovod.arguments import HorovodArguments
+from raysgd.torch.exchange import Exchange
+
+__all__ = ["HorovodExchange"]
+
+AT_THE_STEP = 1 << 30
+
+
+class Sender:
+    """Owns one DistributedOptimizer. It sends the gradients of an optimizer's parameters while the backward pass still
+    runs, and never steps: the registered optimizer stays the object it was, with its state, schedulers and hooks.
+
+    When the backward pass returns, the gradients are everybody's, as with DDP; so that whatever a loop does with them
+    next is right. `passes`: only after so many of them.
+    """
+
+    def __init__(
+        self, hvd: Any, names: list[tuple[str, Any]], given: dict[str, Any], *, passes: int, window: int
+    ) -> None:
+        self._passes, self._done, self._in_pass = passes, 0, False
+        self.held = False
+        self._horovods = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter for _, parameter in names], lr=0.0),
+            named_parameters=names,
+            backward_passes_per_step=window,
+            **given,
+        )
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for _, parameter in names]
+
+    def finish(self) -> None:
+        self._done, self._in_pass = 0, False
+        # Its table of what backward passes left to send. Every rank has worked on a batch, or none has.
+        if self._horovods._handles:
+            self._horovods.synchronize()
+
+    def end(self) -> None:
+        """Horovod's own hooks lie on the gradients' accumulators, and live as long as somebody holds these."""
+        for hook in self._hooks:
+            hook.remove()
+        self._horovods._grad_accs.clear()
+        self._horovods._handles.clear()
+
+    def _arrived(self, parameter: Any) -> None:
+        """The first gradient of a backward pass: something will be done at its end."""
+        if not self._in_pass:
+            self._in_pass = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
+
+    def _pass_ended(self) -> None:
+        self._in_pass = False
+        self._done += 1
+        if not self.held and self._done % self._passes == 0:
+            self.finish()
+
+
+class HorovodExchange(Exchange):
+    """Owns a sender for each registered optimizer, new in each generation. Makes all ranks' parts equal to rank 0's."""
+
+    def __init__(self, arguments: HorovodArguments, *, accumulate: int = 1) -> None:
+        self._arguments, self._accumulate = arguments, accumulate
+        self._models: list[Any] = []
+        self._optimizers: list[Any] = []
+        self._senders: dict[int, Sender] = {}
+
+    def prepare(self, models: list[Any], optimizers: list[Any]) -> None:
+        self._models, self._optimizers = models, optimizers
+        for optimizer in optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ConfigError(
+                    f"backend='horovod' averages the gradients of torch optimizers, got {optimizer!r}: register one, or "
+                    "pass parallel=None and exchange gradients yourself"
+                )
+            optimizer.register_step_pre_hook(self._before_step)
+
+    def seated(self) -> None:
+        import horovod.torch as hvd
+
+        for sender in self._senders.values():
+            sender.end()
+        self._senders.clear()
+        for model in self._models:
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        for number, optimizer in enumerate(self._optimizers):
+            _broadcast_state(hvd, optimizer)
+            names = _named(number, optimizer)
+            if names and hvd.size() > 1:
+                self._senders[id(optimizer)] = self._sender(hvd, names)
+
+    def hold(self, on: bool) -> None:
+        for sender in self._senders.values():
+            sender.held = on
+
+    def finish(self, optimizer: Any) -> None:
+        if id(optimizer) in self._senders:
+            self._senders[id(optimizer)].finish()
+
+    def _sender(self, hvd: Any, names: list[tuple[str, Any]]) -> Sender:
+        given, passes = self._arguments.resolved(hvd), self._arguments.backward_passes_per_step
+        if self._arguments.op == "sum":  # a mean of means is one; a sum that is summed again is none
+            return Sender(hvd, names, given, passes=AT_THE_STEP, window=AT_THE_STEP)
+        return Sender(hvd, names, given, passes=passes, window=passes * self._accumulate)
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """By whatever hand it steps. A closure makes its gradients inside of the step."""
+        self.finish(optimizer)
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._finishing(optimizer, args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._finishing(optimizer, kwargs["closure"])}
+        return None
+
+    def _finishing(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        @functools.wraps(closure)
+        def wrapped() -> Any:
+            loss = closure()
+            self.finish(optimizer)
+            return loss
+
+        return wrapped
+
+
+def _named(number: int, optimizer: Any) -> list[tuple[str, Any]]:
+    return [
+        (f"optimizer{number}.{group}.{place}", parameter)
+        for group, content in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(content["params"])
+        if parameter.requires_grad
+    ]
+
+
+def _broadcast_state(hvd: Any, optimizer: Any) -> None:
+    """Rank 0's on every rank. Horovod's own function steps an optimizer that has no state yet, to give it some; here
+    all are without, or none is: the engine has seen to that."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank=0, name="raysgd.optimizer"))
+    elif optimizer.state:
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)

@@ -1,0 +1,183 @@
+"""Where Horovod's ranks find each other: a small server beside the driver, and what each rank's environment says."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raysgd.rendezvous import Seat
+
+__all__ = ["Board", "MeetingPlace", "enter", "interface_towards", "places", "say_over"]
+
+OVER = "raysgd-over"
+BOARD = "raysgd-board"
+OK, GONE = 200, 410
+ALONE = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+INTERFACE = "HOROVOD_GLOO_IFACE"
+
+
+def places(seats: Sequence[Seat]) -> list[dict[str, str]]:
+    """Each rank's place, in Horovod's words. A cross rank counts the nodes, among those that have this local rank.
+
+    >>> [place["HOROVOD_CROSS_RANK"] for place in places([Seat(0, 2), Seat(1, 2, node_rank=1)])]
+    ['0', '1']
+    """
+    found = []
+    for seat in seats:
+        across = sorted(other.node_rank for other in seats if other.local_rank == seat.local_rank)
+        found.append(
+            {
+                "HOROVOD_HOSTNAME": f"node-{seat.node_rank}",
+                "HOROVOD_RANK": str(seat.world_rank),
+                "HOROVOD_SIZE": str(seat.world_size),
+                "HOROVOD_LOCAL_RANK": str(seat.local_rank),
+                "HOROVOD_LOCAL_SIZE": str(seat.local_world_size),
+                "HOROVOD_CROSS_RANK": str(across.index(seat.node_rank)),
+                "HOROVOD_CROSS_SIZE": str(len(across)),
+            }
+        )
+    return found
+
+
+class MeetingPlace:
+    """Driver: owns the server of the generation that stands. Each has a new one, since ranks leave their addresses under
+    the same names every time; its port is bound, not guessed."""
+
+    def __init__(self, host: str, *, wait_s: float) -> None:
+        self._host, self._wait_s = host, wait_s
+        self._server: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_server": None}
+
+    def open(self, seats: Sequence[Seat]) -> list[dict[str, str]]:
+        """The environment of each rank; the old server is closed."""
+        self.close()
+        if not seats:
+            return []
+        given = places(seats)
+        self._server = _serve(self._host, given)
+        address = {
+            **ALONE,
+            ADDRESS: self._host,
+            PORT: str(self._server.server_address[1]),
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self._wait_s))),
+        }
+        return [{**place, **address} for place in given]
+
+    def close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+
+def enter(environment: Mapping[str, str], *, interface: str | None = None) -> None:
+    """Worker: takes its place. With nothing in it, one of its own: Horovod then meets nobody."""
+    for name in (*places([Seat()])[0], ADDRESS, PORT):
+        os.environ.pop(name, None)
+    os.environ.update(environment or ALONE)
+    # That a peer is gone is told by the trainer; Horovod would print it once more, on every rank.
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
+    if environment and (INTERFACE not in os.environ or interface is not None):
+        os.environ[INTERFACE] = interface or interface_towards(environment[ADDRESS], int(environment[PORT]))
+
+
+def interface_towards(host: str, port: int) -> str:
+    """The network interface that this machine uses to reach the driver: peers reach it there too."""
+    import psutil  # Horovod needs it as well
+
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == family and each.address.split("%")[0] == own for each in addresses):
+            return str(name)
+    raise RuntimeError(
+        f"no network interface of this machine has the address {own}, from which the driver at {host} is reached: set "
+        f"the environment variable {INTERFACE} to the interface that the workers share"
+    )
+
+
+def say_over(environment: Mapping[str, str]) -> None:
+    """Worker: this generation is over. Whoever still waits at its meeting place is told so; if the place is closed
+    already, nobody does."""
+    try:
+        _ask(environment, "PUT", f"{OVER}/1", "1")
+    except (OSError, http.client.HTTPException):
+        return
+
+
+class Board:
+    """Worker: notes for the other ranks at the meeting place, with the names of torch's stores."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    def set(self, key: str, value: str) -> None:
+        _ask(self._environment, "PUT", _note(key), value)
+
+    def get(self, key: str) -> bytes:
+        """Waits until somebody has set it."""
+        deadline = time.monotonic() + float(self._environment["HOROVOD_GLOO_TIMEOUT_SECONDS"])
+        while time.monotonic() < deadline:
+            status, content = _ask(self._environment, "GET", _note(key))
+            if status == OK:
+                return content
+            if status == GONE:
+                break
+            time.sleep(0.05)
+        raise ConnectionError(f"no rank has said {key} at the meeting place at {self._environment[ADDRESS]}")
+
+
+def _note(key: str) -> str:
+    return f"{BOARD}/{key.replace('/', '-')}"
+
+
+def _ask(environment: Mapping[str, str], method: str, path: str, content: str | None = None) -> tuple[int, bytes]:
+    """Directly: a proxy for the web has no business here."""
+    connection = http.client.HTTPConnection(environment[ADDRESS], int(environment[PORT]), timeout=5)
+    try:
+        connection.request(method, f"/{path}", body=content)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def _serve(host: str, given: Sequence[Mapping[str, str]]) -> Any:
+    """Horovod's own server, on a port that the system gives."""
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    class Handler(RendezvousHandler):  # type: ignore[misc]
+        def do_GET(self) -> None:
+            if OVER in self.server.cache:
+                self.send_status_code(GONE)
+            else:
+                super().do_GET()
+
+    class Server(RendezvousHTTPServer):  # type: ignore[misc]
+        daemon_threads = True
+
+        def server_bind(self) -> None:
+            """Without asking a name server for this machine's name, which can take seconds."""
+            socketserver.TCPServer.server_bind(self)
+            self.server_name, self.server_port = self.server_address[:2]
+
+    def slot(place: Mapping[str, str]) -> Any:
+        words = ("RANK", "LOCAL_RANK", "CROSS_RANK", "SIZE", "LOCAL_SIZE", "CROSS_SIZE")
+        return SlotInfo(place["HOROVOD_HOSTNAME"], *(int(place[f"HOROVOD_{word}"]) for word in words))
+
+    server = Server((host, 0), Handler, 0)
+    server.init([slot(place) for place in given])
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    return server

@@ -1,0 +1,89 @@
+"""The ways in which a trainer's ranks meet and average gradients: what `backend` names, resolved once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from raysgd.errors import ConfigError
+from raysgd.protocols import Backend
+from raysgd.torch.backend import TorchBackend
+from raysgd.torch.exchange import Exchange
+from raysgd.torch.options import TrainingOptions
+
+__all__ = ["Way", "choose"]
+
+
+def _goes_with_all(*, use_gpu: bool, precision: str) -> None:
+    """Nothing to refuse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """meeting: makes the engine's backend, on the driver. exchange: makes what carries gradients, in each worker. wraps:
+    are models wrapped in DDP? check: refuses what this way cannot do."""
+
+    meeting: Callable[..., Backend]
+    exchange: Callable[[], Exchange] = Exchange
+    wraps: bool = True
+    check: Callable[..., None] = _goes_with_all
+
+
+def choose(name: str, options: TrainingOptions, horovod_args: Any) -> Way:
+    """`name` is checked already. Raises for options that this way does not have."""
+    if name in ("gloo", "nccl"):
+        if horovod_args is not None:
+            raise ConfigError(f"horovod_args are for backend='horovod', and the backend is {name!r}: leave one out")
+        return Way(meeting=functools.partial(TorchBackend, name))
+    return _horovod(options, horovod_args)
+
+
+def _horovod(options: TrainingOptions, horovod_args: Any) -> Way:
+    from raysgd.horovod.arguments import HorovodArguments, check_installed
+
+    arguments = HorovodArguments.taken_from(horovod_args)
+    if options.parallel == "fsdp":
+        raise ConfigError(
+            "backend='horovod' averages the gradients of whole models: for parallel='fsdp' use backend='auto'"
+        )
+    instead = {
+        "ddp_args": "Horovod's own arguments go into horovod_args",
+        "comm_hook": "use horovod_args={'compression': 'fp16'}",
+        "sync_batchnorm": "use backend='auto', or Horovod's hvd.SyncBatchNorm in your model",
+    }
+    for option, hint in instead.items():
+        if getattr(options, option):
+            raise ConfigError(f"{option} is DistributedDataParallel's, which backend='horovod' does without: {hint}")
+    if options.parallel is None and horovod_args:
+        raise ConfigError("horovod_args are for gradients that the trainer averages; parallel=None leaves that to you")
+    check_installed("torch")
+    from raysgd.horovod.exchange import HorovodExchange
+
+    own = functools.partial(HorovodExchange, arguments, accumulate=options.accumulate)
+    return Way(
+        meeting=_horovod_meeting,
+        exchange=own if options.parallel == "ddp" else Exchange,
+        wraps=False,
+        check=_horovod_goes_with,
+    )
+
+
+def _horovod_meeting(*, in_place: bool, **limits: Any) -> Backend:
+    from raysgd.horovod.backend import HorovodBackend
+
+    return HorovodBackend(**limits)
+
+
+def _horovod_goes_with(*, use_gpu: bool, precision: str) -> None:
+    if precision == "apex":
+        raise ConfigError(
+            "precision='apex' and backend='horovod' would both take the optimizers over: use precision='fp16' or 'bf16'"
+        )
+    if use_gpu and not import_module("horovod.torch").cuda_built():
+        raise ConfigError(
+            "this Horovod was built without CUDA: build it with HOROVOD_GPU_OPERATIONS=NCCL in the environment (and "
+            "NCCL installed), pass use_gpu=False, or use backend='nccl'"
+        )

@@ -1,0 +1,120 @@
+"""Ranks that average through Horovod are lost, raise, come and go: each sample is used once, and nobody starts over."""
+
+import gc
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raysgd import ElasticConfig
+from tests.faults import Fault, Ground
+
+pytestmark = [pytest.mark.elastic, pytest.mark.horovod]
+
+
+@pytest.fixture(scope="module")
+def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    ground = Ground(
+        tmp_path_factory.mktemp("horovod"),
+        num_workers=3,
+        backend="horovod",
+        use_gpu=False,
+        elastic=ElasticConfig(hang_timeout_s=60),
+    )
+    yield ground
+    ground.trainer.shutdown()
+
+
+@pytest.fixture
+def ground(shared: Ground) -> Ground:
+    shared.whole_again(3)
+    shared.trained()
+    return shared
+
+
+def senders() -> int:
+    """How many of Horovod's optimizers live in this process."""
+    gc.collect()
+    return sum(hasattr(each, "_allreduce_delay") for each in gc.get_objects() if isinstance(each, _optimizer()))
+
+
+def _optimizer() -> type:
+    import torch
+
+    return torch.optim.Optimizer
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "kind", "where"),
+    [(1, 7, "kill", "backward"), (0, 1, "exit", "before"), (2, 20, "kill", "after")],
+)
+def test_one_of_three_dies(ground: Ground, rank: int, step: int, kind: str, where: str) -> None:
+    """In the middle of the others' exchange, before it, and after it."""
+    ground.arm(Fault(rank, step, kind, where))
+    before = len(ground.trainer.recoveries)
+    result = ground.trainer.train()
+    assert ground.fired() == 1
+    ground.assert_epoch_exact()
+    loss = ground.trainer.recoveries[before]
+    assert (loss.reason, loss.lost_ranks, loss.in_place) == ("worker death", (rank,), True)
+    assert (loss.world_size_before, loss.world_size_after, loss.batches_redone) == (3, 2, 0)
+    assert result["num_samples"] == ground.samples
+
+
+def test_a_death_during_the_recovery_from_another(ground: Ground) -> None:
+    ground.arm(Fault(2, 4), Fault(1, 0, where="resized"))
+    ground.trainer.train()
+    assert ground.fired() == 2
+    ground.assert_epoch_exact()
+
+
+@pytest.mark.parametrize("where", ["before", "backward"])
+def test_one_rank_raises_while_the_others_wait_for_its_gradients(ground: Ground, where: str) -> None:
+    ground.arm(Fault(2, 5, "raise", where))
+    before = len(ground.trainer.recoveries)
+    with pytest.raises(ZeroDivisionError, match="planned in raise") as caught:
+        ground.trainer.train()
+    assert caught.value.raysgd_rank == 2  # type: ignore[attr-defined]
+    ground.trainer.train()
+    ground.assert_epoch_exact()
+    assert len(ground.trainer.recoveries) == before and ground.trainer.world_size == 3
+
+
+def test_to_one_worker_and_back_in_the_middle_of_an_epoch(ground: Ground) -> None:
+    trainer = ground.trainer
+    trainer.train(num_steps=5)
+    trainer.resize(1)
+    trainer.train(num_steps=5)
+    trainer.resize(3)
+    trainer.train()
+    ground.assert_epoch_exact()
+    assert [recovery.reason for recovery in trainer.recoveries[-2:]] == ["shrink", "growth"]
+    assert trainer.apply_all_workers(senders) == [1, 1, 1]
+
+
+def test_a_replacement_joins_in_mid_epoch(ground: Ground) -> None:
+    ground.trainer.apply_all_operators(lambda operator: operator.config.update(pace=0.05))
+    ground.arm(Fault(1, 3))
+    before = len(ground.trainer.recoveries)
+    deadline = time.monotonic() + 60
+    while len(ground.trainer.recoveries) < before + 2 and time.monotonic() < deadline:
+        ground.trainer.train()
+        ground.assert_epoch_exact()
+    loss, growth = ground.trainer.recoveries[before : before + 2]
+    assert (loss.reason, growth.reason) == ("worker death", "growth")
+    assert (growth.world_size_before, growth.world_size_after) == (2, 3)
+    assert growth.in_place and growth.batches_redone == 0
+
+
+def test_one_rank_is_stopped_in_an_exchange(ray_cluster: None, tmp_path: Path) -> None:
+    elastic = ElasticConfig(hang_timeout_s=5, grow=False)
+    ground = Ground(tmp_path / "stopped", num_workers=2, backend="horovod", use_gpu=False, elastic=elastic)
+    try:
+        ground.arm(Fault(1, 5, "stop", "backward"))
+        ground.trainer.train()
+        ground.assert_epoch_exact()
+        (hang,) = ground.trainer.recoveries
+        assert (hang.reason, hang.lost_ranks, hang.in_place, hang.batches_redone) == ("hang", (1,), True, 0)
+    finally:
+        ground.trainer.shutdown()

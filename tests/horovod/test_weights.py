@@ -1,0 +1,171 @@
+"""What is trained through Horovod ends with the weights that DistributedDataParallel gives, in loops of every kind."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TorchTrainer
+from raysgd.torch import TrainingOperator
+
+pytestmark = pytest.mark.horovod
+
+Weights = dict[str, torch.Tensor]
+
+
+class Loops(TrainingOperator):
+    """Three models, each with its optimizer, and several ways to train them. They start differently on every rank: only
+    what is broadcast makes the ranks equal."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(5 + self.world_rank)
+        models = [
+            nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)),
+            nn.Linear(3, 3),
+            nn.Linear(3, 1),
+        ]
+        optimizers = [
+            torch.optim.Adam(models[0].parameters(), lr=0.03),
+            *(torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5) for model in models[1:]),
+        ]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], step_size=3, gamma=0.9)
+        self.models, self.optimizers, self.scheduler = self.register(
+            models=models, optimizers=optimizers, schedulers=scheduler
+        )
+        # 43 samples over 2 ranks: the last batches, and windows of batches, are not of one size.
+        x = torch.randn(43, 3, generator=torch.Generator().manual_seed(1))
+        self.register_data(train_loader=DataLoader(TensorDataset(x, 5 * x.sum(1, keepdim=True)), batch_size=4))
+        self.loop = "helpers"
+
+    def start_over(self, loop: str) -> None:
+        torch.manual_seed(7)
+        self.loop = loop
+        for model in self._parts.models:
+            for part in model.modules():
+                if isinstance(part, nn.Linear):
+                    part.reset_parameters()
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        loss = getattr(self, f"batch_{self.loop}")(*batch)
+        return {"train_loss": float(loss), "num_samples": len(batch[0])}
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.models[0](x) - y).pow(2).mean()
+        return loss
+
+    def batch_helpers(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with self.autocast():
+            loss = self.loss(x, y)
+        self.zero_grad(self.optimizers[0])
+        self.backward(loss)
+        self.step(self.optimizers[0])
+        return loss
+
+    def batch_plain(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = self.loss(x, y)
+        self.optimizers[0].zero_grad()
+        (loss / self.world_size if self.config.get("halved") else loss).backward()
+        self.optimizers[0].step()
+        return loss
+
+    def batch_by_hand(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """v1's words for float16; two backward passes, then clipping."""
+        self.optimizers[0].zero_grad()
+        for _ in range(2):
+            with self._amp.autocast():
+                loss = self.loss(x, y) / 2
+                if self.global_step % 6 == 3 and self.world_rank == 1:
+                    loss = loss * float("inf")  # one rank's gradients are useless: all leave the step out
+            self._amp_scaler.scale(loss).backward()
+        self._amp_scaler.unscale_(self.optimizers[0])
+        nn.utils.clip_grad_norm_(self.models[0].parameters(), 1.0)
+        self._amp_scaler.step(self.optimizers[0])
+        self._amp_scaler.update()
+        return loss
+
+    def batch_two_models(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """One's loss goes through the other, as in a GAN. The second one's gradients are made inside of its step."""
+        _, first, second = self.optimizers
+
+        def closure() -> torch.Tensor:
+            first.zero_grad()
+            second.zero_grad()
+            loss: torch.Tensor = (self.models[2](torch.tanh(self.models[1](x))) - y).pow(2).mean()
+            loss.backward()
+            return loss
+
+        closure()
+        first.step()
+        loss: torch.Tensor = second.step(closure)
+        return loss
+
+
+def trained(*loops: str, **arguments: Any) -> Weights:
+    """The weights after two epochs with each loop; the same on both ranks."""
+    found = {}
+    with TorchTrainer(
+        training_operator_cls=Loops, num_workers=2, use_gpu=False, scheduler_step_freq="batch", **arguments
+    ) as trainer:
+        for number, loop in enumerate(loops):
+            if number:
+                trainer.apply_all_operators(partial(start_over, loop=loop))
+            else:
+                trainer.apply_all_operators(partial(set_loop, loop=loop))
+            trainer.train()
+            trainer.train()
+            ranks = trainer.apply_all_operators(weights_of)
+            assert torch.equal(ranks[0], ranks[1])
+            found[loop] = ranks[0]
+    return found
+
+
+def start_over(operator: Any, loop: str) -> None:
+    operator.start_over(loop)
+
+
+def set_loop(operator: Any, loop: str) -> None:
+    operator.loop = loop
+
+
+def weights_of(operator: TrainingOperator) -> torch.Tensor:
+    models = operator._parts.models
+    return torch.cat([parameter.detach().flatten() for model in models for parameter in model.parameters()])
+
+
+def differences(mine: Weights, theirs: Weights) -> dict[str, float]:
+    return {loop: float((mine[loop] - theirs[loop]).abs().max()) for loop in mine}
+
+
+@pytest.fixture(scope="module")
+def by_ddp(ray_cluster: None) -> Weights:
+    options = {"precision": "fp16", "clip_norm": 1.0}
+    return trained("plain", "helpers", "by_hand", "two_models", backend="gloo", **options)
+
+
+def test_every_loop_ends_as_with_ddp(by_ddp: Weights) -> None:
+    options = {"precision": "fp16", "clip_norm": 1.0}
+    mine = trained("plain", "helpers", "by_hand", "two_models", backend="horovod", **options)
+    assert max(differences(mine, by_ddp).values()) < 1e-5
+
+
+def test_windows_of_batches_end_as_with_ddp(ray_cluster: None) -> None:
+    options = {"precision": "bf16", "accumulate": 2, "clip_value": 0.5}
+    mine, theirs = (trained("helpers", backend=backend, **options) for backend in ("horovod", "gloo"))
+    assert max(differences(mine, theirs).values()) < 1e-5
+
+
+def test_a_sum_at_half_the_weight_is_the_mean(by_ddp: Weights) -> None:
+    given = {"op": "sum", "groups": 1}
+    mine = trained("plain", backend="horovod", horovod_args=given, config={"halved": True})
+    assert max(differences(mine, by_ddp).values()) < 1e-5
+
+
+def test_gradients_that_travel_as_float16_are_rounded(by_ddp: Weights) -> None:
+    given = {"compression": "fp16", "gradient_predivide_factor": 2.0, "backward_passes_per_step": 1}
+    mine = trained("plain", backend="horovod", horovod_args=given)
+    assert 1e-5 < differences(mine, by_ddp)["plain"] < 0.05
