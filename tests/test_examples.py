@@ -127,6 +127,22 @@ def custom_backend(output: str) -> None:
     assert numbers("left", output) == [0], "the backend removed what it had made"
 
 
+def function_best_checkpoints(output: str) -> None:
+    losses = numbers("val_loss", output)
+    best = sorted(sorted(range(len(losses)), key=losses.__getitem__)[:2])
+    assert [int(epoch) for epoch in re.findall(r"kept \S+/checkpoint_\d+ of epoch (\d+)", output)] == best, output
+    assert [int(name) for name in re.findall(r"checkpoint_(\d+)", output)] == best, output
+    slope, intercept = re.findall(r"y = ([\d.]+) x ([-+][\d.]+)", output)[0]
+    assert [float(slope), float(intercept)] == pytest.approx([2, -3], abs=1), output
+
+
+def function_nothing_on_disk(output: str) -> None:
+    loss_falls(output)
+    assert re.search(r"went on at epoch 2 after [12] loss", output), output
+    assert "newest in memory: epoch 4" in output
+    assert "files on disk: 0" in output
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     f"{check.__name__}.py": check
     for check in (
@@ -143,6 +159,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
         function_torchmetrics,
         tune_grid,
         custom_backend,
+        function_best_checkpoints,
+        function_nothing_on_disk,
     )
 }
 

@@ -205,9 +205,9 @@ class BackendExecutor:
         )
         keeper.check_storage()
         decode = type(self._backend).decode_data
-        run = Run(next(self._numbers), keeper, fail=engine.cancel, decode=decode, options=options)
         packed = engine.pack(task)
         self._recoveries_before = len(engine.recoveries)
+        run = Run(next(self._numbers), keeper, fail=engine.cancel, decode=decode, options=options)
         engine.state_changed_by_hand(replaced=True)
         self._run = run
         self._thread = threading.Thread(
@@ -293,6 +293,7 @@ class BackendExecutor:
         except BaseException as raised:  # told to whoever waits for the run, in their own thread
             error = raised
         run.closed(error)
+        engine.cancel(None)  # what was cancelled after the last call has ended must not end the next one
 
     def _arguments(self, engine: Engine, run: Run, task: Any) -> dict[str, Any]:
         self._settle()

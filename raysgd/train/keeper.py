@@ -65,23 +65,30 @@ class CheckpointKeeper:
         self.latest_id = max([self.latest_id, *reported, *whole])
 
     def take(self, payload: bytes, metrics: dict[str, Any]) -> None:
-        """The newest checkpoint: kept in memory before anything else can go wrong, then written."""
+        """The newest checkpoint: kept in memory before anything can go wrong, then stored."""
+        self.store(self.note(payload), payload, metrics)
+
+    def note(self, payload: bytes) -> int:
+        """From now on it is the newest one, under this number."""
         self.latest_id += 1
         self.payload = payload
+        return self.latest_id
+
+    def store(self, number: int, payload: bytes, metrics: dict[str, Any]) -> None:
+        """Writes it, if it is one of the best, and deletes what is not any more. May run beside `note`."""
         keep = self.strategy.num_to_keep
         if keep == 0:
             return
-        score = self._score(self.latest_id, payload, metrics)
-        full = keep is not None and len(self.kept) >= keep
-        worst = min(self.kept, key=lambda kept: (kept.score, kept.number)) if full else None
-        if worst is not None and not self.strategy.by_time and score <= worst.score:
-            return
-        path = self.place_of(self.latest_id)
-        self._write(path, payload)
-        self.kept.append(Kept(self.latest_id, path, score, dict(metrics)))
-        if worst is not None:
-            self.kept.remove(worst)
-            storage.delete(worst.path)
+        new = Kept(number, self.place_of(number), self._score(number, payload, metrics), dict(metrics))
+        # Of equals the ones that are there already stay, and of those the newer.
+        ranked = sorted([*self.kept, new], key=lambda kept: (kept.score, kept is not new, kept.number))
+        surplus = ranked[: len(ranked) - keep] if keep is not None else []
+        if new not in surplus:
+            self._write(new.path, payload)
+        self.kept = [kept for kept in [*self.kept, new] if kept not in surplus]
+        for kept in surplus:
+            if kept is not new:
+                storage.delete(kept.path)
 
     def place_of(self, number: int) -> Place:
         """Where the checkpoint of this number lies, if it was written."""

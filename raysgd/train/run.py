@@ -8,6 +8,7 @@ import pickle
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from raysgd.storage import Uri, place
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.rounds import Report, Round, Rounds, checkpoint_of
+from raysgd.train.scribe import Scribe
 from raysgd.train.session import Attempt
 
 __all__ = ["Run", "RunOptions", "Told", "payload_of", "task_of"]
@@ -42,8 +44,8 @@ class Told:
 
 
 class Run:
-    """Owns the rounds of the running attempt and the queue of complete ones. What goes wrong in here is told to `fail`,
-    since reports are taken in while the engine is at work."""
+    """Owns the rounds of the running attempt, the queue of complete ones, and a scribe that stores checkpoints. What goes
+    wrong in here is told to `fail`, since reports are taken in while the engine is at work."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class Run:
         self._reports = 0
         self._rounds = Rounds(0)
         self._complete: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
+        self._scribe = Scribe(fail)
         self.values: list[Any] = []
         self.error: BaseException | None = None
 
@@ -103,12 +106,13 @@ class Run:
         self.values = values
 
     def closed(self, error: BaseException | None = None) -> None:
-        """There will be no more rounds."""
+        """There will be no more rounds. What is still being stored is waited for."""
         try:
             self._close_leftovers()
         except Exception as late:
             error = error or late
-        self.error = error
+        unstored = self._scribe.finish()
+        self.error = error or unstored
         self._complete.put(None)
 
     def _close_leftovers(self) -> None:
@@ -122,10 +126,12 @@ class Run:
     def _close(self, round_: Round, *, with_checkpoint: bool = True) -> None:
         payload = checkpoint_of(round_) if with_checkpoint else None
         if payload is not None:
-            self.keeper.take(payload, round_[0].metrics)
+            number = self.keeper.note(payload)
+            self._scribe.put(partial(self.keeper.store, number, payload, round_[0].metrics), heavy=True)
         if round_[0].kind == "report":
             self._reports += 1
-            self._complete.put(Told([report.metrics for report in round_], self.keeper.latest_id))
+            told = Told([report.metrics for report in round_], self.keeper.latest_id)
+            self._scribe.put(partial(self._complete.put, told))  # it is shown when its checkpoint is stored
 
     # -- the user's thread ----------------------------------------------------------------------------
 

@@ -56,6 +56,14 @@ def test_a_tie_is_skipped(tmp_path: Path) -> None:
     assert on_disk(tmp_path) == ["000001"]
 
 
+def test_fewer_may_be_kept_than_an_earlier_run_has_left(tmp_path: Path) -> None:
+    keeper(tmp_path, 3, 1, 2, 5)
+    made = CheckpointKeeper(tmp_path, CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss"))
+    made.adopt({})
+    made.take(pickle.dumps({"loss": 0}), {})
+    assert on_disk(tmp_path) == ["000001", "000004"], "the new one is none of the best"
+
+
 def test_by_time_the_newest_stay_however_fast_they_come(tmp_path: Path) -> None:
     keeper(tmp_path, 1, 1, 1, num_to_keep=2)
     assert on_disk(tmp_path) == ["000002", "000003"]

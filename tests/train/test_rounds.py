@@ -1,6 +1,8 @@
 """Reports of several ranks become rounds; who disagrees is named; what was taken counts also after a loss."""
 
 import pickle
+import queue
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +129,72 @@ def test_what_goes_wrong_with_a_report_ends_the_run(tmp_path: Path) -> None:
     driver.say(1, checkpoint={"epoch": 0})
     (error,) = driver.failed
     assert isinstance(error, ReportMismatchError)
+
+
+class SlowStore(CheckpointKeeper):
+    """Stores nothing until it is let, or fails."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        super().__init__(tmp_path)
+        self.let, self.fails = threading.Event(), False
+
+    def store(self, number: int, payload: bytes, metrics: dict[str, Any]) -> None:
+        assert self.let.wait(60)
+        if self.fails:
+            raise OSError("no space left on device")
+        super().store(number, payload, metrics)
+
+
+def slow(tmp_path: Path) -> tuple[Driver, SlowStore]:
+    driver, keeper = Driver(tmp_path), SlowStore(tmp_path)
+    driver.run = Run(1, keeper, fail=driver.failed.append, decode=dict)
+    driver.attempt = driver.run.begin_attempt(1)
+    return driver, keeper
+
+
+def test_a_slow_store_holds_up_no_recovery_and_a_round_is_shown_when_its_checkpoint_is_stored(tmp_path: Path) -> None:
+    driver, keeper = slow(tmp_path)
+    driver.say(0, checkpoint={"epoch": 0})
+    driver.say(0, step=0)
+    assert driver.latest() == 0, "it is what a function that runs again is given"
+    assert driver.run.begin_attempt(1).reports == 1
+    with pytest.raises(queue.Empty):
+        driver.run.next_round(0.01)
+    assert list(tmp_path.iterdir()) == []
+    keeper.let.set()
+    told = driver.run.next_round(60)
+    assert told is not None and told.rows == [{"step": 0}]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_000001"]
+    driver.run.closed()
+    assert driver.run.error is None
+
+
+def test_what_cannot_be_stored_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    driver, keeper = slow(tmp_path)
+    keeper.fails = True
+    for epoch in range(2):  # as many as there is room for
+        driver.say(0, checkpoint={"epoch": epoch})
+    keeper.let.set()
+    driver.run.closed()
+    assert isinstance(driver.run.error, OSError)
+    assert driver.failed == [driver.run.error], "told once, while the function runs"
+
+
+def test_checkpoints_that_wait_to_be_stored_are_few(tmp_path: Path) -> None:
+    driver, keeper = slow(tmp_path)
+    done: list[int] = []
+
+    def bring() -> None:
+        for epoch in range(4):
+            driver.say(0, checkpoint={"epoch": epoch})
+            done.append(epoch)
+
+    thread = threading.Thread(target=bring)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive() and len(done) <= 2
+    keeper.let.set()
+    thread.join(60)
+    driver.run.closed()
+    assert done == [0, 1, 2, 3]
+    assert len(list(tmp_path.iterdir())) == 4
