@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -16,7 +17,9 @@ from raysgd import remote
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.remote import Uri
 
-__all__ = ["Draft", "Place", "Uri", "delete", "draft_folder", "folder", "names", "place", "read", "write"]
+__all__ = ["Draft", "Place", "Uri", "copy_logs", "delete", "draft_folder", "folder", "names", "place", "read", "write"]
+
+logger = logging.getLogger("raysgd")
 
 Place = Path | Uri
 FILE, LOCAL = "file://", "local://"
@@ -160,6 +163,16 @@ def folder(where: Place) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as copy:
         remote.read_folder(where, Path(copy))
         yield Path(copy)
+
+
+def copy_logs(folder: Path, where: Place) -> None:
+    """What callbacks have written on this machine, to where the run is stored. Logs are not worth a run, nor may they hide
+    why it failed: a store that does not take them is a warning."""
+    if isinstance(where, Uri):
+        try:
+            remote.mirror(where, folder)
+        except CheckpointError as error:
+            logger.warning("the logs stay in %s: %s", folder, error)
 
 
 def delete(where: Place) -> None:

@@ -186,6 +186,16 @@ def test_a_store_that_shows_half_files_gets_them_under_another_name(
     assert storage.read(f"shelf://{tmp_path}/a") == b"old"
 
 
+def test_logs_that_cannot_be_copied_are_a_warning(s3: str, files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    where = Uri(f"{s3}/{uuid.uuid4().hex}")
+    storage.copy_logs(files, where)
+    assert storage.read(where / "sub/weights.bin") == b"123"
+    storage.copy_logs(files, files.parent)  # a run on this machine has them where they are
+    assert caplog.messages == []
+    storage.copy_logs(files, Uri("s3://no-such-bucket/logs"))
+    assert [str(files) in message and "no-such-bucket" in message for message in caplog.messages] == [True]
+
+
 # -- a kill in the middle of writing ------------------------------------------------------------------
 
 KILLED = """

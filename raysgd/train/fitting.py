@@ -20,8 +20,7 @@ from typing import Any
 
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.history import History
-from raysgd.remote import mirror
-from raysgd.storage import Place, Uri, names, place
+from raysgd.storage import Place, Uri, copy_logs, names, place
 from raysgd.train.callbacks import Callbacks
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.iterator import TrainingIterator
@@ -62,7 +61,7 @@ class Fitting:
             raise
         finally:
             executor.shutdown()
-            self._copy_logs()
+            copy_logs(self.log_dir, self.place)
         record.end(None)
         return Result.made(self.place, keeper, record.rows, log_dir=record.log_dir, return_values=values)
 
@@ -89,11 +88,6 @@ class Fitting:
             for told in heard:
                 record.add(told.rows[0], told.checkpoint if told.checkpoint >= 0 else None)
         return rounds.get_final_results() or []
-
-    def _copy_logs(self) -> None:
-        """What callbacks have written, to where the run is stored."""
-        if isinstance(self.place, Uri):
-            mirror(self.place, self.log_dir)
 
     def _failed(self, record: Record, error: BaseException) -> None:
         """Nothing that goes wrong in here may hide the error itself."""

@@ -15,8 +15,7 @@ from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.elastic import Recovery
 from raysgd.errors import ConfigError
-from raysgd.remote import mirror
-from raysgd.storage import Place, Uri, names, place
+from raysgd.storage import Place, Uri, copy_logs, names, place
 from raysgd.train.backends import parse_backend
 from raysgd.train.callbacks import Callbacks
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
@@ -144,7 +143,7 @@ class Trainer:
             for _ in rounds.heard(run):
                 pass
         finally:
-            self._copy_logs()
+            copy_logs(self.logdir / self._run_name(self._runs), self.storage / self._run_name(self._runs))
         results = rounds.get_final_results()
         assert results is not None
         return results
@@ -250,11 +249,6 @@ class Trainer:
 
     def _run_name(self, number: int) -> str:
         return f"run_{self._earlier + number:03d}"
-
-    def _copy_logs(self) -> None:
-        """What callbacks have written, where the checkpoints are."""
-        if isinstance(self.storage, Uri) and self.latest_run_dir is not None:
-            mirror(self.storage / self.latest_run_dir.name, self.latest_run_dir)
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
