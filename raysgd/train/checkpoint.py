@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import pickle
 import shutil
 import tarfile
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,12 +74,14 @@ class Checkpoint:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, *, trusted: bool = False) -> Checkpoint:
-        """What `to_bytes` gave. A folder is unpacked into a temporary one."""
+        """What `to_bytes` gave. A folder is unpacked into a temporary one, which is there for as long as this object."""
         if not is_directory(data):
             return cls.from_dict(_unpickled(data, "these bytes", trusted))
         target = tempfile.mkdtemp(prefix="raysgd-checkpoint-")
+        made = cls(target, trusted=trusted)
+        weakref.finalize(made, _remove, target, os.getpid())
         unpack(data, target)
-        return cls(target, trusted=trusted)
+        return made
 
     def to_bytes(self, *, dumps: Dumps = pickle.dumps) -> bytes:
         if self._data is not None:
@@ -184,6 +188,11 @@ class Checkpoint:
     def __repr__(self) -> str:
         what = f"keys {sorted(self._data)}" if self._data is not None else self.path
         return f"Checkpoint({what})"
+
+
+def _remove(folder: str, process: int) -> None:
+    if os.getpid() == process:  # a fork has a copy of the object, not of the folder
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_directory(data: bytes | memoryview) -> bool:

@@ -85,6 +85,7 @@ class DataParallelTrainer:
         self.metadata = metadata if metadata is not None else {}
         self.resume_from_checkpoint = resume_from_checkpoint
         self._restored_from: str | None = None
+        self._set_up: set[str] = set()  # what setup() has made, and makes again: a connection cannot be stored
         self.history = History()  # what was reported in the newest fit() of this process, as a table
         self._check()
 
@@ -114,11 +115,13 @@ class DataParallelTrainer:
     def fit(self) -> Result:
         """Runs the function to its end. An error of the function's, or too many losses, is raised; what was saved
         until then stays, and `restore` goes on from there."""
+        packed, before = self._packed(), set(vars(self))
         self.setup()
+        self._set_up |= set(vars(self)) - before
         restored = place(self._restored_from) if self._restored_from is not None else None
-        fitting = Fitting(type(self).__name__, self.run_config, restored=restored)
         self.history = History()
-        return fitting.run(self.job(), self._packed(), self.history)
+        fitting = Fitting(type(self).__name__, self.run_config, self.history, restored=restored)
+        return fitting.run(self.job(), packed)
 
     def job(self) -> FunctionJob:
         """This run, as it would be begun."""
@@ -225,21 +228,24 @@ class DataParallelTrainer:
         if names:
             raise ConfigError(f"the run at {path} had data sets, which are not stored: pass datasets= with {names}")
         trainer = cls.__new__(cls)
-        trainer.datasets, trainer.history = {}, History()
+        trainer.datasets, trainer.history, trainer._set_up = {}, History(), set()
         for name, data in past.settings.items():
             if name not in anew and name != "datasets":
                 setattr(trainer, name, _unpickled(data))
         for name, value in anew.items():
             setattr(trainer, name, value)
+        if isinstance(anew.get("run_config"), RunConfig):
+            trainer.run_config = anew["run_config"].completed(_unpickled(past.settings["run_config"]))
         trainer.backend_config = parse_backend(trainer.backend_config)
         trainer._restored_from = str(path)
         trainer._check()
         return trainer
 
     def _packed(self) -> dict[str, bytes]:
-        """Every attribute, each pickled by itself; of the data sets their names, and no callbacks."""
+        """Every attribute but what setup() makes, each pickled by itself; of the data sets their names, and no callbacks."""
         changed = {"datasets": list(self.datasets), "run_config": replace(self.run_config, callbacks=None)}
-        return {name: _pickled(value) for name, value in {**vars(self), **changed}.items() if name != "history"}
+        left_out = {"history", "_set_up", *self._set_up}
+        return {name: _pickled(value) for name, value in {**vars(self), **changed}.items() if name not in left_out}
 
 
 def _pickled(value: Any) -> bytes:

@@ -187,9 +187,10 @@ class BackendExecutor:
         config: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
         keeper: CheckpointKeeper | None = None,
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
         """Begins to run the function on every worker, and returns at once. A `keeper` goes before what is said of
-        checkpoints."""
+        checkpoints. `ready` is called when all was checked, right before the function begins."""
         engine = self._active()
         task = task_of(train_func, config)
         if checkpoint_strategy is not None and not isinstance(checkpoint_strategy, CheckpointConfig):
@@ -207,9 +208,10 @@ class BackendExecutor:
         decode = type(self._backend).decode_data
         packed = engine.pack(task)
         self._recoveries_before = len(engine.recoveries)
+        ready()
         run = Run(next(self._numbers), keeper, fail=engine.cancel, decode=decode, options=options)
-        engine.state_changed_by_hand(replaced=True)
         self._run = run
+        engine.state_changed_by_hand(replaced=True)
         self._thread = threading.Thread(
             target=self._perform, args=(engine, run, packed), name="raysgd-run", daemon=True
         )
@@ -235,6 +237,10 @@ class BackendExecutor:
             if told is None and run.error is not None:
                 raise run.error
             return told
+
+    def unfetched_rounds(self) -> list[Told]:
+        """Complete rounds of the newest run that nobody has fetched yet. Does not wait."""
+        return [] if self._run is None else self._run.unfetched()
 
     def finish_training(self) -> list[Any]:
         """Waits for the function's end; what every rank returned. Reports that nobody fetched do not hold it up."""

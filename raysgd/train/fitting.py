@@ -4,13 +4,14 @@ fit()
     a directory of its own, or that of the run that is restored: its checkpoints and reports are taken up
     the trainer's settings are written
     workers start, and run the function
-        a round is complete -> callbacks hear it; rank 0's report is written
+        a round is complete -> rank 0's report is written; callbacks hear it
     workers end
     Result, or the error that ended it
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -18,6 +19,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from raysgd import storage
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.history import History
 from raysgd.storage import Place, Uri, copy_logs, names, place
@@ -28,6 +30,7 @@ from raysgd.train.job import FunctionJob
 from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.records import Past, Record, Who
 from raysgd.train.result import Result
+from raysgd.train.run import Told
 from raysgd.train.settings import RunConfig
 
 __all__ = ["Fitting"]
@@ -35,19 +38,23 @@ __all__ = ["Fitting"]
 logger = logging.getLogger("raysgd")
 
 RESULTS = "ray_results"
+OWNER = ".stored-at"
 
 
 class Fitting:
     """Owns the run's place. One object, one run."""
 
-    def __init__(self, trainer: str, config: RunConfig, *, restored: Place | None) -> None:
-        self._trainer, self._config = trainer, config
+    def __init__(self, trainer: str, config: RunConfig, history: History, *, restored: Place | None) -> None:
+        self._trainer = trainer
+        self._callbacks = Callbacks(config.callbacks, history=history)  # first: what is refused leaves no directory
         self._past = None if restored is None else Past.read(restored)
-        self.place, self.log_dir = _new_place(trainer, config) if restored is None else (restored, _log_dir(restored))
+        if restored is None:
+            self.place, self.log_dir = _new_place(trainer, config)
+        else:
+            self.place, self.log_dir = restored, _log_dir(restored, again=True)
 
-    def run(self, job: FunctionJob, settings: dict[str, bytes], history: History) -> Result:
-        callbacks = Callbacks(self._config.callbacks, history=history)
-        who = Who(self._trainer, self.place.name)
+    def run(self, job: FunctionJob, settings: dict[str, bytes]) -> Result:
+        who = Who(self._trainer, self.place.name, **({} if self._past is None else self._past.ids))
         record = Record(self.place, self.log_dir, who, job.config, self._past)
         keeper = job.keeper(self.place)
         if self._past is not None:
@@ -55,7 +62,7 @@ class Fitting:
         record.begin(settings)
         executor = job.make()
         try:
-            values = self._follow(job, executor, keeper, record, callbacks)
+            values = self._follow(job, executor, keeper, record)
         except BaseException as error:
             self._failed(record, error)
             raise
@@ -66,17 +73,16 @@ class Fitting:
         return Result.made(self.place, keeper, record.rows, log_dir=record.log_dir, return_values=values)
 
     def _follow(
-        self,
-        job: FunctionJob,
-        executor: BackendExecutor,
-        keeper: CheckpointKeeper,
-        record: Record,
-        callbacks: Callbacks,
+        self, job: FunctionJob, executor: BackendExecutor, keeper: CheckpointKeeper, record: Record
     ) -> list[Any]:
+        def write(told: Told) -> None:
+            record.add(told.rows[0], told.checkpoint if told.checkpoint >= 0 else None)
+
         executor.start()
-        job.begin(executor, record.log_dir, keeper, record.who.described(record.log_dir))
         record.started()
-        rounds = TrainingIterator(executor, callbacks)
+        rounds = TrainingIterator(executor, self._callbacks, record=write)
+        described = record.who.described(record.log_dir)
+        begin = functools.partial(job.begin, executor, record.log_dir, keeper, described)
         run = Run(
             trainer=self._trainer,
             name=getattr(job.function, "__name__", type(job.function).__name__),
@@ -84,9 +90,9 @@ class Fitting:
             config=job.config,
             folder=Path(record.log_dir),
         )
-        with closing(rounds.heard(run)) as heard:
-            for told in heard:
-                record.add(told.rows[0], told.checkpoint if told.checkpoint >= 0 else None)
+        with closing(rounds.heard(run, begin)) as heard:
+            for _ in heard:
+                pass
         return rounds.get_final_results() or []
 
     def _failed(self, record: Record, error: BaseException) -> None:
@@ -102,7 +108,7 @@ class Fitting:
 def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
     """Where nothing is yet, since a run never writes into another's; and its directory on this machine."""
     home = Path.home() / RESULTS if config.storage_path is None else place(config.storage_path)
-    home = home.expanduser().absolute() if isinstance(home, Path) else home
+    home = home.absolute() if isinstance(home, Path) else home
     name = config.name or f"{trainer}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     for number in itertools.count(1):
         fresh = home / (name if number == 1 else f"{name}_{number}")
@@ -119,8 +125,25 @@ def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
     raise AssertionError("counting never ends")
 
 
-def _log_dir(where: Place) -> Path:
-    """Callbacks write into a directory of this machine, also where the run is stored elsewhere."""
-    path = Path.home() / RESULTS / where.name if isinstance(where, Uri) else where
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+def _log_dir(where: Place, *, again: bool = False) -> Path:
+    """Callbacks write into a directory of this machine, also where the run is stored elsewhere. There it must not be one of
+    another run that happens to have the same name: `again` takes the one that this run has left."""
+    if not isinstance(where, Uri):
+        return where
+    for number in itertools.count(1):
+        path = Path.home() / RESULTS / (where.name if number == 1 else f"{where.name}_{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if not (again and path.is_dir() and _left_by(path) in (str(where), None)):
+                continue
+        storage.write(path / OWNER, str(where).encode())
+        return path
+    raise AssertionError("counting never ends")
+
+
+def _left_by(path: Path) -> str | None:
+    """The URI of the run that has this directory; None if it is empty."""
+    if (path / OWNER).is_file():
+        return storage.read(path / OWNER).decode()
+    return "somebody else" if any(path.iterdir()) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,15 @@ logger = logging.getLogger("raysgd")
 class TrainingIterator:
     """Yields what all ranks reported in each round: a list of dicts. The function runs on, whether or not one looks."""
 
-    def __init__(self, executor: BackendExecutor, callbacks: Callbacks | None = None) -> None:
-        self._executor, self._callbacks = executor, callbacks or Callbacks(None)
+    def __init__(
+        self,
+        executor: BackendExecutor,
+        callbacks: Callbacks | None = None,
+        *,
+        record: Callable[[Told], None] = lambda told: None,
+    ) -> None:
+        """`record` gets every round that was complete, before callbacks hear of it, and also when the run was stopped."""
+        self._executor, self._callbacks, self._record = executor, callbacks or Callbacks(None), record
         self._finished = False
         self._results: list[Any] | None = None
 
@@ -41,8 +48,10 @@ class TrainingIterator:
         try:
             told = self._executor.fetch_next_round(self._look)
             if told is not None:
+                shown = replace(told, rows=without_traces(told.rows))
+                self._record(shown)
                 self._callbacks.handle_result(told.rows)
-                return replace(told, rows=without_traces(told.rows))
+                return shown
             self._results = self._executor.finish_training()
         except BaseException as error:  # the function's; or Ctrl-C, or a callback that wants to stop while it runs
             self._stop(error)
@@ -50,12 +59,19 @@ class TrainingIterator:
         self._finished = True
         return None
 
-    def heard(self, run: Run) -> Generator[Told, None, None]:
+    def heard(self, run: Run, begin: Callable[[Callable[[], None]], None]) -> Generator[Told, None, None]:
         """Round by round, with the callbacks told of the run's start and end. Whoever stops in the middle stops the
-        function."""
+        function. `begin` begins it, and before that calls what it is given: so callbacks hear of the start first."""
         error: BaseException | None = None
-        try:
+        told_start = False
+
+        def ready() -> None:
+            nonlocal told_start
+            told_start = True
             self._callbacks.start_training(run)
+
+        try:
+            begin(ready)
             while (told := self.next_round()) is not None:
                 yield told
             self._look()
@@ -63,13 +79,16 @@ class TrainingIterator:
             error = raised
             raise
         finally:
-            if error is not None and not self._finished:
+            if error is not None and not self._finished and told_start:
                 self._stop(error)
-            self._callbacks.finish_training(error)
+            if told_start:
+                self._callbacks.finish_training(error)
 
     def _stop(self, error: BaseException) -> None:
         self._finished = True
         self._executor.cancel(error if isinstance(error, Exception) else KeyboardInterrupt())
+        for told in self._executor.unfetched_rounds():
+            self._record(replace(told, rows=without_traces(told.rows)))
 
     def _look(self) -> None:
         """While we wait for a round: have workers been lost, or come?"""

@@ -39,8 +39,13 @@ class FunctionJob:
         )
 
     def begin(
-        self, executor: BackendExecutor, run_dir: Path, keeper: CheckpointKeeper, trial: Mapping[str, Any]
+        self,
+        executor: BackendExecutor,
+        run_dir: Path,
+        keeper: CheckpointKeeper,
+        trial: Mapping[str, Any],
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """On workers that stand; returns at once."""
+        """On workers that stand; returns at once. `ready` is called right before the function begins."""
         options = replace(self.options, trial={**self.options.trial, **trial})
-        executor.start_training(self.function, run_dir, config=self.config, options=options, keeper=keeper)
+        executor.start_training(self.function, run_dir, config=self.config, options=options, keeper=keeper, ready=ready)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from raysgd import storage
+from raysgd.errors import ConfigError
 from raysgd.remote import Uri, probe
 from raysgd.storage import Place
 from raysgd.train.checkpoint import Checkpoint, is_directory, unpack
 from raysgd.train.strategy import CheckpointConfig
 
 __all__ = ["CheckpointKeeper", "Kept"]
+
+logger = logging.getLogger("raysgd")
 
 PREFIX = "checkpoint_"
 
@@ -50,18 +55,18 @@ class CheckpointKeeper:
         if isinstance(self.directory, Uri) and self.strategy.num_to_keep != 0:
             probe(self.directory)
 
-    def adopt(self, reported: Mapping[int, dict[str, Any]]) -> None:
+    def adopt(self, reported: Mapping[int, dict[str, Any]], *, to_go_on: bool = True) -> None:
         """What an earlier run has left in the directory goes on being kept, and its newest is what a function is given.
-        `reported` are the metrics of each."""
+        `reported` are the metrics of each. Not `to_go_on`: only to be looked at, so none is read."""
         found = [name.removeprefix(PREFIX) for name in storage.names(self.directory) if name.startswith(PREFIX)]
         places = {number: self.place_of(number) for number in sorted(int(each) for each in found if each.isdigit())}
         whole = {number: place for number, place in places.items() if place.exists()}
         for number, place in whole.items():
-            needed = number == max(whole) or not self.strategy.by_time
+            needed = to_go_on and (number == max(whole) or not self.strategy.by_time)
             payload = Checkpoint(place).to_bytes() if needed else b""
             metrics = reported.get(number, {})
-            self.kept.append(Kept(number, place, self._score(number, payload, metrics), metrics))
-            self.payload = payload
+            self.kept.append(Kept(number, place, self._score_again(number, payload, metrics), metrics))
+            self.payload = payload or self.payload
         self.latest_id = max([self.latest_id, *reported, *whole])
 
     def take(self, payload: bytes, metrics: dict[str, Any]) -> None:
@@ -99,6 +104,14 @@ class CheckpointKeeper:
             return float(number)  # a clock may be set back
         content = {} if is_directory(payload) else Checkpoint.from_bytes(payload, trusted=True).to_dict()
         return self.strategy.score(content, metrics)
+
+    def _score_again(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:
+        """A run that was killed may have stored a checkpoint whose report was never written. It goes on all the same."""
+        try:
+            return self._score(number, payload, metrics)
+        except ConfigError as error:
+            logger.warning("%s%06d counts as the worst: %s", PREFIX, number, error)
+            return -math.inf
 
     @staticmethod
     def _write(place: Place, payload: bytes) -> None:

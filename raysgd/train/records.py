@@ -20,11 +20,13 @@ from typing import Any, Literal
 
 from raysgd import storage
 from raysgd.errors import CheckpointError
+from raysgd.train import unpickling
 from raysgd.train.session import own_address
 
 __all__ = ["Past", "Record", "Who", "can_restore", "plain"]
 
 SETTINGS, RESULTS, STATE = "trainer.pkl", "results.jsonl", "state.json"
+IDS = ("trial_id", "experiment_id")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Past:
     status: Literal["running", "finished", "failed"]
     error: str
     settings: Mapping[str, bytes] = field(repr=False)
+    ids: Mapping[str, str] = field(default_factory=dict)
     rows: tuple[dict[str, Any], ...] = field(default=(), repr=False)
     checkpoints: tuple[int | None, ...] = field(default=(), repr=False)
 
@@ -53,7 +56,8 @@ class Past:
             state["trainer"],
             state["status"],
             state["error"],
-            pickle.loads(storage.read(where / SETTINGS)),
+            _settings(where),
+            {name: str(state[name]) for name in IDS if name in state},
             tuple(line["metrics"] for line in lines),
             tuple(line["checkpoint"] for line in lines),
         )
@@ -65,6 +69,16 @@ class Past:
             if number is not None:
                 found.setdefault(number, row)
         return found
+
+
+def _settings(where: Any) -> dict[str, bytes]:
+    """Their names, and each one's pickle: that much runs no code from the file."""
+    try:
+        return dict(unpickling.read(storage.read(where / SETTINGS)))
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{where / SETTINGS} does not hold a trainer's settings, or is damaged ({error})"
+        ) from error
 
 
 def can_restore(where: Any) -> bool:
@@ -98,14 +112,17 @@ class Record:
     def __init__(self, where: Any, log_dir: Path, who: Who, config: Mapping[str, Any], past: Past | None) -> None:
         self.where, self.log_dir, self.who = where, log_dir, who
         self._config = {"train_loop_config": dict(config)} if config else {}
-        self.rows = [] if past is None else list(past.rows)
+        self.rows = [] if past is None else [{**row, "done": False} for row in past.rows]
         self._numbers = [] if past is None else list(past.checkpoints)
         self._written = 0
         self._restored = len(self.rows)
+        self._before = float(self.rows[-1].get("time_total_s", 0.0)) if self.rows else 0.0
         self._began = self._last = self._warm = time.time()
 
     def begin(self, settings: Mapping[str, bytes]) -> None:
+        """What an earlier run has written is written anew, whole: its last line may be half of one."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
+        storage.write(self.log_dir / RESULTS, "".join(self._unwritten()).encode())
         storage.write(self.where / SETTINGS, pickle.dumps(dict(settings)))
         self._say("running")
 
@@ -132,15 +149,18 @@ class Record:
 
     def _say(self, status: str, error: str = "") -> None:
         state = {"trainer": self.who.trainer, "status": status, "error": error}
+        state |= {name: getattr(self.who, name) for name in IDS}
         storage.write(self.where / STATE, json.dumps(state).encode())
 
     def _append(self) -> None:
-        """What an earlier run has written there is written anew once: its last line may be half of one."""
-        mode = "a" if self._written else "w"
-        with open(self.log_dir / RESULTS, mode, encoding="utf-8") as file:
-            for row, number in zip(self.rows[self._written :], self._numbers[self._written :], strict=True):
-                file.write(json.dumps({"metrics": row, "checkpoint": number}, default=as_json) + "\n")
+        with open(self.log_dir / RESULTS, "a", encoding="utf-8") as file:
+            file.writelines(self._unwritten())
+
+    def _unwritten(self) -> list[str]:
+        """A line for each row that is in no file yet."""
+        new = zip(self.rows[self._written :], self._numbers[self._written :], strict=True)
         self._written = len(self.rows)
+        return [json.dumps(_keyed({"metrics": row, "checkpoint": at}), default=as_json) + "\n" for row, at in new]
 
     def _send(self) -> None:
         if self.where != self.log_dir and (self.log_dir / RESULTS).exists():
@@ -153,7 +173,7 @@ class Record:
             "timestamp": int(now),
             "date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
             "time_this_iter_s": now - self._last,
-            "time_total_s": now - self._began,
+            "time_total_s": self._before + now - self._began,
             "time_since_restore": now - self._began,
             "training_iteration": len(self.rows) + 1,
             "iterations_since_restore": len(self.rows) + 1 - self._restored,
@@ -180,6 +200,13 @@ def _lines(path: Any) -> list[bytes]:
     if not path.is_file():
         return []
     return list(storage.read(path).split(b"\n")[:-1])
+
+
+def _keyed(value: Any) -> Any:
+    """JSON's keys are texts."""
+    if isinstance(value, Mapping):
+        return {str(key): _keyed(inner) for key, inner in value.items()}
+    return [_keyed(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def as_json(value: Any) -> Any:

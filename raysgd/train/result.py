@@ -41,26 +41,36 @@ class Result:
     return_values: Sequence[Any] = field(default=(), repr=False)
 
     @classmethod
-    def from_path(cls, path: str | Path | Uri) -> Result:
-        """What a run of `fit()` has left so far, read back. Settings are pickled, so read only what you trust."""
+    def from_path(cls, path: str | Path | Uri, *, trusted: bool = False) -> Result:
+        """What a run of `fit()` has left so far, read back. That runs no code from there; `trusted` is what its
+        checkpoints are then read with."""
         where = place(path)
         past = Past.read(where)
         keeper = CheckpointKeeper(where)
-        keeper.adopt(past.reported_with())
+        keeper.adopt(past.reported_with(), to_go_on=False)
         log_dir = where if isinstance(where, Path) else Path()
         error = TrainingFailedError(past.error) if past.status == "failed" else None
-        return cls.made(where, keeper, past.rows, log_dir=log_dir, error=error)
+        return cls.made(where, keeper, past.rows, trusted=trusted, log_dir=log_dir, error=error)
 
     @classmethod
-    def made(cls, where: Place, keeper: CheckpointKeeper, rows: Sequence[dict[str, Any]], **more: Any) -> Result:
+    def made(
+        cls,
+        where: Place,
+        keeper: CheckpointKeeper,
+        rows: Sequence[dict[str, Any]],
+        *,
+        trusted: bool = True,
+        **more: Any,
+    ) -> Result:
         kept = sorted(keeper.kept, key=lambda each: each.number)
-        newest = keeper.latest
-        if kept and kept[-1].number == keeper.latest_id:
-            newest = Checkpoint(kept[-1].path, trusted=True)
+        if kept and (kept[-1].number == keeper.latest_id or keeper.payload is None):
+            newest: Checkpoint | None = Checkpoint(kept[-1].path, trusted=trusted)
+        else:
+            newest = keeper.latest
         return cls(
             metrics=dict(rows[-1]) if rows else {},
             checkpoint=newest,
-            best_checkpoints=[(Checkpoint(each.path, trusted=True), dict(each.metrics)) for each in kept],
+            best_checkpoints=[(Checkpoint(each.path, trusted=trusted), dict(each.metrics)) for each in kept],
             path=str(where),
             history=rows,
             **more,

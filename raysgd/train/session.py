@@ -14,7 +14,7 @@ from typing import Any
 from raysgd.errors import ConfigError
 from raysgd.progress import Control
 from raysgd.rendezvous import Seat
-from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.errors import OutsideRunError
 from raysgd.train.strategy import TIMESTAMP
 
@@ -70,6 +70,7 @@ class Session:
         self.amp: Any = None  # what train.torch.accelerate decided
         self._control, self._encode, self.passed = control, encode, passed
         self._payload = attempt.checkpoint
+        self._unpacked: Checkpoint | None = None
         self._reports = attempt.reports
         self._began = self._last = time.time()
 
@@ -100,7 +101,7 @@ class Session:
         message |= {"metrics": len(head), "checkpoint": payload is not None}
         self._control.deliver(message, head if payload is None else b"".join((head, payload)))
         if payload is not None:
-            self._payload = payload
+            self._payload, self._unpacked = payload, None
             self.passed()
         self._check_stop()
 
@@ -130,7 +131,11 @@ class Session:
 
     def checkpoint(self) -> Checkpoint | None:
         """The newest: this rank's own of this attempt, else the run's."""
-        return None if self._payload is None else Checkpoint.from_bytes(self._payload, trusted=True)
+        if self._payload is None or not is_directory(self._payload):
+            return None if self._payload is None else Checkpoint.from_bytes(self._payload, trusted=True)
+        if self._unpacked is None:  # files are large: once is enough
+            self._unpacked = Checkpoint.from_bytes(self._payload, trusted=True)
+        return self._unpacked
 
     def shard(self, name: str | None) -> Any:
         """This rank's part of a data set that was given to the trainer; None when none was."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.errors import ConfigError
+from raysgd.train.hints import hints
 from raysgd.train.strategy import CheckpointConfig
 
 __all__ = ["FailureConfig", "RunConfig", "ScalingConfig"]
@@ -17,6 +18,7 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 HANG_S = 1800.0  # nobody knows when a function's step is done, so a hang is told late
 
 
+@hints(accelerator_type='ask for it by resources_per_worker={"accelerator_type:T4": 0.001}')
 @dataclass(frozen=True)
 class ScalingConfig:
     """How many workers, and what each holds.
@@ -73,6 +75,7 @@ class ScalingConfig:
         return [dict(self.trainer_resources or {"CPU": 1}), *(self.worker.as_dict() for _ in range(self.most))]
 
 
+@hints(fail_fast="an error of the function's always ends the run")
 @dataclass(frozen=True)
 class FailureConfig:
     """How many losses of workers a run survives, in the processes that are left; -1: any number. An error of the
@@ -87,6 +90,14 @@ class FailureConfig:
             )
 
 
+@hints(
+    verbose="use callbacks=[PrintCallback()]",
+    stop="the training function decides: return from it, or raise in a callback that stops_training",
+    local_dir="use storage_path",
+    log_to_file="use callbacks",
+    progress_reporter="use callbacks",
+    sync_config="storage_path may be a URI",
+)
 @dataclass(frozen=True)
 class RunConfig:
     """Where a run is written, what stays of it, and who hears of it.
@@ -114,6 +125,11 @@ class RunConfig:
             given = getattr(self, name)
             if given is not None and not isinstance(given, kind):
                 raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {given!r}")
+
+    def completed(self, stored: RunConfig) -> RunConfig:
+        """With what an earlier run was given, where this says nothing."""
+        kept = self.checkpoint_config or stored.checkpoint_config
+        return replace(self, checkpoint_config=kept, failure_config=self.failure_config or stored.failure_config)
 
     @property
     def max_failures(self) -> int:

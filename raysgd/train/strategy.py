@@ -8,12 +8,17 @@ from numbers import Real
 from typing import Any, Literal
 
 from raysgd.errors import ConfigError
+from raysgd.train.hints import hints
 
 __all__ = ["TIMESTAMP", "CheckpointConfig", "CheckpointStrategy"]
 
 TIMESTAMP = "_timestamp"
 
 
+REPORTED = "there is one whenever the training function reports or saves one"
+
+
+@hints(checkpoint_frequency=REPORTED, checkpoint_at_end=REPORTED)
 @dataclass(frozen=True)
 class CheckpointConfig:
     """How many checkpoints of a run stay in its storage, and which.
@@ -62,6 +67,7 @@ class CheckpointConfig:
         return -math.inf if math.isnan(score) else score
 
 
+@hints(checkpoint_frequency=REPORTED, checkpoint_at_end=REPORTED)
 @dataclass(frozen=True)
 class CheckpointStrategy(CheckpointConfig):
     """A `CheckpointConfig` as `Trainer.run(checkpoint_strategy=...)` has always called it; each is taken for the other."""

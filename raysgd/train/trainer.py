@@ -130,17 +130,18 @@ class Trainer:
 
         `checkpoint` (a dict, or the path or URI of a stored one) is what `load_checkpoint()` gives at first.
         """
-        told = Callbacks(callbacks, history=self.history)
-        rounds = self._begin(told, train_func, config, checkpoint, checkpoint_strategy)
+        self._check_started()
+        rounds = TrainingIterator(self._executor, Callbacks(callbacks, history=self.history))
+        begin = functools.partial(self._begin, train_func, config, checkpoint, checkpoint_strategy)
         run = Run(
             trainer="Trainer",
             name=getattr(train_func, "__name__", type(train_func).__name__),
             num_workers=self._executor.world_size,
-            config=dict(config or {}),
-            folder=self.logdir / self._run_name(self._runs),
+            config=dict(config) if isinstance(config, Mapping) else {},
+            folder=self.logdir / self._run_name(self._runs + 1),
         )
         try:
-            for _ in rounds.heard(run):
+            for _ in rounds.heard(run, begin):
                 pass
         finally:
             copy_logs(self.logdir / self._run_name(self._runs), self.storage / self._run_name(self._runs))
@@ -156,13 +157,19 @@ class Trainer:
         checkpoint_strategy: CheckpointConfig | None = None,
     ) -> TrainingIterator:
         """Runs the function, and yields what all ranks report, round by round."""
-        told = Callbacks(None, history=self.history)
-        return self._begin(told, train_func, config, checkpoint, checkpoint_strategy)
+        self._check_started()
+        rounds = TrainingIterator(self._executor, Callbacks(None, history=self.history))
+        self._begin(train_func, config, checkpoint, checkpoint_strategy, lambda: None)
+        return rounds
 
     def _begin(
-        self, told: Callbacks, train_func: Any, config: Any, checkpoint: Any, checkpoint_strategy: Any
-    ) -> TrainingIterator:
-        self._check_started()
+        self, train_func: Any, config: Any, checkpoint: Any, checkpoint_strategy: Any, ready: Callable[[], None]
+    ) -> None:
+        def counted() -> None:
+            self._runs += 1
+            run_dir.mkdir(parents=True, exist_ok=True)
+            ready()
+
         name = self._run_name(self._runs + 1)
         run_dir = self.logdir / name
         self._executor.start_training(
@@ -172,10 +179,8 @@ class Trainer:
             checkpoint_strategy,
             config=config,
             options=RunOptions(trial={"trial_dir": run_dir}),
+            ready=counted,
         )
-        self._runs += 1
-        run_dir.mkdir(parents=True, exist_ok=True)
-        return TrainingIterator(self._executor, told)
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Calls `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`; answers in rank order."""

@@ -2,6 +2,7 @@
 
 import collections
 import datetime
+import gc
 import io
 import pickle
 import random
@@ -293,3 +294,14 @@ def test_a_damaged_archive_says_so(directory: Path) -> None:
     data = Checkpoint.from_directory(directory).to_bytes()
     with pytest.raises(CheckpointError, match="damaged"):
         Checkpoint.from_bytes(data[:20_000])
+
+
+def test_what_was_unpacked_goes_with_the_object(tmp_path: Path) -> None:
+    (tmp_path / "words").write_text("mine")
+    unpacked = Checkpoint.from_bytes(Checkpoint.from_directory(tmp_path).to_bytes())
+    folder = Path(str(unpacked.path))
+    with unpacked.as_directory() as same:
+        assert Path(same, "words").read_text() == "mine"
+    del unpacked
+    gc.collect()
+    assert not folder.exists() and (tmp_path / "words").exists()

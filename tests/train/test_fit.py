@@ -150,6 +150,9 @@ def test_an_error_is_the_users_own_and_restoring_goes_on(ray_cluster: None, tmp_
     assert list(result.metrics_dataframe["epoch"]) == [0, 1, 2, 3]
     assert list(result.metrics_dataframe["training_iteration"]) == [1, 2, 3, 4]
     assert result.metrics["iterations_since_restore"] == 2
+    rows = result.metrics_dataframe
+    assert list(rows["done"]) == [False, False, False, True]
+    assert rows["time_total_s"].is_monotonic_increasing and len(set(rows["trial_id"])) == 1
     kept = [Path(str(kept.path)).name for kept, _ in result.best_checkpoints]
     assert kept == ["checkpoint_000002", "checkpoint_000003"], "numbers go on, and older ones made room"
 
@@ -280,7 +283,7 @@ def test_a_run_whose_script_was_killed_is_gone_on_with(ray_cluster: None, tmp_pa
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": address}, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
-    assert Result.from_path(tmp_path / "run").metrics["epoch"] == 0, "what was reported until then can be looked at"
+    assert Result.from_path(tmp_path / "run").metrics["epoch"] == 1, "what was reported until then can be looked at"
 
     def rest() -> None:
         found = train.load_checkpoint()
@@ -289,8 +292,8 @@ def test_a_run_whose_script_was_killed_is_gone_on_with(ray_cluster: None, tmp_pa
             train.report({"epoch": epoch}, checkpoint=Checkpoint.from_dict({"epoch": epoch}))
 
     result = DataParallelTrainer.restore(tmp_path / "run", train_loop_per_worker=rest).fit()
-    assert list(result.metrics_dataframe["epoch"]) == [0, 2, 3], "the checkpoint of epoch 1 had been written"
-    assert [metrics.get("epoch") for _, metrics in result.best_checkpoints] == [0, None, 2, 3]
+    assert list(result.metrics_dataframe["epoch"]) == [0, 1, 2, 3], "also what the callback was killed in"
+    assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [0, 1, 2, 3]
 
 
 def test_tensorflow_is_configured(ray_cluster: None, tmp_path: Path) -> None:

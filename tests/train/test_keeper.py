@@ -206,3 +206,16 @@ def test_a_damaged_file_says_which(tmp_path: Path) -> None:
     path.write_bytes(b"not a pickle")
     with pytest.raises(CheckpointError, match="checkpoint_000001"):
         Checkpoint(path).to_dict()
+
+
+def test_a_checkpoint_whose_report_was_never_written_counts_as_the_worst(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper(tmp_path, 3, 1, 2)
+    made = CheckpointKeeper(tmp_path, CheckpointConfig(num_to_keep=3, checkpoint_score_attribute="accuracy"))
+    made.adopt({1: {"accuracy": 0.5}, 2: {"accuracy": 0.9}})
+    assert "checkpoint_000003 counts as the worst" in caplog.text
+    assert [kept.score for kept in made.kept] == [0.5, 0.9, -math.inf]
+    assert made.latest is not None and made.latest.to_dict()["loss"] == 2, "it is the newest all the same"
+    made.take(pickle.dumps({}), {"accuracy": 0.1})
+    assert on_disk(tmp_path) == ["000001", "000002", "000004"]

@@ -12,6 +12,7 @@ import pytest
 from raysgd import train
 from raysgd.callbacks import Callback, History, JsonLoggerCallback, Result, Run
 from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig, Trainer, TrainingCallback
+from raysgd.train import Result as ReadBack
 from raysgd.train.callbacks import Callbacks, LoggerCallback, TorchTensorboardProfilerCallback, Trial
 from tests.callbacks.listening import Broken, Demanding, Heard
 
@@ -88,6 +89,35 @@ def test_a_callback_that_asks_for_it_stops_the_function(trainer: Trainer) -> Non
     with pytest.raises(LookupError):
         trainer.run(endless, callbacks=[Demanding()])
     assert trainer.run(lambda: 7) == [7, 7], "the trainer stays usable"
+
+
+class Opening(Callback):
+    """Puts there what the function asks for."""
+
+    stops_training = True
+
+    def on_start(self, run: Run) -> None:
+        assert run.folder.is_dir()
+        (run.folder / "opened").touch()
+
+
+def test_callbacks_hear_of_the_start_before_the_function_begins(trainer: Trainer) -> None:
+    def finds_it() -> bool:
+        return Path(str(train.get_context().get_trial_dir()), "opened").exists()
+
+    for _ in range(3):
+        assert trainer.run(finds_it, callbacks=[Opening()]) == [True, True]
+    heard = Heard()
+    with pytest.raises(ValueError, match="takes 2"):
+        trainer.run(lambda a, b: None, callbacks=[heard])
+    assert heard.order == [], "nothing has begun"
+
+
+def test_what_was_reported_is_written_also_when_a_callback_stops_the_run(ray_cluster: None, tmp_path: Path) -> None:
+    run = RunConfig(name="run", storage_path=tmp_path, callbacks=[Enough()])
+    with pytest.raises(TimeoutError, match="enough"):
+        DataParallelTrainer(epochs, train_loop_config={"epochs": 2}, run_config=run).fit()
+    assert [row["epoch"] for row in ReadBack.from_path(tmp_path / "run").history] == [0, 1]
 
 
 @pytest.mark.elastic

@@ -4,6 +4,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -328,3 +329,18 @@ def test_sync_of_several_needs_a_process_group() -> None:
     with pytest.raises(ValueError, match="process group"):
         Bench().run(lambda: train.elastic({"a": 1}).sync())
     assert Bench(Seat()).run(lambda: train.elastic({"a": 1}).sync()) is None
+
+
+def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
+    (tmp_path / "words").write_text("mine")
+    payload = train.Checkpoint.from_directory(tmp_path).to_bytes()
+
+    def function() -> list[Any]:
+        found = [train.get_checkpoint() for _ in range(2)]
+        return [each and (each.path, Path(str(each.path), "words").read_text()) for each in found]
+
+    bench, told = Bench(), Attempt(run=1, number=1)
+    value = bench.replica.run("function", task=(function, ()), attempt=told, checkpoint=Blob(payload), call=1)
+    first, second = pickle.loads(value)
+    assert first == second and first[1] == "mine"
+    bench.replica.close()

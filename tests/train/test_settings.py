@@ -2,14 +2,20 @@
 
 import functools
 import importlib
+import json
+import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raysgd
-from raysgd import CheckpointError, ConfigError, ElasticConfig, train
+from raysgd import CheckpointError, ConfigError, ElasticConfig, storage, train
+from raysgd.callbacks import PrintCallback
+from raysgd.storage import Uri
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
+from raysgd.train.fitting import _log_dir
 from raysgd.train.records import Past, Record, Who
 from raysgd.train.run import task_of
 
@@ -174,3 +180,118 @@ def test_what_is_written_of_a_run_can_be_read_while_it_runs(tmp_path: Path) -> N
     past = Past.read(tmp_path)
     assert [row["training_iteration"] for row in past.rows] == [1, 2, 3, 4], "half a line is gone"
     assert (past.status, past.error) == ("failed", "RuntimeError: full")
+
+
+def test_a_run_goes_on_under_its_own_names_and_in_its_own_time(tmp_path: Path) -> None:
+    record = Record(tmp_path, tmp_path, Who("T", "run"), {}, None)
+    record.begin({})
+    record.add({"confusion": {(0, 1): {2: [{(3, 4): 5}]}}}, None)
+    record.rows[-1]["time_total_s"] = 100.0
+    record.end(None)
+    assert Past.read(tmp_path).rows[-1]["confusion"] == {"(0, 1)": {"2": [{"(3, 4)": 5}]}}
+    storage.write(
+        tmp_path / "results.jsonl",
+        json.dumps({"metrics": record.rows[-1] | {"confusion": 0}, "checkpoint": None}).encode() + b"\n",
+    )
+    past = Past.read(tmp_path)
+    again = Record(tmp_path, tmp_path, Who("T", "run", **past.ids), {}, past)
+    again.begin({})
+    assert len(Past.read(tmp_path).rows) == 1, "nothing is lost before the first new report"
+    again.add({}, None)
+    again.end(None)
+    first, second = Past.read(tmp_path).rows
+    assert (first["done"], second["done"]) == (False, True)
+    assert second["time_total_s"] >= 100 > second["time_since_restore"]
+    assert all(first[name] == second[name] for name in ("trial_id", "experiment_id"))
+
+
+def test_rows_are_rewritten_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(tmp_path, tmp_path, Who("T", "run"), {}, None)
+    record.begin({})
+    record.add({"epoch": 1}, None)
+    going_on = Record(tmp_path, tmp_path, Who("T", "run"), {}, Past.read(tmp_path))
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("raysgd.storage.os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            going_on.begin({})
+    assert [row["epoch"] for row in Past.read(tmp_path).rows] == [1]
+
+
+class Planted:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('code ran')",)
+
+
+def test_looking_at_a_run_runs_no_code_from_it(tmp_path: Path) -> None:
+    Record(tmp_path, tmp_path, Who("T", "run"), {}, None).begin({"a": pickle.dumps(Planted())})
+    (tmp_path / "checkpoint_000000").write_bytes(pickle.dumps({"a": Planted()}))
+    result = train.Result.from_path(tmp_path)
+    assert result.checkpoint is not None and result.checkpoint.path == str(tmp_path / "checkpoint_000000")
+    for checkpoint in (result.checkpoint, result.best_checkpoints[0][0]):
+        with pytest.raises(CheckpointError, match="can run code"):
+            checkpoint.to_dict()
+    (tmp_path / "trainer.pkl").write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(CheckpointError, match=r"trainer\.pkl"):
+        train.Result.from_path(tmp_path)
+
+
+def test_new_callbacks_take_nothing_else_away(tmp_path: Path) -> None:
+    keep, failures = train.CheckpointConfig(num_to_keep=1), FailureConfig(max_failures=7)
+    first = train.DataParallelTrainer(
+        lambda: None, run_config=RunConfig(checkpoint_config=keep, failure_config=failures)
+    )
+    Record(tmp_path, tmp_path, Who("DataParallelTrainer", "run"), {}, None).begin(first._packed())
+    heard = [PrintCallback()]
+    other = RunConfig(callbacks=heard, failure_config=FailureConfig(max_failures=1))
+    found = train.DataParallelTrainer.restore(tmp_path, run_config=other).run_config
+    assert (found.callbacks, found.checkpoint_config, found.max_failures) == (heard, keep, 1)
+
+
+class Connected(train.DataParallelTrainer):
+    def setup(self) -> None:
+        self.lock = threading.Lock()
+
+
+def test_what_setup_makes_is_not_stored(tmp_path: Path) -> None:
+    trainer = Connected(lambda: None, run_config=RunConfig(storage_path=tmp_path, callbacks=5))  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="callbacks must be a list"):
+            trainer.fit()
+    assert "lock" in vars(trainer) and "lock" not in trainer._packed()
+    assert not list(tmp_path.iterdir()), "and callbacks that are refused leave no directory"
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "hint"),
+    [
+        (RunConfig, "verbose", "PrintCallback"),
+        (RunConfig, "stop", "return from it"),
+        (RunConfig, "local_dir", "use storage_path"),
+        (train.CheckpointConfig, "checkpoint_frequency", "the training function reports"),
+        (train.CheckpointStrategy, "checkpoint_at_end", "the training function reports"),
+        (ScalingConfig, "accelerator_type", "resources_per_worker"),
+        (FailureConfig, "fail_fast", "it takes max_failures"),
+    ],
+)
+def test_settings_that_are_others_say_what_to_do(kind: Any, wrong: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"{kind.__name__} has no setting '{wrong}'.*{hint}"):
+        kind(**{wrong: 1})
+    assert pickle.loads(pickle.dumps(kind())) == kind()
+
+
+def test_a_run_that_is_stored_elsewhere_has_a_local_directory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = tmp_path / "ray_results"
+    (home / "run").mkdir(parents=True)
+    (home / "run" / "trainer.pkl").write_bytes(b"of a run that is stored here")
+    assert _log_dir(Uri("s3://a/run")) == home / "run_2"
+    assert _log_dir(Uri("s3://b/run")) == home / "run_3"
+    assert _log_dir(Uri("s3://a/run"), again=True) == home / "run_2"
+    assert _log_dir(Uri("s3://c/run"), again=True) == home / "run_4"
+    assert [path.name for path in (home / "run").iterdir()] == ["trainer.pkl"]
