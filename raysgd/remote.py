@@ -139,10 +139,19 @@ def delete(uri: Uri) -> None:
 
 
 def write_folder(uri: Uri, source: Path) -> None:
-    """The files below `source`, and then the list of them. Without the list there is no folder for a reader."""
-    delete(uri)
+    """The files below `source`, and then the list of them. Without the list there is no folder for a reader. Of what was
+    there before only the files of an older such folder go."""
+    older = _listed(uri) if uri.is_dir() else {}
+    with _asked(uri, "written") as (system, path):
+        for file in (path, f"{path}/{MARKER}"):
+            if _kind(system, file) == "file":
+                system.rm_file(file)
     files = mirror(uri, source)
     write(uri / MARKER, json.dumps({"format": "raysgd-folder", "files": files}).encode())
+    with _asked(uri, "deleted") as (system, path):
+        for name in older.keys() - files.keys():
+            if _is_inside(name) and _kind(system, f"{path}/{name}") == "file":
+                system.rm_file(f"{path}/{name}")
 
 
 def mirror(uri: Uri, source: Path) -> dict[str, int]:
@@ -158,15 +167,19 @@ def mirror(uri: Uri, source: Path) -> dict[str, int]:
 def read_folder(uri: Uri, target: Path) -> None:
     """Copies a folder's files below `target`, and checks that they are all there."""
     for name, size in _listed(uri).items():
-        inside = PurePosixPath(name)
-        if inside.is_absolute() or ".." in inside.parts:
+        if not _is_inside(name):
             raise CheckpointError(f"{uri}: a checkpoint must hold files of its own only, not {name!r}")
-        file = target / inside
+        file = target / name
         file.parent.mkdir(parents=True, exist_ok=True)
         with _asked(uri / name) as (system, path):
             system.get_file(path, str(file))
         if file.stat().st_size != size:
             raise CheckpointError(f"{uri}: {name} has {file.stat().st_size} bytes and was stored with {size}")
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _listed(uri: Uri) -> dict[str, int]:

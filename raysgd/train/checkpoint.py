@@ -134,11 +134,13 @@ class Checkpoint:
             yield self.to_directory(copy)
 
     def to_uri(self, uri: str | Path | Uri, *, dumps: Dumps = pickle.dumps) -> str:
-        """Stores it there, whole or not at all, and returns the URI: an object for a dictionary, files for a folder."""
+        """Stores it there, whole or not at all, and returns the URI: an object for a dictionary, files for a folder, which
+        must be new or empty (under a URI, also one that a checkpoint was stored in)."""
         where = storage.place(uri)
         if not self._is_folder():
             storage.write(where, self.to_bytes(dumps=dumps))
         else:
+            _check_free(where)
             with storage.folder(self._stored()) as folder, storage.draft_folder(where) as draft:
                 shutil.copytree(folder, draft, dirs_exist_ok=True)
         return str(uri)
@@ -188,6 +190,16 @@ class Checkpoint:
     def __repr__(self) -> str:
         what = f"keys {sorted(self._data)}" if self._data is not None else self.path
         return f"Checkpoint({what})"
+
+
+def _check_free(where: Place) -> None:
+    """Nothing of somebody else's is deleted to make room."""
+    if isinstance(where, Uri):
+        taken = not where.is_dir() and (where.is_file() or bool(storage.names(where)))
+    else:
+        taken = where.is_file() or (where.is_dir() and any(where.iterdir()))
+    if taken:
+        raise CheckpointError(f"there is something else at {where} already: name a folder that is new, or empty")
 
 
 def _remove(folder: str, process: int) -> None:

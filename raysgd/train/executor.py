@@ -284,14 +284,7 @@ class BackendExecutor:
     def _perform(self, engine: Engine, run: Run, task: Any) -> None:
         error: BaseException | None = None
         try:
-            job = Job(
-                "function",
-                lambda: self._arguments(engine, run, task),
-                again="resume",
-                max_losses=self._max_retries,
-                lead=1,  # steps are checkpoints here, and may be hours apart
-                hurry_s=HURRY_S,
-            )
+            job = _job(lambda: self._arguments(engine, run, task), self._max_retries)
             run.end([pickle.loads(value) for value in engine.run(job)[-1].values])
         except TrainingFailedError as failed:
             error = TrainingWorkerError(str(failed))
@@ -355,6 +348,11 @@ class BackendExecutor:
     def best_checkpoint_path(self) -> Place | None:
         """The best checkpoint in storage, by the run's strategy; by default the newest."""
         return None if self._run is None else self._run.keeper.best_path
+
+
+def _job(arguments: Callable[[], dict[str, Any]], max_losses: int) -> Job:
+    # Steps are checkpoints here, and may be hours apart: so the lead is one.
+    return Job("function", arguments, again="resume", max_losses=max_losses, lead=1, hurry_s=HURRY_S)
 
 
 def check_max_retries(value: Any) -> int:

@@ -75,7 +75,7 @@ def _settings(where: Any) -> dict[str, bytes]:
     """Their names, and each one's pickle: that much runs no code from the file."""
     try:
         return dict(unpickling.read(storage.read(where / SETTINGS)))
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever a damaged pickle makes of itself
         raise CheckpointError(
             f"{where / SETTINGS} does not hold a trainer's settings, or is damaged ({error})"
         ) from error

@@ -3,6 +3,7 @@
 import collections
 import datetime
 import gc
+import importlib
 import io
 import pickle
 import random
@@ -305,3 +306,75 @@ def test_what_was_unpacked_goes_with_the_object(tmp_path: Path) -> None:
     del unpacked
     gc.collect()
     assert not folder.exists() and (tmp_path / "words").exists()
+
+
+def test_what_is_in_the_way_is_not_deleted(root: str, directory: Path) -> None:
+    storage.write(f"{root}/models/notes", b"somebody's")
+    checkpoint = Checkpoint.from_directory(directory)
+    for taken in ("models", "models/notes"):
+        with pytest.raises(CheckpointError, match=f"something else at .*{taken} already"):
+            checkpoint.to_uri(f"{root}/{taken}")
+    assert storage.read(f"{root}/models/notes") == b"somebody's"
+
+
+def test_over_an_older_one_only_its_own_files_go(directory: Path, tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    uri = f"memory://{uuid.uuid4().hex}/models"
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "gone").write_bytes(b"1")
+    Checkpoint.from_directory(tmp_path / "older").to_uri(uri)
+    storage.write(f"{uri}/notes", b"somebody's")
+    there = Checkpoint.from_directory(directory).to_uri(uri)
+    assert storage.names(storage.place(uri)) == sorted(["notes", *(path.name for path in directory.iterdir())])
+    with Checkpoint(there).as_directory() as folder:
+        assert not Path(folder, "notes").exists() and Path(folder, "weights.bin").read_bytes() == b"123"
+
+
+class Forged:
+    """A pickle of `function(*arguments)`, built up with `state`."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...], *state: Any) -> None:
+        self.reduced = (function, arguments, *state)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def forged(name: str) -> Any:
+    """Bytes that numpy would take for addresses of objects."""
+    numpy = pytest.importorskip("numpy")
+    frombuffer = importlib.import_module("numpy._core.numeric")._frombuffer
+    scalar = importlib.import_module("numpy._core.multiarray").scalar
+    fields = Forged(numpy.dtype, ("V8", False, True), (3, "|", None, ("a",), {"a": (numpy.dtype("O"), 0)}, 8, 1, 0))
+    flags = Forged(numpy.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0))
+    return {
+        "fields": Forged(frombuffer, (b"A" * 8, fields, (1,), "C")),
+        "flags": Forged(frombuffer, (b"A" * 8, flags, (1,), "C")),
+        "scalar": Forged(scalar, (fields, b"A" * 8)),
+        "objects": Forged(frombuffer, (b"A" * 8, numpy.dtype("O"), (1,), "C")),
+        "longer": Forged(numpy.dtype, ("V8", False, True), (3, "|", None, None, None, 800, 1, 0)),
+        "array": Forged(numpy.ndarray, ((1,), numpy.dtype("O"), b"A" * 8)),
+        "shared": Forged(numpy.dtype, ("f8",), (3, ">", None, None, None, -1, -1, 0)),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["fields", "flags", "scalar", "objects", "longer", "array", "shared"])
+def test_numpy_is_not_told_what_bytes_are(name: str) -> None:
+    data = pickle.dumps({"x": forged(name)}, protocol=4)
+    with pytest.raises(CheckpointError):
+        Checkpoint.from_bytes(data)
+    assert pytest.importorskip("numpy").dtype("f8").isnative
+
+
+def test_numpys_simple_types_are_read() -> None:
+    numpy = pytest.importorskip("numpy")
+    for kind in ("?", "i1", "u8", "f2", "f8", ">f4", "c16", "U3", "S5", "M8[ns]", "m8[s]", "V4", "O"):
+        array = numpy.zeros(3, dtype=kind)
+        content = {"array": array, "type": array.dtype, "scalar": array[0], "again": array.T}
+        for protocol in (3, 4, 5):
+            data = pickle.dumps(content, protocol)
+            found, expected = Checkpoint.from_bytes(data).to_dict(), pickle.loads(data)
+            assert found["type"] == expected["type"] == array.dtype
+            assert found["array"].dtype == expected["array"].dtype
+            assert found["array"].tolist() == found["again"].tolist() == array.tolist()
+            assert found["scalar"] == array[0]
