@@ -64,7 +64,13 @@ class Draft:
             # Not tempfile's: its files are for their owner only, and a checkpoint is for whom the umask says.
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.temporary = self.path.parent / name
-        self.file = open(self.temporary, "xb", buffering=0)  # noqa: SIM115  (keep and drop close it)
+        private = isinstance(self.path, Uri)  # everybody's folder is no place for a model that others can read
+        self.file = open(  # noqa: SIM115  (keep and drop close it)
+            self.temporary,
+            "xb",
+            buffering=0,
+            opener=lambda path, flags: os.open(path, flags, 0o600 if private else 0o666),
+        )
 
     def again(self) -> None:
         """What was written is void: from the start."""

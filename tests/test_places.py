@@ -360,3 +360,9 @@ def test_the_home_directory_and_file_uris_mean_what_they_do_elsewhere(monkeypatc
     assert place("file://./a") == Path("a")
     with pytest.raises(ConfigError, match="on the machine 'elsewhere'"):
         place("file://elsewhere/a")
+
+
+def test_a_draft_for_a_uri_is_its_owners_only() -> None:
+    draft = storage.Draft(f"memory://{uuid.uuid4().hex}/a")
+    assert draft.temporary.stat().st_mode & 0o777 == 0o600
+    draft.drop()

@@ -89,7 +89,7 @@ class Checkpoint:
         if not self._is_folder():
             return storage.read(self._stored())
         stream = io.BytesIO()
-        with storage.folder(self._stored()) as folder, tarfile.open(fileobj=stream, mode="w") as archive:
+        with storage.folder(self._stored()) as folder, _archive(stream) as archive:
             archive.add(folder, arcname=".")
         return stream.getvalue()
 
@@ -171,13 +171,18 @@ class Checkpoint:
         file = self._stored() / METADATA_FILE
         return dict(json.loads(file.read_bytes())) if file.is_file() else {}
 
+    @property
+    def can_have_metadata(self) -> bool:
+        """Those of a stored dictionary, and of what lies under a URI, stay as they are."""
+        return self._data is not None or (isinstance(self._place, Path) and self._is_folder())
+
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replaces the metadata; they must be plain JSON."""
         text = json.dumps(dict(metadata))
         if self._data is not None:
             self._data[METADATA_KEY] = dict(metadata)
-        elif isinstance(self._place, Path) and self._is_folder():
-            storage.write(self._place / METADATA_FILE, text.encode())
+        elif self.can_have_metadata:
+            storage.write(self._stored() / METADATA_FILE, text.encode())
         else:
             raise CheckpointError(
                 f"the metadata of what is stored at {self.path} cannot be changed; from_dict(to_dict()), or "
@@ -200,6 +205,11 @@ def _check_free(where: Place) -> None:
         taken = where.is_file() or (where.is_dir() and any(where.iterdir()))
     if taken:
         raise CheckpointError(f"there is something else at {where} already: name a folder that is new, or empty")
+
+
+def _archive(stream: io.BytesIO) -> tarfile.TarFile:
+    """Links become the files that they are links to: for a reader there is nothing they could point to."""
+    return tarfile.open(fileobj=stream, mode="w", dereference=True)
 
 
 def _remove(folder: str, process: int) -> None:

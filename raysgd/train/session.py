@@ -90,9 +90,9 @@ class Session:
         kind, content = checkpoint.get_internal_representation()
         if kind == "data_dict":
             checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._encode(content)})
-        if self.attempt.metadata and not checkpoint.get_metadata():
+        if self.attempt.metadata and checkpoint.can_have_metadata and not checkpoint.get_metadata():
             checkpoint.set_metadata(self.attempt.metadata)
-        return checkpoint.to_bytes(dumps=self.dumps)
+        return checkpoint.checked_bytes(dumps=self.dumps)  # the other ranks read them as trusted
 
     def _send(self, kind: str, metrics: dict[str, Any], payload: bytes | None) -> None:
         self._check_stop()

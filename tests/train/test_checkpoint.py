@@ -5,6 +5,7 @@ import datetime
 import gc
 import importlib
 import io
+import os
 import pickle
 import random
 import re
@@ -378,3 +379,15 @@ def test_numpys_simple_types_are_read() -> None:
             assert found["array"].dtype == expected["array"].dtype
             assert found["array"].tolist() == found["again"].tolist() == array.tolist()
             assert found["scalar"] == array[0]
+
+
+def test_links_become_files(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "weights.bin").write_bytes(b"123")
+    for name, link in (("soft", os.symlink), ("hard", os.link), ("hard too", os.link)):
+        link(tmp_path / "weights.bin", tmp_path / "folder" / name)
+    with Checkpoint.from_bytes(Checkpoint.from_directory(tmp_path / "folder").to_bytes()).as_directory() as there:
+        assert {path.name: path.read_bytes() for path in Path(there).iterdir()} == dict.fromkeys(
+            ("soft", "hard", "hard too"), b"123"
+        )
+        assert not any(path.is_symlink() for path in Path(there).iterdir())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd import train
+from raysgd import CheckpointError, train
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control
 from raysgd.rendezvous import Seat
@@ -344,3 +344,24 @@ def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
     first, second = pickle.loads(value)
     assert first == second and first[1] == "mine"
     bench.replica.close()
+
+
+class Own:
+    """A type of the user's."""
+
+
+def test_what_is_reported_of_others_files_is_checked_first(tmp_path: Path) -> None:
+    foreign, plain = tmp_path / "foreign", tmp_path / "plain"
+    foreign.write_bytes(pickle.dumps({"own": Own()}))
+    plain.write_bytes(pickle.dumps({"epoch": 3}))
+
+    def function(path: Path, trusted: bool) -> None:
+        train.report({}, checkpoint=train.Checkpoint(path, trusted=trusted))
+
+    bench = Bench()
+    with pytest.raises(CheckpointError, match=r"Own.*trusted=True"):
+        bench.run(function, foreign, False)
+    assert bench.said == [], "nobody was given it"
+    bench.run(function, foreign, True)
+    bench.run(function, plain, False, metadata={"who": "me"})
+    assert [payload and payload.get("epoch") for _, _, payload in bench.said] == [None, 3]
