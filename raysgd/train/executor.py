@@ -30,7 +30,7 @@ from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, Tra
 from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.replica import FunctionReplicaFactory
 from raysgd.train.run import Run, RunOptions, Told, payload_of, task_of
-from raysgd.train.strategy import CheckpointConfig
+from raysgd.train.strategy import CheckpointConfig, check_strategy
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
 from raysgd.workers.blob import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
@@ -193,10 +193,7 @@ class BackendExecutor:
         checkpoints. `ready` is called when all was checked, right before the function begins."""
         engine = self._active()
         task = task_of(train_func, config)
-        if checkpoint_strategy is not None and not isinstance(checkpoint_strategy, CheckpointConfig):
-            raise ConfigError(
-                f"checkpoint_strategy must be a CheckpointStrategy or CheckpointConfig, got {checkpoint_strategy!r}"
-            )
+        check_strategy(checkpoint_strategy)
         self._check_free()
         keeper = keeper or CheckpointKeeper(
             place(run_dir) / "checkpoints",

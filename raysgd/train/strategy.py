@@ -10,7 +10,7 @@ from typing import Any, Literal
 from raysgd.errors import ConfigError
 from raysgd.train.hints import hints
 
-__all__ = ["TIMESTAMP", "CheckpointConfig", "CheckpointStrategy"]
+__all__ = ["TIMESTAMP", "CheckpointConfig", "CheckpointStrategy", "check_strategy"]
 
 TIMESTAMP = "_timestamp"
 
@@ -73,3 +73,8 @@ class CheckpointStrategy(CheckpointConfig):
     """A `CheckpointConfig` as `Trainer.run(checkpoint_strategy=...)` has always called it; each is taken for the other."""
 
     checkpoint_score_attribute: str | None = TIMESTAMP
+
+
+def check_strategy(given: Any) -> None:
+    if given is not None and not isinstance(given, CheckpointConfig):
+        raise ConfigError(f"checkpoint_strategy must be a CheckpointStrategy or CheckpointConfig, got {given!r}")
