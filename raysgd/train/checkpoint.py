@@ -93,13 +93,16 @@ class Checkpoint:
             archive.add(folder, arcname=".")
         return stream.getvalue()
 
-    def checked_bytes(self, *, dumps: Dumps = pickle.dumps) -> bytes:
+    def checked_bytes(self, *, dumps: Dumps = pickle.dumps, users_files: bool = False) -> bytes:
         """The same for those who will read them as trusted: what is stored, and would not be read, raises here."""
         data = self.to_bytes(dumps=dumps)
         if self._place is not None and not is_directory(data):
             _unpickled(data, str(self._place), self._trusted)
         elif self._is_folder() and (self._stored() / DICT_FILE).is_file():
-            self.to_dict()
+            # A file of the user's own may have that name. What does not begin as ours do is never unpickled.
+            ours = unpickling.is_dictionary(storage.read(self._stored() / DICT_FILE))
+            if ours or not users_files:
+                self.to_dict()
         return data
 
     def to_dict(self) -> dict[str, Any]:

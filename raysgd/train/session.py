@@ -92,7 +92,7 @@ class Session:
             checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._encode(content)})
         if self.attempt.metadata and checkpoint.can_have_metadata and not checkpoint.get_metadata():
             checkpoint.set_metadata(self.attempt.metadata)
-        return checkpoint.checked_bytes(dumps=self.dumps)  # the other ranks read them as trusted
+        return checkpoint.checked_bytes(dumps=self.dumps, users_files=True)  # the peers will trust them
 
     def _send(self, kind: str, metrics: dict[str, Any], payload: bytes | None) -> None:
         self._check_stop()

@@ -365,3 +365,11 @@ def test_what_is_reported_of_others_files_is_checked_first(tmp_path: Path) -> No
     bench.run(function, foreign, True)
     bench.run(function, plain, False, metadata={"who": "me"})
     assert [payload and payload.get("epoch") for _, _, payload in bench.said] == [None, 3]
+
+
+def test_a_folder_may_hold_a_file_of_the_users_under_our_name(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.pkl").write_bytes(b"PK of torch.save")
+    assert b"PK of torch.save" in train.Checkpoint.from_directory(tmp_path).checked_bytes(users_files=True)
+    (tmp_path / "checkpoint.pkl").write_bytes(pickle.dumps({"own": Own()}))
+    with pytest.raises(CheckpointError, match="trusted=True"):
+        train.Checkpoint.from_directory(tmp_path).checked_bytes(users_files=True)
