@@ -26,13 +26,14 @@ class Border:
         self._lead = lead
         self._consents: dict[str, bool] = {}
         self._begun = -1
+        self._too_late = False
         self._asked_at = 0.0
         self.settled = False
         self._propose(max(crew.members[worker].progress.step for worker in calls))
 
     def _propose(self, begun: int) -> None:
         self._round = next(self._crew.rounds)  # never used before: an answer to an older border means nothing here
-        self._consents, self._begun = {}, -1
+        self._consents, self._begun, self._too_late = {}, -1, False
         self._asked_at = time.monotonic()
         for worker, call in self._calls.items():
             message = {"t": "propose", "id": self._round, "call": call, "at": begun + self._lead}
@@ -46,7 +47,9 @@ class Border:
             self._crew.answers.remove(answer)
             if answer.message["id"] == self._round:
                 self._consents[answer.worker] = bool(answer.message["kept"])
-                self._begun = max(self._begun, int(answer.message["begun"]))
+                begun = int(answer.message["begun"])
+                self._begun = max(self._begun, begun)
+                self._too_late |= not answer.message["kept"] and begun >= 0
         if still_running and all(self._consents.get(worker) for worker in still_running):
             self.settled = True
             for worker in still_running:
@@ -56,8 +59,8 @@ class Border:
 
     def _again(self) -> None:
         """Somebody refused. A rank that had begun a later step needs a border further ahead; one that has not begun
-        its call at all (it says -1) only needs a moment."""
-        if self._begun >= 0:
+        its call at all (it says -1) only needs a moment: a lead that grew meanwhile would be a border never reached."""
+        if self._too_late:
             self._lead *= 2
         elif time.monotonic() - self._asked_at < PATIENCE_S:
             return
