@@ -131,6 +131,11 @@ class Engine:
         return self._crew.target
 
     @property
+    def nodes(self) -> list[str]:
+        """The node of each rank."""
+        return [self._crew.members[worker].node for worker in self._crew.seated()]
+
+    @property
     def generation(self) -> int:
         """The number of the generation that stands."""
         return self._standing.former.generation

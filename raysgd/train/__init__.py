@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd.train.backends import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.callbacks import TrainingCallback
 from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.datasets import DataConfig
 from raysgd.train.elastic_state import elastic
 from raysgd.train.errors import (
     InactiveWorkerGroupError,
@@ -52,6 +53,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointStrategy",
+    "DataConfig",
     "DataParallelTrainer",
     "FailureConfig",
     "HorovodConfig",

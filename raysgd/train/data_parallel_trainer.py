@@ -6,7 +6,7 @@ import copy
 import functools
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -22,8 +22,9 @@ from raysgd.train.fitting import Fitting
 from raysgd.train.job import FunctionJob
 from raysgd.train.records import Past, can_restore
 from raysgd.train.result import Result
-from raysgd.train.run import RunOptions, task_of
+from raysgd.train.run import RunOptions, ShardMaker, task_of
 from raysgd.train.settings import RunConfig, ScalingConfig
+from raysgd.train.shards import make_shards
 from raysgd.workers.packing import pack
 
 __all__ = ["DataParallelTrainer"]
@@ -196,9 +197,9 @@ class DataParallelTrainer:
     def preprocess_datasets(self) -> None:
         raise DeprecationWarning("trainers do not preprocess data sets: do it with Ray Data, before you pass them")
 
-    def _shards(self) -> Callable[[int], Sequence[Mapping[str, Any]]] | None:
-        """Each rank's part of the data sets."""
-        return None
+    def _shards(self) -> ShardMaker | None:
+        """Each rank's part of the data sets: all are divided, unless `dataset_config` says otherwise."""
+        return make_shards(self.datasets, self.dataset_config, cpus_per_worker=self.scaling_config.worker.cpus)
 
     def __repr__(self) -> str:
         name = getattr(self.train_loop_per_worker, "__name__", type(self.train_loop_per_worker).__name__)

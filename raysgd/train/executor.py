@@ -293,7 +293,7 @@ class BackendExecutor:
 
     def _arguments(self, engine: Engine, run: Run, task: Any) -> dict[str, Any]:
         self._settle()
-        attempt = run.begin_attempt(engine.world_size)
+        attempt = run.begin_attempt(engine.world_size, engine.nodes)
         payload = run.keeper.payload
         self._backend.on_training_start(self._group, self._config)
         return {"task": task, "attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 from raysgd.outcomes import Interrupted
@@ -18,6 +20,16 @@ from raysgd.train.session import Attempt, Session, Stopped, running
 __all__ = ["FunctionReplica", "FunctionReplicaFactory"]
 
 WAKE = getattr(signal, "SIGUSR2", None)
+KNOCK_S = 0.05
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """A module that is stopped half-way stays broken for the whole process."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _as_it_is(values: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +100,10 @@ class FunctionReplica:
                 return self._factory.dumps(self._call(*task))
         except Stopped as stop:
             return Interrupted(None, "the function was stopped", self.progress, asked=stop.asked)
+        except KeyboardInterrupt:
+            if not self._control.interrupted:
+                raise
+            return Interrupted(None, "the function was stopped in a call of Ray's", self.progress)
 
     def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """With the door open for `_on_wake`, which closes it behind itself: no second stop hits the clean-up."""
@@ -123,14 +139,21 @@ class FunctionReplica:
 
     def _wake(self) -> None:
         """Listener thread: the generation is over. The main thread may be anywhere in the user's code."""
-        assert WAKE is not None
-        if self._stoppable:
-            signal.pthread_kill(self._main, WAKE)
+        threading.Thread(target=self._knock, name="raysgd-stop", daemon=True).start()
 
-    def _on_wake(self, signum: int, frame: Any) -> None:
+    def _knock(self) -> None:
+        """Again and again, as the function may be where it cannot be stopped."""
+        assert WAKE is not None
+        while self._stoppable and self._control.interrupted:
+            signal.pthread_kill(self._main, WAKE)
+            time.sleep(KNOCK_S)
+
+    def _on_wake(self, signum: int, frame: FrameType | None) -> None:
         """Main thread, between two steps of the interpreter; never outside the user's function."""
-        if self._stoppable and self._control.interrupted:
+        if self._stoppable and self._control.interrupted and not _importing(frame):
             self._stoppable = False
+            if frame is not None and str(frame.f_globals.get("__name__", "")).startswith("ray."):
+                raise KeyboardInterrupt  # the only thing that gets out of a `ray.get`; all else it swallows, and waits on
             raise Stopped(asked=False)
 
     # -- membership -----------------------------------------------------------------------------------

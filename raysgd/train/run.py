@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from raysgd.errors import ConfigError
 from raysgd.storage import Uri, place
@@ -20,19 +20,27 @@ from raysgd.train.rounds import Report, Round, Rounds, checkpoint_of
 from raysgd.train.scribe import Scribe
 from raysgd.train.session import Attempt
 
-__all__ = ["Run", "RunOptions", "Told", "payload_of", "task_of"]
+__all__ = ["Run", "RunOptions", "ShardMaker", "Told", "payload_of", "task_of"]
 
 DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
 Rows = list[dict[str, Any]]
 
 
+class ShardMaker(Protocol):
+    """Makes each rank's data sets: called by the run on the driver, for every attempt anew, with the node of each rank;
+    what it made before is not read any more."""
+
+    def __call__(self, world_size: int, nodes: Sequence[str] = ()) -> Sequence[Mapping[str, Any]]: ...
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a run is given beside its function. `shards(world_size)` makes each rank's data sets, for every attempt."""
+    """What a run is given beside its function."""
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
     trial: Mapping[str, Any] = field(default_factory=dict)
-    shards: Callable[[int], Sequence[Mapping[str, Any]]] | None = None
+    shards: ShardMaker | None = None
 
 
 @dataclass(frozen=True)
@@ -69,13 +77,13 @@ class Run:
 
     # -- the engine's thread --------------------------------------------------------------------------
 
-    def begin_attempt(self, world_size: int) -> Attempt:
+    def begin_attempt(self, world_size: int, nodes: Sequence[str] = ()) -> Attempt:
         """The function is about to be fanned out. What ranks of the last attempt had reported and others had not
         counts too: a report that was taken is never forgotten."""
         self._close_leftovers()
         self._attempt += 1
         self._rounds = Rounds(world_size)
-        shards = self._options.shards(world_size) if self._options.shards is not None else ()
+        shards = self._options.shards(world_size, nodes) if self._options.shards is not None else ()
         return Attempt(
             run=self.number,
             number=self._attempt,
@@ -111,6 +119,8 @@ class Run:
             self._close_leftovers()
         except Exception as late:
             error = error or late
+        if self._options.shards is not None:
+            self._options.shards.close()
         unstored = self._scribe.finish()
         self.error = error or unstored
         self._complete.put(None)

@@ -23,6 +23,7 @@ from raysgd.train.executor import BackendExecutor
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.job import FunctionJob
 from raysgd.train.run import RunOptions, task_of
+from raysgd.train.shards import make_shards
 from raysgd.train.strategy import CheckpointConfig
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
 
@@ -125,14 +126,17 @@ class Trainer:
         callbacks: Iterable[Any] | None = None,
         checkpoint: Any = None,
         checkpoint_strategy: CheckpointConfig | None = None,
+        dataset: Any = None,
     ) -> list[Any]:
         """Runs the function to its end; what each rank returned, in rank order.
 
         `checkpoint` (a dict, or the path or URI of a stored one) is what `load_checkpoint()` gives at first.
+        `dataset` is a Ray Dataset, or a dict of them by name: each worker reads its part through
+        `train.get_dataset_shard(name)`.
         """
         self._check_started()
         rounds = TrainingIterator(self._executor, Callbacks(callbacks, history=self.history))
-        begin = functools.partial(self._begin, train_func, config, checkpoint, checkpoint_strategy)
+        begin = functools.partial(self._begin, train_func, config, checkpoint, checkpoint_strategy, dataset)
         run = Run(
             trainer="Trainer",
             name=getattr(train_func, "__name__", type(train_func).__name__),
@@ -155,15 +159,22 @@ class Trainer:
         config: Mapping[str, Any] | None = None,
         checkpoint: Any = None,
         checkpoint_strategy: CheckpointConfig | None = None,
+        dataset: Any = None,
     ) -> TrainingIterator:
         """Runs the function, and yields what all ranks report, round by round."""
         self._check_started()
         rounds = TrainingIterator(self._executor, Callbacks(None, history=self.history))
-        self._begin(train_func, config, checkpoint, checkpoint_strategy, lambda: None)
+        self._begin(train_func, config, checkpoint, checkpoint_strategy, dataset, lambda: None)
         return rounds
 
     def _begin(
-        self, train_func: Any, config: Any, checkpoint: Any, checkpoint_strategy: Any, ready: Callable[[], None]
+        self,
+        train_func: Any,
+        config: Any,
+        checkpoint: Any,
+        checkpoint_strategy: Any,
+        dataset: Any,
+        ready: Callable[[], None],
     ) -> None:
         def counted() -> None:
             self._runs += 1
@@ -172,13 +183,14 @@ class Trainer:
 
         name = self._run_name(self._runs + 1)
         run_dir = self.logdir / name
+        shards = make_shards(dataset, cpus_per_worker=self._worker.cpus)
         self._executor.start_training(
             train_func,
             self.storage / name,
             checkpoint,
             checkpoint_strategy,
             config=config,
-            options=RunOptions(trial={"trial_dir": run_dir}),
+            options=RunOptions(trial={"trial_dir": run_dir}, shards=shards),
             ready=counted,
         )
 
@@ -203,14 +215,16 @@ class Trainer:
         executor.start(None, train_cls, args, kwargs)
         return executor.lend()
 
-    def to_tune_trainable(self, train_func: Callable[..., Any]) -> Any:
+    def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> Any:
         """A Tune Trainable class: each trial runs the function, on workers such as this trainer's, with the trial's config
-        (extra: tune)."""
+        and its own parts of the data sets (extra: tune)."""
         if self._executor.is_started:
             raise TrainBackendError(
                 "to_tune_trainable() starts workers in each trial: make a new Trainer for it, and do not start it"
             )
         task_of(train_func, None)
+        share = functools.partial(make_shards, dataset, cpus_per_worker=self._worker.cpus)
+        share()  # refuses what is no data set; it opens none
         try:
             tune = import_module("raysgd.tune")
         except RuntimeError as error:
@@ -219,7 +233,9 @@ class Trainer:
         return tune.as_trainable(
             tune.FunctionTrial(
                 getattr(train_func, "__name__", "function"),
-                lambda config: FunctionJob(make=make, function=train_func, config=config),
+                lambda config: FunctionJob(
+                    make=make, function=train_func, config=config, options=RunOptions(shards=share())
+                ),
                 lambda config: (bundles, "PACK"),
             )
         )

@@ -15,6 +15,7 @@ __all__ = [
     "alive_nodes",
     "draining_nodes",
     "driver_address",
+    "end_actor",
     "ensure_cluster",
     "free_by_node",
     "holds_at_most",
@@ -71,6 +72,16 @@ def driver_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+def end_actor(handle: Any) -> None:
+    """Ends an actor that may be gone already, with its node or with Ray itself."""
+    import ray
+
+    try:
+        ray.kill(handle)
+    except Exception as error:
+        logger.debug("%r was not ended: %s", handle, error)
 
 
 def alive_nodes() -> dict[str, Mapping[str, float]]:

@@ -1,0 +1,89 @@
+"""Ray Data for a run of a function: every rank's shards, divided anew whenever the ranks change."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from raysgd.workers import cluster
+
+__all__ = ["ShardRules", "Shards", "no_room_for_data"]
+
+logger = logging.getLogger("raysgd")
+
+
+class ShardRules(Protocol):
+    """What a `raysgd.train.DataConfig` answers."""
+
+    enable_shard_locality: bool
+    equal: bool
+
+    def splits(self, name: str) -> bool: ...
+    def options_for(self, name: str) -> Any: ...
+
+
+class Shards:
+    """Owns the splits of one attempt. Ray deals the blocks of a split in an actor that waits until *all* its readers have
+    come; a reader that died never comes. So no split outlives an attempt: the next one gets new ones, and the old
+    actors are ended, which also frees readers that still wait in them."""
+
+    def __init__(self, datasets: Mapping[str, Any], rules: Any, *, cpus_per_worker: float = 1) -> None:
+        self._datasets, self._rules, self._cpus = dict(datasets), rules, cpus_per_worker
+        self._open: list[Any] = []
+        self._told = False
+
+    def __call__(self, world_size: int, nodes: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """The data sets of each rank by name; `nodes` says where the ranks are."""
+        self.close()
+        if not self._told and all(type(each).__name__ != "MaterializedDataset" for each in self._datasets.values()):
+            self._told = no_room_for_data(nodes, self._cpus, ", ".join(self._datasets))
+        shards = self._dealt(world_size, list(nodes))
+        self._open = [each for rank in shards for each in rank.values()]
+        return shards
+
+    def close(self) -> None:
+        """Nobody reads these shards any more."""
+        handles = {id(h): h for each in self._open if (h := getattr(each, "_coord_actor", None)) is not None}
+        self._open = []
+        for handle in handles.values():
+            cluster.end_actor(handle)
+
+    def _dealt(self, world_size: int, nodes: list[str]) -> list[dict[str, Any]]:
+        hints = nodes if len(nodes) == world_size and all(nodes) else None
+        if callable(getattr(self._rules, "configure", None)):  # Ray's own DataConfig, or the user's subclass of it
+            own: list[dict[str, Any]] = self._rules.configure(self._datasets, world_size, None, hints)
+            return own
+        rules: ShardRules = self._rules
+        shards: list[dict[str, Any]] = [{} for _ in range(world_size)]
+        for name, dataset in self._datasets.items():
+            options = rules.options_for(name)
+            if options is not None:
+                dataset.context.execution_options = copy.deepcopy(options)
+            parts = [dataset] * world_size
+            if rules.splits(name):
+                local = hints if rules.enable_shard_locality else None
+                parts = dataset.streaming_split(world_size, equal=rules.equal, locality_hints=local)
+            for rank, part in zip(shards, parts, strict=True):
+                rank[name] = part
+        return shards
+
+
+def no_room_for_data(nodes: Sequence[str], cpus_per_worker: float, names: str) -> bool:
+    """Says so when these workers leave no CPU for the tasks that read the data: they, and the workers, would wait."""
+    held = Counter(nodes)
+    total = {node: float(resources.get("CPU", 0)) for node, resources in cluster.alive_nodes().items()}
+    if not nodes or any(total[node] - cpus_per_worker * held[node] >= 1 for node in total):
+        return False
+    logger.warning(
+        "no CPU is left to read the data (%s): %d worker(s) with %g CPU each hold nearly all of the cluster's %g. Ray "
+        "Data's tasks wait until one is free, and training waits for them. Use fewer workers or smaller ones "
+        "(resources_per_worker={'CPU': 0.5}), add nodes, or start Ray with more logical CPUs: ray.init(num_cpus=...)",
+        names,
+        len(nodes),
+        cpus_per_worker,
+        sum(total.values()),
+    )
+    return True

@@ -1,0 +1,86 @@
+"""What may be given as data sets, and which of them are divided: pure."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raysgd.errors import ConfigError
+from raysgd.train import DataConfig
+from raysgd.train.datasets import named_datasets, parse_data_config
+
+
+class Splittable:
+    def streaming_split(self, n: int) -> None: ...
+
+
+class DatasetPipeline:
+    def iter_epochs(self) -> None: ...
+
+
+ONE, TWO = Splittable(), Splittable()
+
+
+def test_a_single_data_set_is_called_train() -> None:
+    assert named_datasets(ONE) == {"train": ONE}
+    assert named_datasets({"a": ONE, "b": TWO}) == {"a": ONE, "b": TWO}
+    assert named_datasets(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (DatasetPipeline(), "Ray has given up: pass the Dataset itself"),
+        ({"train": ONE, "val": DatasetPipeline()}, r"'val' is a DatasetPipeline.*window\(\).*repeat\(\)"),
+        ([1, 2], r"'train' must be a Ray Dataset .*got \[1, 2\]"),
+        ({3: ONE}, "named by strings, got 3"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        named_datasets(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "split"),
+    [
+        (None, {"a", "b"}),
+        (DataConfig(), {"a", "b"}),
+        (DataConfig(["a"]), {"a"}),
+        (DataConfig([]), set()),
+        ({"a": {"split": True}, "b": {"split": False}}, {"a"}),
+        ({"b": SimpleNamespace(split=False)}, {"a"}),
+        ({"b": SimpleNamespace(split=None)}, {"a", "b"}),
+        ({"a": False}, {"b"}),
+    ],
+)
+def test_which_are_divided(given: Any, split: set[str]) -> None:
+    config = parse_data_config(given, ["a", "b"])
+    assert {name for name in ("a", "b") if config.splits(name)} == split
+
+
+def test_a_config_with_its_own_way_is_taken_as_it_is() -> None:
+    own = SimpleNamespace(configure=lambda *given: None)
+    assert parse_data_config(own, ["a"]) is own
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: DataConfig("train"), r"'all' or a list of data sets' names, got 'train'"),
+        (lambda: DataConfig(equal=1), "equal must be True or False, got 1"),
+        (lambda: parse_data_config(DataConfig(["c"]), ["a", "b"]), "names c, but the data sets are a, b"),
+        (lambda: parse_data_config({"c": {"split": True}}, ["a"]), "names c, but the data sets are a"),
+        (lambda: parse_data_config({"a": {"split": 1}}, ["a"]), "must say split=True or split=False"),
+        (lambda: parse_data_config("train", ["a"]), r"must be a DataConfig.*got 'train'"),
+    ],
+)
+def test_what_a_config_cannot_say(make: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+def test_execution_options_for_all_or_by_name() -> None:
+    assert DataConfig(execution_options="x").options_for("a") == "x"
+    assert DataConfig(execution_options={"b": "y"}).options_for("a") is None
+    assert DataConfig(execution_options={"b": "y"}).options_for("b") == "y"
