@@ -33,6 +33,7 @@ HOROVOD = [*TORCH, "cffi", "cloudpickle", "cmake", "packaging", "psutil", "pyyam
 LIGHTNING = [*TORCH, "lightning>=2.1"]
 TORCHMETRICS = [*TORCH, "torchmetrics>=1.0"]
 TUNE = ["ray[tune]"]
+DATA = ["ray[data]>=2.9", "numpy"]
 STORAGE = ["fsspec"]
 S3 = [*STORAGE, "s3fs"]
 # MLflow's local store is a database, for which mlflow-skinny brings neither sqlalchemy nor alembic.
@@ -44,6 +45,7 @@ DEV = [
     *LIGHTNING,
     *TORCHMETRICS,
     *TUNE,
+    *DATA,
     *S3,
     *CALLBACKS,
     *DOCS,
@@ -80,6 +82,7 @@ setup(
         "lightning": LIGHTNING,
         "torchmetrics": TORCHMETRICS,
         "tune": TUNE,
+        "data": DATA,
         "storage": STORAGE,
         "s3": S3,
         "callbacks": CALLBACKS,

@@ -49,6 +49,12 @@ def quickstart(output: str) -> None:
     assert f"samples in that epoch: {TRAIN_SAMPLES} of {TRAIN_SAMPLES}" in output
 
 
+def ray_data(output: str) -> None:
+    loss_falls(output)
+    assert set(numbers("rows", output)) == {400.0}, output
+    assert "worker death: 2 -> 1 workers" in output
+
+
 def linear_regression(output: str) -> None:
     loss_falls(output)
     assert numbers("val_r2", output)[-1] > 0.98, output
@@ -147,6 +153,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     f"{check.__name__}.py": check
     for check in (
         quickstart,
+        ray_data,
         linear_regression,
         two_models,
         custom_train_epoch,

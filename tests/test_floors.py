@@ -23,7 +23,7 @@ FLOORS = {
     "2": "workers",
     "3": "engine",
     "4": "torch/trainer torch/assembly torch/ways torch/checkpoints tf/trainer train/trainer train/executor train/iterator "
-    "train/worker_group train/job train/fitting train/data_parallel_trainer train/frameworks calls utils",
+    "train/worker_group train/shards train/job train/fitting train/data_parallel_trainer train/frameworks calls utils",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__",
     "5b": "operators tune cli",
 }
@@ -37,10 +37,10 @@ SIBLINGS = {
     "horovod": {"torch"},
     "train/executor": {"train/worker_group"},
     "train/iterator": {"train/executor"},
-    "train/trainer": {"train/executor", "train/iterator", "train/job", "train/worker_group"},
+    "train/trainer": {"train/executor", "train/iterator", "train/job", "train/shards", "train/worker_group"},
     "train/job": {"train/executor"},
     "train/fitting": {"train/executor", "train/iterator", "train/job"},
-    "train/data_parallel_trainer": {"train/executor", "train/fitting", "train/job"},
+    "train/data_parallel_trainer": {"train/executor", "train/fitting", "train/job", "train/shards"},
     "train/frameworks": {"train/data_parallel_trainer"},
     "storage": {"remote"},
     "outcomes": {"progress"},

@@ -1,5 +1,6 @@
-"""Samples that are fetched while training runs."""
+"""Samples that are fetched while training runs, and Ray Datasets for operators."""
 
 from raysgd.data.dataset import Dataset
+from raysgd.data.rows import RayData
 
-__all__ = ["Dataset"]
+__all__ = ["Dataset", "RayData"]

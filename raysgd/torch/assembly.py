@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.calls import Calls
 from raysgd.config import ElasticConfig, Limits, WorkerResources, check_trainer
+from raysgd.data.rows import RayData
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError
 from raysgd.protocols import Backend
@@ -29,8 +31,9 @@ from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import ReplicaSettings
 from raysgd.torch.ways import Way
 from raysgd.workers.inline import InlineGroup
+from raysgd.workers.rows import SharedRows, local_rows
 
-__all__ = ["Plan", "TrainerArguments", "engine", "plan", "wants_gpu"]
+__all__ = ["Plan", "TrainerArguments", "engine", "opened", "plan", "wants_gpu"]
 
 logger = logging.getLogger("raysgd")
 
@@ -204,6 +207,7 @@ def _settings(
         threads=threads,
         batch=elastic.batch,
         snapshot_every=elastic.snapshot_every,
+        rows=local_rows if threads is None else SharedRows(uuid.uuid4().hex[:8]),
         options=options,
         exchange=way.exchange if given.num_workers > 1 else Exchange,
     )
@@ -211,6 +215,14 @@ def _settings(
 
 def _without(given: dict[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
     return given.get(name), {other: value for other, value in given.items() if other != name}
+
+
+def opened(dataset: Any, group: Any) -> Any:
+    """What `train(dataset=...)` sends to the workers: of a Ray Dataset only the way to its rows, which are read here."""
+    if dataset is None or not RayData.is_given_as(dataset):
+        return dataset
+    data = RayData.of(dataset)
+    return replace(data, dataset=group.rows(data.dataset))
 
 
 def wants_gpu(use_gpu: Any) -> bool:

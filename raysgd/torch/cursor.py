@@ -35,18 +35,20 @@ class Cursor:
     stream: int = 0
     parked: list[Any] | None = None
 
-    def park(self) -> None:
-        """A call on another data set begins: the epoch's place waits, the stream's place is taken up."""
+    def park(self, *, anew: bool = False) -> None:
+        """A call on another data set begins: the epoch's place waits, the stream's place is taken up; or, for data that
+        each call begins `anew`, the beginning."""
         if self.parked is None:
-            self.parked = [self.offset, self.ended]
-            self.offset, self.ended = self.stream, False
+            self.parked = [self.offset, self.ended, self.stream if anew else None]
+            self.offset, self.ended = 0 if anew else self.stream, False
             self.epoch += 1
             self.call_epoch = self.epoch
 
     def unpark(self) -> None:
         if self.parked is not None:
-            self.stream = self.offset
-            self.offset, self.ended = self.parked
+            kept = self.parked[2] if len(self.parked) > 2 else None  # older checkpoints have two entries
+            self.stream = self.offset if kept is None else kept
+            self.offset, self.ended = self.parked[:2]
             self.parked = None
 
     def as_dict(self) -> dict[str, Any]:

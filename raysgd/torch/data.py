@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from raysgd.data.rows import RayData
 from raysgd.plan import Deal
 from raysgd.rendezvous import Seat
+from raysgd.torch.cursor import Cursor
 from raysgd.torch.sampling import (
     Order,
     Picker,
@@ -27,7 +29,7 @@ from raysgd.torch.sampling import (
 )
 from raysgd.torch.sharding import shard_live
 
-__all__ = ["Drawn", "LiveSource", "PlannedSource", "Source", "StreamSource", "close"]
+__all__ = ["Drawn", "LiveSource", "PlannedSource", "RowSource", "Source", "StreamSource", "close"]
 
 
 class Drawn(NamedTuple):
@@ -115,6 +117,8 @@ class LiveSource:
     Its position is its own live iterator's. When `together`, an epoch ends on all ranks with the shortest share.
     """
 
+    counts_samples = False
+
     def __init__(self, loader: Iterable[Any], *, shard: bool, together: bool, keep: int = 1) -> None:
         self.loader, self._shard, self._together = loader, shard, together
         self._live: Iterator[Any] | None = None
@@ -165,6 +169,8 @@ class LiveSource:
 class StreamSource:
     """A `raysgd.data.Dataset` passed to one call: its stream is dealt by position, so it survives resizes too."""
 
+    counts_samples = False
+
     def __init__(self, dataset: Any) -> None:
         self._dataset = self.loader = dataset
 
@@ -193,7 +199,60 @@ def _joined(items: tuple[Any, ...]) -> Any:
     return torch.utils.data.default_collate(list(items))
 
 
-Source = PlannedSource | LiveSource | StreamSource
+class RowSource:
+    """A Ray Dataset: its rows are dealt by their place in its stream, which is read once for all ranks. `rows` reads
+    them; `own_call`: for that call only, else call after call.
+
+    Owns the number of the pass that is open, which names it for all ranks alike. The place in it is the cursor's.
+    """
+
+    counts_samples = True
+
+    def __init__(
+        self,
+        loader: Any,
+        rows: Any,
+        data: RayData,
+        cursor: Cursor,
+        *,
+        own_call: bool,
+        pad: bool,
+        step: int | None,
+        keep: int,
+    ) -> None:
+        self.loader, self._rows, self._data, self._cursor = loader, rows, data, cursor
+        self._pad, self._step, self._keep = pad, step, keep
+        self._number = (cursor.call if own_call else -1, cursor.epoch)
+
+    def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
+        self._number = (self._number[0], epoch + 1)
+
+    def state(self) -> dict[str, Any]:
+        return {"number": self._number}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._number = tuple(state.get("number", self._number))
+
+    def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
+        """This rank's part of the rest of the pass."""
+        step = self._step or (self._data.batch_size or 1) * seat.world_size
+        step = max(step, seat.world_size)
+        place: dict[str, Any] = {"call": self._cursor.call, "number": self._number, "start": offset}
+        for columns, after, fresh in self._rows.read(seat, **place, step=step, pad=self._pad, keep=self._keep):
+            yield Drawn(_tensors(self._data.arranged(columns)), after, fresh)
+
+
+def _tensors(batch: Any) -> Any:
+    """Numbers with a point in torch's own default type, as models have them."""
+    if isinstance(batch, dict):
+        return {name: _tensors(column) for name, column in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_tensors(column) for column in batch)
+    tensor = torch.as_tensor(batch)
+    return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
+
+
+Source = PlannedSource | LiveSource | StreamSource | RowSource
 _END = object()
 
 

@@ -56,7 +56,7 @@ class Feed:
         self._closing = True
         self._stepped = False
         self._empty_epochs = 0
-        self._counts_samples = isinstance(source, PlannedSource) and source.counts_samples
+        self._counts_samples = source.counts_samples
         self.fresh = True
         self.epoch_ended = False
         self.stopped = False

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
+from raysgd.data.rows import RayData
 from raysgd.errors import ConfigError
 from raysgd.meters import AverageMeterCollection
 from raysgd.torch import wrapping
@@ -171,10 +172,14 @@ class TrainingOperator(OperatorBase):
         return tuple(answer)
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
-        """Takes the data: DataLoaders (dealt out over the workers unless add_dist_sampler=False) or any iterables."""
+        """Takes the data: DataLoaders (dealt out over the workers unless add_dist_sampler=False), Ray Datasets (dealt out
+        by rows; `raysgd.data.RayData` names their columns) or any iterables."""
         for name, loader in {"train_loader": train_loader, "validation_loader": validation_loader}.items():
-            if loader is not None and not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-                raise ConfigError(f"{name} must be a DataLoader or another iterable of batches, got {loader!r}")
+            iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") or RayData.is_given_as(loader)
+            if loader is not None and not iterable:
+                raise ConfigError(
+                    f"{name} must be a DataLoader or another iterable of batches, or a Ray Dataset, got {loader!r}"
+                )
         self._parts.train_loader = train_loader
         self._parts.validation_loader = validation_loader
 

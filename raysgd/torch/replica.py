@@ -20,11 +20,11 @@ from raysgd.rendezvous import Seat
 from raysgd.torch import states
 from raysgd.torch.answers import ANSWERS
 from raysgd.torch.cursor import Cursor
-from raysgd.torch.data import LiveSource, PlannedSource, Source, StreamSource, close
+from raysgd.torch.data import Source, close
 from raysgd.torch.feed import Feed, MembershipChange
+from raysgd.torch.opening import Opener
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.prefetch import make_carrier
-from raysgd.torch.sampling import is_planned, unit_size
 from raysgd.torch.settings import ReplicaSettings
 from raysgd.torch.sharded import gathered
 from raysgd.torch.snapshots import Snapshotter
@@ -64,6 +64,7 @@ class TorchReplica:
 
     def __init__(self, operator: TrainingOperator, settings: ReplicaSettings, seat: Seat, control: Control) -> None:
         self.operator, self._settings, self._seat, self._control = operator, settings, seat, control
+        self._opener = Opener(operator, settings, control)
         self._cursor, self._val_cursor = Cursor(), Cursor()
         self._validation_began = self._val_cursor.as_dict()
         self._feed: Feed | None = None
@@ -203,7 +204,7 @@ class TorchReplica:
             )
         loader = operator._parts.validation_loader
         if self._validation is None or (cursor.ended and self._validation.loader is not loader):
-            self._validation = self._source(loader, training=False)
+            self._validation = self._opener.registered(loader, self._val_cursor, training=False)
         if call != cursor.call:
             cursor.open_call(call)
             self._validation_began = cursor.as_dict()
@@ -228,8 +229,7 @@ class TorchReplica:
 
     def _train_source(self, dataset: Any) -> Source:
         if dataset is not None:
-            self._cursor.park()
-            return StreamSource(dataset)
+            return self._opener.for_a_call(dataset, self._cursor)
         loader = self.operator._parts.train_loader
         if self._train is None or (self._cursor.ended and self._train.loader is not loader):
             if loader is None:
@@ -237,17 +237,8 @@ class TorchReplica:
                     "train() needs data: give self.register_data(train_loader=...) in "
                     f"{type(self.operator).__name__}.setup, or pass train(dataset=..., num_steps=...)"
                 )
-            self._train = self._source(loader, training=True)
+            self._train = self._opener.registered(loader, self._cursor, training=True)
         return self._train
-
-    def _source(self, loader: Any, *, training: bool) -> Source:
-        shared = self._settings.distributed and self._settings.add_dist_sampler
-        if is_planned(loader) and (shared or not self._settings.distributed):
-            whole = unit_size(loader) * self._settings.num_workers if self._settings.batch == "global" else None
-            return PlannedSource(loader, pad=training, global_batch=whole if training else None)
-        # What a window and the batch drawn ahead may hold uncommitted.
-        keep = self._settings.options.accumulate + 1
-        return LiveSource(loader, shard=shared, together=training, keep=keep)
 
     # -- results --------------------------------------------------------------------------------------
 
@@ -325,7 +316,7 @@ class TorchReplica:
         loader, place = self.operator._parts.train_loader, state.get("loader")
         if loader is not None and place is not None:
             if self._train is None or self._train.loader is not loader:
-                self._train = self._source(loader, training=True)
+                self._train = self._opener.registered(loader, self._cursor, training=True)
             self._train.load(place)
 
     def take_over(self, state: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ __all__ = ["ReplicaSettings"]
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSettings:
     """distributed: is there a process group (more than one worker at most)? threads: cores of this worker. exchange: makes
-    what carries gradients where the models are not wrapped."""
+    what carries gradients where the models are not wrapped.
+    `rows(name, dataset, deliver)` opens the way to the rows of a Ray Dataset that was made in a worker."""
 
     distributed: bool = False
     use_gpu: bool = False
@@ -29,5 +30,6 @@ class ReplicaSettings:
     threads: int | None = None
     batch: Literal["per_worker", "global"] = "per_worker"
     snapshot_every: Any = None
+    rows: Callable[..., Any] | None = None
     options: TrainingOptions = field(default_factory=TrainingOptions)
     exchange: Callable[[], Exchange] = Exchange

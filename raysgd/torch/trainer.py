@@ -19,7 +19,7 @@ from raysgd.errors import ConfigError
 from raysgd.rendezvous import Seat
 from raysgd.torch import assembly, states
 from raysgd.torch.arguments import check_num_workers
-from raysgd.torch.assembly import TrainerArguments
+from raysgd.torch.assembly import TrainerArguments, opened
 from raysgd.torch.checkpoints import Checkpoints, SaveHandle
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import ReplicaSettings
@@ -91,6 +91,7 @@ class TorchTrainer:
     ) -> Any:
         """Trains to the end of the epoch, or `num_steps` batches on each worker; returns what was measured.
 
+        `dataset` is what this call trains on instead: a `raysgd.data.Dataset`, or a Ray Dataset (from its first row on).
         `max_retries` bounds the losses of workers that this call survives (-1: no bound). With
         `reduce_results=False` the answer is a list of each worker's own results.
         """
@@ -101,7 +102,7 @@ class TorchTrainer:
                 "num_steps": num_steps,
                 "profile": profile,
                 "info": self._engine.pack(dict(info) if info is not None else None),
-                "dataset": self._engine.pack(dataset),
+                "dataset": self._engine.pack(opened(dataset, self._engine.group)),
             },
             again="resume",
             max_losses=max_retries,

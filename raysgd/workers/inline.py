@@ -10,6 +10,7 @@ from raysgd.progress import Control, Progress
 from raysgd.protocols import Backend
 from raysgd.workers.body import Body
 from raysgd.workers.events import Arrived, Event, Heard, Replied
+from raysgd.workers.rows import Rows, local_rows
 
 __all__ = ["InlineGroup"]
 
@@ -28,6 +29,7 @@ class InlineGroup:
         self._events: list[Event] = []
         self._calls = 0
         self._launched = False
+        self._rows: dict[int, tuple[Rows, Any]] = {}
 
     def launch(self, count: int) -> list[str]:
         if self._launched or count != 1:
@@ -44,6 +46,12 @@ class InlineGroup:
 
     def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         raise RuntimeError("the inline worker is this process, and has no Ray references to give")
+
+    def rows(self, dataset: Any) -> Rows:
+        """The way to the rows of a Ray Dataset of the user's; the same one for the same data set."""
+        if id(dataset) not in self._rows:
+            self._rows[id(dataset)] = local_rows("given", dataset, None), dataset
+        return self._rows[id(dataset)][0]
 
     def pack(self, value: Any) -> Any:
         """Nothing travels: the user's very object is used."""
@@ -87,6 +95,7 @@ class InlineGroup:
     def stop(self, *, force: bool = False) -> None:
         if self._launched:
             self.dismiss(self._worker, force=force)
+        self._rows = {}  # what is still being read ends with the last that holds it
 
     def _deliver(self, message: dict[str, Any], body: Any) -> None:
         self.listener(Heard(self._worker, {**message, "t": "message"}, body))

@@ -20,9 +20,11 @@ from raysgd.protocols import Backend
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
 from raysgd.workers.blob import Blob
-from raysgd.workers.events import Arrived, Event, Gone, Replied
+from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
 from raysgd.workers.line import LineAddress
 from raysgd.workers.packing import pack
+from raysgd.workers.rows import DEALER, RemoteDealer, Rows, begin_dealer
+from raysgd.workers.shards import no_room_for_data
 from raysgd.workers.switchboard import Switchboard
 
 __all__ = ["RayGroup"]
@@ -58,6 +60,8 @@ class RayGroup:
         self._here = ray.get_runtime_context().get_node_id()
         self._board = Switchboard(self._events, ray.util.get_node_ip_address())
         self._actor_class = ray.remote(WorkerActor)
+        self._dealers: dict[str, Any] = {}
+        self._given: dict[str, Any] = {}
 
     # -- members --------------------------------------------------------------------------------------
 
@@ -140,6 +144,9 @@ class RayGroup:
         handle = self._handles.get(event.worker)
         if handle is None:
             return False
+        if isinstance(event, Heard) and event.message.get("kind") == DEALER:
+            self._deal(event.message["name"], event.body)
+            return False
         if isinstance(event, Arrived):
             handle.node, handle.pid = event.node, event.pid
         if isinstance(event, Gone):
@@ -148,6 +155,24 @@ class RayGroup:
             handle.gone = True
             self._end(event.worker)
         return True
+
+    # -- data -----------------------------------------------------------------------------------------
+
+    def rows(self, dataset: Any) -> Rows:
+        """The way to the rows of a Ray Dataset of the user's; the same one for the same data set."""
+        from ray import cloudpickle
+
+        name = f"{DEALER}-{self._board.token[:8]}-given-{id(dataset)}"
+        self._given[name] = dataset  # as long as it is held, no other object has its id
+        self._deal(name, cloudpickle.dumps(dataset) if name not in self._dealers else b"")
+        return Rows(RemoteDealer(name))
+
+    def _deal(self, name: str, packed: bytes) -> None:
+        """Begins the process that reads a data set for all workers, once."""
+        if name not in self._dealers:
+            nodes = [handle.node for handle in self._handles.values() if handle.node and not handle.gone]
+            no_room_for_data(nodes, self._resources.cpus, "a Ray Dataset")
+            self._dealers[name] = begin_dealer(name, packed)
 
     # -- control --------------------------------------------------------------------------------------
 
@@ -198,6 +223,9 @@ class RayGroup:
         for worker in list(self._handles):
             self.dismiss(worker, force=force)
         self._board.close()
+        for dealer in self._dealers.values():
+            cluster.end_actor(dealer)
+        self._dealers = {}
 
     # -- the cluster ----------------------------------------------------------------------------------
 

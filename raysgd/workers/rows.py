@@ -1,0 +1,209 @@
+"""A worker's way to the rows of a Ray Dataset: it asks the dealer ahead of the loop, and fetches the blocks itself."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.errors import ResourceError
+from raysgd.rendezvous import Seat
+from raysgd.workers.dealing import Ask, Dealer, Dealt
+
+__all__ = ["DEALER", "RemoteDealer", "Rows", "SharedRows", "begin_dealer", "local_rows"]
+
+logger = logging.getLogger("raysgd")
+
+DEALER = "raysgd-dealer"
+AHEAD = 2
+LOOK_S = 0.05
+COMES_UP_S = 120.0
+SPEAK_S = 10.0
+
+
+class Rows:
+    """Owns nothing but the way to a dealer. `ask_for` is one question, answered."""
+
+    def __init__(self, ask_for: Callable[[Ask], Dealt | None]) -> None:
+        self._ask_for = ask_for
+
+    def read(
+        self, seat: Seat, *, call: int, number: tuple[int, int], start: int, step: int, pad: bool, keep: int
+    ) -> Iterator[tuple[dict[str, Any], int, bool]]:
+        """One rank's batches of a pass as columns, with the row after each step, and whether its rows are new. Rows of
+        the last `keep` batches may be asked for again."""
+        turn = (call, seat.generation)
+        ask = Ask(number, start, step, seat.world_rank, seat.world_size, turn, pad, floor=start)
+        ahead = _Ahead(self._ask_for, ask)
+        begun: deque[int] = deque([ask.start], maxlen=keep + 1)
+        try:
+            while (found := ahead.next()) is not None:
+                columns, after, fresh = found
+                begun.append(after)
+                ahead.floor = begun[0]
+                if columns:
+                    yield columns, after, fresh
+        finally:
+            ahead.stop()
+
+
+@dataclass
+class _Failure:
+    error: BaseException
+
+
+class _Ahead:
+    """A thread that fetches a few batches before they are wanted."""
+
+    def __init__(self, ask_for: Callable[[Ask], Dealt | None], ask: Ask) -> None:
+        self.floor = ask.floor
+        self._ask_for, self._ask = ask_for, ask
+        self._ready: queue.Queue[Any] = queue.Queue(AHEAD)
+        self._stopped = threading.Event()
+        threading.Thread(target=self._fetch, name="raysgd-rows", daemon=True).start()
+
+    def next(self) -> tuple[dict[str, Any], int, bool] | None:
+        began, told = time.monotonic(), False
+        while True:
+            try:
+                found = self._ready.get(timeout=1.0)
+                break
+            except queue.Empty:
+                waited = time.monotonic() - began
+                if waited > SPEAK_S and not told:
+                    told = True
+                    logger.warning("rank %d waits for data since %.0f s: %s", self._ask.rank, waited, _why())
+        if isinstance(found, _Failure):
+            raise found.error
+        batch: tuple[dict[str, Any], int, bool] | None = found
+        return batch
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _fetch(self) -> None:
+        ask: Ask | None = self._ask
+        try:
+            while ask is not None and not self._stopped.is_set():
+                dealt = self._ask_for(ask)
+                if dealt is None:
+                    break
+                self._put((_columns(dealt), dealt.after, dealt.fresh))
+                ask = ask.next(dealt.after, self.floor)
+            self._put(None)
+        except BaseException as error:  # raised where the batch is wanted
+            self._put(_Failure(error))
+
+    def _put(self, item: Any) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._ready.put(item, timeout=0.5)
+                return
+            except queue.Full:
+                continue
+
+
+def _columns(dealt: Dealt) -> dict[str, Any]:
+    """The rows themselves, column by column; a copy, since blocks lie in memory that is shared and read-only."""
+    import numpy as np
+    import ray
+    from ray.data.block import BlockAccessor
+
+    blocks = ray.get([piece.block for piece in dealt.pieces])
+    parts = [
+        BlockAccessor.for_block(BlockAccessor.for_block(block).slice(piece.start, piece.stop)).to_batch_format("numpy")
+        for block, piece in zip(blocks, dealt.pieces, strict=True)
+    ]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+def _why() -> str:
+    """What can be said of a wait for data."""
+    from raysgd.workers import cluster
+
+    free = sum(float(node.get("CPU", 0)) for node in cluster.free_by_node().values())
+    if free >= 1:
+        return "its tasks are running, or wait for something else than CPUs (see Ray Data's own log)"
+    return (
+        f"only {free:g} CPU of the cluster is free, and each of the tasks that read it needs one. Use fewer workers or "
+        "smaller ones (resources_per_worker={'CPU': 0.5}), add nodes, or start Ray with more: ray.init(num_cpus=...)"
+    )
+
+
+# -- the ways to a dealer -----------------------------------------------------------------------------
+
+
+def local_rows(name: str, dataset: Any, deliver: Any) -> Rows:
+    """The dealer is in this very process."""
+    from ray import cloudpickle
+
+    dealer, one_at_a_time = Dealer(cloudpickle.dumps(dataset)), threading.Lock()
+
+    def take(ask: Ask) -> Dealt | None:
+        with one_at_a_time:
+            return dealer.take(ask)
+
+    return Rows(take)
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """In a worker: asks the driver to begin a dealer for a data set that every rank has made alike. The driver outlives
+    all workers, and what it began with them. `mark` is the trainer's."""
+
+    mark: str
+
+    def __call__(self, name: str, dataset: Any, deliver: Callable[[dict[str, Any], bytes], None]) -> Rows:
+        from ray import cloudpickle
+
+        full = f"{DEALER}-{self.mark}-{name}"
+        deliver({"kind": DEALER, "name": full}, cloudpickle.dumps(dataset))
+        return Rows(RemoteDealer(full))
+
+
+@dataclass
+class RemoteDealer:
+    """Travels; finds the dealer by its name when it is first asked."""
+
+    name: str
+
+    def __call__(self, ask: Ask) -> Dealt | None:
+        import ray
+
+        dealt: Dealt | None = ray.get(self._found().take.remote(ask))
+        return dealt
+
+    def _found(self) -> Any:
+        import ray
+
+        if "handle" not in vars(self):
+            until = time.monotonic() + COMES_UP_S
+            while True:
+                try:
+                    vars(self)["handle"] = ray.get_actor(self.name)
+                    break
+                except ValueError as error:
+                    if time.monotonic() > until:
+                        raise ResourceError(
+                            f"the process that reads the data set did not come up within {COMES_UP_S:g} s"
+                        ) from error
+                    time.sleep(LOOK_S)
+        return vars(self)["handle"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+
+def begin_dealer(name: str, packed: bytes) -> Any:
+    """On the driver, which owns it: on the driver's own node, and without a CPU. What it reads with has CPUs."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor: Any = ray.remote(Dealer)
+    return actor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(packed)

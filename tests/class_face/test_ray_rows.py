@@ -1,0 +1,151 @@
+"""Ray Datasets under the class face, on real workers: every row once, whoever is killed."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raysgd import ElasticConfig, TorchTrainer
+from raysgd.data import RayData
+from raysgd.errors import ConfigError
+from tests.faults import Fault, Ground, LedgerOperator
+
+ray_data = pytest.importorskip("ray.data")
+
+ROWS = 122
+
+
+@pytest.fixture(autouse=True)
+def quiet(ray_cluster: None) -> None:
+    ray_data.DataContext.get_current().enable_progress_bars = False
+
+
+def numbered(rows: int = ROWS, blocks: int = 7) -> Any:
+    def widened(batch: dict[str, Any]) -> dict[str, Any]:
+        x = torch.randn(len(batch["id"]), 8).numpy()
+        return {"index": batch["id"], "x": x, "y": x.sum(axis=1, keepdims=True)}
+
+    return ray_data.range(rows, override_num_blocks=blocks).map_batches(widened)
+
+
+class RayLedger(LedgerOperator):
+    """The ledger of `tests.faults` over rows: batches are (index, x, y)."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        columns: dict[str, Any] = {"batch_size": 4, "features": ["index", ["x"]], "target": "y"}
+        self.register_data(
+            train_loader=RayData(numbered(), **columns), validation_loader=RayData(numbered(50), **columns)
+        )
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Iterator[Any]:
+    made: list[Ground] = []
+
+    def make(**arguments: Any) -> Ground:
+        config = {"samples": ROWS, **arguments.pop("config", {})}
+        made.append(Ground(tmp_path / str(len(made)), operator=RayLedger, config=config, **arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.trainer.shutdown()
+
+
+def test_every_row_of_an_epoch_once_whoever_dies(ground: Any, tmp_path: Path) -> None:
+    """Rank 0 and rank 1 of three, before and after a step; then growth in the middle of an epoch. The order is Ray's
+    own, and not asked to be the same twice: the stream goes on. A new trainer begins it anew, in order here, and leaves
+    out by their numbers the rows that a checkpoint has seen."""
+    field = ground(num_workers=3, elastic=ElasticConfig(grow=False))
+    trainer = field.trainer
+    assert trainer.train()["num_samples"] == ROWS
+    field.assert_epoch_exact()
+    field.arm(Fault(0, 3), Fault(1, 6, where="after"))
+    result = trainer.train()
+    assert field.fired() == 2 and trainer.world_size == 1
+    assert result["num_samples"] == ROWS
+    field.assert_epoch_exact()
+    assert trainer.train(num_steps=5)["num_samples"] == 20
+    path = trainer.save(tmp_path / "half.pt")
+    field.whole_again(3)
+    trainer.train()
+    field.assert_epoch_exact()
+    assert trainer.validate()["num_samples"] == 50
+    assert trainer.train(num_steps=13)["num_samples"] == ROWS + 2 * 12, "eleven steps make an epoch"
+    assert [r.reason for r in trainer.recoveries] == ["worker death", "worker death", "growth"]
+
+    alone = ground(num_workers=1)
+    alone.trainer.load(path)
+    alone.trainer.train()
+    assert alone.trained() == Counter({row: 3 for row in range(ROWS)})
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x).squeeze(1)
+
+
+def table(rows: int = 64) -> Any:
+    return ray_data.from_items([{"a": float(i % 5), "b": float(i % 3), "y": float(i % 5 + i % 3)} for i in range(rows)])
+
+
+def make_operator() -> Any:
+    from raysgd.torch import TrainingOperator
+
+    class Plain(TrainingOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            model = Sums()
+            self.model, self.optimizer, self.criterion = self.register(
+                models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.05), criterion=nn.MSELoss()
+            )
+            if "data" in config:
+                self.register_data(train_loader=config["data"])
+
+    return Plain
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_data_set_for_one_call(workers: int) -> None:
+    """With the default batch methods; each call is a pass of its own, and 1 worker runs in this very process."""
+    data = RayData(table(), features=["a", "b"], target="y")
+    config = {"*batch_size": 8}
+    with TorchTrainer(training_operator_cls=make_operator(), config=config, num_workers=workers) as trainer:
+        losses = []
+        for _ in range(4):
+            result = trainer.train(dataset=data)
+            assert result["num_samples"] == 64
+            losses.append(result["train_loss"])
+        assert losses[-1] < losses[0] / 2
+        assert trainer.train(dataset=data, num_steps=3)["num_samples"] == 24
+        assert trainer.train(dataset=table(40), num_steps=0)["num_samples"] == 0
+
+
+def test_what_is_missing_is_said_in_words() -> None:
+    with TorchTrainer(training_operator_cls=make_operator(), config={"data": table()}) as trainer:
+        with pytest.raises(ConfigError, match="nothing says how many rows"):
+            trainer.train()
+        with pytest.raises(ConfigError, match="no column z; it has a, b, y"):
+            trainer.train(dataset=RayData(table(), batch_size=4, features="z", target="y"))
+        with pytest.raises(TypeError, match="got a dict"):
+            trainer.train(dataset=RayData(table(), batch_size=4))
+
+
+def test_an_error_in_the_data_is_the_users() -> None:
+    def broken(batch: dict[str, Any]) -> dict[str, Any]:
+        raise ZeroDivisionError("planned in the data")
+
+    data = RayData(table().map_batches(broken), batch_size=4, features="a", target="y")
+    with TorchTrainer(training_operator_cls=make_operator(), num_workers=2) as trainer:
+        with pytest.raises(Exception, match="planned in the data"):
+            trainer.train(dataset=data)
+        good = RayData(table(), batch_size=4, features=["a", "b"], target="y")
+        assert trainer.train(dataset=good)["num_samples"] == 64, "the trainer is usable"
