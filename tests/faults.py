@@ -29,7 +29,7 @@ from raysgd.torch.backend import TorchBackend
 @dataclass(frozen=True)
 class Fault:
     """At global step `step`, the worker with `rank` does `kind`: kill, exit, stop, term, raise, sleep,
-    or cut (its connections to the other ranks)."""
+    or cut (its connections to the other ranks). `others` are processes that a kill takes along."""
 
     rank: int
     step: int
@@ -37,6 +37,7 @@ class Fault:
     where: str = "before"
     seconds: float = 3600.0
     tag: str = ""
+    others: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -49,7 +50,8 @@ class Fault:
         except FileExistsError:
             return
         if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+            for process in (*self.others, os.getpid()):
+                os.kill(process, signal.SIGKILL)
         elif self.kind == "exit":
             os._exit(3)
         elif self.kind == "stop":

@@ -139,6 +139,26 @@ def test_recovery() -> None:
 
 @pytest.mark.slow
 @pytest.mark.elastic
+def test_rerun(tmp_path: Path) -> None:
+    document = smoke("rerun.py")
+    (row,) = document["rows"]
+    assert (row["contender"], row["survivors"]["median"], row["first_step_s"]["count"]) == ("raysgd", 2, 1)
+    assert 0 < row["begins_s"]["median"] <= row["first_step_s"]["median"]
+    assert row["batches_redone"]["median"] < 100, "the checkpoint of the epoch before was found"
+    shown(document, tmp_path)
+
+
+def test_what_comes_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    rerun, traces = module("rerun"), module("traces")
+    old, new = [(0.0, 7, 0, 0), (1.0, 7, 0, 1), (1.1, 8, 1, 1), (2.1, 7, 0, 1)], [(3.5, 7, 0, 1), (3.6, 9, 1, 1)]
+    begins = [(-1.0, 7, 0, 0), (3.0, 7, 0, 1), (3.2, 9, 1, 1)]
+    figures = rerun.judged(*([traces.Step(*each) for each in notes] for notes in ([*old, *new], begins)), 2.0)
+    assert figures == {"first_step_s": 1.5, "begins_s": 1.0, "batches_redone": 2, "survivors": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.elastic
 def test_chaos() -> None:
     (row,) = smoke("chaos.py")["rows"]
     assert row["faults"] == 3 == sum(row["faults_by_kind"].values())

@@ -149,6 +149,36 @@ def function_nothing_on_disk(output: str) -> None:
     assert "files on disk: 0" in output
 
 
+def line_learned(output: str) -> list[float]:
+    (learned,) = re.findall(r"learned +y = ([\d.]+) x ([-+][\d.]+)", output)
+    return [float(part) for part in learned]
+
+
+def function_regression(output: str) -> None:
+    loss_falls(output)
+    assert numbers("epoch", output) == [0, 1, 2, 5], "three epochs, then on to the last"
+    assert line_learned(output) == pytest.approx([2, -3], abs=0.5)
+
+
+def function_keras(output: str) -> None:
+    loss_falls(output)
+    assert numbers("epoch", output) == [0, 1, 2, 2, 3, 4, 5, 6, 7, 7], "the second run goes on where the first ended"
+    assert line_learned(output) == pytest.approx([2, -3], abs=0.2)
+
+
+def function_amp(output: str) -> None:
+    first, last = numbers("train_loss", output)[::2], numbers("train_loss", output)[1::2]
+    assert len(first) == 2 and all(after < 0.8 * before for before, after in zip(first, last, strict=True)), output
+    formats = re.findall(r"computed in torch\.(\w+), kept in torch\.float32\n", output)
+    assert formats[0] == "float32" and formats[1] in ("float16", "bfloat16"), output
+
+
+def function_reproducible(output: str) -> None:
+    runs = [numbers("train_loss", line) for line in output.splitlines() if line.startswith("seed ")]
+    assert [len(losses) for losses in runs] == [3, 3, 3], output
+    assert runs[0] == runs[1] != runs[2], output
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     f"{check.__name__}.py": check
     for check in (
@@ -168,6 +198,10 @@ CHECKS: dict[str, Callable[[str], None]] = {
         custom_backend,
         function_best_checkpoints,
         function_nothing_on_disk,
+        function_regression,
+        function_keras,
+        function_amp,
+        function_reproducible,
     )
 }
 
@@ -176,7 +210,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_example(name: str) -> None:
     text = (EXAMPLES / name).read_text(encoding="utf-8")
-    for package in ("tensorflow", "keras", "mlflow", "tensorboard", "torchmetrics"):
+    for package in ("tensorflow", "keras", "tf_keras", "mlflow", "tensorboard", "torchmetrics"):
         if re.search(rf"^(import|from) {package}\b", text, re.MULTILINE):
             pytest.importorskip(package)
     if 'backend="horovod"' in text:

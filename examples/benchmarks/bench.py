@@ -47,6 +47,7 @@ BENCHMARKS = (
     ),
     Benchmark("startup", "--rounds 4", "--rounds 1"),
     Benchmark("recovery", "--rounds 2", "--rounds 1"),
+    Benchmark("rerun", "--rounds 5", "--rounds 1"),
     Benchmark("churn", "--rounds 1", "--rounds 1 --epochs 3 --every-s 6"),
     Benchmark("chaos", "--minutes 2 --seed 1", "--minutes 0.5"),
     Benchmark("saving", "--sizes 10 100 1000 2000 --rounds 3", "--sizes 10 100 1000 --rounds 2"),

@@ -37,6 +37,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "startup": ("contender", "first_epoch_s", "exit_s", "ratio", "note"),
     "recovery": ("case", "gap_s", "batches_redone", "lost", "doubled", "note"),
+    "rerun": ("contender", "first_step_s", "begins_s", "ratio", "batches_redone", "survivors", "note"),
     "churn": ("contender", "goodput", "calm_s", "churn_s", "kills", "note"),
     "chaos": (
         "faults",

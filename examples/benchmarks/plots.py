@@ -139,6 +139,11 @@ def recovery(rows: Rows) -> dict[str, Figure]:
     return {"recovery": lying(rows, "case", "gap_s", "seconds without a step", "A worker is killed")}
 
 
+def rerun(rows: Rows) -> dict[str, Figure]:
+    title = "From the kill of a worker to the first step of the function that runs again"
+    return {"rerun": lying(rows, "contender", "first_step_s", "seconds", title)}
+
+
 def churn(rows: Rows) -> dict[str, Figure]:
     title = "Goodput while workers are killed again and again"
     return {"churn": lying(rows, "contender", "goodput", "share of the undisturbed speed", title, line=1.0)}
@@ -214,6 +219,7 @@ PLOTS: dict[str, Callable[[Rows], dict[str, Figure]]] = {
     "throughput": throughput,
     "startup": startup,
     "recovery": recovery,
+    "rerun": rerun,
     "churn": churn,
     "saving": saving,
     "driver_cost": driver_cost,

@@ -58,34 +58,41 @@ CASES = (
 def run(case: Case, steps: int, step_s: float) -> dict[str, Any]:
     """One kill; what came of it."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "WORKERS": str(case.workers),
-            "BATCH_SIZE": "8",
-            "SAMPLES": str(steps * 8 * case.workers),
-            "STEP_S": str(step_s),
-            "TRACE": folder,
-            "PYTHONPATH": str(HERE / "kill_one"),
-            **case.extra,
-        }
-        script = HERE / "kill_one" / case.script
-        with child(command_for(script, torchrun=case.torchrun), settings) as process:
-            victim = traces.wait_for_steps(
-                folder,
-                rank=case.workers // 2,
-                epoch=1,
-                count=steps // 2,
-                limit_s=LIMIT_S,
-                runs=lambda: process.poll() is None,
-            )
-            killed_at = time.monotonic()
-            os.kill(victim.process, signal.SIGKILL)
-            output, _ = process.communicate(timeout=LIMIT_S)
-            if process.returncode != 0:
-                raise RuntimeError(
-                    f"{case.name} did not survive the kill (status {process.returncode}); "
-                    "set BENCHMARK_DEBUG=1 to see its messages"
-                )
+        victim, killed_at, output = kill_in(folder, case, steps, step_s)
         return judged(case, traces.read(folder), victim, killed_at, output)
+
+
+def kill_in(folder: str, case: Case, steps: int, step_s: float) -> tuple[traces.Step, float, str]:
+    """Runs a script to its end, with a kill in mid-epoch: the victim's last step that we saw, when it was killed, and
+    what the script printed. Its notes are in the folder."""
+    settings = {
+        "WORKERS": str(case.workers),
+        "BATCH_SIZE": "8",
+        "SAMPLES": str(steps * 8 * case.workers),
+        "STEP_S": str(step_s),
+        "TRACE": folder,
+        "PYTHONPATH": str(HERE / "kill_one"),
+        **case.extra,
+    }
+    script = HERE / "kill_one" / case.script
+    with child(command_for(script, torchrun=case.torchrun), settings) as process:
+        victim = traces.wait_for_steps(
+            folder,
+            rank=case.workers // 2,
+            epoch=1,
+            count=steps // 2,
+            limit_s=LIMIT_S,
+            runs=lambda: process.poll() is None,
+        )
+        killed_at = time.monotonic()
+        os.kill(victim.process, signal.SIGKILL)
+        output, _ = process.communicate(timeout=LIMIT_S)
+        if process.returncode != 0:
+            raise RuntimeError(
+                f"{case.name} did not survive the kill (status {process.returncode}); "
+                "set BENCHMARK_DEBUG=1 to see its messages"
+            )
+    return victim, killed_at, output
 
 
 def judged(case: Case, steps: list[traces.Step], victim: traces.Step, killed_at: float, output: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from traces import StepTrace
 
-__all__ = ["train"]
+__all__ = ["BEGINS", "train"]
 
+BEGINS = "begins"  # where, beside the notes of steps, each rank notes that it begins, and with which epoch
 EPOCHS = int(os.environ.get("EPOCHS", "3"))
 Save = Callable[[dict[str, Any]], None]
 
@@ -32,6 +34,9 @@ def train(state: dict[str, Any] | None, save: Save) -> None:
         bare.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         begin = state["epoch"] + 1
+    begins = Path(os.environ["TRACE"], BEGINS)
+    begins.mkdir(exist_ok=True)
+    StepTrace(str(begins)).step(rank, begin)
     data = Indexed(int(os.environ["SAMPLES"]))
     sampler = DistributedSampler(data, world, rank, shuffle=True)
     loader = DataLoader(data, batch_size=int(os.environ["BATCH_SIZE"]), sampler=sampler)

@@ -1,4 +1,4 @@
-"""Ray Train v2, elastic from 1 worker to all, with a checkpoint reported once per epoch."""
+"""Ray Train v2, elastic from LEAST workers (1) to all, with a checkpoint reported once per epoch."""
 
 import os
 import tempfile
@@ -10,6 +10,7 @@ import torch
 from ray.train.torch import TorchTrainer
 
 WORKERS = int(os.environ["WORKERS"])
+LEAST = int(os.environ.get("LEAST", "1"))
 
 
 def train_loop(config):
@@ -35,6 +36,6 @@ ray.init(address="local", num_cpus=WORKERS + 1, include_dashboard=False, log_to_
 with tempfile.TemporaryDirectory() as storage:
     TorchTrainer(
         train_loop,
-        scaling_config=ray.train.ScalingConfig(num_workers=(1, WORKERS)),
+        scaling_config=ray.train.ScalingConfig(num_workers=(LEAST, WORKERS) if LEAST < WORKERS else WORKERS),
         run_config=ray.train.RunConfig(storage_path=storage, failure_config=ray.train.FailureConfig(max_failures=-1)),
     ).fit()

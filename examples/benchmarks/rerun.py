@@ -1,0 +1,108 @@
+"""A function with a checkpoint per epoch, one of three workers killed: how long until the function runs again.
+
+Each contender is a script in kill_one/, run as a new process; the function in it is the same loop for all. Its ranks
+note when they begin and when they take a step. This process reads along, kills rank 1 (SIGKILL) in the middle of the
+second epoch, and lets the script run to its end.
+
+    first_step_s    from the kill to the first step of the function that runs again
+    begins_s        from the kill to its beginning, when the newest checkpoint is loaded
+    ratio           first_step_s over that of Ray Train v2, of the same round
+    batches_redone  steps of rank 0 that the checkpoint does not hold
+    survivors       processes that trained before the kill and train again
+
+    python examples/benchmarks/rerun.py --rounds 5
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import traces
+from recovery import Case, kill_in
+from report import claim_stdout, emit, spread
+
+COLUMNS = ("contender", "first_step_s", "begins_s", "ratio", "batches_redone", "survivors", "note")
+FIGURES = ("first_step_s", "begins_s", "batches_redone", "survivors")
+BEGINS = "begins"  # plain_loop.BEGINS; that module needs the environment of a contender
+AGAINST = "Ray Train v2"
+RAY = ("pandas", "pyarrow")
+CONTENDERS = (
+    Case("raysgd", "function_with_raysgd.py"),
+    Case(AGAINST, "with_ray_train.py", extra={"LEAST": "3"}, needs=RAY),
+    Case("Ray Train v2, elastic", "with_ray_train.py", needs=RAY),
+    Case("torchrun", "with_torchrun.py", torchrun=("--nproc-per-node", "3", "--max-restarts", "3")),
+)
+
+
+def run(case: Case, steps: int, step_s: float) -> dict[str, float]:
+    """One kill; what came of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, killed_at, _ = kill_in(folder, case, steps, step_s)
+        return judged(traces.read(folder), traces.read(Path(folder, BEGINS)), killed_at)
+
+
+def judged(steps: Sequence[traces.Step], begins: Sequence[traces.Step], killed_at: float) -> dict[str, float]:
+    """The figures of one kill. A step that was under way at the kill may still come to its end; what counts comes after
+    a beginning."""
+    begin = next(each for each in begins if each.at > killed_at)
+    first = next(each for each in steps if each.at > begin.at)
+    before = {step.process for step in steps if step.at <= killed_at}
+    after = {step.process for step in steps if step.at > begin.at}
+    return {
+        "first_step_s": first.at - killed_at,
+        "begins_s": begin.at - killed_at,
+        "batches_redone": sum(s.at < begin.at and s.rank == 0 and s.epoch >= begin.epoch for s in steps),
+        "survivors": len(before & after),
+    }
+
+
+def row(case: Case, results: dict[str, list[dict[str, float]]], failed: dict[str, str]) -> dict[str, Any]:
+    if case.missing():
+        return {"contender": case.name, "note": f"not installed: {', '.join(case.missing())}"}
+    own = results[case.name]
+    row: dict[str, Any] = {"contender": case.name, "note": failed.get(case.name, "")}
+    row |= {name: spread([result[name] for result in own]) for name in FIGURES}
+    pairs = zip(own, results.get(AGAINST, []), strict=False)  # empty where that one is not installed
+    ratios = [mine["first_step_s"] / theirs["first_step_s"] for mine, theirs in pairs]
+    row["ratio"] = spread(ratios) if ratios else None
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--contenders", nargs="+", choices=[case.name for case in CONTENDERS])
+    parser.add_argument("--steps", type=int, default=600, help="batches of each worker in an epoch")
+    parser.add_argument("--step-s", type=float, default=0.005, help="rest in each step")
+    parser.add_argument("--smoke", action="store_true", help="raysgd, once")
+    args = parser.parse_args()
+    out = claim_stdout()
+    if args.smoke:
+        args.rounds, args.contenders, args.steps = 1, ["raysgd"], 100
+
+    asked = [case for case in CONTENDERS if not args.contenders or case.name in args.contenders]
+    results: dict[str, list[dict[str, float]]] = {case.name: [] for case in asked}
+    failed: dict[str, str] = {}
+    for number in range(args.rounds):
+        # In turn forwards and backwards: nobody always comes first.
+        for case in asked if number % 2 == 0 else reversed(asked):
+            if case.missing() or case.name in failed:
+                continue
+            try:
+                results[case.name].append(run(case, args.steps, args.step_s))
+            except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
+                if case is CONTENDERS[0]:
+                    raise
+                failed[case.name] = f"failed in round {number + 1}: {error}"
+                print(failed[case.name], file=sys.stderr)
+            else:
+                print(f"round {number + 1}: {case.name}: {results[case.name][-1]}", file=sys.stderr)
+    emit(out, "rerun", vars(args), [row(case, results, failed) for case in asked], COLUMNS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The guides from Ray Train: before and after differ in where they import from, and print the same."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_fenced_blocks import ROOT, blocks
+
+PAGES = ("migrating_ray_train_v1.md", "migrating_ray_train.md")
+# More CPUs than a small machine has, so that nobody waits for one.
+CLUSTER = "import ray\nray.init(address='local', num_cpus=4, include_dashboard=False, log_to_driver=False)\n"
+
+
+def parts(page: str) -> tuple[str, str, str]:
+    """Before, after, and what both print."""
+    found = blocks((ROOT / "docs" / page).read_text(encoding="utf-8"), page)
+    before, after, output = found[:3]
+    assert [before.language, after.language, output.language] == ["python", "python", "text"]
+    return before.code, after.code, output.code
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_only_the_imports_differ(page: str) -> None:
+    before, after, _ = parts(page)
+    renamed = [re.sub(r"\bray\b", "raysgd", line) if "import" in line else line for line in before.splitlines()]
+    assert renamed == after.splitlines() != before.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["before", "after"])
+def test_both_print_the_same(which: str, tmp_path: Path) -> None:
+    if which == "before":
+        for package in ("pandas", "pyarrow", "pydantic"):
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f"ray.train needs {package} (pip install 'ray[train]')")
+    before, after, output = parts("migrating_ray_train.md")
+    script = tmp_path / "guide.py"
+    script.write_text(CLUSTER + (before if which == "before" else after), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "200"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-2:] == output.splitlines(), done.stdout + done.stderr

@@ -1,0 +1,246 @@
+"""One table of faults, both faces: a class that is trained and a function that is run survive the same, equally well.
+
+Each face trains one epoch of the same model on the same numbered samples from the same beginning, and keeps a ledger
+with its weights of what they have seen.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from raysgd import ElasticConfig, train
+from raysgd.elastic import Recovery
+from raysgd.train import Trainer
+from tests.faults import Fault, Ground, Numbered
+
+pytestmark = pytest.mark.elastic
+
+WORKERS, SAMPLES = 3, 240
+CHECKPOINT_EVERY = 6
+ELASTIC = ElasticConfig(hang_timeout_s=10, grow=True)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Faults of an epoch, and what becomes of them. `along`: ranks that the first one's kill takes with it."""
+
+    faults: tuple[Fault, ...]
+    lost: int = 1
+    along: tuple[int, ...] = ()
+    reason: str = "worker death"
+    in_place: bool = True
+
+
+SCENARIOS = {
+    "killed before a step": Scenario((Fault(1, 5),)),
+    "killed in a step": Scenario((Fault(0, 6, where="backward"),)),
+    "killed after a step": Scenario((Fault(2, 7, where="after"),)),
+    "two killed at once": Scenario((Fault(0, 8),), lost=2, along=(2,)),
+    "two killed one after the other": Scenario((Fault(2, 4), Fault(0, 9)), lost=2),
+    "killed while a recovery runs": Scenario((Fault(2, 4), Fault(1, 0, where="resized")), lost=2),
+    "stopped": Scenario((Fault(1, 5, "stop"),), reason="hang"),
+    "all killed": Scenario((Fault(0, 9),), lost=3, along=(1, 2), in_place=False),
+}
+
+
+class Face(Protocol):
+    """What the table asks of a face."""
+
+    def begin(self) -> list[int]:
+        """All workers, before the first step of the epoch; their processes, by rank."""
+
+    def epoch(self, faults: tuple[Fault, ...]) -> int:
+        """To the end of the epoch; of how many samples the result speaks."""
+
+    def rest(self) -> None:
+        """To the end of the epoch, after an error."""
+
+    def ledgers(self) -> list[list[int]]:
+        """What the weights have seen, for each rank."""
+
+    def recoveries(self) -> list[Recovery]: ...
+
+    def close(self) -> None: ...
+
+
+class ClassFace:
+    """`TorchTrainer`, and the operator of all the other tests of losses."""
+
+    def __init__(self, marks: Path) -> None:
+        self.ground = Ground(marks, num_workers=WORKERS, elastic=ELASTIC)
+        self.fresh = self.ground.trainer.state_dict()
+
+    def begin(self) -> list[int]:
+        self.ground.whole_again(WORKERS)
+        self.ground.trainer.load_state_dict(self.fresh)
+        return self.ground.trainer.apply_all_workers(os.getpid)
+
+    def epoch(self, faults: tuple[Fault, ...]) -> int:
+        self.ground.arm(*faults)
+        return int(self.ground.trainer.train()["num_samples"])
+
+    def rest(self) -> None:
+        self.ground.trainer.train()
+
+    def ledgers(self) -> list[list[int]]:
+        return self.ground.trainer.apply_all_operators(lambda operator: list(operator.ledger))
+
+    def recoveries(self) -> list[Recovery]:
+        return list(self.ground.trainer.recoveries)
+
+    def close(self) -> None:
+        self.ground.trainer.shutdown()
+
+
+class FunctionFace:
+    """`train.Trainer`, and the same training as a function: `train.elastic` for survivors, a checkpoint for when there
+    are none."""
+
+    def __init__(self, marks: Path) -> None:
+        self.marks = marks / "marks"
+        self.marks.mkdir(parents=True)
+        self.trainer = Trainer("torch", num_workers=WORKERS, logdir=marks / "logs", elastic=ELASTIC)
+        self.trainer.start()
+        self.results: list[list[int]] = []
+        self.epochs = 0
+
+    def begin(self) -> list[int]:
+        if len(self.trainer.worker_group) < WORKERS:
+            self.trainer.run(until_whole)
+        return self.trainer.worker_group.execute(os.getpid)
+
+    def epoch(self, faults: tuple[Fault, ...]) -> int:
+        self.epochs += 1
+        self.run([replace(fault, tag=f"-{self.epochs}") for fault in faults])
+        return min(len(ledger) for ledger in self.results)
+
+    def rest(self) -> None:
+        self.run([], self.trainer.latest_checkpoint)
+
+    def run(self, faults: list[Fault], checkpoint: Any = None) -> None:
+        self.results = []
+        config = {"faults": faults, "marks": str(self.marks)}
+        self.results = self.trainer.run(one_epoch, config, checkpoint=checkpoint)
+
+    def ledgers(self) -> list[list[int]]:
+        return self.results
+
+    def recoveries(self) -> list[Recovery]:
+        return list(self.trainer.recoveries)
+
+    def close(self) -> None:
+        self.trainer.shutdown()
+
+
+def until_whole() -> None:
+    """Nothing but places where new workers can join."""
+    state = train.elastic({"looks": 0})
+    while train.world_size() < WORKERS:
+        state["looks"] += 1
+        assert state["looks"] < 2400, "nobody joined within two minutes"
+        time.sleep(0.05)
+        state.commit()
+
+
+def beginning() -> dict[str, Any]:
+    """Model, optimizer and data, the same in every worker."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(Numbered(SAMPLES), batch_size=4, shuffle=True, generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return {"model": model, "optimizer": optimizer, "loader": train.torch.elastic_data_loader(loader)}
+
+
+def one_epoch(config: dict[str, Any]) -> list[int]:
+    """`LedgerOperator`'s epoch, written as a function."""
+    found = train.load_checkpoint() or {"ledger": [], "steps": 0}
+    parts = beginning()
+    for name in parts.keys() & found.keys():
+        parts[name].load_state_dict(found[name])
+    state = train.elastic({**parts, "ledger": found["ledger"], "steps": found["steps"]})
+
+    def fault(where: str) -> None:
+        for each in config["faults"]:
+            if (each.where, each.rank) == (where, train.world_rank()) and each.step <= state["steps"] + 1:
+                each.fire(config["marks"])
+
+    if train.world_size() < WORKERS:
+        fault("resized")
+    prepared, optimizer = train.torch.prepare_model(parts["model"]), parts["optimizer"]
+    for index, x, y in parts["loader"]:
+        fault("before")
+        everybody: list[Any] = [None] * train.world_size()
+        dist.all_gather_object(everybody, index.tolist())
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(prepared(x.double()), y.double())
+        fault("backward")
+        loss.backward()
+        optimizer.step()
+        fault("after")
+        state["ledger"] = [*state["ledger"], *sorted({each for part in everybody for each in part})]
+        state["steps"] += 1
+        state.commit()
+        if state["steps"] % CHECKPOINT_EVERY == 0:
+            states = {name: part.state_dict() for name, part in parts.items()}
+            train.save_checkpoint(**states, ledger=state["ledger"], steps=state["steps"])
+    ledger: list[int] = state["ledger"]
+    return ledger
+
+
+@pytest.fixture(scope="module", params=[ClassFace, FunctionFace], ids=["class", "function"])
+def shared(
+    request: pytest.FixtureRequest, ray_cluster: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Face]:
+    face = request.param(tmp_path_factory.mktemp("face"))
+    yield face
+    face.close()
+
+
+def assert_exact(face: Face) -> None:
+    ledgers = face.ledgers()
+    assert ledgers and all(ledger == ledgers[0] for ledger in ledgers), "every rank holds the same"
+    assert Counter(ledgers[0]) == Counter(range(SAMPLES)), "the weights have seen each sample exactly once"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_fault_in_an_epoch(shared: Face, name: str) -> None:
+    scenario = SCENARIOS[name]
+    processes = shared.begin()
+    first, *more = scenario.faults
+    first = replace(first, others=tuple(processes[rank] for rank in scenario.along))
+    before = len(shared.recoveries())
+
+    assert shared.epoch((first, *more)) == SAMPLES
+    assert_exact(shared)
+    # Replacements may have joined before the epoch was over: that is no loss.
+    losses = [each for each in shared.recoveries()[before:] if each.reason != "growth"]
+    assert {loss.reason for loss in losses} == {scenario.reason}
+    assert sum(len(loss.lost_ranks) for loss in losses) == scenario.lost
+    assert all(loss.in_place for loss in losses) == scenario.in_place
+    assert losses[0].world_size_before == WORKERS
+    if scenario.lost == 1:
+        assert losses[0].lost_ranks == (first.rank,)
+
+
+@pytest.mark.parametrize("where", ["before", "backward", "after"])
+def test_an_error_of_the_users(shared: Face, where: str) -> None:
+    """It reaches the user with its rank, nobody is lost, and training can go on from where it was or was saved."""
+    shared.begin()
+    before = len(shared.recoveries())
+    with pytest.raises(ZeroDivisionError, match="planned in raise") as caught:
+        shared.epoch((Fault(1, 9, "raise", where),))
+    assert caught.value.raysgd_rank == 1  # type: ignore[attr-defined]
+    assert shared.recoveries()[before:] == []
+    shared.rest()
+    assert_exact(shared)
