@@ -60,7 +60,7 @@ def shown(document: dict[str, Any], folder: Path) -> None:
 
 
 PEERS = {"hand-written": "", "raysgd": "", "torchrun": "", "Ray Train v2": "pandas pyarrow"}
-PEERS |= {"Lightning": "lightning", "Accelerate": "accelerate"}
+PEERS |= {"Lightning": "lightning", "Accelerate": "accelerate", "Horovod": "horovod"}
 
 
 @pytest.mark.slow
@@ -73,7 +73,9 @@ def test_throughput(tmp_path: Path) -> None:
     assert all(rows[name]["note"].startswith("not installed") for name in rows.keys() - installed)
     shown(document, tmp_path)
     if installed != rows.keys():
-        pytest.skip(f"without {sorted(rows.keys() - installed)}, which need packages of the extra bench")
+        pytest.skip(
+            f"without {sorted(rows.keys() - installed)}, which need packages of the extra bench, or `make horovod`"
+        )
 
 
 @pytest.mark.slow

@@ -110,14 +110,14 @@ def cluster(workers: int, **resources: float) -> Iterator[None]:
         ray.shutdown()
 
 
-def program(setting: Setting, *, name: str, script: str, torchrun: bool = True) -> Contender:
+def program(setting: Setting, *, name: str, script: str, launcher: str | None) -> Contender:
     """A program from peers/, on this cluster if it is one of Ray's."""
     extra = {**setting.environment(), "CLUSTER": ray.get_runtime_context().gcs_address}
-    return Program.of_script(name, script, extra, setting.workers, torchrun=torchrun)
+    return Program.of_script(name, script, extra, setting.workers, launcher=launcher)
 
 
-def peer(name: str, script: str, *needs: str, torchrun: bool = True) -> Entry:
-    return Entry(name, partial(program, name=name, script=script, torchrun=torchrun), needs)
+def peer(name: str, script: str, *needs: str, launcher: str | None = "torchrun") -> Entry:
+    return Entry(name, partial(program, name=name, script=script, launcher=launcher), needs)
 
 
 ENTRIES = {
@@ -126,9 +126,10 @@ ENTRIES = {
         Entry(BASE, HandWritten),
         Entry(RaySGD.name, RaySGD),
         peer("torchrun", "with_torchrun.py"),
-        peer("Ray Train v2", "with_ray_train.py", "pandas", "pyarrow", torchrun=False),
+        peer("Ray Train v2", "with_ray_train.py", "pandas", "pyarrow", launcher=None),
         peer("Lightning", "with_lightning.py", "lightning"),
         peer("Accelerate", "with_accelerate.py", "accelerate"),
+        peer("Horovod", "with_horovod.py", "horovod", launcher="horovodrun"),
     )
 }
 

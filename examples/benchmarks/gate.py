@@ -51,9 +51,13 @@ class Program:
         self._program: subprocess.Popen[str] = self._open.enter_context(child(command, {**extra, "GATE": address}))
 
     @classmethod
-    def of_script(cls, name: str, script: str, extra: Mapping[str, str], ranks: int, *, torchrun: bool) -> "Program":
-        by = ("--nproc-per-node", str(ranks)) if torchrun else ()
-        return cls(name, command_for(HERE / "peers" / script, torchrun=by), extra, ranks)
+    def of_script(
+        cls, name: str, script: str, extra: Mapping[str, str], ranks: int, *, launcher: str | None = None
+    ) -> "Program":
+        """A script in peers/, started plainly or by "torchrun" or "horovodrun", which start it once for each rank."""
+        options = {"torchrun": ("--nproc-per-node", str(ranks)), "horovodrun": ("-np", str(ranks))}
+        by = {launcher: options[launcher]} if launcher else {}
+        return cls(name, command_for(HERE / "peers" / script, **by), extra, ranks)
 
     def epoch(self) -> None:
         if not self._lines:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from contenders import Contender, cluster, standing
+from contenders import ENTRIES, Contender, cluster, standing
 from interleaved import Turn, one_epoch, peak_mb
 from report import claim_stdout, emit
 from throughput import arguments, row, warmed_up
@@ -91,7 +91,9 @@ def device_of(setting: Setting) -> Mapping[str, Any]:
 def main() -> None:
     parser = arguments([*GPU_WORKLOADS])
     parser.description = __doc__.splitlines()[0]
-    parser.set_defaults(precisions=["fp32", "fp16", "bf16"], workers=None, rounds=3)
+    # make horovod builds for CPUs; a Horovod with NCCL can be asked for by name.
+    contenders = [name for name in ENTRIES if name != "Horovod"]
+    parser.set_defaults(contenders=contenders, precisions=["fp32", "fp16", "bf16"], workers=None, rounds=3)
     args = parser.parse_args()
     out = claim_stdout()
     gpus, device = torch.cuda.device_count(), "cuda"

@@ -6,6 +6,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from workloads import Setting
@@ -21,15 +22,21 @@ class Loop:
         workload, workers = setting.workload, setting.workers
         self.setting, self.device = setting, setting.place(gpu)
         bare = workload.model().to(self.device)
-        # gradient_as_bucket_view=True is raysgd's default; it is the faster one, so all have it.
-        self.model = DistributedDataParallel(bare, gradient_as_bucket_view=True) if workers > 1 else bare
-        self.optimizer, self.criterion = workload.optimizer(bare), workload.criterion
+        self.model, self.optimizer = self.shared(bare, workload.optimizer(bare))
+        self.criterion = workload.criterion
         dataset = workload.dataset(workers)
         self.sampler = DistributedSampler(dataset, workers, rank, shuffle=True)
         pinned = setting.device == "cuda"
         self.loader = DataLoader(dataset, batch_size=workload.batch_size, sampler=self.sampler, pin_memory=pinned)
         self.scaler = torch.amp.GradScaler(setting.device, enabled=setting.precision == "fp16")
         self.epochs_completed = 0
+
+    def shared(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Wrapped so that gradients are averaged over the ranks, where there are several."""
+        if self.setting.workers == 1:
+            return model, optimizer
+        # gradient_as_bucket_view=True is raysgd's default; it is the faster one, so all have it.
+        return DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer
 
     def epoch(self) -> float:
         self.sampler.set_epoch(self.epochs_completed)

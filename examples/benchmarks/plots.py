@@ -26,6 +26,7 @@ COLOURS = {
     "Ray Train v2": "#2b6ca3",
     "Lightning": "#7a4fa3",
     "Accelerate": "#d9a514",
+    "Horovod": "#c46a9b",
 }
 OTHERS = ("#3a8f6b", "#79b791", "#5b7f95", "#b08968")
 DPI = 100

@@ -11,12 +11,17 @@ from pathlib import Path
 __all__ = ["HERE", "child", "command_for", "search_path"]
 
 HERE = Path(__file__).resolve().parent
+HOROVODRUN = "from horovod.runner.launch import run_commandline; run_commandline()"
 
 
-def command_for(script: Path, *, torchrun: tuple[str, ...] = ()) -> list[str]:
-    """How to run a script: plainly, or by torchrun with these options."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", *torchrun] if torchrun else []
-    return [sys.executable, *launcher, str(script)]
+def command_for(script: Path, *, torchrun: tuple[str, ...] = (), horovodrun: tuple[str, ...] = ()) -> list[str]:
+    """How to run a script: plainly, or by torchrun or horovodrun with these options."""
+    plain = [sys.executable, str(script)]
+    if torchrun:
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun, str(script)]
+    if horovodrun:
+        return [sys.executable, "-c", HOROVODRUN, "--gloo", *horovodrun, *plain]
+    return plain
 
 
 def search_path(more: str = "") -> str:

@@ -123,7 +123,7 @@ class PeersDesk:
 
     def __init__(self, name: str, mb: int, folder: str) -> None:
         extra = {"MB": str(mb), "FOLDER": folder}
-        self.program = Program.of_script(name, f"saving_with_{name.lower()}.py", extra, 1, torchrun=False)
+        self.program = Program.of_script(name, f"saving_with_{name.lower()}.py", extra, 1)
 
     def turn(self) -> dict[str, float]:
         started = time.perf_counter()
