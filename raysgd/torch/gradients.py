@@ -56,8 +56,10 @@ class Gradients:
         """This window ends with less than usual: what it has so far weighs more. Before ranks exchange their sums, since
         another rank's window can hold another number of samples."""
         if begun:
+            factor, shards = self._usual / self._total, self._parts.shards
             for optimizer in self._parts.optimizers:
-                _scale(self._precision.parameters(optimizer), self._usual / self._total)
+                _scale([each.grad for each in self._precision.parameters(optimizer)], factor)
+            _scale(shards.held_back() if shards else [], factor)
         self._usual = self._total
 
     def zero_grad(self, optimizers: Sequence[Any]) -> None:
@@ -118,10 +120,10 @@ class Gradients:
             )
 
 
-def _scale(parameters: Sequence[torch.Tensor], factor: float) -> None:
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+def _scale(gradients: Sequence[torch.Tensor | None], factor: float) -> None:
+    there = [each for each in gradients if each is not None]
+    if there:
+        torch._foreach_mul_(there, factor)
 
 
 def samples_in(batch: Any) -> int:
