@@ -33,6 +33,14 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture
+def connected(ray_cluster: None) -> dict[str, str]:
+    """The environment of a script that uses the tests' cluster: starting one for each would take most of its time."""
+    import ray
+
+    return {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
     """A bucket on a real S3 server (moto's) in this process, at a port that was bound; `s3://...` goes there."""

@@ -1,6 +1,5 @@
 """An operator class works on every worker, be it from a script, from a file beside it, or from a notebook."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -55,10 +54,8 @@ for cell in cells:
 """
 
 
-def run(folder: Path, script: str, **files: str) -> str:
-    """Runs a script as a user would, on the cluster that is up already."""
-    import ray
-
+def run(environment: dict[str, str], folder: Path, script: str, **files: str) -> str:
+    """Runs a script as a user would."""
     for name, content in {"script": script, **files}.items():
         path = folder / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(exist_ok=True)
@@ -71,18 +68,18 @@ def run(folder: Path, script: str, **files: str) -> str:
         timeout=120,
         check=False,
         cwd=folder / "elsewhere",
-        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize("where", ["main", "beside", "notebook"])
-def test_an_operator_from(ray_cluster: None, tmp_path: Path, where: str) -> None:
+def test_an_operator_from(connected: dict[str, str], tmp_path: Path, where: str) -> None:
     if where == "main":
-        output = run(tmp_path, IN_MAIN)
+        output = run(connected, tmp_path, IN_MAIN)
     elif where == "notebook":
-        output = run(tmp_path, NOTEBOOK)
+        output = run(connected, tmp_path, NOTEBOOK)
     else:
-        output = run(tmp_path, BESIDE + TRAINING, beside=OPERATOR, nested__helper="called = False")
+        output = run(connected, tmp_path, BESIDE + TRAINING, beside=OPERATOR, nested__helper="called = False")
     assert "10 True" in output.splitlines()

@@ -67,16 +67,20 @@ RUN_PAGES = sorted({block.page for block in PYTHON if not block.not_run})
 
 
 @pytest.mark.parametrize("page", RUN_PAGES)
-def test_page_runs(page: str, tmp_path: Path) -> None:
+def test_page_runs(page: str, connected: dict[str, str], tmp_path: Path) -> None:
+    """Beside the tests' own cluster, as starting one for each page takes longer than the page; the README, and pages that
+    call ray.init, start theirs."""
     path = tmp_path / (Path(page).stem.replace("-", "_") + "_page.py")
     program = script([b for b in PYTHON if b.page == page and not b.not_run])
     for package in ("tensorflow", "horovod"):
         if f"import {package}" in program:
             pytest.importorskip(package)
     path.write_text(program, encoding="utf-8")
+    alone = page == "README.md" or "ray.init(" in program
     process = subprocess.Popen(
         [sys.executable, str(path)],
         cwd=tmp_path,
+        env=None if alone else connected,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -107,7 +107,7 @@ def troubled(config: dict[str, Any]) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "checkpoint.pkl").write_text(str(epoch))  # named as ours is for a dictionary
         train.report({"epoch": epoch, "start": start}, checkpoint=Checkpoint.from_directory(folder))
-        while epoch == 2 and not (marks / "seen").exists():  # Tune has heard of this epoch
+        while epoch == 2 and not (marks / "seen").exists():  # Tune has this epoch's checkpoint
             time.sleep(0.05)
 
 
@@ -118,7 +118,9 @@ class Seeing(tune.Callback):  # type: ignore[misc, name-defined, unused-ignore]
 
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Mapping[str, Any], **info: Any) -> None:
         self.epochs.append(result["epoch"])
-        if result["epoch"] == 2:
+
+    def on_checkpoint(self, iteration: int, trials: Any, trial: Any, checkpoint: Any, **info: Any) -> None:
+        if trial.last_result["epoch"] == 2:
             (self.marks / "seen").touch()
 
 
