@@ -4,8 +4,6 @@
 # pyproject.toml or constraints.txt changed. Another interpreter: `make test PYTHON=python3.12` after `make clean`.
 
 PYTHON ?= python3
-# Processes that run the tests: much of these is waiting. Each has a small Ray cluster of its own.
-JOBS ?= 2
 SHELL := /bin/bash
 
 VENV := .venv
@@ -26,7 +24,7 @@ PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-versio
 
 help:
 	@echo "make demo   train on scikit-learn's digits with 2 workers (makes an environment first)"
-	@echo "make test   run every test; ARGS='-k name' picks some, JOBS=0 runs them in one process"
+	@echo "make test   run every test; ARGS='-k name' picks some"
 	@echo "make check  lint, format, types, docs"
 	@echo "make fix    repair lint and format where that is mechanical"
 	@echo "make docs   build the documentation into docs/_build/html"
@@ -38,7 +36,7 @@ demo: $(VENV)/demo.stamp
 	@$(BIN)/python examples/quickstart.py
 
 test: $(VENV)/dev.stamp
-	@$(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -q $(ARGS)
 
 check: $(VENV)/dev.stamp
 	@$(BIN)/ruff check .

@@ -54,7 +54,6 @@ DEV = [
     "mypy",
     "pytest>=8",
     "pytest-timeout",
-    "pytest-xdist",
     "ruff",
     "scikit-learn",
     "setuptools>=64",

@@ -100,9 +100,11 @@ def raysgd_ratio(own: Sequence[Turn], raysgd: Sequence[Turn] | None) -> dict[str
 
 
 def long_enough(workload: Workload, workers: int, steps: int | None) -> Workload:
-    """With more workers than cores a step takes longer; fewer of them make an epoch as long as the others."""
+    """About a second or two for an epoch: longer ones leave time for few rounds, and a median of few means little. With
+    more workers than cores a step takes longer."""
     share = min(1.0, (os.cpu_count() or 1) / workers)
-    return workload.shortened(steps or max(1, int(workload.steps * share)))
+    usual = workload.alone or workload.steps if workers == 1 else max(1, int(workload.steps * share))
+    return workload.shortened(steps or usual)
 
 
 def arguments(workloads: Sequence[str]) -> argparse.ArgumentParser:

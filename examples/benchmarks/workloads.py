@@ -23,8 +23,8 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 @dataclass(frozen=True)
 class Workload:
-    """One thing to train. `steps` is how many batches each worker does in an epoch; `tokens`, for text, is how many
-    a sample has."""
+    """One thing to train. `steps` is how many batches each worker does in an epoch, and `alone` how many one without
+    peers does, which is faster; `tokens`, for text, is how many a sample has."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -32,6 +32,7 @@ class Workload:
     criterion: Callable[[Any, Any], torch.Tensor]
     batch_size: int
     steps: int
+    alone: int | None = None
     lr: float = 0.01
     tokens: int = 1  # in a sample
 
@@ -141,9 +142,9 @@ LARGE_GPT = partial(gpt, vocabulary=50_304, block_size=1024, width=768, heads=12
 LARGE_BLOCKS = partial(token_blocks, vocabulary=50_304, block_size=1024)
 
 WORKLOADS = named(
-    Workload("tiny", tiny_model, tiny_data, CLASSES, batch_size=32, steps=1000),
-    Workload("resnet", small_resnet, partial(images, side=16, classes=10), CLASSES, batch_size=16, steps=60),
-    Workload("gpt", SMALL_GPT, SMALL_BLOCKS, token_loss, batch_size=16, steps=200),
+    Workload("tiny", tiny_model, tiny_data, CLASSES, batch_size=32, steps=400, alone=2000),
+    Workload("resnet", small_resnet, partial(images, side=16, classes=10), CLASSES, batch_size=16, steps=40),
+    Workload("gpt", SMALL_GPT, SMALL_BLOCKS, token_loss, batch_size=16, steps=80, alone=120),
 )
 GPU_WORKLOADS = named(
     Workload("resnet50", resnet50, partial(images, side=224, classes=1000), CLASSES, batch_size=128, steps=40),

@@ -115,7 +115,8 @@ class Checkpoints:
     # -- in parts -------------------------------------------------------------------------------------
 
     def _save_shards(self, target: Path) -> str:
-        draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
+        # Workers may run in another directory than the script.
+        draft = target.parent.absolute() / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
         draft.mkdir(parents=True)
         try:
             self._engine.run(Job("save_shards", {"folder": str(draft), "ranks": self._random_states()}))

@@ -72,8 +72,9 @@ def alone() -> tuple[torch.Tensor, float, torch.Tensor]:
         return after, loss, weights(plain)
 
 
-def test_from_two_workers_to_three_and_back(alone: Any, tmp_path: Path) -> None:
-    whole, parts = str(tmp_path / "whole.pt"), str(tmp_path / "parts")
+def test_from_two_workers_to_three_and_back(alone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the workers run elsewhere
+    whole, parts = str(tmp_path / "whole.pt"), "parts"
     expected, loss, later = alone
     with trainer(2, 2, {"fails": str(tmp_path / "failed")}, parallel="fsdp", accumulate=3) as two:
         with pytest.raises(ZeroDivisionError):

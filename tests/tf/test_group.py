@@ -90,4 +90,5 @@ def test_a_hang_and_a_resize(ray_cluster: None, tmp_path: Path) -> None:
         reasons = [recovery.reason for recovery in trainer.recoveries]
         assert trainer.world_size == 3
     assert hung["num_samples"] == grown["num_samples"] == ROWS
-    assert reasons == ["hang", "growth"]
+    # On a busy machine the hung one's replacement may join later, as growth.
+    assert reasons[0] == "hang" and set(reasons[1:]) == {"growth"}
