@@ -13,6 +13,7 @@ __all__ = ["ElasticConfig", "Limits", "WorkerResources", "check_call", "check_tr
 # A process group meets within seconds or not at all; what takes longer is a wrong address or a firewall.
 UNREACHABLE_AT_MOST_S = 60.0
 JOIN_AT_MOST_S = 60.0
+SILENT_AT_LEAST_S = 10.0  # an import can keep all threads of its process waiting for a while
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Limits:
     collective_s  for one collective: below the hang limit, so that a vanished host ends it by itself
     hang_s        without any batch being finished
     unreachable_s for a worker's machine to answer at all: its kernel does, also for a process that is stopped
+    silent_s      for a process that is being set up to say that it lives: a set-up may take long, but not silently
     """
 
     start_s: float
@@ -46,6 +48,10 @@ class Limits:
     @property
     def unreachable_s(self) -> float:
         return min(self.hang_s / 2, UNREACHABLE_AT_MOST_S)
+
+    @property
+    def silent_s(self) -> float:
+        return max(self.hang_s, SILENT_AT_LEAST_S)
 
 
 Grow = bool | Literal["epoch"]

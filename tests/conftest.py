@@ -33,7 +33,7 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def connected(ray_cluster: None) -> dict[str, str]:
     """The environment of a script that uses the tests' cluster: starting one for each would take most of its time."""
     import ray

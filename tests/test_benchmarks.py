@@ -5,11 +5,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.ahead import ahead
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "benchmarks"
 
@@ -28,6 +33,28 @@ def smoke(script: str, *options: str) -> dict[str, Any]:
     assert document["benchmark"] == script.removesuffix(".py")
     assert document["machine"]["cores"] and document["machine"]["versions"]["torch"]
     return document
+
+
+Smokes = dict[str, Future[dict[str, Any]]]
+SMOKES: dict[str, tuple[str, ...]] = {
+    "throughput": ("--workloads", "tiny", "--workers", "1"),
+    "gpu": ("--workloads", "gpt124m", "--contenders", "hand-written", "raysgd"),
+    "driver_cost": (),
+    "churn": (),
+    "startup": (),
+    "recovery": (),
+    "rerun": (),
+    "chaos": (),
+}
+
+
+@pytest.fixture(scope="module")
+def smokes(request: pytest.FixtureRequest) -> Iterator[Smokes]:
+    """Of the scripts whose tests will run, as no clock is looked at: two at a time."""
+    chosen = {item.name for item in request.session.items if item.path == request.path}
+    names = [name for name in SMOKES if f"test_{name}" in chosen]
+    with ahead({name: partial(smoke, f"{name}.py", *SMOKES[name]) for name in names}) as begun:
+        yield begun
 
 
 def module(name: str) -> ModuleType:
@@ -64,8 +91,8 @@ PEERS |= {"Lightning": "lightning", "Accelerate": "accelerate", "Horovod": "horo
 
 
 @pytest.mark.slow
-def test_throughput(tmp_path: Path) -> None:
-    document = smoke("throughput.py", "--workloads", "tiny", "--workers", "1")
+def test_throughput(smokes: Smokes, tmp_path: Path) -> None:
+    document = smokes["throughput"].result()
     rows = {row["contender"]: row for row in document["rows"]}
     assert rows.keys() == PEERS.keys()
     installed = {name for name, needs in PEERS.items() if all(map(importlib.util.find_spec, needs.split()))}
@@ -79,8 +106,9 @@ def test_throughput(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gpu_without_one(tmp_path: Path) -> None:
-    document = smoke("gpu.py", "--workloads", "gpt124m", "--contenders", "hand-written", "raysgd")
+def test_gpu(smokes: Smokes, tmp_path: Path) -> None:
+    """On a machine without one."""
+    document = smokes["gpu"].result()
     assert [(row["contender"], row["precision"]) for row in document["rows"]] == [
         ("hand-written", "bf16"),
         ("raysgd", "bf16"),
@@ -107,8 +135,8 @@ def test_saving_through_bench(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_driver_cost(tmp_path: Path) -> None:
-    document = smoke("driver_cost.py")
+def test_driver_cost(smokes: Smokes, tmp_path: Path) -> None:
+    document = smokes["driver_cost"].result()
     assert {(row["contender"], row["call"]) for row in document["rows"]} == {
         (contender, call) for contender in ("hand-written", "raysgd") for call in ("one batch", "nothing")
     }
@@ -118,31 +146,31 @@ def test_driver_cost(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.elastic
-def test_churn() -> None:
-    (row,) = smoke("churn.py")["rows"]
+def test_churn(smokes: Smokes) -> None:
+    (row,) = smokes["churn"].result()["rows"]
     assert (row["contender"], row["kills"], row["note"]) == ("raysgd", 1, "")
     assert row["churn_s"]["median"] > 0
 
 
 @pytest.mark.slow
-def test_startup() -> None:
-    rows = {row["contender"]: row for row in smoke("startup.py")["rows"]}
+def test_startup(smokes: Smokes) -> None:
+    rows = {row["contender"]: row for row in smokes["startup"].result()["rows"]}
     assert rows.keys() == {"raysgd", "torchrun"}
     assert all(row["exit_s"]["median"] >= row["first_epoch_s"]["median"] > 0 for row in rows.values())
 
 
 @pytest.mark.slow
 @pytest.mark.elastic
-def test_recovery() -> None:
-    first = smoke("recovery.py")["rows"][0]
+def test_recovery(smokes: Smokes) -> None:
+    first = smokes["recovery"].result()["rows"][0]
     assert first["case"] == "raysgd, in place"
     assert (first["lost"], first["doubled"], first["batches_redone"]["median"]) == (0, 0, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.elastic
-def test_rerun(tmp_path: Path) -> None:
-    document = smoke("rerun.py")
+def test_rerun(smokes: Smokes, tmp_path: Path) -> None:
+    document = smokes["rerun"].result()
     (row,) = document["rows"]
     assert (row["contender"], row["survivors"]["median"], row["first_step_s"]["count"]) == ("raysgd", 2, 1)
     assert 0 < row["begins_s"]["median"] <= row["first_step_s"]["median"]
@@ -161,8 +189,8 @@ def test_what_comes_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.elastic
-def test_chaos() -> None:
-    (row,) = smoke("chaos.py")["rows"]
+def test_chaos(smokes: Smokes) -> None:
+    (row,) = smokes["chaos"].result()["rows"]
     assert row["faults"] == 3 == sum(row["faults_by_kind"].values())
     assert (row["lost"], row["doubled"], row["left_behind"], row["broken"]) == (0, 0, 0, [])
 

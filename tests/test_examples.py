@@ -1,12 +1,17 @@
 """Every example runs as a reader would run it, and what it prints is looked at. New ones are found."""
 
+import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from tests.ahead import ahead, chosen
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # Scripts for Ray 1.x, and what they become: looked at below.
@@ -209,17 +214,29 @@ CHECKS: dict[str, Callable[[str], None]] = {
 }
 
 
+def missing(name: str) -> list[str]:
+    """What an example needs that is not installed here."""
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    packages = ("tensorflow", "keras", "tf_keras", "mlflow", "tensorboard", "torchmetrics")
+    needs = [package for package in packages if re.search(rf"^(import|from) {package}\b", text, re.MULTILINE)]
+    needs += ["horovod"] if 'backend="horovod"' in text else []
+    return [package for package in needs if importlib.util.find_spec(package) is None]
+
+
+@pytest.fixture(scope="module")
+def outputs(request: pytest.FixtureRequest, connected: dict[str, str]) -> Iterator[dict[str, Future[str]]]:
+    names = [name for name in chosen(request, "name") if not missing(name)]
+    with ahead({name: partial(run, EXAMPLES / name, None if name in ALONE else connected) for name in names}) as begun:
+        yield begun
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_example(name: str, connected: dict[str, str]) -> None:
-    text = (EXAMPLES / name).read_text(encoding="utf-8")
-    for package in ("tensorflow", "keras", "tf_keras", "mlflow", "tensorboard", "torchmetrics"):
-        if re.search(rf"^(import|from) {package}\b", text, re.MULTILINE):
-            pytest.importorskip(package)
-    if 'backend="horovod"' in text:
-        pytest.importorskip("horovod")
+def test_example(name: str, outputs: dict[str, Future[str]]) -> None:
+    if missing(name):
+        pytest.skip(f"without {', '.join(missing(name))}")
     # An example that is not listed above must at least print a train_loss that falls.
-    CHECKS.get(name, loss_falls)(run(EXAMPLES / name, None if name in ALONE else connected))
+    CHECKS.get(name, loss_falls)(outputs[name].result())
 
 
 def test_no_check_without_its_example() -> None:

@@ -1,6 +1,6 @@
 """All benchmarks, one after the other, each a program of its own; their results as files, a page and plots.
 
-    make bench                                             what docs/benchmarks.md shows: about an hour on two cores
+    make bench                                             what docs/benchmarks.md shows: about two hours on two cores
     python examples/benchmarks/bench.py --quick            fewer rounds and settings, into build/benchmarks
     python examples/benchmarks/bench.py --only saving startup
 
@@ -42,14 +42,14 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark(
         "throughput",
-        "--workers 1 2 4 --precisions fp32 bf16 --rounds 41 --limit-s 60",
+        "--workers 1 2 4 --precisions fp32 bf16 --rounds 41 --limit-s 40",
         "--workers 2 --rounds 21 --limit-s 20",
     ),
     Benchmark("startup", "--rounds 4", "--rounds 1"),
     Benchmark("recovery", "--rounds 2", "--rounds 1"),
-    Benchmark("rerun", "--rounds 5", "--rounds 1"),
+    Benchmark("rerun", "--rounds 2", "--rounds 1"),
     Benchmark("churn", "--rounds 1", "--rounds 1 --epochs 3 --every-s 6"),
-    Benchmark("chaos", "--minutes 2 --seed 1", "--minutes 0.5"),
+    Benchmark("chaos", "--minutes 14 --faults 200 --every-s 2.5 --seed 7", "--minutes 0.5"),
     Benchmark("saving", "--sizes 10 100 1000 2000 --rounds 3", "--sizes 10 100 1000 --rounds 2"),
     Benchmark("driver_cost", "--workers 2 4 8 16", "--workers 2 4 8 --rounds 3"),
     Benchmark("gpu", "", "--rounds 1 --precisions bf16", needs_cuda=True),

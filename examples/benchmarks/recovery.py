@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -141,10 +142,18 @@ def growth_pause(
     return {"gap_s": gap_s, "batches_redone": grown[0]["batches_redone"], "reported_s": grown[0]["seconds"]}
 
 
-def row(name: str, results: list[dict[str, Any]], missing: list[str]) -> dict[str, Any]:
-    if missing:
-        return {"case": name, "note": f"not installed: {', '.join(missing)}"}
-    row: dict[str, Any] = {"case": name, "note": ""}
+def told(error: Exception) -> str:
+    """Without the command, which names this machine's folders."""
+    late = isinstance(error, subprocess.TimeoutExpired)
+    return f"it had not come to its end after {LIMIT_S} s" if late else str(error)
+
+
+def noted(case: Case, failed: dict[str, str]) -> str:
+    return f"not installed: {', '.join(case.missing())}" if case.missing() else failed.get(case.name, "")
+
+
+def row(name: str, results: list[dict[str, Any]], note: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"case": name, "note": note}
     for key in ("gap_s", "batches_redone", "reported_s"):
         values = [result[key] for result in results if key in result]
         row[key] = spread(values) if values else None
@@ -167,18 +176,26 @@ def main() -> None:
 
     asked = [case for case in CASES if not args.cases or case.name in args.cases]
     results: dict[str, list[dict[str, Any]]] = {case.name: [] for case in asked} | {GROWTH: []}
+    failed: dict[str, str] = {}
     for number in range(args.rounds):
         for case in asked:
-            if case.missing():
+            if case.missing() or case.name in failed:
                 continue
-            result = run(case, args.steps, args.step_s)
+            try:
+                result = run(case, args.steps, args.step_s)
+            except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
+                if "raysgd" in case.script:
+                    raise
+                failed[case.name] = f"failed in round {number + 1}: {told(error)}"
+                print(failed[case.name], file=sys.stderr)
+                continue
             results[case.name].append(result)
             if result.get("growth") and case.workers > 1:
                 results[GROWTH].append(result["growth"])
             print(f"round {number + 1}: {case.name}: {result}", file=sys.stderr)
-    rows = [row(case.name, results[case.name], case.missing()) for case in asked]
+    rows = [row(case.name, results[case.name], noted(case, failed)) for case in asked]
     if results[GROWTH]:
-        rows.append(row(GROWTH, results[GROWTH], []))
+        rows.append(row(GROWTH, results[GROWTH], ""))
     emit(out, "recovery", vars(args), rows, COLUMNS)
     if any(each.get("lost") or each.get("doubled") for each in rows):
         sys.exit(1)

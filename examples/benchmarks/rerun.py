@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import traces
-from recovery import Case, kill_in
+from recovery import Case, kill_in, told
 from report import claim_stdout, emit, spread
 
 COLUMNS = ("contender", "first_step_s", "begins_s", "ratio", "batches_redone", "survivors", "note")
@@ -97,7 +97,7 @@ def main() -> None:
             except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
                 if case is CONTENDERS[0]:
                     raise
-                failed[case.name] = f"failed in round {number + 1}: {error}"
+                failed[case.name] = f"failed in round {number + 1}: {told(error)}"
                 print(failed[case.name], file=sys.stderr)
             else:
                 print(f"round {number + 1}: {case.name}: {results[case.name][-1]}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -68,8 +69,9 @@ class Member:
 class Crew:
     """Owns the members and their replies. `pump` is the only place where events are taken in."""
 
-    def __init__(self, group: Group, target: int) -> None:
+    def __init__(self, group: Group, target: int, *, silent_s: float = math.inf) -> None:
         self.group = group
+        self.silent_s = silent_s
         self.target = target
         self.current_call = 0
         self.members: dict[str, Member] = {}
@@ -137,7 +139,7 @@ class Crew:
         generation: int = 0,
         on_trouble: Callable[[], None] = lambda: None,
     ) -> dict[str, Outcome]:
-        """One short call on several workers. Who does not answer within the limit is killed, and lost.
+        """One call on several workers. Who does not answer within the limit, or is stopped, is killed, and lost.
 
         `on_trouble` is called once, at the first outcome that is not Ok: peers may be waiting for that rank.
         """
@@ -157,6 +159,8 @@ class Crew:
                         on_trouble()
             if len(outcomes) == len(calls):
                 return {worker: outcomes[worker] for worker in calls}
+            for worker in calls.keys() - outcomes.keys():
+                self.end_if_silent(worker, verb)
             if time.monotonic() > deadline:
                 self._end_the_late(calls.keys() - outcomes.keys(), verb, limit_s)
                 if not troubled:
@@ -164,6 +168,11 @@ class Crew:
                     on_trouble()  # whoever only waits for them falls out by itself
                 deadline = time.monotonic() + KILLED_S
             self.pump(0.2)
+
+    def end_if_silent(self, worker: str, verb: str) -> None:
+        """A process that is stopped does not even say "alive", which a long set-up does beside its work."""
+        if worker not in self.blame and self.group.silent_for(worker) > self.silent_s:
+            self.kill(worker, "hang", f"was stopped in '{verb}': it has not said a word for {self.silent_s:g} s")
 
     def _end_the_late(self, late: Iterable[str], verb: str, limit_s: float) -> None:
         """Those that do not even say "alive"; all, when all do. Who was killed before, and is not gone, is given up."""

@@ -86,7 +86,7 @@ class Engine:
     ) -> None:
         self.group, self._backend, self._limits = group, backend, limits
         group.set_patience(limits.unreachable_s)
-        self._crew = Crew(group, target)
+        self._crew = Crew(group, target, silent_s=limits.silent_s)
         self._crew.on_progress, self._crew.on_message = on_progress, on_message
         self._ledger = Ledger(on_recovery)
         self._standing = Standing(self._crew, backend, limits, group.pack(factory), group.pack(hook), least)

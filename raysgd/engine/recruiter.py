@@ -103,6 +103,8 @@ class Recruiter:
                 self._drop(worker, f"its set-up failed: {story}")
             elif time.monotonic() - self._crew.members[worker].moved_at > self._setup_s:
                 self._drop(worker, f"its set-up did not end within {self._setup_s:.0f} s")
+            else:
+                self._crew.end_if_silent(worker, "warm")
 
     def _late(self, since: float) -> bool:
         """Ray can forget an actor that was being started on a node when that died. For one that is late although there

@@ -5,16 +5,22 @@ points into the page. A block that cannot run here says why, in a comment above 
 `<!-- not run: needs a GPU -->`.
 """
 
+import importlib.util
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+
+from tests.ahead import ahead, chosen
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)])
@@ -66,20 +72,25 @@ PYTHON = [block for block in ALL if block.language == "python"]
 RUN_PAGES = sorted({block.page for block in PYTHON if not block.not_run})
 
 
-@pytest.mark.parametrize("page", RUN_PAGES)
-def test_page_runs(page: str, connected: dict[str, str], tmp_path: Path) -> None:
+def program(page: str) -> str:
+    return script([block for block in PYTHON if block.page == page and not block.not_run])
+
+
+def missing(page: str) -> list[str]:
+    imported = [package for package in ("tensorflow", "horovod") if f"import {package}" in program(page)]
+    return [package for package in imported if importlib.util.find_spec(package) is None]
+
+
+def run(page: str, folder: Path, connected: dict[str, str]) -> None:
     """Beside the tests' own cluster, as starting one for each page takes longer than the page; the README, and pages that
     call ray.init, start theirs."""
-    path = tmp_path / (Path(page).stem.replace("-", "_") + "_page.py")
-    program = script([b for b in PYTHON if b.page == page and not b.not_run])
-    for package in ("tensorflow", "horovod"):
-        if f"import {package}" in program:
-            pytest.importorskip(package)
-    path.write_text(program, encoding="utf-8")
-    alone = page == "README.md" or "ray.init(" in program
+    folder.mkdir()
+    path = folder / (Path(page).stem.replace("-", "_") + "_page.py")
+    path.write_text(program(page), encoding="utf-8")
+    alone = page == "README.md" or "ray.init(" in program(page)
     process = subprocess.Popen(
         [sys.executable, str(path)],
-        cwd=tmp_path,
+        cwd=folder,
         env=None if alone else connected,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -93,6 +104,23 @@ def test_page_runs(page: str, connected: dict[str, str], tmp_path: Path) -> None
         output, _ = process.communicate()
         pytest.fail(f"{page} ran longer than {TIME_LIMIT_S} s; its output ended so:\n{output[-4000:]}")
     assert process.returncode == 0, f"{page} failed; its output ended so:\n{output[-4000:]}"
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, connected: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[None]]]:
+    folder = tmp_path_factory.mktemp("pages")
+    pages = [page for page in chosen(request, "page") if not missing(page)]
+    with ahead({page: partial(run, page, folder / Path(page).stem, connected) for page in pages}) as begun:
+        yield begun
+
+
+@pytest.mark.parametrize("page", RUN_PAGES)
+def test_page_runs(page: str, runs: dict[str, Future[None]]) -> None:
+    if missing(page):
+        pytest.skip(f"without {', '.join(missing(page))}")
+    runs[page].result()
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda b: f"{b.page}:{b.line}")

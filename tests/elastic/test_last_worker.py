@@ -1,19 +1,23 @@
 """Nobody is left: fresh processes go on from the newest snapshot, and `batches_redone` tells the truth."""
 
+import os
+import signal
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raysgd import ElasticConfig
-from tests.faults import Fault, Ground
+from tests.faults import Fault, Ground, LedgerOperator
 
 pytestmark = pytest.mark.elastic
 
 
-def alone(path: Path, **elastic: object) -> Ground:
-    return Ground(path, num_workers=1, use_ray=True, elastic=ElasticConfig(**elastic), config={"pace": 0.005})
+def alone(path: Path, operator: type[LedgerOperator] = LedgerOperator, **elastic: Any) -> Ground:
+    settings = ElasticConfig(**elastic)
+    return Ground(path, num_workers=1, use_ray=True, elastic=settings, config={"pace": 0.005}, operator=operator)
 
 
 def test_one_worker_goes_on_from_the_end_of_the_last_epoch(ray_cluster: None, tmp_path: Path) -> None:
@@ -29,6 +33,32 @@ def test_one_worker_goes_on_from_the_end_of_the_last_epoch(ray_cluster: None, tm
         assert (loss.in_place, loss.world_size_after) == (False, 1)
         assert 5 <= loss.batches_redone <= 19  # up to its last message
         assert (result["epoch"], result["num_samples"], result["batch_count"]) == (2, 240, 60)
+    finally:
+        ground.trainer.shutdown()
+
+
+class StoppedInSetup(LedgerOperator):
+    """Whoever comes after the first process is stopped in its set-up, once."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        first, second = Path(config["marks"], "first"), Path(config["marks"], "second")
+        if first.exists() and not second.exists():
+            second.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        first.touch()
+
+
+def test_a_fresh_process_that_is_stopped_in_its_setup_holds_nobody(ray_cluster: None, tmp_path: Path) -> None:
+    ground = alone(tmp_path / "marks", StoppedInSetup, hang_timeout_s=5)
+    try:
+        ground.trainer.train()
+        ground.assert_epoch_exact()
+        ground.arm(Fault(0, 20))
+        ground.trainer.train()
+        ground.assert_epoch_exact()
+        assert (tmp_path / "marks" / "second").exists()
+        assert 10 < ground.trainer.recoveries[-1].seconds < 60
     finally:
         ground.trainer.shutdown()
 

@@ -1,12 +1,18 @@
 """Machines come and go: a node is lost, comes back, is drained; with nothing free, training waits for it."""
 
+import json
 import os
 import subprocess
 import sys
-import textwrap
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.ahead import ahead
 
 pytestmark = pytest.mark.elastic
 
@@ -49,13 +55,84 @@ def reasons(ground):
 """
 
 
-def run(script: str, tmp_path: Path, limit_s: float = 110) -> tuple[dict[str, object], str]:
-    """Runs it as a driver of its own; what it printed as facts, and its log."""
-    import json
+SCRIPTS = {
+    "lost": """
+ground = Ground(marks, num_workers=3, config={"samples": 1500, "pace": 0.02}, elastic=ElasticConfig(hang_timeout_s=60))
+timers = [later(2, lambda: lose(nodes[0])), later(7, lambda: cluster.add_node(num_cpus=1))]
+result = ground.trainer.train(max_retries=-1)
+for timer in timers:
+    timer.wait()
+exact = ground.trained() == Counter(range(1500))
+for _ in range(20):
+    if ground.trainer.world_size == 3:
+        break
+    ground.trainer.train()
+    exact = exact and ground.trained() == Counter(range(1500))
+say(exact=exact, reasons=reasons(ground), samples=result["num_samples"])
+ground.trainer.shutdown()
+""",
+    "nothing free": """
+lose(nodes.pop())
+while sum(node["Alive"] for node in ray.nodes()) > 2:
+    time.sleep(0.2)
+elastic = ElasticConfig(backoff_s=4.0, backoff_max_s=30.0, max_attempts=5, hang_timeout_s=60)
+@ray.remote(num_cpus=1)
+class Other:
+    def ready(self): return True
+ground = None
+others = []
+import os
+head = Other.options(scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+    ray.get_runtime_context().get_node_id(), soft=False)).remote()
+ray.get(head.ready.remote())
+ground = Ground(marks, num_workers=1, use_ray=True, config={"samples": 400, "pace": 0.01}, elastic=elastic)
+ground.trainer.train()
+ground.trained()
+time.sleep(0.5)
+timers = [later(0.5, lambda: lose(nodes[0])), later(9, lambda: cluster.add_node(num_cpus=1))]
+started = time.monotonic()
+ground.trainer.train(max_retries=-1)
+seconds = time.monotonic() - started
+for timer in timers:
+    timer.wait()
+say(exact=ground.trained() == Counter(range(400)), reasons=reasons(ground), seconds=seconds)
+ground.trainer.shutdown()
+""",
+    "too few": """
+elastic = ElasticConfig(min_workers=3, backoff_s=0.2, backoff_max_s=0.5, max_attempts=3, hang_timeout_s=60)
+ground = Ground(marks, num_workers=3, config={"samples": 1500, "pace": 0.02}, elastic=elastic)
+later(1.5, lambda: lose(nodes[0]))
+try:
+    ground.trainer.train(max_retries=-1)
+    say(error="none")
+except TrainingFailedError as error:
+    say(error=str(error))
+ground.trainer.shutdown()
+""",
+    "drained": """
+from ray._raylet import GcsClient
+from ray.core.generated import autoscaler_pb2
+ground = Ground(marks, num_workers=3, config={"samples": 1500, "pace": 0.02}, elastic=ElasticConfig(hang_timeout_s=60))
+def drain():
+    gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+    deadline = int((time.time() + 60) * 1000)
+    gcs.drain_node(nodes[0].node_id, autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "spot", deadline)
+later(1.5, drain)
+result = ground.trainer.train()
+say(exact=ground.trained() == Counter(range(1500)), reasons=reasons(ground), samples=result["num_samples"],
+    redone=[r.batches_redone for r in ground.trainer.recoveries])
+ground.trainer.shutdown()
+""",
+}
+Runs = dict[str, Future[tuple[dict[str, Any], str]]]
 
+
+def run(script: str, folder: Path, limit_s: float = 150) -> tuple[dict[str, Any], str]:
+    """Runs it as a driver of its own; what it printed as facts, and its log."""
     root = str(Path(__file__).resolve().parents[2])
-    code = HEAD + f"marks = Path({str(tmp_path / 'marks')!r})\n" + textwrap.dedent(script)
-    file = tmp_path / "driver.py"
+    code = HEAD + f"marks = Path({str(folder / 'marks')!r})\n" + script
+    folder.mkdir()
+    file = folder / "driver.py"
     file.write_text(code)
     env = {**os.environ, "PYTHONPATH": root}
     done = subprocess.run(
@@ -66,100 +143,33 @@ def run(script: str, tmp_path: Path, limit_s: float = 110) -> tuple[dict[str, ob
     return json.loads(facts[-1][6:]), done.stderr
 
 
-def test_a_node_is_lost_and_another_comes(tmp_path: Path) -> None:
-    facts, _ = run(
-        """
-        ground = Ground(marks, num_workers=3, config={"samples": 1500, "pace": 0.02}, elastic=ElasticConfig(hang_timeout_s=60))
-        timers = [later(2, lambda: lose(nodes[0])), later(7, lambda: cluster.add_node(num_cpus=1))]
-        result = ground.trainer.train(max_retries=-1)
-        for timer in timers:
-            timer.wait()
-        exact = ground.trained() == Counter(range(1500))
-        for _ in range(20):
-            if ground.trainer.world_size == 3:
-                break
-            ground.trainer.train()
-            exact = exact and ground.trained() == Counter(range(1500))
-        say(exact=exact, reasons=reasons(ground), samples=result["num_samples"])
-        ground.trainer.shutdown()
-        """,
-        tmp_path,
-    )
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """Two at a time: most of each is waiting for Ray to notice something."""
+    folder = tmp_path_factory.mktemp("nodes")
+    with ahead({name: partial(run, script, folder / name.split()[-1]) for name, script in SCRIPTS.items()}) as begun:
+        yield begun
+
+
+def test_a_node_is_lost_and_another_comes(runs: Runs) -> None:
+    facts, _ = runs["lost"].result()
     assert facts["exact"] is True and facts["samples"] == 1500
     assert facts["reasons"] == [["node loss", 3, 2, True], ["growth", 2, 3, True]]
 
 
-def test_with_nothing_free_training_waits_and_a_new_node_ends_the_wait(tmp_path: Path) -> None:
-    facts, log = run(
-        """
-        lose(nodes.pop())
-        while sum(node["Alive"] for node in ray.nodes()) > 2:
-            time.sleep(0.2)
-        elastic = ElasticConfig(backoff_s=4.0, backoff_max_s=30.0, max_attempts=5, hang_timeout_s=60)
-        @ray.remote(num_cpus=1)
-        class Other:
-            def ready(self): return True
-        ground = None
-        others = []
-        import os
-        head = Other.options(scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=False)).remote()
-        ray.get(head.ready.remote())
-        ground = Ground(marks, num_workers=1, use_ray=True, config={"samples": 400, "pace": 0.01}, elastic=elastic)
-        ground.trainer.train()
-        ground.trained()
-        time.sleep(0.5)
-        timers = [later(0.5, lambda: lose(nodes[0])), later(9, lambda: cluster.add_node(num_cpus=1))]
-        started = time.monotonic()
-        ground.trainer.train(max_retries=-1)
-        seconds = time.monotonic() - started
-        for timer in timers:
-            timer.wait()
-        say(exact=ground.trained() == Counter(range(400)), reasons=reasons(ground), seconds=seconds)
-        ground.trainer.shutdown()
-        """,
-        tmp_path,
-    )
+def test_with_nothing_free_training_waits_and_a_new_node_ends_the_wait(runs: Runs) -> None:
+    facts, log = runs["nothing free"].result()
     assert facts["exact"] is True
     assert facts["reasons"] == [["node loss", 1, 1, False]]
     assert "waiting" in log and "1 CPU (" in log
 
 
-def test_too_few_machines_for_too_long_is_an_error(tmp_path: Path) -> None:
-    facts, _ = run(
-        """
-        elastic = ElasticConfig(min_workers=3, backoff_s=0.2, backoff_max_s=0.5, max_attempts=3, hang_timeout_s=60)
-        ground = Ground(marks, num_workers=3, config={"samples": 1500, "pace": 0.02}, elastic=elastic)
-        later(1.5, lambda: lose(nodes[0]))
-        try:
-            ground.trainer.train(max_retries=-1)
-            say(error="none")
-        except TrainingFailedError as error:
-            say(error=str(error))
-        ground.trainer.shutdown()
-        """,
-        tmp_path,
-    )
+def test_too_few_machines_for_too_long_is_an_error(runs: Runs) -> None:
+    facts, _ = runs["too few"].result()
     assert "3 waits" in str(facts["error"]) and "min_workers=3" in str(facts["error"])
 
 
-def test_a_draining_node_is_left_before_it_dies(tmp_path: Path) -> None:
-    facts, _ = run(
-        """
-        from ray._raylet import GcsClient
-        from ray.core.generated import autoscaler_pb2
-        ground = Ground(marks, num_workers=3, config={"samples": 1500, "pace": 0.02}, elastic=ElasticConfig(hang_timeout_s=60))
-        def drain():
-            gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
-            deadline = int((time.time() + 60) * 1000)
-            gcs.drain_node(nodes[0].node_id, autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "spot", deadline)
-        later(1.5, drain)
-        result = ground.trainer.train()
-        say(exact=ground.trained() == Counter(range(1500)), reasons=reasons(ground), samples=result["num_samples"],
-            redone=[r.batches_redone for r in ground.trainer.recoveries])
-        ground.trainer.shutdown()
-        """,
-        tmp_path,
-    )
+def test_a_draining_node_is_left_before_it_dies(runs: Runs) -> None:
+    facts, _ = runs["drained"].result()
     assert facts["exact"] is True and facts["samples"] == 1500
     assert facts["reasons"] == [["preemption", 3, 2, True]] and facts["redone"] == [0]
