@@ -6,6 +6,7 @@ The JSON says on which machine and with which versions it was measured; a figure
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -69,7 +70,7 @@ def emit(
     """Prints the document and the table; returns the document."""
     document = {
         "benchmark": benchmark,
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "settings": dict(settings),
         "machine": machine(),
         "rows": [dict(row) for row in rows],
