@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +143,29 @@ def growth_pause(
     return {"gap_s": gap_s, "batches_redone": grown[0]["batches_redone"], "reported_s": grown[0]["seconds"]}
 
 
+def in_turn(
+    cases: Sequence[Case], rounds: int, run: Callable[[Case], dict[str, Any]]
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
+    """Each once in a round, forwards and backwards in turn: nobody always comes first. A peer that fails has that in its
+    row, and is left out from then on; raysgd must not fail."""
+    results: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
+    failed: dict[str, str] = {}
+    for number in range(rounds):
+        for case in cases if number % 2 == 0 else reversed(cases):
+            if case.missing() or case.name in failed:
+                continue
+            try:
+                results[case.name].append(run(case))
+            except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
+                if "raysgd" in case.script:
+                    raise
+                failed[case.name] = f"failed in round {number + 1}: {told(error)}"
+                print(f"{case.name} {failed[case.name]}", file=sys.stderr)
+            else:
+                print(f"round {number + 1}: {case.name}: {results[case.name][-1]}", file=sys.stderr)
+    return results, failed
+
+
 def told(error: Exception) -> str:
     """Without the command, which names this machine's folders."""
     late = isinstance(error, subprocess.TimeoutExpired)
@@ -175,27 +199,12 @@ def main() -> None:
         args.rounds, args.cases, args.steps = 1, ["raysgd, in place"], 200
 
     asked = [case for case in CASES if not args.cases or case.name in args.cases]
-    results: dict[str, list[dict[str, Any]]] = {case.name: [] for case in asked} | {GROWTH: []}
-    failed: dict[str, str] = {}
-    for number in range(args.rounds):
-        for case in asked:
-            if case.missing() or case.name in failed:
-                continue
-            try:
-                result = run(case, args.steps, args.step_s)
-            except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
-                if "raysgd" in case.script:
-                    raise
-                failed[case.name] = f"failed in round {number + 1}: {told(error)}"
-                print(failed[case.name], file=sys.stderr)
-                continue
-            results[case.name].append(result)
-            if result.get("growth") and case.workers > 1:
-                results[GROWTH].append(result["growth"])
-            print(f"round {number + 1}: {case.name}: {result}", file=sys.stderr)
+    results, failed = in_turn(asked, args.rounds, lambda case: run(case, args.steps, args.step_s))
+    groups = [result for case in asked if case.workers > 1 for result in results[case.name]]
+    growth = [result["growth"] for result in groups if result.get("growth")]
     rows = [row(case.name, results[case.name], noted(case, failed)) for case in asked]
-    if results[GROWTH]:
-        rows.append(row(GROWTH, results[GROWTH], ""))
+    if growth:
+        rows.append(row(GROWTH, growth, ""))
     emit(out, "recovery", vars(args), rows, COLUMNS)
     if any(each.get("lost") or each.get("doubled") for each in rows):
         sys.exit(1)

@@ -14,15 +14,13 @@ second epoch, and lets the script run to its end.
 """
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import traces
-from recovery import Case, kill_in, told
+from recovery import Case, in_turn, kill_in
 from report import claim_stdout, emit, spread
 
 COLUMNS = ("contender", "first_step_s", "begins_s", "ratio", "batches_redone", "survivors", "note")
@@ -85,22 +83,7 @@ def main() -> None:
         args.rounds, args.contenders, args.steps = 1, ["raysgd"], 100
 
     asked = [case for case in CONTENDERS if not args.contenders or case.name in args.contenders]
-    results: dict[str, list[dict[str, float]]] = {case.name: [] for case in asked}
-    failed: dict[str, str] = {}
-    for number in range(args.rounds):
-        # In turn forwards and backwards: nobody always comes first.
-        for case in asked if number % 2 == 0 else reversed(asked):
-            if case.missing() or case.name in failed:
-                continue
-            try:
-                results[case.name].append(run(case, args.steps, args.step_s))
-            except (RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
-                if case is CONTENDERS[0]:
-                    raise
-                failed[case.name] = f"failed in round {number + 1}: {told(error)}"
-                print(failed[case.name], file=sys.stderr)
-            else:
-                print(f"round {number + 1}: {case.name}: {results[case.name][-1]}", file=sys.stderr)
+    results, failed = in_turn(asked, args.rounds, lambda case: run(case, args.steps, args.step_s))
     emit(out, "rerun", vars(args), [row(case, results, failed) for case in asked], COLUMNS)
 
 
