@@ -25,13 +25,15 @@ FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
 
 @dataclass(frozen=True)
 class Report:
-    """What one silent rank said when it was asked. `stack` is None when it did not answer at all."""
+    """What one rank that does not move said when it was asked. `stack` is None when it did not answer at all, and it
+    has not said a word for `silent_s`."""
 
     rank: int
     node: str = ""
     phase: str = ""
     batch: int = 0
     stack: tuple[str, ...] | None = None
+    silent_s: float = 0.0
 
 
 def in_collective(stack: Sequence[str]) -> bool:
@@ -49,12 +51,14 @@ def in_collective(stack: Sequence[str]) -> bool:
 def culprits(reports: Mapping[str, Report], *, others_fell: bool = False) -> list[str]:
     """Ranks that hold the others up: those that do not answer; else those outside any collective.
 
-    When everybody waits in a collective, or nobody does, there is nobody to blame: an empty list. `others_fell`:
+    Of those that do not answer, who fell silent long after the first is left alone for now: on a machine with too much
+    to do, one that only waits may miss a word or two, and the end of the first sets it free. When everybody waits in a collective, or nobody does, there is nobody to blame: an empty list. `others_fell`:
     these are the last ones running, the others gave up waiting for them already.
     """
     frozen = [worker for worker, report in reports.items() if report.stack is None]
     if frozen:
-        return frozen
+        longest = max(reports[worker].silent_s for worker in frozen)
+        return [worker for worker in frozen if reports[worker].silent_s >= longest / 2]
     busy = [worker for worker, report in reports.items() if not in_collective(report.stack or ())]
     return busy if others_fell or len(busy) < len(reports) else []
 

@@ -43,10 +43,9 @@ class HangGuard:
 
     def _quiet(self, running: Sequence[str], now: float) -> float:
         """Seconds since anybody moved; a process that does not answer at all counts alone, however busy the others."""
-        still = [now - self._crew.members[worker].moved_at for worker in running]
-        if any(self._frozen(worker) for worker in running):
-            return max(still)
-        return min(still, default=0.0)
+        still = {worker: now - self._crew.members[worker].moved_at for worker in running}
+        frozen = [still[worker] for worker in running if self._frozen(worker)]
+        return max(frozen) if frozen else min(still.values(), default=0.0)
 
     def _frozen(self, worker: str) -> bool:
         return self._crew.group.silent_for(worker) > SILENT_S
@@ -74,6 +73,7 @@ class HangGuard:
                 phase=said["phase"] if said else member.progress.phase,
                 batch=said["batch"] if said else member.progress.batches,
                 stack=tuple(said["frames"]) if said else None,
+                silent_s=self._crew.group.silent_for(worker),
             )
         guilty = culprits(reports, others_fell=others_fell)
         if quiet < self._limit_s:
