@@ -52,7 +52,9 @@ def culprits(reports: Mapping[str, Report], *, others_fell: bool = False) -> lis
     """Ranks that hold the others up: those that do not answer; else those outside any collective.
 
     Of those that do not answer, who fell silent long after the first is left alone for now: on a machine with too much
-    to do, one that only waits may miss a word or two, and the end of the first sets it free. When everybody waits in a collective, or nobody does, there is nobody to blame: an empty list. `others_fell`:
+    to do, one that only waits may miss a word or two, and the end of the first sets it free.
+
+    When everybody waits in a collective, or nobody does, there is nobody to blame: an empty list. `others_fell`:
     these are the last ones running, the others gave up waiting for them already.
     """
     frozen = [worker for worker, report in reports.items() if report.stack is None]

@@ -86,7 +86,7 @@ def shown(document: dict[str, Any], folder: Path) -> None:
     assert pictures and all(2_000 < picture.stat().st_size < 100_000 for picture in pictures)
 
 
-PEERS = {"hand-written": "", "raysgd": "", "torchrun": "", "Ray Train v2": "pandas pyarrow"}
+PEERS = {"hand-written": "", "raysgd": "", "raysgd, collating": "", "torchrun": "", "Ray Train v2": "pandas pyarrow"}
 PEERS |= {"Lightning": "lightning", "Accelerate": "accelerate", "Horovod": "horovod"}
 
 

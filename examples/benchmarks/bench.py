@@ -42,7 +42,7 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark(
         "throughput",
-        "--workers 1 2 4 --precisions fp32 bf16 --rounds 41 --limit-s 40",
+        "--workers 1 2 4 --precisions fp32 bf16 --rounds 41 --limit-s 30",
         "--workers 2 --rounds 21 --limit-s 20",
     ),
     Benchmark("startup", "--rounds 4", "--rounds 1"),

@@ -16,7 +16,7 @@ import ray
 from gate import Program
 from handwritten import HandWritten
 from processes import search_path
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from workloads import Setting
 
 from raysgd import TorchTrainer, TrainingOperator
@@ -56,14 +56,32 @@ class BenchmarkOperator(TrainingOperator):
         )
 
 
+class CollatingOperator(BenchmarkOperator):
+    """Its loader collates sample by sample, as everybody else's does here: a collate function of one's own."""
+
+    def setup(self, config):
+        super().setup(config)
+        loader = self._get_train_loader()
+        self.register_data(
+            train_loader=DataLoader(
+                loader.dataset,
+                batch_size=loader.batch_size,
+                shuffle=True,
+                pin_memory=loader.pin_memory,
+                collate_fn=lambda samples: default_collate(samples),
+            )
+        )
+
+
 class RaySGD:
     """raysgd as it comes: elastic, with progress messages, a snapshot per epoch and metrics over workers."""
 
     name = "raysgd"
+    operator = BenchmarkOperator
 
     def __init__(self, setting: Setting, *, cpus: float = 1) -> None:
         self.trainer = TorchTrainer(
-            training_operator_cls=BenchmarkOperator,
+            training_operator_cls=self.operator,
             num_workers=setting.workers,
             num_cpus_per_worker=cpus,
             use_gpu=setting.device == "cuda",
@@ -84,6 +102,13 @@ class RaySGD:
 
     def stop(self) -> None:
         self.trainer.shutdown()
+
+
+class Collating(RaySGD):
+    """What the loop itself costs: the batches come as a hand-written loop's do."""
+
+    name = "raysgd, collating"
+    operator = CollatingOperator
 
 
 @dataclass(frozen=True)
@@ -125,6 +150,7 @@ ENTRIES = {
     for entry in (
         Entry(BASE, HandWritten),
         Entry(RaySGD.name, RaySGD),
+        Entry(Collating.name, Collating),
         peer("torchrun", "with_torchrun.py"),
         peer("Ray Train v2", "with_ray_train.py", "pandas", "pyarrow", launcher=None),
         peer("Lightning", "with_lightning.py", "lightning"),

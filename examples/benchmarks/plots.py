@@ -21,6 +21,7 @@ Rows = Sequence[Mapping[str, Any]]
 # raysgd stands out; the others keep their colour in every picture.
 COLOURS = {
     "raysgd": "#c1440e",
+    "raysgd, collating": "#e8946f",
     "hand-written": "#444444",
     "torchrun": "#8a8a8a",
     "Ray Train v2": "#2b6ca3",
