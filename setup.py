@@ -57,8 +57,7 @@ DEV = [
     "ruff",
     "scikit-learn",
     "setuptools>=64",
-    "tensorflow-cpu",
-    "tf-keras",
+    "tensorflow-cpu",  # and tf-keras without what it asks for: see the Makefile
     "types-tqdm",
     "wheel",
 ]

@@ -1,21 +1,13 @@
-"""Work of several tests in threads, two at a time: much of what a script does is waiting for processes to start."""
+"""Work of several tests of one module in threads, two at a time, where most of it is waiting for something to be noticed."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-import pytest
-
-__all__ = ["ahead", "chosen"]
+__all__ = ["ahead"]
 
 T = TypeVar("T")
-
-
-def chosen(request: pytest.FixtureRequest, parameter: str) -> list[str]:
-    """This parameter's values in those tests of the asking module that will run."""
-    specs = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    return list(dict.fromkeys(spec.params[parameter] for spec in specs if spec and parameter in spec.params))
 
 
 @contextmanager

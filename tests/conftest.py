@@ -3,19 +3,24 @@
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.background import Background, Lane, looks_at_a_script
+
 ROOT = Path(__file__).resolve().parent.parent
 
-# Before anything imports ray: its workers inherit this. Two threads' worth of maths per worker would only
+# Before anything imports ray: its workers inherit this. They do not make way for scripts behind the tests, as Ray would have
+# it (see background.py). Two threads' worth of maths per worker would only
 # make a small machine slower, and a test must never end up on somebody's real cluster.
 os.environ.update(
     RAY_ADDRESS="local",
     OMP_NUM_THREADS="1",
     PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    RAY_worker_niceness="0",
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
     RAY_DEDUP_LOGS="0",
     RAY_USAGE_STATS_ENABLED="0",
@@ -33,12 +38,21 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="session")
-def connected(ray_cluster: None) -> dict[str, str]:
-    """The environment of a script that uses the tests' cluster: starting one for each would take most of its time."""
-    import ray
+@pytest.fixture(scope="session", autouse=True)
+def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
+    """From the first test on, the scripts that later tests look at run behind the others."""
+    background = Background()
+    lane = Lane(request.session.items, background)
+    lane.widen(1)
+    yield lane
+    lane.close()
+    background.close()
 
-    return {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+@pytest.fixture
+def outcome(request: pytest.FixtureRequest, lane: Lane) -> Callable[[], Any]:
+    """Waits for the script of this test (`@pytest.mark.script`); what came of it."""
+    return lambda: lane.outcome(request.node)
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +71,10 @@ def s3() -> Iterator[str]:
         s3fs.S3FileSystem().mkdir("raysgd-tests")
         yield "s3://raysgd-tests"
     server.stop()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=looks_at_a_script)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

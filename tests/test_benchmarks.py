@@ -3,31 +3,21 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.ahead import ahead
+from tests.background import Background
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "benchmarks"
 
 
-def smoke(script: str, *options: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / script), "--smoke", *options],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ, "BENCHMARK_DEBUG": "1"},
-    )
+def smoke(background: Background, script: str, *options: str) -> dict[str, Any]:
+    done = background.run(str(FOLDER / script), "--smoke", *options, BENCHMARK_DEBUG="1")
     assert done.returncode == 0, f"{script} failed:\n{done.stdout}\n{done.stderr}"
     document: dict[str, Any] = json.loads(done.stdout)
     assert document["benchmark"] == script.removesuffix(".py")
@@ -35,26 +25,7 @@ def smoke(script: str, *options: str) -> dict[str, Any]:
     return document
 
 
-Smokes = dict[str, Future[dict[str, Any]]]
-SMOKES: dict[str, tuple[str, ...]] = {
-    "throughput": ("--workloads", "tiny", "--workers", "1"),
-    "gpu": ("--workloads", "gpt124m", "--contenders", "hand-written", "raysgd"),
-    "driver_cost": (),
-    "churn": (),
-    "startup": (),
-    "recovery": (),
-    "rerun": (),
-    "chaos": (),
-}
-
-
-@pytest.fixture(scope="module")
-def smokes(request: pytest.FixtureRequest) -> Iterator[Smokes]:
-    """Of the scripts whose tests will run, as no clock is looked at: two at a time."""
-    chosen = {item.name for item in request.session.items if item.path == request.path}
-    names = [name for name in SMOKES if f"test_{name}" in chosen]
-    with ahead({name: partial(smoke, f"{name}.py", *SMOKES[name]) for name in names}) as begun:
-        yield begun
+Document = Callable[[], dict[str, Any]]
 
 
 def module(name: str) -> ModuleType:
@@ -91,8 +62,9 @@ PEERS |= {"Lightning": "lightning", "Accelerate": "accelerate", "Horovod": "horo
 
 
 @pytest.mark.slow
-def test_throughput(smokes: Smokes, tmp_path: Path) -> None:
-    document = smokes["throughput"].result()
+@pytest.mark.script("throughput.py", "--workloads", "tiny", "--workers", "1", run=smoke)
+def test_throughput(outcome: Document, tmp_path: Path) -> None:
+    document = outcome()
     rows = {row["contender"]: row for row in document["rows"]}
     assert rows.keys() == PEERS.keys()
     installed = {name for name, needs in PEERS.items() if all(map(importlib.util.find_spec, needs.split()))}
@@ -106,9 +78,10 @@ def test_throughput(smokes: Smokes, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gpu(smokes: Smokes, tmp_path: Path) -> None:
+@pytest.mark.script("gpu.py", "--workloads", "gpt124m", "--contenders", "hand-written", "raysgd", run=smoke)
+def test_gpu(outcome: Document, tmp_path: Path) -> None:
     """On a machine without one."""
-    document = smokes["gpu"].result()
+    document = outcome()
     assert [(row["contender"], row["precision"]) for row in document["rows"]] == [
         ("hand-written", "bf16"),
         ("raysgd", "bf16"),
@@ -117,17 +90,19 @@ def test_gpu(smokes: Smokes, tmp_path: Path) -> None:
     shown(document, tmp_path)
 
 
-@pytest.mark.slow
-def test_saving_through_bench(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "bench.py"), "--smoke", "--only", "saving", "--into", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+def saving_through_bench(background: Background) -> dict[str, Any]:
+    into = background.folder()
+    bench = str(FOLDER / "bench.py")
+    done = background.run(bench, "--smoke", "--only", "saving", "--into", str(into))
     assert done.returncode == 0, done.stderr
-    document = json.loads((tmp_path / "saving.json").read_text(encoding="utf-8"))
+    document: dict[str, Any] = json.loads((into / "saving.json").read_text(encoding="utf-8"))
+    return document
+
+
+@pytest.mark.slow
+@pytest.mark.script(run=saving_through_bench)
+def test_saving_through_bench(outcome: Document, tmp_path: Path) -> None:
+    document = outcome()
     rows = {row["contender"]: row for row in document["rows"]}
     assert rows["raysgd"]["save_gb_s"] > 0 and rows["raysgd"]["load_gb_s"] > 0
     assert rows["raysgd, blocking=False"]["pause_ratio"]["count"] == 1
@@ -135,8 +110,9 @@ def test_saving_through_bench(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_driver_cost(smokes: Smokes, tmp_path: Path) -> None:
-    document = smokes["driver_cost"].result()
+@pytest.mark.script("driver_cost.py", run=smoke)
+def test_driver_cost(outcome: Document, tmp_path: Path) -> None:
+    document = outcome()
     assert {(row["contender"], row["call"]) for row in document["rows"]} == {
         (contender, call) for contender in ("hand-written", "raysgd") for call in ("one batch", "nothing")
     }
@@ -146,31 +122,35 @@ def test_driver_cost(smokes: Smokes, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.elastic
-def test_churn(smokes: Smokes) -> None:
-    (row,) = smokes["churn"].result()["rows"]
+@pytest.mark.script("churn.py", run=smoke)
+def test_churn(outcome: Document) -> None:
+    (row,) = outcome()["rows"]
     assert (row["contender"], row["kills"], row["note"]) == ("raysgd", 1, "")
     assert row["churn_s"]["median"] > 0
 
 
 @pytest.mark.slow
-def test_startup(smokes: Smokes) -> None:
-    rows = {row["contender"]: row for row in smokes["startup"].result()["rows"]}
+@pytest.mark.script("startup.py", run=smoke)
+def test_startup(outcome: Document) -> None:
+    rows = {row["contender"]: row for row in outcome()["rows"]}
     assert rows.keys() == {"raysgd", "torchrun"}
     assert all(row["exit_s"]["median"] >= row["first_epoch_s"]["median"] > 0 for row in rows.values())
 
 
 @pytest.mark.slow
 @pytest.mark.elastic
-def test_recovery(smokes: Smokes) -> None:
-    first = smokes["recovery"].result()["rows"][0]
+@pytest.mark.script("recovery.py", run=smoke)
+def test_recovery(outcome: Document) -> None:
+    first = outcome()["rows"][0]
     assert first["case"] == "raysgd, in place"
     assert (first["lost"], first["doubled"], first["batches_redone"]["median"]) == (0, 0, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.elastic
-def test_rerun(smokes: Smokes, tmp_path: Path) -> None:
-    document = smokes["rerun"].result()
+@pytest.mark.script("rerun.py", run=smoke)
+def test_rerun(outcome: Document, tmp_path: Path) -> None:
+    document = outcome()
     (row,) = document["rows"]
     assert (row["contender"], row["survivors"]["median"], row["first_step_s"]["count"]) == ("raysgd", 2, 1)
     assert 0 < row["begins_s"]["median"] <= row["first_step_s"]["median"]
@@ -189,8 +169,9 @@ def test_what_comes_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.elastic
-def test_chaos(smokes: Smokes) -> None:
-    (row,) = smokes["chaos"].result()["rows"]
+@pytest.mark.script("chaos.py", run=smoke)
+def test_chaos(outcome: Document) -> None:
+    (row,) = outcome()["rows"]
     assert row["faults"] == 3 == sum(row["faults_by_kind"].values())
     assert (row["lost"], row["doubled"], row["left_behind"], row["broken"]) == (0, 0, 0, [])
 

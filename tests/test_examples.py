@@ -2,16 +2,12 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.ahead import ahead, chosen
+from tests.background import Background
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # Scripts for Ray 1.x, and what they become: looked at below.
@@ -22,15 +18,14 @@ ALONE = {"quickstart.py", "ray_data.py", "tune_grid.py"}
 TRAIN_SAMPLES = 1437
 
 
-def run(script: Path, environment: dict[str, str] | None = None) -> str:
-    done = subprocess.run(
-        [sys.executable, str(script), "--smoke"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=environment,
-    )
+def run(background: Background, name: str) -> str:
+    if missing(name):
+        return "not run"
+    return printed(background, EXAMPLES / name, connected=name not in ALONE)
+
+
+def printed(background: Background, script: Path, *, connected: bool) -> str:
+    done = background.run(str(script), "--smoke", connected=connected)
     assert done.returncode == 0, f"{script.name} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -223,20 +218,14 @@ def missing(name: str) -> list[str]:
     return [package for package in needs if importlib.util.find_spec(package) is None]
 
 
-@pytest.fixture(scope="module")
-def outputs(request: pytest.FixtureRequest, connected: dict[str, str]) -> Iterator[dict[str, Future[str]]]:
-    names = [name for name in chosen(request, "name") if not missing(name)]
-    with ahead({name: partial(run, EXAMPLES / name, None if name in ALONE else connected) for name in names}) as begun:
-        yield begun
-
-
 @pytest.mark.slow
+@pytest.mark.script(run=run)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_example(name: str, outputs: dict[str, Future[str]]) -> None:
+def test_example(name: str, outcome: Callable[[], str]) -> None:
     if missing(name):
         pytest.skip(f"without {', '.join(missing(name))}")
     # An example that is not listed above must at least print a train_loss that falls.
-    CHECKS.get(name, loss_falls)(outputs[name].result())
+    CHECKS.get(name, loss_falls)(outcome())
 
 
 def test_no_check_without_its_example() -> None:
@@ -249,15 +238,22 @@ def lines_of(script: str) -> list[str]:
     return sorted(line for line in body.replace("ray.util.sgd", "raysgd").splitlines() if line)
 
 
-@pytest.mark.slow
-def test_migrating_is_one_replacement(tmp_path: Path) -> None:
-    """The v1 script, with the one change that the guide names, runs; and the script "after" is just that."""
-    assert lines_of("migrate_v1_before.py") == lines_of("migrate_v1_after.py")
-    script = tmp_path / "migrated.py"
+def migrated(background: Background) -> str:
+    """The v1 script, with the one change that the guide names."""
+    script = background.folder() / "migrated.py"
     before = (EXAMPLES / "migrate_v1_before.py").read_text(encoding="utf-8")
     script.write_text(before.replace("ray.util.sgd", "raysgd"), encoding="utf-8")
+    return printed(background, script, connected=False)
 
-    output = run(script)
+
+def test_migrating_is_one_replacement() -> None:
+    assert lines_of("migrate_v1_before.py") == lines_of("migrate_v1_after.py")
+
+
+@pytest.mark.slow
+@pytest.mark.script(run=migrated)
+def test_what_was_migrated_runs(outcome: Callable[[], str]) -> None:
+    output = outcome()
     loss_falls(output)
     slope, intercept = numbers("slope", output) + numbers("intercept", output)
     assert [slope, intercept] == pytest.approx([2, 5], abs=1.5)

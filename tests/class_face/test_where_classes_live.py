@@ -1,11 +1,11 @@
 """An operator class works on every worker, be it from a script, from a file beside it, or from a notebook."""
 
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
+
+from tests.background import Background
 
 OPERATOR = """
 import torch
@@ -54,32 +54,28 @@ for cell in cells:
 """
 
 
-def run(environment: dict[str, str], folder: Path, script: str, **files: str) -> str:
+SCRIPTS = {
+    "main": {"script": IN_MAIN},
+    "notebook": {"script": NOTEBOOK},
+    "beside": {"script": BESIDE + TRAINING, "beside": OPERATOR, "nested__helper": "called = False"},
+}
+
+
+def run(background: Background, where: str) -> str:
     """Runs a script as a user would."""
-    for name, content in {"script": script, **files}.items():
+    folder = background.folder()
+    for name, content in SCRIPTS[where].items():
         path = folder / f"{name.replace('__', '/')}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(textwrap.dedent(content), encoding="utf-8")
-    (folder / "elsewhere").mkdir()
-    done = subprocess.run(
-        [sys.executable, str(folder / "script.py")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=folder / "elsewhere",
-        env=environment,
-    )
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    done = background.run(str(folder / "script.py"), connected=True, folder=elsewhere)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize("where", ["main", "beside", "notebook"])
-def test_an_operator_from(connected: dict[str, str], tmp_path: Path, where: str) -> None:
-    if where == "main":
-        output = run(connected, tmp_path, IN_MAIN)
-    elif where == "notebook":
-        output = run(connected, tmp_path, NOTEBOOK)
-    else:
-        output = run(connected, tmp_path, BESIDE + TRAINING, beside=OPERATOR, nested__helper="called = False")
-    assert "10 True" in output.splitlines()
+@pytest.mark.script(run=run)
+@pytest.mark.parametrize("where", SCRIPTS)
+def test_an_operator_from(where: str, outcome: Callable[[], str]) -> None:
+    assert "10 True" in outcome().splitlines()

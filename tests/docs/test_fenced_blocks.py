@@ -6,27 +6,20 @@ points into the page. A block that cannot run here says why, in a comment above 
 """
 
 import importlib.util
-import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from tests.ahead import ahead, chosen
+from tests.background import Background
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)])
 FENCE = re.compile(r"^ *(?P<ticks>`{3,}|~{3,}) *(?P<language>[^`]*?) *$")
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
-TIME_LIMIT_S = 240
 
 
 @dataclass(frozen=True)
@@ -81,46 +74,28 @@ def missing(page: str) -> list[str]:
     return [package for package in imported if importlib.util.find_spec(package) is None]
 
 
-def run(page: str, folder: Path, connected: dict[str, str]) -> None:
-    """Beside the tests' own cluster, as starting one for each page takes longer than the page; the README, and pages that
+def run(background: Background, page: str) -> str:
+    """Beside a cluster that stands, as starting one for each page takes longer than the page; the README, and pages that
     call ray.init, start theirs."""
-    folder.mkdir()
+    if missing(page):
+        return "not run"
+    folder = background.folder()
     path = folder / (Path(page).stem.replace("-", "_") + "_page.py")
     path.write_text(program(page), encoding="utf-8")
     alone = page == "README.md" or "ray.init(" in program(page)
-    process = subprocess.Popen(
-        [sys.executable, str(path)],
-        cwd=folder,
-        env=None if alone else connected,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIME_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with what it started
-        output, _ = process.communicate()
-        pytest.fail(f"{page} ran longer than {TIME_LIMIT_S} s; its output ended so:\n{output[-4000:]}")
-    assert process.returncode == 0, f"{page} failed; its output ended so:\n{output[-4000:]}"
+    done = background.run(str(path), connected=not alone, folder=folder)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, f"{page} failed; its output ended so:\n{output[-4000:]}"
+    return output
 
 
-@pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, connected: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[None]]]:
-    folder = tmp_path_factory.mktemp("pages")
-    pages = [page for page in chosen(request, "page") if not missing(page)]
-    with ahead({page: partial(run, page, folder / Path(page).stem, connected) for page in pages}) as begun:
-        yield begun
-
-
+@pytest.mark.slow
+@pytest.mark.script(run=run)
 @pytest.mark.parametrize("page", RUN_PAGES)
-def test_page_runs(page: str, runs: dict[str, Future[None]]) -> None:
+def test_page_runs(page: str, outcome: Callable[[], str]) -> None:
     if missing(page):
         pytest.skip(f"without {', '.join(missing(page))}")
-    runs[page].result()
+    outcome()
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda b: f"{b.page}:{b.line}")

@@ -1,14 +1,13 @@
 """The guides from Ray Train: before and after differ in where they import from, and print the same."""
 
 import importlib.util
-import os
 import re
 import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
+from tests.background import Background
 from tests.docs.test_fenced_blocks import ROOT, blocks
 
 PAGES = ("migrating_ray_train_v1.md", "migrating_ray_train.md")
@@ -31,23 +30,26 @@ def test_only_the_imports_differ(page: str) -> None:
     assert renamed == after.splitlines() != before.splitlines()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["before", "after"])
-def test_both_print_the_same(which: str, tmp_path: Path) -> None:
-    if which == "before":
-        for package in ("pandas", "pyarrow", "pydantic"):
-            if importlib.util.find_spec(package) is None:
-                pytest.skip(f"ray.train needs {package} (pip install 'ray[train]')")
-    before, after, output = parts("migrating_ray_train.md")
-    script = tmp_path / "guide.py"
+def printed(background: Background, which: str) -> subprocess.CompletedProcess[str] | None:
+    if which == "before" and lacking():
+        return None
+    before, after, _ = parts("migrating_ray_train.md")
+    folder = background.folder()
+    script = folder / "guide.py"
     script.write_text(CLUSTER + (before if which == "before" else after), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ, "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "200"},
-    )
+    return background.run(str(script), folder=folder, RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="200")
+
+
+def lacking() -> list[str]:
+    return [package for package in ("pandas", "pyarrow", "pydantic") if importlib.util.find_spec(package) is None]
+
+
+@pytest.mark.slow
+@pytest.mark.script(run=printed)
+@pytest.mark.parametrize("which", ["before", "after"])
+def test_both_print_the_same(which: str, outcome: Callable[[], subprocess.CompletedProcess[str]]) -> None:
+    if which == "before" and lacking():
+        pytest.skip(f"ray.train needs {lacking()} (pip install 'ray[train]')")
+    done, (_, _, output) = outcome(), parts("migrating_ray_train.md")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-2:] == output.splitlines(), done.stdout + done.stderr

@@ -114,13 +114,21 @@ def test_batch_samplers_keep_every_sample(make: Any) -> None:
         ground.assert_epoch_exact()
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 13])
-def test_tails_smaller_than_the_group(make: Any, size: int) -> None:
-    ground = make(config={"samples": size, "batch_size": 2})
-    ground.arm(Fault(2, 1))
-    result = ground.trainer.train()
-    assert set(ground.trained()) == set(range(size))
-    assert result["num_samples"] == size
+def test_tails_smaller_than_the_group(make: Any) -> None:
+    ground = make(elastic=ElasticConfig(grow="epoch", hang_timeout_s=60))
+    for size in (1, 2, 5, 13):
+        ground.whole_again(3)
+        ground.trained()
+
+        def take_data(operator: LedgerOperator, size: int = size) -> None:
+            operator.register_data(train_loader=DataLoader(Numbered(size), batch_size=2))
+
+        ground.trainer.apply_all_operators(take_data)
+        ground.arm(Fault(2, 1))
+        result = ground.trainer.train()
+        assert ground.fired() == 1
+        assert set(ground.trained()) == set(range(size))
+        assert result["num_samples"] == size
 
 
 def test_drop_last_drops_less_than_one_step(make: Any) -> None:

@@ -99,21 +99,6 @@ def test_a_notice_to_the_only_worker_redoes_nothing(ray_cluster: None, tmp_path:
         ground.trainer.shutdown()
 
 
-def test_all_of_several_die_at_once(ray_cluster: None, tmp_path: Path) -> None:
-    ground = Ground(tmp_path / "marks", num_workers=2, elastic=ElasticConfig())
-    try:
-        ground.trainer.train()
-        time.sleep(0.3)
-        ground.trained()
-        ground.arm(Fault(0, 9), Fault(1, 9))
-        result = ground.trainer.train()
-        ground.assert_epoch_exact()
-        assert not ground.trainer.recoveries[0].in_place
-        assert result["num_samples"] == 240
-    finally:
-        ground.trainer.shutdown()
-
-
 def test_what_was_counted_before_the_snapshot_still_counts(ray_cluster: None, tmp_path: Path) -> None:
     """One is lost in place, then the other: the snapshot's own count begins at the first loss."""
     elastic = ElasticConfig(snapshot_every=5, grow=False)

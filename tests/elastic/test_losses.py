@@ -27,10 +27,22 @@ def ground(shared: Ground) -> Ground:
     return shared
 
 
-@pytest.mark.parametrize("where", ["before", "backward", "after"])
-@pytest.mark.parametrize("kind", ["kill", "exit"])
-@pytest.mark.parametrize(("rank", "step"), [(0, 1), (1, 7), (2, 20)], ids=["first", "middle", "last"])
-def test_one_of_three_dies_in_an_epoch(ground: Ground, where: str, kind: str, rank: int, step: int) -> None:
+# Each two of place, rank and way to die meet. Several at once, and one after the other: see test_both_faces.py.
+@pytest.mark.parametrize(
+    ("rank", "step", "where", "kind"),
+    [
+        (0, 1, "before", "kill"),
+        (0, 1, "backward", "exit"),
+        (0, 1, "after", "kill"),
+        (1, 7, "before", "exit"),
+        (1, 7, "backward", "kill"),
+        (1, 7, "after", "exit"),
+        (2, 20, "before", "kill"),
+        (2, 20, "backward", "exit"),
+        (2, 20, "after", "kill"),
+    ],
+)
+def test_one_of_three_dies_in_an_epoch(ground: Ground, rank: int, step: int, where: str, kind: str) -> None:
     ground.arm(Fault(rank, step, kind, where))
     before = len(ground.trainer.recoveries)
     result = ground.trainer.train()
@@ -40,29 +52,6 @@ def test_one_of_three_dies_in_an_epoch(ground: Ground, where: str, kind: str, ra
     assert (loss.reason, loss.lost_ranks, loss.in_place) == ("worker death", (rank,), True)
     assert (loss.world_size_before, loss.world_size_after, loss.batches_redone) == (3, 2, 0)
     assert result["num_samples"] == ground.samples
-
-
-def test_two_die_at_once(ground: Ground) -> None:
-    ground.arm(Fault(0, 5), Fault(2, 5))
-    ground.trainer.train()
-    assert ground.fired() == 2
-    ground.assert_epoch_exact()
-
-
-def test_two_die_one_after_the_other(ground: Ground) -> None:
-    ground.arm(Fault(2, 4), Fault(1, 9))
-    ground.trainer.train()
-    assert ground.fired() == 2
-    ground.assert_epoch_exact()
-
-
-def test_a_death_during_the_recovery_from_another(ground: Ground) -> None:
-    ground.arm(Fault(2, 4), Fault(1, 0, where="resized"))
-    before = len(ground.trainer.recoveries)
-    ground.trainer.train()
-    assert ground.fired() == 2
-    ground.assert_epoch_exact()
-    assert ground.trainer.recoveries[before].lost_ranks == (1, 2)
 
 
 def test_a_survivor_that_is_behind_dies_when_it_takes_the_state(ground: Ground) -> None:

@@ -1,0 +1,149 @@
+"""Scripts that tests look at (pages, examples, benchmarks) run behind the other tests, from the first one on.
+
+A test that looks at a script says so, and asks for what came of it:
+
+    @pytest.mark.script("quickstart.py", run=run)   # run(background, "quickstart.py"), and the test's own parameters
+    def test_quickstart(outcome):
+        assert "done" in outcome()
+
+Most other tests wait for processes more than they compute. So there is room behind them for one script at a time, at a low
+priority; when only tests of scripts are left (they come last), there is room for two.
+"""
+
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["Background", "Lane", "looks_at_a_script"]
+
+# A ninth of what the tests in front get where both want a core: little, and yet enough for Ray's own deadlines.
+BEHIND = ("nice", "-n", "10")
+# Behind tests that compute, a script takes long. One that hangs is noticed by its test, which pytest gives its own limit.
+LIMIT_S = 900
+# A cluster for those scripts that do not care whose they use: starting one takes longer than most of them.
+CLUSTER = """
+import sys, ray
+ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+print("ADDRESS", ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+
+class Background:
+    """Where scripts run, at a low priority."""
+
+    def __init__(self) -> None:
+        self._made = tempfile.TemporaryDirectory(prefix="scripts-")
+        self._cluster: subprocess.Popen[str] | None = None
+        # Newer Rays let nobody into a cluster without its token; older ones look at neither.
+        self._token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self._one_at_a_time = threading.Lock()
+
+    def folder(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self._made.name))
+
+    def run(
+        self, *command: str, connected: bool = False, folder: Path | None = None, **extra: str
+    ) -> subprocess.CompletedProcess[str]:
+        """A Python program to its end; `connected`: with the cluster of the scripts, and none of its own."""
+        environment = {**os.environ, **extra}
+        if connected:
+            with self._one_at_a_time:
+                environment |= {"RAY_ADDRESS": self._address, **self._token}
+        return subprocess.run(
+            [*BEHIND, sys.executable, *command],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+            env=environment,
+            cwd=folder,
+        )
+
+    @cached_property
+    def _address(self) -> str:
+        log = self.folder() / "cluster.log"
+        with log.open("w", encoding="utf-8") as errors:
+            self._cluster = subprocess.Popen(
+                [*BEHIND, sys.executable, "-c", CLUSTER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, **self._token},
+            )
+        assert self._cluster.stdout is not None
+        for line in self._cluster.stdout:
+            if line.startswith("ADDRESS "):
+                return line.split()[1]
+        raise RuntimeError(f"the scripts' cluster did not come up:\n{log.read_text(encoding='utf-8')}")
+
+    def close(self) -> None:
+        if self._cluster is not None:
+            self._cluster.communicate()  # it ends with its input
+        self._made.cleanup()
+
+
+class Lane:
+    """The jobs of a session, in the order of their tests. Owns their futures, and one thread or two."""
+
+    def __init__(self, items: list[pytest.Item], background: Background) -> None:
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._outcomes: dict[str, Future[Any]] = {}
+        self._threads: list[threading.Thread] = []
+        for item in items:
+            mark = item.get_closest_marker("script")
+            if mark is not None:
+                self._add(item, mark, background)
+
+    def _add(self, item: pytest.Item, mark: pytest.Mark, background: Background) -> None:
+        run, arguments = mark.kwargs["run"], mark.args
+        parameters = getattr(item, "callspec", None)
+        named = parameters.params if parameters is not None else {}
+        self._outcomes[item.nodeid] = future = Future()  # type: Future[Any]
+        self._waiting.append((future, lambda: run(background, *arguments, **named)))
+
+    def widen(self, threads: int) -> None:
+        """So many at a time from here on."""
+        while self._waiting and len(self._threads) < threads:
+            self._threads.append(threading.Thread(target=self._work, name="scripts", daemon=True))
+            self._threads[-1].start()
+
+    def outcome(self, item: pytest.Item) -> Any:
+        """What the job returned, or its error."""
+        self.widen(2)
+        return self._outcomes[item.nodeid].result()
+
+    def close(self) -> None:
+        """What has not begun never does."""
+        self._waiting.clear()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while self._waiting:
+            try:
+                future, job = self._waiting.popleft()
+            except IndexError:  # the other thread was faster
+                return
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+def looks_at_a_script(item: pytest.Item) -> tuple[bool, bool]:
+    """Sorts tests: those of scripts last, and of these the ones with faults, which are better off with less beside them."""
+    script = item.get_closest_marker("script") is not None
+    return script, script and item.get_closest_marker("elastic") is not None
