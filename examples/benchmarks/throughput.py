@@ -15,6 +15,7 @@ import itertools
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,6 +125,7 @@ def main() -> None:
     parser = arguments([*WORKLOADS])
     parser.description = __doc__.splitlines()[0]
     parser.add_argument("--limit-s", type=float, default=math.inf, help="end a setting's rounds after so long")
+    parser.add_argument("--total-s", type=float, default=math.inf, help="begin no further setting after so long")
     parser.add_argument("--profile", action="store_true", help="say which functions raysgd's step spends time in")
     args = parser.parse_args()
     out = claim_stdout()
@@ -131,13 +133,21 @@ def main() -> None:
         args.rounds, args.steps, args.workloads = 1, 3, args.workloads[:2]
 
     rows: list[dict[str, Any]] = []
+    deadline = time.monotonic() + args.total_s
     with cluster(len(args.contenders) * max(args.workers)):
-        for name in args.workloads:
-            for precision, workers in itertools.product(args.precisions, args.workers):
-                setting = Setting(long_enough(WORKLOADS[name], workers, args.steps), workers, precision)
-                rows += measure(setting, args.contenders, args.rounds, args.limit_s)
-            if args.profile:
+        for precision, workers, name in itertools.product(args.precisions, args.workers, args.workloads):
+            if time.monotonic() > deadline:
+                print(f"left out for lack of time: {name}, {precision}, {workers} workers", file=sys.stderr)
+                continue
+            setting = Setting(long_enough(WORKLOADS[name], workers, args.steps), workers, precision)
+            rows += measure(setting, args.contenders, args.rounds, args.limit_s)
+        if args.profile:
+            for name in args.workloads:
                 print(where_the_time_goes(Setting(WORKLOADS[name], max(args.workers))), file=sys.stderr)
+    order = list(WORKLOADS)
+    rows.sort(
+        key=lambda each: (order.index(each["workload"]), args.precisions.index(each["precision"]), each["workers"])
+    )
     emit(out, "throughput", vars(args), rows, COLUMNS)
 
 

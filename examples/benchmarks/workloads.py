@@ -142,9 +142,9 @@ LARGE_GPT = partial(gpt, vocabulary=50_304, block_size=1024, width=768, heads=12
 LARGE_BLOCKS = partial(token_blocks, vocabulary=50_304, block_size=1024)
 
 WORKLOADS = named(
-    Workload("tiny", tiny_model, tiny_data, CLASSES, batch_size=32, steps=400, alone=2000),
-    Workload("resnet", small_resnet, partial(images, side=16, classes=10), CLASSES, batch_size=16, steps=40),
-    Workload("gpt", SMALL_GPT, SMALL_BLOCKS, token_loss, batch_size=16, steps=80, alone=120),
+    Workload("tiny", tiny_model, tiny_data, CLASSES, batch_size=32, steps=400, alone=1200),
+    Workload("resnet", small_resnet, partial(images, side=16, classes=10), CLASSES, batch_size=16, steps=20),
+    Workload("gpt", SMALL_GPT, SMALL_BLOCKS, token_loss, batch_size=16, steps=60, alone=90),
 )
 GPU_WORKLOADS = named(
     Workload("resnet50", resnet50, partial(images, side=224, classes=1000), CLASSES, batch_size=128, steps=40),

@@ -45,9 +45,12 @@ class Sender:
             self._horovods.synchronize()
 
     def end(self) -> None:
-        """Horovod's own hooks lie on the gradients' accumulators, and live as long as somebody holds these."""
+        """Horovod's own hooks lie on the gradients' accumulators, and live as long as somebody holds these; be it the
+        traceback of the error that ended a batch. They count the passes until they send: far too many, from here on."""
         for hook in self._hooks:
             hook.remove()
+        delays = self._horovods._allreduce_delay
+        delays.update(dict.fromkeys(delays, AT_THE_STEP))
         self._horovods._grad_accs.clear()
         self._horovods._handles.clear()
 

@@ -4,11 +4,12 @@ import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raysgd import ElasticConfig
-from tests.faults import Fault, Ground
+from tests.faults import Fault, Ground, LedgerOperator
 
 pytestmark = [pytest.mark.elastic, pytest.mark.horovod]
 
@@ -105,6 +106,32 @@ def test_a_replacement_joins_in_mid_epoch(ground: Ground) -> None:
     assert (loss.reason, growth.reason) == ("worker death", "growth")
     assert (growth.world_size_before, growth.world_size_after) == (2, 3)
     assert growth.in_place and growth.batches_redone == 0
+
+
+class Keeping(LedgerOperator):
+    """Keeps its last loss, and so the graph below it, as the traceback of an error may."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        index, x, y = batch
+        indices = self.gathered(index.tolist())
+        self.loss = self.criterion(self.model(x.double()), y.double())
+        self.zero_grad()
+        self.backward(self.loss)
+        self.step(self.optimizer)
+        self.ledger.extend(indices)
+        return {"train_loss": self.loss.detach(), "num_samples": len(index)}
+
+
+def test_a_graph_that_is_kept_sends_nothing_in_the_next_generation(ray_cluster: None, tmp_path: Path) -> None:
+    elastic = ElasticConfig(grow=False)
+    ground = Ground(tmp_path, operator=Keeping, num_workers=3, backend="horovod", use_gpu=False, elastic=elastic)
+    try:
+        ground.trainer.train(num_steps=3)
+        ground.trainer.resize(2)
+        ground.trainer.train()
+        ground.assert_epoch_exact()
+    finally:
+        ground.trainer.shutdown()
 
 
 def test_one_rank_is_stopped_in_an_exchange(ray_cluster: None, tmp_path: Path) -> None:
