@@ -11,7 +11,8 @@ __all__ = ["Connections"]
 
 
 class Connections:
-    """Owns the names of the sockets that came up between `opening` and `opened`. Knows nothing of what they carry.
+    """Owns the names of the sockets that came up between `opening` and `opened`, in as many such times as there were since
+    `forget`. Knows nothing of what they carry.
 
     `shut` may be called from any thread, in the middle of a meeting too.
     """
@@ -28,12 +29,13 @@ class Connections:
 
     def opened(self) -> None:
         if self._before is not None:
-            self._mine = _names() - self._before
+            now = _names()
+            self._mine = self._mine & now | now - self._before
         self._before = None
 
     def shut(self) -> None:
         before = self._before
-        names = self._mine if before is None else _names() - before
+        names = self._mine if before is None else self._mine | _names() - before
         for connection in _open(names):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,76 @@
+"""The connections of a meeting, told from all others, and shut."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from raysgd.torch.sockets import Connections
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[], Pair]]:
+    """Makes a connection over the loopback; both its ends."""
+    with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as server:
+
+        def pair() -> Pair:
+            near = stack.enter_context(socket.create_connection(server.getsockname(), timeout=5))
+            far = stack.enter_context(server.accept()[0])
+            far.settimeout(0.2)
+            return near, far
+
+        yield pair
+
+
+def is_shut(pair: Pair) -> bool:
+    try:
+        return pair[1].recv(1) == b""
+    except TimeoutError:
+        return False
+
+
+def test_only_what_the_meeting_opened_is_shut(connect: Callable[[], Pair]) -> None:
+    connections = Connections()
+    earlier = connect()
+    connections.opening()
+    own = connect()
+    connections.opened()
+    later = connect()
+    connections.shut()
+    assert [is_shut(pair) for pair in (earlier, own, later)] == [False, True, False]
+
+
+def test_a_meeting_that_is_said_again_forgets_nothing(connect: Callable[[], Pair]) -> None:
+    """A function that says `hvd.init()` in each of its runs."""
+    connections = Connections()
+    connections.opening()
+    own = connect()
+    connections.opened()
+    connections.opening()
+    connections.opened()
+    connections.shut()
+    assert is_shut(own)
+
+
+def test_in_the_middle_of_a_meeting(connect: Callable[[], Pair]) -> None:
+    connections = Connections()
+    connections.opening()
+    first = connect()
+    connections.opened()
+    connections.opening()
+    second = connect()
+    connections.shut()
+    assert is_shut(first) and is_shut(second)
+
+
+def test_what_is_forgotten_is_left_alone(connect: Callable[[], Pair]) -> None:
+    connections = Connections()
+    connections.opening()
+    own = connect()
+    connections.opened()
+    connections.forget()
+    connections.shut()
+    assert not is_shut(own)
