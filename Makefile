@@ -12,6 +12,9 @@ PACKAGE := setup.py pyproject.toml constraints.txt
 SOURCES := $(shell find raysgd operators -name '*.py')
 PAGES := $(shell find docs -name '*.md') docs/conf.py
 
+PURE := $(patsubst %,tests/test_%.py,config constants elastic hang meters metrics pieces plan progress recruiter rendezvous \
+	storage timers utils_names) tests/data tests/elastic/test_border.py tests/train/test_rounds.py
+
 # Of pip's talk, only what explains a wait: big downloads, builds, the unpacking. Warnings and errors pass untouched.
 TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloading " $$2 " " $$3 $$4; fflush() } \
 	/Building wheel for/ { print "  pip: building " $$4; fflush() } \
@@ -19,12 +22,13 @@ TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloadin
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	--constraint constraints.txt
 
-.PHONY: help demo test check fix docs bench horovod clean
+.PHONY: help demo test pure check fix docs bench horovod clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   train on scikit-learn's digits with 2 workers (makes an environment first)"
 	@echo "make test   run every test; ARGS='-k name' picks some"
+	@echo "make pure   those of them that only decide, in seconds"
 	@echo "make check  lint, format, types, docs"
 	@echo "make fix    repair lint and format where that is mechanical"
 	@echo "make docs   build the documentation into docs/_build/html"
@@ -37,6 +41,10 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest -q $(ARGS)
+
+# No process is started in these.
+pure: $(VENV)/dev.stamp
+	@$(BIN)/python -m pytest -q $(PURE)
 
 check: $(VENV)/dev.stamp
 	@$(BIN)/ruff check .

@@ -78,6 +78,14 @@ def test_throughput(outcome: Document, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.script("stepping.py", run=smoke)
+def test_stepping(outcome: Document) -> None:
+    rows = {row["contender"]: row for row in outcome()["rows"]}
+    assert [*rows] == ["hand-written", "raysgd", "raysgd, collating"]
+    assert all(row["ratio"]["count"] == 1 and row["us_per_step"] > 0 for row in rows.values())
+
+
+@pytest.mark.slow
 @pytest.mark.script("gpu.py", "--workloads", "gpt124m", "--contenders", "hand-written", "raysgd", run=smoke)
 def test_gpu(outcome: Document, tmp_path: Path) -> None:
     """On a machine without one."""

@@ -1,0 +1,44 @@
+"""What raysgd's loop costs for each batch: only it and the hand-written loop, with many rounds and so with less noise.
+
+The same measurement as throughput.py's, which has all peers, and therefore few rounds and short epochs. Here an epoch takes
+some seconds, as the shortest real ones do; so what a call costs (a snapshot, the results of all workers) has its real weight.
+
+    python examples/benchmarks/stepping.py
+"""
+
+import argparse
+from typing import Any
+
+from contenders import BASE, Collating, RaySGD, cluster
+from report import claim_stdout, emit
+from throughput import measure
+from workloads import WORKLOADS, Setting
+
+CONTENDERS = (BASE, RaySGD.name, Collating.name)
+LONGER = 5
+COLUMNS = ("workload", "workers", "contender", "us_per_step", "ratio", "overhead_us", "cpu_us_per_step", "cpu_ratio")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: five times the workload's)")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of one workload, only to see that it runs")
+    args = parser.parse_args()
+    out = claim_stdout()
+    if args.smoke:
+        args.workloads, args.rounds, args.steps = ["tiny"], 1, 3
+
+    rows: list[dict[str, Any]] = []
+    with cluster(len(CONTENDERS) * args.workers):
+        for name in args.workloads:
+            workload = WORKLOADS[name]
+            setting = Setting(workload.shortened(args.steps or LONGER * workload.steps), args.workers)
+            rows += measure(setting, CONTENDERS, args.rounds)
+    emit(out, "stepping", vars(args), rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
