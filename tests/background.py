@@ -46,6 +46,7 @@ class Background:
     def __init__(self) -> None:
         self._made = tempfile.TemporaryDirectory(prefix="scripts-")
         self._cluster: subprocess.Popen[str] | None = None
+        self._environment = dict(os.environ)  # as it is now: what a test in front changes for itself is not for scripts
         # Newer Rays let nobody into a cluster without its token; older ones look at neither.
         self._token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._one_at_a_time = threading.Lock()
@@ -57,7 +58,7 @@ class Background:
         self, *command: str, connected: bool = False, folder: Path | None = None, **extra: str
     ) -> subprocess.CompletedProcess[str]:
         """A Python program to its end; `connected`: with the cluster of the scripts, and none of its own."""
-        environment = {**os.environ, **extra}
+        environment = {**self._environment, **extra}
         if connected:
             with self._one_at_a_time:
                 environment |= {"RAY_ADDRESS": self._address, **self._token}
@@ -81,7 +82,7 @@ class Background:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**os.environ, **self._token},
+                env={**self._environment, **self._token},
             )
         assert self._cluster.stdout is not None
         for line in self._cluster.stdout:

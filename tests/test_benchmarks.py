@@ -17,7 +17,11 @@ FOLDER = Path(__file__).resolve().parent.parent / "examples" / "benchmarks"
 
 
 def smoke(background: Background, script: str, *options: str) -> dict[str, Any]:
-    done = background.run(str(FOLDER / script), "--smoke", *options, BENCHMARK_DEBUG="1")
+    return whole(background, script, "--smoke", *options)
+
+
+def whole(background: Background, script: str, *options: str) -> dict[str, Any]:
+    done = background.run(str(FOLDER / script), *options, BENCHMARK_DEBUG="1")
     assert done.returncode == 0, f"{script} failed:\n{done.stdout}\n{done.stderr}"
     document: dict[str, Any] = json.loads(done.stdout)
     assert document["benchmark"] == script.removesuffix(".py")
@@ -130,6 +134,16 @@ def test_driver_cost(outcome: Document, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.elastic
+@pytest.mark.script("chaos.py", "--minutes", "2", "--seed", "11", run=whole)
+def test_chaos(outcome: Document) -> None:
+    """The first of those with faults, as it takes the longest: the others run beside it."""
+    (row,) = outcome()["rows"]
+    assert row["faults"] == sum(row["faults_by_kind"].values()) > 10
+    assert (row["lost"], row["doubled"], row["left_behind"], row["broken"]) == (0, 0, 0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.elastic
 @pytest.mark.script("churn.py", run=smoke)
 def test_churn(outcome: Document) -> None:
     (row,) = outcome()["rows"]
@@ -173,15 +187,6 @@ def test_what_comes_after_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     begins = [(-1.0, 7, 0, 0), (3.0, 7, 0, 1), (3.2, 9, 1, 1)]
     figures = rerun.judged(*([traces.Step(*each) for each in notes] for notes in ([*old, *new], begins)), 2.0)
     assert figures == {"first_step_s": 1.5, "begins_s": 1.0, "batches_redone": 2, "survivors": 1}
-
-
-@pytest.mark.slow
-@pytest.mark.elastic
-@pytest.mark.script("chaos.py", run=smoke)
-def test_chaos(outcome: Document) -> None:
-    (row,) = outcome()["rows"]
-    assert row["faults"] == 3 == sum(row["faults_by_kind"].values())
-    assert (row["lost"], row["doubled"], row["left_behind"], row["broken"]) == (0, 0, 0, [])
 
 
 def test_a_gap_is_between_neighbours() -> None:

@@ -90,6 +90,8 @@ class HangGuard:
             self._on_deadlock(f"nothing moved for {quiet:.0f} s and nobody can be blamed: {stories}")
             return
         for worker in guilty:
+            if reports[worker].stack is None and reports[worker].silent_s < self._limit_s / 2:
+                continue  # so short a silence is no hang yet: torch takes seconds to describe a collective that ran out of time
             story = describe(reports[worker])
             logger.warning("nothing has moved for %.0f s: ending %s", quiet, story)
             self._crew.kill(worker, "hang", story)
