@@ -91,7 +91,7 @@ class HangGuard:
             return
         for worker in guilty:
             if reports[worker].stack is None and reports[worker].silent_s < self._limit_s / 2:
-                continue  # so short a silence is no hang yet: torch takes seconds to describe a collective that ran out of time
+                continue  # so short a silence is no hang yet: it falls together with the end of a collective of its own
             story = describe(reports[worker])
             logger.warning("nothing has moved for %.0f s: ending %s", quiet, story)
             self._crew.kill(worker, "hang", story)
