@@ -48,19 +48,19 @@ def in_collective(stack: Sequence[str]) -> bool:
     return False
 
 
-def culprits(reports: Mapping[str, Report], *, others_fell: bool = False) -> list[str]:
-    """Ranks that hold the others up: those that do not answer; else those outside any collective.
+def culprits(reports: Mapping[str, Report], *, still_s: float = 0.0, others_fell: bool = False) -> list[str]:
+    """Ranks that hold the others up: those that do not answer; else those outside any collective. `still_s`: for so long
+    nothing has moved.
 
-    Of those that do not answer, who fell silent long after the first is left alone for now: on a machine with too much
-    to do, one that only waits may miss a word or two, and the end of the first sets it free.
+    Who does not answer, but was heard of in the second half of that time, is nobody's culprit yet: a process can be
+    silent for seconds on a machine with too much to do, and just when a collective of its own gives up.
 
     When everybody waits in a collective, or nobody does, there is nobody to blame: an empty list. `others_fell`:
     these are the last ones running, the others gave up waiting for them already.
     """
     frozen = [worker for worker, report in reports.items() if report.stack is None]
     if frozen:
-        longest = max(reports[worker].silent_s for worker in frozen)
-        return [worker for worker in frozen if reports[worker].silent_s >= longest / 2]
+        return [worker for worker in frozen if reports[worker].silent_s >= still_s / 2]
     busy = [worker for worker, report in reports.items() if not in_collective(report.stack or ())]
     return busy if others_fell or len(busy) < len(reports) else []
 

@@ -111,7 +111,7 @@ class AverageMeterCollection:
                 meter.count += n
                 meter._sum += value * n
                 meter._last = value
-            elif name != NUM_SAMPLES:
+            else:
                 self._update_one(name, value, n)
 
     def summary(self) -> dict[str, Any]:
@@ -156,11 +156,9 @@ def _number(value: Any) -> Any:
     if type(value) in (float, int, bool):
         return value
     if hasattr(value, "detach"):
-        if value.numel() != 1:
+        if value.numel() != 1 or value.is_complex():
             return None
         if not value.is_cpu:
-            if value.is_complex():
-                return None
             return value.detach().clone()  # a copy: the step may write into its tensor, or into what it views
     if hasattr(value, "item"):
         try:

@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Background", "Lane", "looks_at_a_script"]
+__all__ = ["Background", "Lane", "turn"]
 
 # A ninth of what the tests in front get where both want a core: little, and yet enough for Ray's own deadlines.
 BEHIND = ("nice", "-n", "10")
@@ -144,7 +144,7 @@ class Lane:
                 future.set_exception(error)
 
 
-def looks_at_a_script(item: pytest.Item) -> tuple[bool, bool]:
-    """Sorts tests: those of scripts last, and of these the ones with faults, which are better off with less beside them."""
+def turn(item: pytest.Item) -> tuple[bool, bool]:
+    """By which tests are sorted: those of scripts last, and of these the ones with faults, which are better off with less beside them."""
     script = item.get_closest_marker("script") is not None
     return script, script and item.get_closest_marker("elastic") is not None

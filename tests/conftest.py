@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.background import Background, Lane, looks_at_a_script
+from tests.background import Background, Lane, turn
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Before anything imports ray: its workers inherit this. They do not make way for scripts behind the tests, as Ray would have
-# it (see background.py). Two threads' worth of maths per worker would only
-# make a small machine slower, and a test must never end up on somebody's real cluster.
+# Before anything imports ray: its workers inherit this. They do not make way for scripts behind the tests, as Ray would
+# have it (see background.py). Two threads' worth of maths per worker would only make a small machine slower, and a test
+# must never end up on somebody's real cluster.
 os.environ.update(
     RAY_ADDRESS="local",
     OMP_NUM_THREADS="1",
@@ -74,7 +74,7 @@ def s3() -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=looks_at_a_script)
+    items.sort(key=turn)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,7 +1,7 @@
-"""What raysgd's loop costs for each batch: only it and the hand-written loop, with many rounds and so with less noise.
+"""What raysgd's loop costs for each batch: only it and the hand-written loop, in epochs of some seconds.
 
-The same measurement as throughput.py's, which has all peers, and therefore few rounds and short epochs. Here an epoch takes
-some seconds, as the shortest real ones do; so what a call costs (a snapshot, the results of all workers) has its real weight.
+The same measurement as throughput.py's, which has all peers, and therefore fewer rounds and short epochs. What a call costs
+(a snapshot, the results of all workers) has here the weight that it has in the shortest of real epochs.
 
     python examples/benchmarks/stepping.py
 """

@@ -133,7 +133,7 @@ def main() -> None:
         args.rounds, args.steps, args.workloads = 1, 3, args.workloads[:2]
 
     rows: list[dict[str, Any]] = []
-    deadline = time.monotonic() + args.total_s
+    deadline = time.monotonic() + args.total_s  # so all workloads come first, before the next number of workers
     with cluster(len(args.contenders) * max(args.workers)):
         for precision, workers, name in itertools.product(args.precisions, args.workers, args.workloads):
             if time.monotonic() > deadline:

@@ -75,7 +75,7 @@ class HangGuard:
                 stack=tuple(said["frames"]) if said else None,
                 silent_s=self._crew.group.silent_for(worker),
             )
-        guilty = culprits(reports, others_fell=others_fell)
+        guilty = culprits(reports, still_s=min(quiet, self._limit_s), others_fell=others_fell)
         if quiet < self._limit_s:
             for worker in guilty or running:
                 logger.warning(
@@ -85,13 +85,13 @@ class HangGuard:
                     describe(reports[worker]),
                 )
             return
+        if not guilty and any(report.stack is None for report in reports.values()):
+            return  # it will answer, or have been silent for long enough
         if not guilty:
             stories = "; ".join(describe(report) for report in reports.values())
             self._on_deadlock(f"nothing moved for {quiet:.0f} s and nobody can be blamed: {stories}")
             return
         for worker in guilty:
-            if reports[worker].stack is None and reports[worker].silent_s < self._limit_s / 2:
-                continue  # so short a silence is no hang yet: it falls together with the end of a collective of its own
             story = describe(reports[worker])
             logger.warning("nothing has moved for %.0f s: ending %s", quiet, story)
             self._crew.kill(worker, "hang", story)

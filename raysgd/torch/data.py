@@ -54,8 +54,7 @@ class PlannedSource:
         self._twin = following(loader, self._picker)
         self.counts_samples = not own
         self.order: Order = range(0)
-        self._open: Iterator[Drawn] | None = None
-        self._seat, self._after = Seat(), 0
+        self._open: tuple[Seat, int, Iterator[Drawn]] | None = None
 
     def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
         """A new epoch: its order is rank 0's, from the user's own sampler. Every rank asks its own, so that their random
@@ -80,19 +79,20 @@ class PlannedSource:
 
     def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
         """This rank's part of the rest of the epoch; the running iterator where the last call stopped at `offset`."""
-        if self._open is None or self._seat != seat or self._after != offset:
-            self._seat, self._after = seat, offset
-            self._open = self._generate(seat, offset)
-        return self._open
+        if self._open is not None and self._open[:2] == (seat, offset):
+            return self._open[2]
+        fresh = self._generate(seat, offset)
+        self._open = (seat, offset, fresh)
+        return fresh
 
     def _generate(self, seat: Seat, offset: int) -> Iterator[Drawn]:
         if self._pad and self._own_batches and self._global_batch is None:
             self.order = evened(self.order, seat.world_size, offset)
         self._picker.follow(self.order, self._deal(seat), seat.world_rank, offset)
-        picked = self._picker.picked
-        for batch in self._twin:
-            self._after, fresh = picked.popleft()
-            yield Drawn(batch, self._after, fresh)
+        for (after, share), batch in zip(self._picker.steps(), self._twin, strict=True):
+            assert self._open is not None
+            self._open = (seat, after, self._open[2])
+            yield Drawn(batch, after, share.fresh)
         self._open = None
 
     def steps_left(self, seat: Seat, offset: int) -> int:

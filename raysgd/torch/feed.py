@@ -65,8 +65,7 @@ class Feed:
         return self
 
     def __next__(self) -> Any:
-        if self._pending is not None:
-            self._done()
+        self._done()
         control, cursor = self._control, self._cursor
         if self.stopped or cursor.call_done:
             raise StopIteration
@@ -83,11 +82,11 @@ class Feed:
             raise StopIteration
         control.phase = "a batch"
         self._pending, self._stepped, self.fresh = drawn, False, drawn.fresh
-        batch = drawn.batch
         if isinstance(self._drawn, Ahead):
+            batch = drawn.batch
             self._closing = self._drawn.last or len(self._window) + 1 == self._window_size
-        elif self._carrier.works:
-            batch = self._carrier.arrived(self._carrier.send(batch))
+        else:
+            batch = self._carrier.arrived(self._carrier.send(drawn.batch))
         if self._on_batch is not None:
             self._on_batch(batch, len(self._window), self._closing)
         return batch

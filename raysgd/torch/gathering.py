@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-__all__ = ["Gathered", "can_gather"]
+__all__ = ["Gathered", "can_gather", "gathering"]
 
 
 class Gathered(Dataset[Any]):
@@ -29,8 +29,15 @@ class Gathered(Dataset[Any]):
         return [tensor[chosen] for tensor in self._dataset.tensors]
 
 
+def gathering(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What a loader of these samples has to have in place of its own to gather them; nothing, where it cannot."""
+    if not can_gather(loader):
+        return {}
+    return {"dataset": Gathered(loader.dataset), "collate_fn": _as_it_is}  # type: ignore[arg-type]
+
+
 def can_gather(loader: DataLoader[Any]) -> bool:
-    """Is a batch of it just these rows of plain tensors? (Loader processes cost more than they save here, but they are
+    """Is a batch of it just these rows of plain tensors in main memory? (Loader processes cost more than they save here, but they are
     what was asked for, and see the user's own data set.)"""
     dataset = loader.dataset
     return (
@@ -46,8 +53,13 @@ def can_gather(loader: DataLoader[Any]) -> bool:
 def _plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) is torch.Tensor
+        and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.requires_grad
         and not tensor.is_quantized
     )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

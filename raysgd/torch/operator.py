@@ -228,7 +228,7 @@ class TrainingOperator(OperatorBase):
             raise TypeError(f"{of} must return a dict of metrics, got {metrics!r}: {type(self).__name__}.{of}")
         samples = metrics.get(NUM_SAMPLES, 1)
         weight = samples if getattr(iterator, "fresh", True) else 0
-        meter.update(metrics, n=weight)
+        meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)
 
     def _own_scheduler(self) -> Any:
         """The one the default loop steps: `self.scheduler`, or the only one registered."""

@@ -14,15 +14,13 @@ __all__ = ["Ahead", "Carrier", "CudaCarrier", "make_carrier"]
 
 
 class Carrier:
-    """Takes batches to where models are. `send` begins, `arrived` is asked for when the batch is needed. `works`: is there
-    anything to do at all?"""
+    """Takes batches to where models are. `send` begins, `arrived` is asked for when the batch is needed."""
 
     ahead = False
 
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
         self._device, self._channels_last = device, channels_last
         self._moves = device.type != "cpu"
-        self.works = self._moves or channels_last
 
     def send(self, batch: Any) -> Any:
         return batch

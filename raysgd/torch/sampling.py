@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.errors import ConfigError
 from raysgd.plan import Deal, Share
-from raysgd.torch.gathering import Gathered, can_gather
+from raysgd.torch.gathering import gathering
 
 __all__ = [
     "Order",
@@ -104,21 +103,16 @@ def random_sources(loader: DataLoader[Any]) -> list[torch.Generator]:
 
 class Picker:
     """The batch sampler of a planned loader: yields one rank's units, step by step. Its plan is exchanged in place,
-    since persistent loader processes keep hold of the sampler they started with.
-
-    `picked`: of each step whose batch is on its way, the offset after it, and whether its samples are new.
-    """
+    since persistent loader processes keep hold of the sampler they started with."""
 
     def __init__(self, *, own_batches: bool, batched: bool) -> None:
         self._own_batches, self._batched = own_batches, batched
         self._order: Order = range(0)
         self._deal = Deal(total=0, step_size=1, world_size=1)
         self._rank = self._offset = 0
-        self.picked: deque[tuple[int, bool]] = deque()
 
     def follow(self, order: Order, deal: Deal, rank: int, offset: int) -> None:
         self._order, self._deal, self._rank, self._offset = order, deal, rank, offset
-        self.picked.clear()
 
     def steps(self) -> Iterator[tuple[int, Share]]:
         """For each step of this rank: the offset after it, and the share. Steps it sits out are left out."""
@@ -132,15 +126,14 @@ class Picker:
         return sum(1 for _ in self.steps())
 
     def __iter__(self) -> Iterator[Any]:
-        order, picked = self._order, self.picked
+        order = self._order
         tensor = order if isinstance(order, torch.Tensor) else None
-        for after, (start, stop, fresh) in self.steps():
-            picked.append((after, fresh))
+        for _, share in self.steps():
             units: Any
             if tensor is not None:
-                units = tensor[start:stop].tolist()
+                units = tensor[share.start : share.stop].tolist()
             else:
-                units = list(order[start:stop])
+                units = list(order[share.start : share.stop])
             if self._own_batches:
                 units = [index for batch in units for index in batch]
             yield units if self._batched else units[0]
@@ -154,13 +147,8 @@ def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
     twin.__dict__.update(sampler=picker, _iterator=None, generator=torch.Generator().manual_seed(torch.initial_seed()))
     if loader.batch_sampler is not None:
         twin.__dict__["batch_sampler"] = picker
-    if can_gather(loader):
-        twin.__dict__.update(dataset=Gathered(loader.dataset), collate_fn=_as_it_is)  # type: ignore[arg-type]
+    twin.__dict__.update(gathering(loader))
     return twin
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def evened(order: Order, world_size: int, offset: int) -> Order:

@@ -1,18 +1,12 @@
 """Machines come and go: a node is lost, comes back, is drained; with nothing free, training waits for it."""
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from concurrent.futures import Future
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.ahead import ahead
+from tests.background import Background
 
 pytestmark = pytest.mark.elastic
 
@@ -124,52 +118,43 @@ say(exact=ground.trained() == Counter(range(1500)), reasons=reasons(ground), sam
 ground.trainer.shutdown()
 """,
 }
-Runs = dict[str, Future[tuple[dict[str, Any], str]]]
+Outcome = Callable[[], tuple[dict[str, Any], str]]
 
 
-def run(script: str, folder: Path, limit_s: float = 150) -> tuple[dict[str, Any], str]:
+def run(background: Background, name: str) -> tuple[dict[str, Any], str]:
     """Runs it as a driver of its own; what it printed as facts, and its log."""
-    root = str(Path(__file__).resolve().parents[2])
-    code = HEAD + f"marks = Path({str(folder / 'marks')!r})\n" + script
-    folder.mkdir()
+    folder = background.folder()
     file = folder / "driver.py"
-    file.write_text(code)
-    env = {**os.environ, "PYTHONPATH": root}
-    done = subprocess.run(
-        [sys.executable, str(file)], capture_output=True, text=True, timeout=limit_s, env=env, check=False
-    )
+    file.write_text(HEAD + f"marks = Path({str(folder / 'marks')!r})\n" + SCRIPTS[name])
+    done = background.run(str(file))
     facts = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
     assert done.returncode == 0 and facts, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     return json.loads(facts[-1][6:]), done.stderr
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """Two at a time: most of each is waiting for Ray to notice something."""
-    folder = tmp_path_factory.mktemp("nodes")
-    with ahead({name: partial(run, script, folder / name.split()[-1]) for name, script in SCRIPTS.items()}) as begun:
-        yield begun
-
-
-def test_a_node_is_lost_and_another_comes(runs: Runs) -> None:
-    facts, _ = runs["lost"].result()
+@pytest.mark.script("lost", run=run)
+def test_a_node_is_lost_and_another_comes(outcome: Outcome) -> None:
+    facts, _ = outcome()
     assert facts["exact"] is True and facts["samples"] == 1500
     assert facts["reasons"] == [["node loss", 3, 2, True], ["growth", 2, 3, True]]
 
 
-def test_with_nothing_free_training_waits_and_a_new_node_ends_the_wait(runs: Runs) -> None:
-    facts, log = runs["nothing free"].result()
+@pytest.mark.script("nothing free", run=run)
+def test_with_nothing_free_training_waits_and_a_new_node_ends_the_wait(outcome: Outcome) -> None:
+    facts, log = outcome()
     assert facts["exact"] is True
     assert facts["reasons"] == [["node loss", 1, 1, False]]
     assert "waiting" in log and "1 CPU (" in log
 
 
-def test_too_few_machines_for_too_long_is_an_error(runs: Runs) -> None:
-    facts, _ = runs["too few"].result()
+@pytest.mark.script("too few", run=run)
+def test_too_few_machines_for_too_long_is_an_error(outcome: Outcome) -> None:
+    facts, _ = outcome()
     assert "3 waits" in str(facts["error"]) and "min_workers=3" in str(facts["error"])
 
 
-def test_a_draining_node_is_left_before_it_dies(runs: Runs) -> None:
-    facts, _ = runs["drained"].result()
+@pytest.mark.script("drained", run=run)
+def test_a_draining_node_is_left_before_it_dies(outcome: Outcome) -> None:
+    facts, _ = outcome()
     assert facts["exact"] is True and facts["samples"] == 1500
     assert facts["reasons"] == [["preemption", 3, 2, True]] and facts["redone"] == [0]

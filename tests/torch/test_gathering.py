@@ -51,6 +51,7 @@ NOT_GATHERED = {
     "single samples": lambda: DataLoader(tensors(), batch_size=None),
     "processes": lambda: DataLoader(tensors(), batch_size=4, num_workers=1),
     "another order in memory": lambda: DataLoader(TensorDataset(torch.randn(3, 4).t()), batch_size=2),
+    "another device": lambda: DataLoader(TensorDataset(torch.empty(3, device="meta")), batch_size=2),
     "a gradient": lambda: DataLoader(TensorDataset(torch.zeros(3, requires_grad=True)), batch_size=2),
 }
 

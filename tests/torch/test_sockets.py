@@ -32,23 +32,25 @@ def is_shut(pair: Pair) -> bool:
         return False
 
 
+def meet(connections: Connections, connect: Callable[[], Pair]) -> Pair:
+    """A meeting in which one connection is opened."""
+    connections.opening()
+    pair = connect()
+    connections.opened()
+    return pair
+
+
 def test_only_what_the_meeting_opened_is_shut(connect: Callable[[], Pair]) -> None:
     connections = Connections()
-    earlier = connect()
-    connections.opening()
-    own = connect()
-    connections.opened()
-    later = connect()
+    pairs = [connect(), meet(connections, connect), connect()]
     connections.shut()
-    assert [is_shut(pair) for pair in (earlier, own, later)] == [False, True, False]
+    assert [is_shut(pair) for pair in pairs] == [False, True, False]
 
 
 def test_a_meeting_that_is_said_again_forgets_nothing(connect: Callable[[], Pair]) -> None:
     """A function that says `hvd.init()` in each of its runs."""
     connections = Connections()
-    connections.opening()
-    own = connect()
-    connections.opened()
+    own = meet(connections, connect)
     connections.opening()
     connections.opened()
     connections.shut()
@@ -57,9 +59,7 @@ def test_a_meeting_that_is_said_again_forgets_nothing(connect: Callable[[], Pair
 
 def test_in_the_middle_of_a_meeting(connect: Callable[[], Pair]) -> None:
     connections = Connections()
-    connections.opening()
-    first = connect()
-    connections.opened()
+    first = meet(connections, connect)
     connections.opening()
     second = connect()
     connections.shut()
@@ -68,9 +68,7 @@ def test_in_the_middle_of_a_meeting(connect: Callable[[], Pair]) -> None:
 
 def test_what_is_forgotten_is_left_alone(connect: Callable[[], Pair]) -> None:
     connections = Connections()
-    connections.opening()
-    own = connect()
-    connections.opened()
+    own = meet(connections, connect)
     connections.forget()
     connections.shut()
     assert not is_shut(own)
