@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-__all__ = ["COMMITTED", "completed", "over_pieces", "over_workers", "plain"]
+__all__ = ["COMMITTED", "SKIPPED", "completed", "over_pieces", "over_workers", "plain"]
 
 SAMPLES = "num_samples"
 BATCHES = "batch_count"

@@ -1,4 +1,4 @@
-"""Committed state, kept in the driver's memory: what fresh processes start from when nobody is left."""
+"""Committed state, kept by the driver: what fresh processes start from when nobody is left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Snapshot:
     Without data it stands for a start from scratch.
     """
 
-    data: bytes = b""
+    data: Any = b""
     progress: Progress = field(default_factory=Progress)
     call: int = -1
     partial: dict[str, Any] | None = None

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from raysgd import remote
+from raysgd.durable import DurableFile
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.remote import Uri
 
@@ -65,11 +66,8 @@ class Draft:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.temporary = self.path.parent / name
         private = isinstance(self.path, Uri)  # everybody's folder is no place for a model that others can read
-        self.file = open(  # noqa: SIM115  (keep and drop close it)
-            self.temporary,
-            "xb",
-            buffering=0,
-            opener=lambda path, flags: os.open(path, flags, 0o600 if private else 0o666),
+        self.file = DurableFile(  # keep and drop close it
+            self.temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o600 if private else 0o666)
         )
 
     def again(self) -> None:
@@ -79,7 +77,7 @@ class Draft:
 
     def keep(self) -> Place:
         """Syncs, then renames; or sends."""
-        os.fsync(self.file.fileno())
+        self.file.sync()
         self.file.close()
         if isinstance(self.path, Uri):
             remote.upload(self.path, self.temporary)

@@ -18,7 +18,7 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 FLOORS = {
     "0": "errors config constants version protocols meters timers metrics outcomes progress plan elastic "
     "hang rendezvous snapshot",
-    "1a": "storage remote callbacks data",
+    "1a": "durable storage remote callbacks data",
     "1b": "torch tf horovod train",
     "2": "workers",
     "3": "engine",
@@ -42,7 +42,7 @@ SIBLINGS = {
     "train/fitting": {"train/executor", "train/iterator", "train/job"},
     "train/data_parallel_trainer": {"train/executor", "train/fitting", "train/job", "train/shards"},
     "train/frameworks": {"train/data_parallel_trainer"},
-    "storage": {"remote"},
+    "storage": {"durable", "remote"},
     "outcomes": {"progress"},
     "elastic": {"outcomes"},
     "snapshot": {"progress"},

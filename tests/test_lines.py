@@ -1,15 +1,21 @@
 """The line between a worker and its driver: frames, tokens, orders, and what its end means."""
 
+import mmap
+import os
+import pickle
 import queue
 import random
 import socket
+import threading
 import time
 from typing import Any
 
 import pytest
 
+from raysgd.workers import landing
+from raysgd.workers.blob import Blob
 from raysgd.workers.events import Arrived, Event, Gone, Heard
-from raysgd.workers.frames import FrameReader, send
+from raysgd.workers.frames import PREFIX, FrameReader, receive, send
 from raysgd.workers.line import Line, LineAddress
 from raysgd.workers.switchboard import Switchboard
 
@@ -26,6 +32,50 @@ def test_frames_survive_any_cut() -> None:
         found += reader.feed(stream[:cut])
         stream = stream[cut:]
     assert found == [({"n": n, "text": "ä" * n}, bytes(range(n))) for n in range(20)]
+
+
+def test_a_body_is_read_to_where_it_stays() -> None:
+    one, other = socket.socketpair()
+    bodies = [random.Random(n).randbytes(size) for n, size in enumerate([3_000_000, 0, 1, 70_000])]
+
+    def send_all() -> None:
+        for n, body in enumerate(bodies):
+            send(one, {"n": n}, body)
+        one.close()
+
+    sender = threading.Thread(target=send_all, daemon=True)
+    sender.start()
+    reader, found, rooms = FrameReader(), [], 0
+    while (frames := receive(other, reader)) is not None:
+        found += frames
+        rooms += bool(reader.room())
+    sender.join()
+    assert found == [({"n": n}, body) for n, body in enumerate(bodies)]
+    assert rooms > 0 and not reader.room()
+
+
+def test_large_bodies_lie_in_a_file_and_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landing, "LARGE", 100_000)
+    one, other = socket.socketpair()
+    bodies = [random.Random(n).randbytes(size) for n, size in enumerate([300_000, 99_999])]
+    for body in bodies:
+        threading.Thread(target=send, args=(one, {}, body), daemon=True).start()
+        reader, found = FrameReader(), []
+        while not found:
+            found = receive(other, reader) or []
+        held = found[0][1]
+        assert isinstance(held, mmap.mmap if body is bodies[0] else bytearray)
+        assert bytes(held) == body
+        assert pickle.loads(pickle.dumps(Blob(held), 5)).data == body, "it can go on to a worker"
+
+
+def test_without_room_for_a_file_it_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(landing, "LARGE", 100)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert landing.landing(200) == bytearray(200)
 
 
 class Desk:
@@ -92,6 +142,11 @@ def test_uploads_do_not_take_the_line(desk: Desk) -> None:
 def test_a_stranger_is_refused(desk: Desk) -> None:
     with socket.create_connection(desk.board.address) as stranger:
         send(stranger, {"t": "hello", "token": "guess", "worker": "w", "node": "n", "pid": 1})
+        stranger.settimeout(5)
+        assert stranger.recv(1) == b""
+    with socket.create_connection(desk.board.address) as stranger:
+        header = b'{"t": "upload", "worker": "w"}'
+        stranger.sendall(PREFIX.pack(len(header), 2**62) + header)  # no room is made for that
         stranger.settimeout(5)
         assert stranger.recv(1) == b""
     with socket.create_connection(desk.board.address) as stranger:

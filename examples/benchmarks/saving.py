@@ -2,8 +2,8 @@
 
 One worker holds weights of a given size. In turn, and round by round, the worker writes them with plain
 `torch.save`, once more with an `fsync` behind it, and copies them in memory; the trainer saves, blocking and not;
-and Lightning and Accelerate save theirs. Before every turn the system's own writing to the disk is brought to an
-end (`sync`).
+and Lightning and Accelerate save theirs. Before every turn the files of the last one are removed, and the system's own
+writing to the disk is brought to an end (`sync`).
 
     rate_ratio   raysgd's GB/s over plain torch.save's, which leaves the file to the system's cache
     pause_s      how long a call keeps the script from training on
@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -30,7 +31,7 @@ from gate import Program
 from report import claim_stdout, emit, spread
 from weights import Weights
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 
 BASE = "torch.save"
 PEERS = ("Lightning", "Accelerate")
@@ -137,7 +138,13 @@ def measure(mb: int, rounds: int, folder: str) -> list[dict[str, Any]]:
     with (
         tempfile.TemporaryDirectory(prefix="saving-", dir=folder, ignore_cleanup_errors=True) as own,
         contextlib.ExitStack() as peers,
-        TorchTrainer(training_operator_cls=Holder, num_workers=1, use_ray=True, config={"mb": mb}) as trainer,
+        TorchTrainer(
+            training_operator_cls=Holder,
+            num_workers=1,
+            use_ray=True,
+            config={"mb": mb},
+            elastic=ElasticConfig(snapshot_every=None),  # the one after a load would be sent in the next turn's time
+        ) as trainer,
     ):
         desk = Desk(trainer, own)
         turns: dict[str, Callable[[], dict[str, float]]] = {
@@ -157,12 +164,19 @@ def measure(mb: int, rounds: int, folder: str) -> list[dict[str, Any]]:
         for number in range(rounds + 1):
             order = list(turns) if number % 2 else list(reversed(turns))
             for name in order:
-                os.sync()
+                clear(Path(own))
                 for key, value in turns[name]().items():
                     if number > 0:
                         seconds[name].setdefault(key, []).append(value)
             print(f"{mb} MB, round {number}: {told(seconds)}", file=sys.stderr)
     return [row(mb, name, seconds) for name in turns]
+
+
+def clear(folder: Path) -> None:
+    """Everybody writes new files, on a disk that is idle: what the turn before left is removed first."""
+    for left in folder.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    os.sync()
 
 
 def told(seconds: Seconds) -> str:

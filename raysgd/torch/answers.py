@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from raysgd.torch import shard_files, states
+from raysgd.torch.files import SeenFile, UnseenError
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.sharded import gathered
 from raysgd.torch.snapshots import Snapshotter
@@ -35,7 +36,7 @@ class Holder(Protocol):
 
     def whole(self, *, raw: bool = False) -> dict[str, Any]: ...
 
-    def take_over(self, state: dict[str, Any]) -> None: ...
+    def take_over(self, state: dict[str, Any], loads: int) -> None: ...
 
 
 def apply_operator(replica: Holder, function: Callable[[Any], Any]) -> Any:
@@ -81,7 +82,7 @@ def save(replica: Holder, sink: Any, ranks: list[Any], blocking: bool) -> None:
     if blocking:
         sink.send(lambda file: torch.save(state, file))
     else:
-        replica.snapshots.send(sink, state)
+        replica.snapshots.send(sink, state, in_shards=replica.in_shards)
 
 
 def _complete(replica: Holder, ranks: list[Any]) -> dict[str, Any] | None:
@@ -93,8 +94,23 @@ def check(replica: Holder, data: Any, trusted: bool) -> None:
     states.check(replica.operator, states.parse(data.data, trusted=trusted))
 
 
-def restore(replica: Holder, data: Any, trusted: bool) -> None:
-    replica.take_over(states.parse(data.data, trusted=trusted))
+def restore(replica: Holder, data: Any, trusted: bool, loads: int) -> None:
+    """`loads` counts the user's loads; each rank that takes this one has the same number after it."""
+    replica.take_over(states.parse(data.data, trusted=trusted), loads)
+
+
+def check_file(replica: Holder, file: SeenFile, trusted: bool) -> bool:
+    """Whether this rank can read the file itself; what does not fit is an error."""
+    state = states.outline(file, trusted=trusted) if file.here else None
+    if state is not None:
+        states.check(replica.operator, state)
+    return state is not None
+
+
+def restore_file(replica: Holder, file: SeenFile, trusted: bool, loads: int) -> None:
+    if not file.here:
+        raise UnseenError  # not an answer: the others may be waiting for this rank
+    replica.take_over(states.read(file, trusted=trusted), loads)
 
 
 def save_shards(replica: Holder, folder: str, ranks: list[Any]) -> None:
@@ -105,8 +121,8 @@ def check_shards(replica: Holder, folder: str) -> None:
     states.check(replica.operator, states.shaped(shard_files.read_outline(folder)))
 
 
-def restore_shards(replica: Holder, folder: str) -> None:
-    replica.take_over(shard_files.read(folder, replica.operator))
+def restore_shards(replica: Holder, folder: str, loads: int) -> None:
+    replica.take_over(shard_files.read(folder, replica.operator), loads)
 
 
 ANSWERS: dict[str, Callable[..., Any]] = {
@@ -121,6 +137,8 @@ ANSWERS: dict[str, Callable[..., Any]] = {
         save,
         check,
         restore,
+        check_file,
+        restore_file,
         save_shards,
         check_shards,
         restore_shards,

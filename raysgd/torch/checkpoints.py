@@ -14,6 +14,7 @@ from raysgd import storage
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.torch import states
+from raysgd.torch.files import SeenFile, UnseenError, is_archive
 from raysgd.torch.streams import LocalSink, Receiver
 from raysgd.workers.blob import Blob
 from raysgd.workers.inline import InlineGroup
@@ -88,10 +89,24 @@ class Checkpoints:
         try:
             if isinstance(where, Path) and where.is_dir():
                 self._load_shards(where, trusted=trusted)
-            else:
+            elif not (isinstance(where, Path) and is_archive(where) and self._load_file(where, trusted=trusted)):
                 self.restore(storage.read(where), trusted=trusted)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
+
+    def _load_file(self, path: Path, *, trusted: bool) -> bool:
+        """Every worker reads it where it lies; False when one of them cannot."""
+        file = SeenFile.of(path)
+        if states.outline(file, trusted=trusted) is None:
+            return False
+        given = {"file": file, "trusted": trusted}
+        if not all(self._engine.run(Job("check_file", given))[-1].values):
+            return False
+        try:
+            self._put(given, kind="_file")
+        except UnseenError:
+            return False  # a recruit on another machine; the others, if they have taken it, take it once more
+        return True
 
     def restore(self, data: Any, *, trusted: bool) -> None:
         states.parse(data, trusted=trusted)  # what is damaged or foreign never reaches a worker
@@ -102,8 +117,8 @@ class Checkpoints:
         failed = [
             handle for handle in self._running if handle.done() and handle._future.exception() and not handle._seen
         ]
-        self._running = [handle for handle in self._running if not handle.done()]
-        for handle in failed:
+        self._running = [handle for handle in self._running if not handle.done() or handle in failed[1:]]
+        for handle in failed[:1]:
             error = handle.exception()
             raise CheckpointError(f"the save to {handle.path} in the background failed: {error}") from error
 
@@ -141,9 +156,14 @@ class Checkpoints:
         self._take({"folder": str(folder.absolute())}, kind="_shards")
 
     def _take(self, given: dict[str, Any], kind: str = "") -> None:
+        """Checked on every rank before any of them changes."""
         self._engine.run(Job(f"check{kind}", given))
+        self._put(given, kind)
+
+    def _put(self, given: dict[str, Any], kind: str) -> None:
         self._engine.state_changed_by_hand(replaced=True)  # first: workers may send a snapshot of what they take
-        self._engine.run(Job(f"restore{kind}", given))
+        # Counted here: the same number for all, also for one that has taken this load before, in a first try.
+        self._engine.run(Job(f"restore{kind}", {**given, "loads": self._engine.progress.loads + 1}))
 
     def _random_states(self) -> list[Any]:
         return self._engine.run(Job("random_state"))[-1].values

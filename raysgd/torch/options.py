@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -70,6 +71,13 @@ class TrainingOptions:
             raise ConfigError(f"comm_hook must be one of {', '.join(map(repr, COMM_HOOKS))} or None, got {name!r}")
         if name in ("fp16", "bf16") and self.hook_args:
             raise ConfigError(f"the comm_hook {name!r} takes no arguments, got {sorted(self.hook_args)}")
+        if self.hook_args:
+            power = import_module("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook").PowerSGDState
+            _check_arguments("comm_hook", self.hook_args, power.__init__, SUPPLIED)
+            try:
+                power(process_group=None, **self.hook_args)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"comm_hook={dict(self.comm_hook)!r}: {error}") from error  # type: ignore[arg-type]
 
     def _check_together(self) -> None:
         self.check_ddp(self.ddp_args)
@@ -98,6 +106,11 @@ class TrainingOptions:
             )
         if self.hook_name == "bf16" and num_workers > 1 and not use_gpu:
             raise ConfigError("comm_hook='bf16' needs GPUs (torch has it for NCCL only): use 'fp16', or leave it out")
+        if precision == "apex" and self.accumulate > 1 and num_workers > 1:
+            raise ConfigError(
+                "precision='apex' puts the gradients of earlier batches aside, where DDP does not see them, so accumulate "
+                "cannot exchange them once for all: use 'fp16' or 'bf16', or leave accumulate out"
+            )
         if precision == "apex" and self.compile:
             raise ConfigError("precision='apex' exchanges functions that compile would have read: use 'fp16' or 'bf16'")
         if self.parallel == "fsdp" and precision in ("fp16", "apex"):

@@ -44,9 +44,12 @@ class Precision:
     def batch_done(self) -> None:
         """After a batch, however many optimizers stepped in it."""
 
-    def take_skipped(self) -> int:
-        """How many steps were left out since this was last asked, because gradients were not finite."""
+    def skipped(self) -> int:
+        """How many steps were left out in this call, because gradients were not finite."""
         return 0
+
+    def forget_skipped(self) -> None:
+        """A call begins."""
 
     def abandon(self) -> None:
         """A batch was cut short: what it had begun is void."""
@@ -111,9 +114,11 @@ class Fp16(Precision):
         self._stepped.clear()
         self._unscaled.clear()
 
-    def take_skipped(self) -> int:
-        skipped, self._skipped = int(self._skipped.item()), torch.zeros_like(self._skipped)
-        return skipped
+    def skipped(self) -> int:
+        return int(self._skipped.item())
+
+    def forget_skipped(self) -> None:
+        self._skipped = torch.zeros_like(self._skipped)
 
     def abandon(self) -> None:
         kept = self.scaler.state_dict()
@@ -163,8 +168,11 @@ def find_apex() -> Any:
     try:
         apex = importlib.import_module("apex")
     except ImportError as error:
+        found = "nothing called apex is installed"
+        if error.name != "apex":  # PyPI's apex, which is for another purpose, or one that was built for another torch
+            found = f"the apex that is installed cannot be imported ({error}): it is another package, or was built for another torch"
         raise ImportError(
-            "precision 'apex' needs NVIDIA Apex, and nothing called apex is installed. It is not on PyPI: build a "
+            f"precision 'apex' needs NVIDIA Apex, and {found}. It is not on PyPI: build a "
             "release that still has apex.amp (25.02 or before) from NVIDIA's sources, or use 'fp16', which needs "
             "nothing but torch"
         ) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.meters import AverageMeterCollection
-from raysgd.metrics import COMMITTED
+from raysgd.metrics import COMMITTED, SKIPPED
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Seat
@@ -22,6 +21,7 @@ from raysgd.torch.answers import ANSWERS
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import Source, close
 from raysgd.torch.feed import Feed, MembershipChange
+from raysgd.torch.files import opened
 from raysgd.torch.opening import Opener
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.prefetch import make_carrier
@@ -245,13 +245,17 @@ class TorchReplica:
     def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
         """What the running call has so far."""
         own = result or self.operator._meter.summary()
-        return {"epoch": self._cursor.epoch, **own, COMMITTED: self._cursor.call_units}
+        return {"epoch": self._cursor.epoch, **own, **self._skipped(), COMMITTED: self._cursor.call_units}
+
+    def _skipped(self) -> dict[str, Any]:
+        skipped = self.operator._precision.skipped()
+        return {SKIPPED: skipped} if skipped else {}
 
     def _reported(self, result: Any, profile: bool, phase: str, cursor: Cursor | None) -> dict[str, Any]:
         _check_result(result, "validate" if cursor is None else "train_epoch")
-        report = result if cursor is None else {"epoch": cursor.epoch, **result, COMMITTED: cursor.call_units}
-        if cursor is not None and (skipped := self.operator._precision.take_skipped()):
-            report["skipped_steps"] = skipped
+        report: dict[str, Any] = result
+        if cursor is not None:
+            report = {"epoch": cursor.epoch, **result, **self._skipped(), COMMITTED: cursor.call_units}
         report |= self.operator._parts.measured(phase)
         if profile:
             report["profile"] = self.operator.timers.stats()
@@ -259,7 +263,7 @@ class TorchReplica:
 
     def _time(self, profile: bool) -> None:
         """Timers and figures of a call begin anew."""
-        self.operator._precision.take_skipped()
+        self.operator._precision.forget_skipped()
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
         timers = self.operator.timers
         timers.reset()
@@ -302,7 +306,7 @@ class TorchReplica:
 
     def load(self, data: Any) -> None:
         """Another replica's state, from this very trainer: trusted, and it fits."""
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        state = torch.load(opened(data), map_location="cpu", weights_only=False)
         self._adopt(state)
         self._state_of = state["world_size"]
 
@@ -319,12 +323,12 @@ class TorchReplica:
                 self._train = self._opener.registered(loader, self._cursor, training=True)
             self._train.load(place)
 
-    def take_over(self, state: dict[str, Any]) -> None:
-        """A checkpoint's content, which fits. Random states are each rank's own."""
-        loads, self._train = self._cursor.loads, None
+    def take_over(self, state: dict[str, Any], loads: int) -> None:
+        """A checkpoint's content, which fits; the user's load of that number. Random states are each rank's own."""
+        self._train = None
         self._adopt(state)
         # The call that the checkpoint was taken in is not one of ours; and this state outranks all that was before.
-        self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads + 1
+        self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads
         self._val_cursor.call, self._val_cursor.ended = -1, True
         self.snapshots.take(self)
         ranks = state.get("rng") or []

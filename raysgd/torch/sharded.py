@@ -117,12 +117,15 @@ def shard_layers(model: nn.Module, mesh: Any) -> None:
 
 
 def gathered(value: Any, *, keep: bool) -> Any:
-    """The state with every shard made whole: all ranks must ask, in the same order. Who does not `keep` gets None."""
+    """The state with every shard made whole: all ranks must ask, in the same order. Who does not `keep` gets None. No tensor
+    in it is shared with the live ones."""
     if isinstance(value, torch.Tensor):
         if not hasattr(value, "full_tensor"):
-            return value
-        whole = value.full_tensor()
-        return whole.cpu() if keep else None
+            return value.detach().to("cpu", copy=True) if keep else None
+        sharded: Any = value
+        whole = sharded.full_tensor()
+        alone = whole.untyped_storage().data_ptr() == sharded.to_local().untyped_storage().data_ptr()  # of one rank
+        return whole.to("cpu", copy=alone) if keep else None
     if isinstance(value, dict):
         return {key: gathered(each, keep=keep) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -14,7 +14,7 @@ import torch
 from raysgd.progress import Control, Progress
 from raysgd.torch import states
 
-__all__ = ["Snapshotter", "copied"]
+__all__ = ["Snapshotter", "copied", "settled"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Snapshotter:
             return
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()  # the newest one matters: it must not be skipped because an older one is still on its way
-        state = copied(replica.whole())
+        state = settled(replica.whole(), in_shards=replica.in_shards)
         partial = dict(replica.partial())
         samples = partial.get("num_samples")
         if isinstance(samples, (int, float)):
@@ -83,10 +83,10 @@ class Snapshotter:
         )
         self._thread.start()
 
-    def send(self, sink: Any, state: dict[str, Any]) -> None:
+    def send(self, sink: Any, state: dict[str, Any], *, in_shards: bool) -> None:
         """A save in the background: training waits for one copy in memory. The connection comes first, so that the
         driver hears of this process's end at any time from here on."""
-        stream, kept = sink.connect(), copied(state)
+        stream, kept = sink.connect(), settled(state, in_shards=in_shards)
 
         def write() -> None:
             try:
@@ -99,6 +99,12 @@ class Snapshotter:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.join(timeout=5)
+
+
+def settled(state: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
+    """A replica's state that training does not change from here on. What was put together of shards is a copy already."""
+    own = {"models", "optimizers"} if in_shards else set()
+    return {name: value if name in own else copied(value) for name, value in state.items()}
 
 
 def copied(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import pickletools
 import random
@@ -15,9 +16,12 @@ import torch
 
 from raysgd.errors import CheckpointError
 from raysgd.torch.base import OperatorBase
+from raysgd.torch.files import SeenFile, opened
 from raysgd.torch.sharded import placed, placed_optimizer
 
-__all__ = ["FORMAT", "check", "dump", "gather", "parse", "random_state", "restore", "restore_random"]
+__all__ = ["FORMAT", "check", "dump", "gather", "outline", "parse", "random_state", "read", "restore", "restore_random"]
+
+logger = logging.getLogger(__name__)
 
 FORMAT = "raysgd-torch"
 VERSION = 1
@@ -52,7 +56,7 @@ def dump(state: dict[str, Any]) -> memoryview:
 def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
     """Reads bytes; runs no code from them unless they are trusted. Says what is wrong with others."""
     try:
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
+        state = torch.load(opened(data), map_location="cpu", weights_only=not trusted)
     except Exception as error:
         said = re.sub(r"\x1b\[[0-9;]*m", "", (str(error).splitlines() or [type(error).__name__])[0])
         if bytes(data[:2]) != b"PK":  # torch writes zip files
@@ -71,10 +75,28 @@ def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
     return shaped(state)
 
 
+def outline(file: SeenFile, *, trusted: bool) -> dict[str, Any] | None:
+    """Names and shapes: its tensors stay in the file. None, if it cannot be read in this way: `parse` says why, or reads it."""
+    try:
+        state = torch.load(file.path, map_location="cpu", weights_only=not trusted, mmap=True)
+    except Exception as error:
+        logger.debug("%s is not read by the workers: %s", file.path, error)
+        return None
+    return shaped(state)
+
+
+def read(file: SeenFile, *, trusted: bool) -> dict[str, Any]:
+    """Of a file whose outline was seen to fit."""
+    try:
+        return shaped(torch.load(file.path, map_location="cpu", weights_only=not trusted))
+    except Exception as error:
+        raise CheckpointError(f"{file.path} cannot be read any more ({error})") from error
+
+
 def _looks_like_ours(data: Any) -> bool:
     """A dictionary that names models and optimizers, as far as one can tell without reading it."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        with zipfile.ZipFile(opened(data)) as archive:
             content = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
         steps = [(step.name, argument) for step, argument, _ in pickletools.genops(content)]
     except (zipfile.BadZipFile, StopIteration, ValueError):

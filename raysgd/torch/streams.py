@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import io
-import os
 import secrets
 import socket
 import struct
@@ -20,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.durable import DurableFile
 from raysgd.errors import CheckpointError
 from raysgd.storage import Draft, Place
 
@@ -112,13 +112,12 @@ class Stream(io.RawIOBase):
         """Runs `write(file)`; ends the stream, or tells what went wrong."""
         with contextlib.closing(self._connection):
             try:
-                raw = self if self._direct is None else open(self._direct, "wb", buffering=0)  # noqa: SIM115
-                file = io.BufferedWriter(raw, PIECE)
-                write(file)
-                file.flush()
-                if raw is not self:
-                    os.fsync(raw.fileno())
-                    raw.close()
+                if self._direct is None:
+                    self._buffered(self, write)
+                else:
+                    with DurableFile(self._direct) as raw:
+                        self._buffered(raw, write)
+                        raw.sync()
             except ConnectionError:
                 raise
             except BaseException as error:
@@ -126,6 +125,13 @@ class Stream(io.RawIOBase):
                 self._connection.sendall(HEAD.pack(FAILED) + HEAD.pack(len(said)) + said)
                 raise
             self._connection.sendall(HEAD.pack(END))
+
+    @staticmethod
+    def _buffered(raw: io.RawIOBase, write: Callable[[Any], None]) -> None:
+        file = io.BufferedWriter(raw, PIECE)
+        write(file)
+        file.flush()
+        file.detach()  # it would close what is not its own
 
 
 class Receiver:

@@ -101,7 +101,7 @@ class Run:
         try:
             split = int(message["metrics"])
             metrics = self._decode(pickle.loads(body[:split]))
-            payload = bytes(body[split:]) if message["checkpoint"] else None
+            payload = bytes(memoryview(body)[split:]) if message["checkpoint"] else None
             complete = self._rounds.add(Report(int(message["rank"]), message["kind"], metrics, payload))
             if complete is not None:
                 self._close(complete)

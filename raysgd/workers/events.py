@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.outcomes import Outcome
+from raysgd.workers.landing import Landing
 
 __all__ = ["Arrived", "Event", "Gone", "Heard", "Replied"]
 
@@ -43,7 +44,7 @@ class Heard:
 
     worker: str
     message: dict[str, Any] = field(default_factory=dict)
-    body: bytes = b""
+    body: bytes | Landing = b""
 
 
 Event = Arrived | Replied | Gone | Heard

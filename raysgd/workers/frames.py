@@ -8,12 +8,18 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["FrameReader", "probe", "receive", "send"]
+from raysgd.workers.landing import Landing, landed, landing
+
+__all__ = ["Frame", "FrameReader", "probe", "receive", "send"]
 
 PREFIX = struct.Struct(">IQ")
 LARGEST_HEADER = 16 << 20
+AT_ONCE = 1 << 16
+
+Frame = tuple[dict[str, Any], Landing]
 
 
 def send(connection: socket.socket, message: dict[str, Any], body: bytes | memoryview = b"") -> None:
@@ -43,31 +49,68 @@ def probe(connection: socket.socket, limit_s: float) -> None:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames. Holds what has come of the frame in work."""
+    """Cuts a stream of bytes into frames. Holds what has come of the frame in work; a body is read to where it stays.
 
-    def __init__(self) -> None:
+    `admit` sees each header before there is room for its body, and raises ValueError for one that is none of ours.
+    """
+
+    def __init__(self, admit: Callable[[dict[str, Any]], None] = lambda message: None) -> None:
+        self._admit = admit
         self._buffer = bytearray()
+        self._message: dict[str, Any] = {}
+        self._body: Landing | None = None
+        self._filled = 0
 
-    def feed(self, data: bytes) -> list[tuple[dict[str, Any], bytes]]:
+    def room(self) -> memoryview:
+        """Where the next bytes go, when they belong to a body; empty when they do not."""
+        return memoryview(b"" if self._body is None else self._body)[self._filled :]
+
+    def feed(self, data: bytes) -> list[Frame]:
         self._buffer += data
-        frames = []
-        while len(self._buffer) >= PREFIX.size:
-            header, body = PREFIX.unpack_from(self._buffer)
-            if header > LARGEST_HEADER:
-                raise ValueError(f"a frame's header claims {header} bytes: this is not one of our lines")
-            end = PREFIX.size + header + body
-            if len(self._buffer) < end:
+        frames: list[Frame] = []
+        while self._buffer:
+            if self._body is None and not self._begin():
                 break
-            message = json.loads(bytes(self._buffer[PREFIX.size : PREFIX.size + header]))
-            frames.append((message, bytes(self._buffer[PREFIX.size + header : end])))
-            del self._buffer[:end]
+            piece = self._buffer[: len(self.room())]
+            self.room()[: len(piece)] = piece
+            del self._buffer[: len(piece)]
+            frames += self.fill(len(piece))
         return frames
 
+    def fill(self, count: int) -> list[Frame]:
+        """So many bytes were put into the room."""
+        assert self._body is not None
+        self._filled += count
+        if self._filled < len(self._body):
+            return []
+        frame = self._message, landed(self._body)
+        self._body = None
+        return [frame]
 
-def receive(connection: socket.socket, reader: FrameReader) -> list[tuple[dict[str, Any], bytes]] | None:
-    """What one read gives; None when the other end is gone. A machine that does not answer is a TimeoutError."""
+    def _begin(self) -> bool:
+        """Reads a frame's header, when it is there as a whole."""
+        if len(self._buffer) < PREFIX.size:
+            return False
+        header, body = PREFIX.unpack_from(self._buffer)
+        if header > LARGEST_HEADER:
+            raise ValueError(f"a frame's header claims {header} bytes: this is not one of our lines")
+        if len(self._buffer) < PREFIX.size + header:
+            return False
+        self._message = json.loads(bytes(self._buffer[PREFIX.size : PREFIX.size + header]))
+        del self._buffer[: PREFIX.size + header]
+        self._admit(self._message)
+        self._body, self._filled = landing(body), 0
+        return True
+
+
+def receive(connection: socket.socket, reader: FrameReader) -> list[Frame] | None:
+    """What one read gives; None when the other end is gone. Nothing within the socket's limit is a TimeoutError."""
+    room = reader.room()
     try:
-        data = connection.recv(1 << 20)
+        if room:
+            count = connection.recv_into(room)
+            return reader.fill(count) if count else None
+        data = connection.recv(AT_ONCE)
     except TimeoutError:
         raise
     except OSError:

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from raysgd.progress import Control, Progress
-from raysgd.workers.frames import FrameReader, send
+from raysgd.workers.frames import FrameReader, receive, send
 
 __all__ = ["Line", "LineAddress"]
 
@@ -89,8 +89,8 @@ class Line:
         reader = FrameReader()
         while self._open:
             try:
-                frames = receive_or_none(self._socket, reader)
-            except TimeoutError:
+                frames = receive(self._socket, reader)
+            except TimeoutError:  # the heartbeat's clock
                 self._say({"t": "alive"})
                 continue
             if frames is None:
@@ -140,17 +140,6 @@ class Line:
     def _driver_gone(self) -> None:
         if self._open:
             os._exit(DRIVER_GONE)  # nobody is left to answer to, and the main thread may be stuck in a collective
-
-
-def receive_or_none(connection: socket.socket, reader: FrameReader) -> list[tuple[dict[str, Any], bytes]] | None:
-    """Like `frames.receive`, but lets the time-out through: it is the heartbeat's clock."""
-    try:
-        data = connection.recv(1 << 16)
-    except TimeoutError:
-        raise
-    except OSError:
-        return None
-    return reader.feed(data) if data else None
 
 
 def _is_plain(name: Any, value: Any) -> bool:

@@ -145,7 +145,7 @@ class RayGroup:
         if handle is None:
             return False
         if isinstance(event, Heard) and event.message.get("kind") == DEALER:
-            self._deal(event.message["name"], event.body)
+            self._deal(event.message["name"], bytes(event.body))
             return False
         if isinstance(event, Arrived):
             handle.node, handle.pid = event.node, event.pid

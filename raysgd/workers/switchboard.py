@@ -11,10 +11,12 @@ import selectors
 import socket
 import threading
 import time
+from functools import partial
 from typing import Any
 
 from raysgd.workers.events import Arrived, Event, Gone, Heard
 from raysgd.workers.frames import FrameReader, probe, receive, send
+from raysgd.workers.landing import Landing
 
 __all__ = ["Switchboard"]
 
@@ -98,7 +100,12 @@ class Switchboard:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         probe(connection, self.unreachable_s)
-        self._selector.register(connection, selectors.EVENT_READ, FrameReader())
+        self._selector.register(connection, selectors.EVENT_READ, FrameReader(partial(self._admit, connection)))
+
+    def _admit(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        """The first message on a connection has the token, or there is no second."""
+        if connection not in self._names and not hmac.compare_digest(str(message.get("token", "")), self.token):
+            raise ValueError("it does not have this trainer's token")
 
     def _read(self, connection: socket.socket, reader: FrameReader) -> None:
         why = ENDED
@@ -107,33 +114,27 @@ class Switchboard:
         except TimeoutError:
             frames, why = None, f"its machine has not answered for {self.unreachable_s:g} s"
         except ValueError as error:
-            logger.warning("dropped a connection that does not speak our language: %s", error)
+            logger.warning("refused a connection: %s", error)
             frames = None
         if frames is None:
             self._end(connection, why)
             return
         for message, body in frames:
-            if not self._take(connection, message, body):
-                self._end(connection)
-                return
+            self._take(connection, message, body)
 
-    def _take(self, connection: socket.socket, message: dict[str, Any], body: bytes) -> bool:
+    def _take(self, connection: socket.socket, message: dict[str, Any], body: Landing) -> None:
         worker = self._names.get(connection)
         kind = message.get("t")
         if worker is None:
-            if not hmac.compare_digest(str(message.get("token", "")), self.token):
-                logger.warning("refused a connection without this trainer's token")
-                return False
             worker = str(message["worker"])
             if kind in ("upload", "message"):
                 self._events.put(Heard(worker, message, body))
-                return True
+                return
             self._names[connection], self._lines[worker] = worker, connection
             self._events.put(Arrived(worker, message["node"], message["pid"]))
         elif kind != "alive":
             self._events.put(Heard(worker, message, body))
         self._heard_at[worker] = time.monotonic()
-        return True
 
     def _end(self, connection: socket.socket, why: str = ENDED) -> None:
         self._selector.unregister(connection)

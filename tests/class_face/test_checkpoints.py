@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import CheckpointError
+from raysgd import CheckpointError, storage
 from raysgd.torch import TorchTrainer
 from tests.class_face.parts import Drawing, weights
 
@@ -88,3 +88,41 @@ def test_a_state_that_does_not_fit_changes_nothing(pair: TorchTrainer, saved: Sa
         pair.load(broken)
     assert torch.equal(weights(pair), saved.weights)
     assert pair.train()["batch_count"] == saved.rest["batch_count"]
+
+
+def no_bytes(*_: Any) -> Any:
+    raise AssertionError("the driver reads the file itself")
+
+
+def test_workers_that_see_the_file_read_it_themselves(
+    pair: TorchTrainer, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.train()
+    monkeypatch.setattr(storage, "read", no_bytes)
+    pair.load(saved.path)
+    assert torch.equal(weights(pair), saved.weights)
+    assert pair.train()["num_samples"] == saved.rest["num_samples"]
+
+
+def sees(looks: list[bool], operator: Any) -> None:
+    """From now on, the operator's process sees a file, or not, look by look; after that as it is."""
+    from raysgd.torch.files import SeenFile
+
+    real, left = SeenFile.here, list(looks)
+    SeenFile.here = property(lambda self: left.pop(0) if left else real.fget(self))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("looks", [[False], [True, False]], ids=["at the check", "when it is read"])
+def test_a_worker_that_does_not_see_the_file_is_sent_it(
+    pair: TorchTrainer, saved: Saved, looks: list[bool], rank: int
+) -> None:
+    pair.train()
+    pair.apply_all_operators(lambda operator: sees(looks, operator) if operator.world_rank == rank else None)
+    pair.load(saved.path)
+    assert torch.equal(weights(pair), saved.weights)
+    told = pair.apply_all_operators(lambda operator: [float(p.sum()) for p in operator.model.parameters()])
+    assert told[0] == told[1]
+    assert pair.train()["num_samples"] == saved.rest["num_samples"]
+    order = {member.progress.loads for member in pair._engine._crew.members.values()}
+    assert len(order) == 1, "nobody counts as further than the others, for having taken it twice"

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -162,6 +163,14 @@ def test_what_else_is_called_apex(has: dict[str, Any], says: str, monkeypatch: p
     monkeypatch.setitem(sys.modules, "apex", package)
     monkeypatch.delitem(sys.modules, "apex.amp", raising=False)
     with pytest.raises(ImportError, match=says):
+        inline(use_fp16="apex")
+
+
+def test_what_is_called_apex_and_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "apex.py").write_text("from pyramid.session import something")  # as the package on PyPI begins
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+    with pytest.raises(ImportError, match=r"cannot be imported \(No module named 'pyramid'\).*another package"):
         inline(use_fp16="apex")
 
 

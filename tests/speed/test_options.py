@@ -33,6 +33,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"accumulate": 2, "ddp_args": {"static_graph": True}}, "does not go with accumulate"),
     ({"sync_batchnorm": True, "num_workers": 2}, "sync_batchnorm=True needs GPUs"),
     ({"comm_hook": "bf16", "num_workers": 2}, "comm_hook='bf16' needs GPUs"),
+    (
+        {"comm_hook": {"name": "powersgd", "rank": 4}},
+        r"comm_hook has no \['rank'\]; it takes .*'matrix_approximation_rank'",
+    ),
+    ({"comm_hook": {"name": "powersgd", "start_powerSGD_iter": 1}}, "comm_hook=.*start_powerSGD_iter"),
+    ({"precision": "apex", "accumulate": 2, "num_workers": 2}, "aside, where DDP does not see them"),
 ]
 
 

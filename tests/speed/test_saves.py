@@ -87,6 +87,17 @@ def test_a_failure_is_on_the_handle_and_in_the_next_call(where: dict[str, Any], 
         assert list(tmp_path.glob("*.pt")) == []
 
 
+def test_each_failure_is_told(tmp_path: Path) -> None:
+    with inline(Extra, config={"slow": (0.0, True)}) as trainer:
+        handles = [trainer.save(tmp_path / name, blocking=False) for name in ("a.pt", "b.pt")]
+        while not all(handle.done() for handle in handles):
+            time.sleep(0.02)
+        for name in ("a", "b"):
+            with pytest.raises(CheckpointError, match=rf"{name}\.pt in the background failed"):
+                trainer.train()
+        trainer.train()
+
+
 def test_what_is_in_parts_blocks(tmp_path: Path) -> None:
     with inline() as trainer, pytest.raises(ConfigError, match="blocking"):
         trainer.save(tmp_path / "parts", sharded=True, blocking=False)

@@ -1,0 +1,89 @@
+"""A checkpoint's file, as the driver names it to its workers: those that see the very same file read it themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+__all__ = ["Bytes", "SeenFile", "UnseenError", "is_archive", "opened"]
+
+TAIL = 1 << 20
+
+
+class UnseenError(Exception):
+    """A worker does not see the file that it was to read."""
+
+
+def is_archive(file: Path) -> bool:
+    """Is it in the zip format that torch writes? Its end lists the checksums of all that is in it."""
+    if file.suffix == ".safetensors":
+        return False  # torch takes a path of that name for another format
+    try:
+        with open(file, "rb") as opened:
+            return opened.read(2) == b"PK"
+    except OSError:
+        return False  # whoever reads it will say what is wrong
+
+
+@dataclass(frozen=True)
+class SeenFile:
+    """A path, and what tells its file from another one of that name on another machine: size, time, and its end."""
+
+    path: str
+    size: int
+    changed_ns: int
+    end: str
+
+    @classmethod
+    def of(cls, file: Path) -> SeenFile:
+        with open(file, "rb") as opened:
+            stat = os.fstat(opened.fileno())
+            opened.seek(max(0, stat.st_size - TAIL))
+            end = hashlib.sha256(opened.read()).hexdigest()
+        return cls(str(file.absolute()), stat.st_size, stat.st_mtime_ns, end)
+
+    @property
+    def here(self) -> bool:
+        """Does this process see it?"""
+        try:
+            return SeenFile.of(Path(self.path)) == self
+        except OSError:
+            return False
+
+
+def opened(data: Any) -> IO[bytes]:
+    """Bytes that lie in memory, as a file to read from."""
+    return cast(IO[bytes], Bytes(data))
+
+
+class Bytes(io.RawIOBase):
+    """A file to read from; unlike `BytesIO` it makes no copy of what it is given."""
+
+    def __init__(self, data: Any) -> None:
+        self._data, self._at = memoryview(data).cast("B"), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        if at < 0:
+            raise ValueError(f"there is nothing before the beginning: {at}")
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)

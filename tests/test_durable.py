@@ -1,0 +1,93 @@
+"""What is written to a durable file is on the disk at `sync`, and an error on the way there is told."""
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from raysgd import durable, storage
+from raysgd.durable import DurableFile
+
+DATA = random.Random(3).randbytes(100_000)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "PIECE", 10_000)
+
+
+def written(file: DurableFile, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+@pytest.mark.parametrize("at_once", [1_000, 10_000, 12_345, 100_000])
+def test_what_is_written_is_there(tmp_path: Path, at_once: int) -> None:
+    with DurableFile(tmp_path / "a") as file:
+        for start in range(0, len(DATA), at_once):
+            written(file, DATA[start : start + at_once])
+        file.sync()
+    assert (tmp_path / "a").read_bytes() == DATA
+
+
+def test_the_disk_is_busy_while_more_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    first = threading.Event()
+
+    def to_disk(descriptor: int) -> None:
+        sizes.append(os.fstat(descriptor).st_size)
+        first.wait(5)
+
+    monkeypatch.setattr(durable, "_to_disk", to_disk)
+    with DurableFile(tmp_path / "a") as file:
+        written(file, DATA[:9_000])
+        assert sizes == [] and file._thread is None, "a small file needs no thread"
+        written(file, DATA[9_000:])  # does not wait for the piece that is on its way
+        first.set()
+        file.sync()
+    assert len(sizes) == 1 and sizes[0] >= 10_000
+
+
+def test_an_error_on_the_way_is_told_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(descriptor: int) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(durable, "_to_disk", broken)
+    target = tmp_path / "model.pt"
+    target.write_bytes(b"old")
+    with pytest.raises(OSError, match="the disk is gone"):
+        storage.write(target, DATA[:10_000])  # one piece: no later one can tell
+    assert target.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["model.pt"]
+
+
+def test_the_interpreters_end_begins_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ending:
+        def submit(self, *_: object) -> None:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+        def shutdown(self) -> None:
+            pass
+
+    monkeypatch.setattr(durable, "ThreadPoolExecutor", lambda *_, **__: Ending())
+    storage.write(tmp_path / "a", DATA)
+    assert (tmp_path / "a").read_bytes() == DATA
+
+
+def test_its_descriptor_stays_its_own_while_the_disk_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def slow(descriptor: int) -> None:
+        threading.Event().wait(0.2)
+        os.fstat(descriptor)  # an error, if it was closed meanwhile
+        ended.append(descriptor)
+
+    monkeypatch.setattr(durable, "_to_disk", slow)
+    file = DurableFile(tmp_path / "a")
+    written(file, DATA[:20_000])
+    descriptor = file.fileno()
+    file.close()
+    assert ended[:1] == [descriptor]

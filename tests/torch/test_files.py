@@ -1,0 +1,84 @@
+"""Reading checkpoints: from bytes without a copy, and from a file by whoever sees the very same one."""
+
+import io
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from raysgd.torch.files import TAIL, Bytes, SeenFile, is_archive, opened
+
+DATA = random.Random(5).randbytes(5_000)
+
+
+def test_bytes_are_read_as_a_file_is() -> None:
+    chance, mine, plain = random.Random(6), Bytes(memoryview(DATA)), io.BytesIO(DATA)
+    for _ in range(300):
+        whence = chance.choice([os.SEEK_SET, os.SEEK_CUR, os.SEEK_END])
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: plain.tell(), os.SEEK_END: len(DATA)}[whence]
+        offset = chance.randint(-base, 6_000 - base)
+        assert mine.seek(offset, whence) == plain.seek(offset, whence) == mine.tell()
+        count = chance.choice([-1, 0, 1, 7, 4_000])
+        assert mine.read(count) == plain.read(count)
+
+
+def test_nothing_is_before_the_beginning() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        Bytes(DATA).seek(-1)
+
+
+def test_torch_reads_them() -> None:
+    saved = {"a": torch.randn(1_000), "b": [torch.arange(3), "text"]}
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    back = torch.load(opened(buffer.getbuffer()))
+    assert torch.equal(back["a"], saved["a"]) and torch.equal(back["b"][0], saved["b"][0]) and back["b"][1] == "text"
+
+
+def test_a_file_is_known_by_more_than_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(DATA)
+    seen = SeenFile.of(path)
+    assert seen.here and Path(seen.path).is_absolute()
+    assert not replace(seen, path=str(tmp_path / "other.pt")).here
+    changed_ns = path.stat().st_mtime_ns
+    path.write_bytes(DATA[::-1])
+    os.utime(path, ns=(changed_ns, changed_ns))
+    assert not seen.here, "same size, same time, another content"
+    path.write_bytes(DATA)
+    os.utime(path, ns=(changed_ns, changed_ns))
+    assert seen.here
+    os.utime(path, ns=(changed_ns, changed_ns + 1))
+    assert not seen.here
+    path.unlink()
+    assert not seen.here
+
+
+def test_the_end_of_a_large_file_tells(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(TAIL)}, tmp_path / "a.pt")
+    seen = SeenFile.of(tmp_path / "a.pt")
+    changed = torch.zeros(TAIL)
+    changed[0] = 1  # far from the end: what stands there is its checksum
+    torch.save({"a": changed}, tmp_path / "a.pt")
+    os.utime(tmp_path / "a.pt", ns=(seen.changed_ns, seen.changed_ns))
+    assert (tmp_path / "a.pt").stat().st_size == seen.size > 4 * TAIL
+    assert not seen.here
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a", b"PK\x03\x04", True),
+        ("a", b"", False),
+        ("a", b"\x80\x02", False),
+        ("a", None, False),
+        ("a.safetensors", b"PK\x03\x04", False),
+    ],
+)
+def test_only_archives_list_their_checksums(tmp_path: Path, name: str, content: bytes | None, expected: bool) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert is_archive(tmp_path / name) is expected
