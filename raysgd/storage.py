@@ -72,8 +72,7 @@ class Draft:
 
     def again(self) -> None:
         """What was written is void: from the start."""
-        self.file.seek(0)
-        self.file.truncate()
+        self.file.again()
 
     def keep(self) -> Place:
         """Syncs, then renames; or sends."""

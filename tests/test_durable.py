@@ -91,3 +91,24 @@ def test_its_descriptor_stays_its_own_while_the_disk_is_busy(tmp_path: Path, mon
     descriptor = file.fileno()
     file.close()
     assert ended[:1] == [descriptor]
+
+
+def test_it_can_begin_again(tmp_path: Path) -> None:
+    with DurableFile(tmp_path / "a") as file:
+        written(file, DATA[::-1])
+        file.again()
+        written(file, DATA[:30_000])
+        file.sync()
+    assert (tmp_path / "a").read_bytes() == DATA[:30_000]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice about its memory")
+def test_what_is_on_the_disk_leaves_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, start, length, advice: advised.append((start, length)))
+    with DurableFile(tmp_path / "a") as file:
+        for start in range(0, len(DATA), 10_000):
+            written(file, DATA[start : start + 10_000])
+            file._settle()
+        file.sync()
+    assert advised == [(start, 10_000) for start in range(0, len(DATA), 10_000)]
