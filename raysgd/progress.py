@@ -46,6 +46,8 @@ def most_advanced(progress: dict[str, Progress]) -> str:
     return max(progress, key=lambda worker: progress[worker].order)
 
 
+OFTEN_S, SELDOM_S, REPORTS_PER_S = 0.1, 1.0, 40
+
 Uploader = Callable[[dict[str, Any], Any], None]
 Publisher = Callable[[Progress, dict[str, Any] | None], None]
 
@@ -72,7 +74,7 @@ class Control:
     step waits until the driver has everybody's consent (`confirm`), moves the border, or interrupts.
     """
 
-    def __init__(self, publish: Publisher = _nobody, *, interval_s: float = 0.1) -> None:
+    def __init__(self, publish: Publisher = _nobody, *, interval_s: float = OFTEN_S) -> None:
         self.attention = False
         self.begun = 0
         self.notice = False
@@ -145,6 +147,10 @@ class Control:
                 return False
             self.begun = step
         return True
+
+    def shared_by(self, ranks: int) -> None:
+        """A generation stands. Its driver hears some forty reports a second, from however many ranks."""
+        self._interval_s = min(max(OFTEN_S, ranks / REPORTS_PER_S), SELDOM_S)
 
     def due(self) -> bool:
         """Is it time for another progress message? One clock read per batch."""

@@ -108,6 +108,19 @@ def test_progress_messages_are_throttled() -> None:
     assert not control.due() and told == [Progress(step=1)] and control.progress.step == 1
 
 
+@pytest.mark.parametrize(("ranks", "interval_s"), [(1, 0.1), (4, 0.1), (16, 0.4), (1000, 1.0)])
+def test_the_driver_hears_no_more_of_many(ranks: int, interval_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    control = Control()
+    control.shared_by(ranks)
+    control.report(Progress())
+    now[0] += interval_s - 0.01
+    assert not control.due()
+    now[0] += 0.02
+    assert control.due()
+
+
 def test_the_keeper_keeps_the_newest() -> None:
     keeper = SnapshotKeeper()
     assert keeper.latest() is None

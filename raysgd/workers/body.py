@@ -68,6 +68,7 @@ class Body:
 
     def _join(self, seat: Seat, settings: dict[str, Any]) -> None:
         self._control.clear()
+        self._control.shared_by(seat.world_size)
         self._backend.join(seat, settings)
         if self._replica is not None:
             self._replica.seated(seat)

@@ -77,7 +77,7 @@ class Recording(Line):
 def inline(operator: type[TrainingOperator] = Line, **arguments: Any) -> TorchTrainer:
     """A trainer without Ray, in this process."""
     config = arguments.pop("config", {})
-    return TorchTrainer(training_operator_cls=operator, config=config, use_gpu=False, **arguments)
+    return TorchTrainer(training_operator_cls=operator, config=config, **{"use_gpu": False, **arguments})
 
 
 def operator_of(trainer: TorchTrainer) -> Any:

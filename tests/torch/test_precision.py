@@ -19,6 +19,12 @@ FORMATS: list[dict[str, Any]] = [
 ]
 
 
+def begin_at_16(operator: Any) -> None:
+    """Where no step has to be skipped first."""
+    if operator._amp_scaler is not None:
+        operator._amp_scaler.load_state_dict({**operator._amp_scaler.state_dict(), "scale": 16.0})
+
+
 class Watching(Line):
     """Notes the type its model works in."""
 
@@ -29,11 +35,16 @@ class Watching(Line):
         return result
 
 
+@pytest.mark.parametrize("use_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("arguments", FORMATS)
-def test_it_learns(arguments: dict[str, Any]) -> None:
+def test_it_learns(arguments: dict[str, Any], use_gpu: bool) -> None:
     kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    with inline(Watching, **arguments) as trainer:
+    with inline(Line, use_gpu=use_gpu) as full:
+        expected = [full.train()["train_loss"] for _ in range(12)]
+    with inline(Watching, use_gpu=use_gpu, **arguments) as trainer:
+        trainer.apply_all_operators(begin_at_16)
         losses = [trainer.train()["train_loss"] for _ in range(12)]
+        assert losses == pytest.approx(expected, rel=0.05, abs=0.001)
         assert losses[-1] < 0.1 * losses[0], losses
         assert operator_of(trainer).kind == kinds.get(arguments.get("precision", ""), torch.float16)
         assert trainer.validate()["val_loss"] < 0.1 * losses[0]
