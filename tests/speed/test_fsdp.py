@@ -115,6 +115,7 @@ def moves_on(whole: str, parts: str, expected: torch.Tensor, later: torch.Tensor
         three.train()
         assert same(weights(three), later)
         three.save(parts, sharded=True)
+        three.save(whole)
         with pytest.raises(ConfigError, match=r"save.*load"):
             three.resize(2)
 
@@ -122,6 +123,21 @@ def moves_on(whole: str, parts: str, expected: torch.Tensor, later: torch.Tensor
         two.load(parts, trusted=True)
         assert same(weights(two), later)
         assert two.train()["train_loss"] < 2
+        two.load(whole)
+        assert same(weights(two), later)
+
+
+def test_compiled_and_saved_while_training_goes_on(alone: Any, tmp_path: Path) -> None:
+    expected, _, later = alone
+    with trainer(2, 6, parallel="fsdp", compile={"backend": "eager"}) as two:
+        two.train()
+        handle = two.save(tmp_path / "then.pt", blocking=False)
+        two.train()
+        assert same(weights(two), later)
+        two.load(handle.result(60))
+        assert same(weights(two), expected)
+        two.train()
+        assert same(weights(two), later)
 
 
 @pytest.mark.elastic
