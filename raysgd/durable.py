@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,9 +41,13 @@ class DurableFile(io.FileIO):
 
     def _bring(self, end: int) -> None:
         _to_disk(self.fileno())
+        self._leave(end)
+
+    def _leave(self, end: int) -> None:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fileno(), self._left, end - self._left, os.POSIX_FADV_DONTNEED)
-            self._left = end
+            with contextlib.suppress(OSError):  # it is advice, and not all file systems take it
+                os.posix_fadvise(self.fileno(), self._left, end - self._left, os.POSIX_FADV_DONTNEED)
+        self._left = end
 
     def again(self) -> None:
         """What was written is void: from the start."""
@@ -55,6 +60,8 @@ class DurableFile(io.FileIO):
         """All of it is on the disk when this returns. The system tells an error once: one that came earlier is told here."""
         self._settle()
         os.fsync(self.fileno())
+        if self._left:  # small files stay in the cache
+            self._leave(self._written)
 
     def close(self) -> None:
         if self._thread is not None:

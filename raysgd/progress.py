@@ -46,7 +46,7 @@ def most_advanced(progress: dict[str, Progress]) -> str:
     return max(progress, key=lambda worker: progress[worker].order)
 
 
-OFTEN_S, SELDOM_S, REPORTS_PER_S = 0.1, 1.0, 40
+OFTEN_S, SELDOM_S, REPORTS_PER_S = 0.1, 0.5, 40
 
 Uploader = Callable[[dict[str, Any], Any], None]
 Publisher = Callable[[Progress, dict[str, Any] | None], None]

@@ -111,4 +111,13 @@ def test_what_is_on_the_disk_leaves_the_memory(tmp_path: Path, monkeypatch: pyte
             written(file, DATA[start : start + 10_000])
             file._settle()
         file.sync()
-    assert advised == [(start, 10_000) for start in range(0, len(DATA), 10_000)]
+    assert advised[:10] == [(start, 10_000) for start in range(0, len(DATA), 10_000)]
+    advised.clear()
+    with DurableFile(tmp_path / "b") as file:
+        written(file, DATA[:10_000])
+        written(file, DATA[:9_000])
+        file.sync()
+    assert advised == [(0, 10_000), (10_000, 9_000)], "the end too"
+    advised.clear()
+    storage.write(tmp_path / "c", DATA[:9_000])
+    assert advised == [], "a small file may stay"

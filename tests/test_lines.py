@@ -54,6 +54,10 @@ def test_a_body_is_read_to_where_it_stays() -> None:
     assert rooms > 0 and not reader.room()
 
 
+needs_fallocate = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system sets no room aside")
+
+
+@needs_fallocate
 def test_large_bodies_lie_in_a_file_and_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landing, "LARGE", 100_000)
     one, other = socket.socketpair()
@@ -69,6 +73,7 @@ def test_large_bodies_lie_in_a_file_and_not_in_memory(monkeypatch: pytest.Monkey
         assert pickle.loads(pickle.dumps(Blob(held), 5)).data == body, "it can go on to a worker"
 
 
+@needs_fallocate
 def test_without_room_for_a_file_it_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
         raise OSError("no space left on device")
@@ -149,6 +154,11 @@ def test_a_stranger_is_refused(desk: Desk) -> None:
         stranger.sendall(PREFIX.pack(len(header), 2**62) + header)  # no room is made for that
         stranger.settimeout(5)
         assert stranger.recv(1) == b""
+    for header in (b"[]", '{"token": "ä"}'.encode()):
+        with socket.create_connection(desk.board.address) as stranger:
+            stranger.sendall(PREFIX.pack(len(header), 0) + header)
+            stranger.settimeout(5)
+            assert stranger.recv(1) == b""
     with socket.create_connection(desk.board.address) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
         stranger.settimeout(5)
@@ -162,6 +172,19 @@ def test_the_end_of_a_line_is_told_once(desk: Desk) -> None:
         desk.next(Arrived)
     assert "process ended" in desk.next(Gone).cause
     assert not desk.board.tell("w", {"t": "confirm"})
+
+
+def test_late_words_of_a_line_that_was_hung_up(desk: Desk) -> None:
+    with socket.create_connection(desk.board.address) as worker:
+        send(worker, {"t": "hello", "token": desk.board.token, "worker": "w", "node": "n", "pid": 1})
+        desk.next(Arrived)
+        desk.board.hang_up("w")
+        desk.board._take(worker, {"t": "progress"}, bytearray())  # it was read just before
+        send(worker, {"t": "progress"})
+    assert desk.events.empty()
+    desk.line("next")
+    assert desk.next(Arrived).worker == "next", "the board goes on"
+    desk.board.hang_up("next")
 
 
 def test_who_leaves_on_purpose_is_no_news(desk: Desk) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from raysgd.torch import shard_files, states
-from raysgd.torch.files import SeenFile, UnseenError
+from raysgd.torch.files import SeenFile
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.sharded import gathered
 from raysgd.torch.snapshots import Snapshotter
@@ -108,8 +108,7 @@ def check_file(replica: Holder, file: SeenFile, trusted: bool) -> bool:
 
 
 def restore_file(replica: Holder, file: SeenFile, trusted: bool, loads: int) -> None:
-    if not file.here:
-        raise UnseenError  # not an answer: the others may be waiting for this rank
+    """`UnseenError` is no answer, since the others may be waiting for this rank."""
     replica.take_over(states.read(file, trusted=trusted), loads)
 
 

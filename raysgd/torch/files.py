@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
 
 __all__ = ["Bytes", "SeenFile", "UnseenError", "is_archive", "opened"]
 
@@ -41,10 +43,14 @@ class SeenFile:
     @classmethod
     def of(cls, file: Path) -> SeenFile:
         with open(file, "rb") as opened:
-            stat = os.fstat(opened.fileno())
-            opened.seek(max(0, stat.st_size - TAIL))
-            end = hashlib.sha256(opened.read()).hexdigest()
-        return cls(str(file.absolute()), stat.st_size, stat.st_mtime_ns, end)
+            return cls._of(opened, str(file.absolute()))
+
+    @classmethod
+    def _of(cls, opened: BinaryIO, path: str) -> SeenFile:
+        stat = os.fstat(opened.fileno())
+        opened.seek(max(0, stat.st_size - TAIL))
+        end = hashlib.sha256(opened.read()).hexdigest()
+        return cls(path, stat.st_size, stat.st_mtime_ns, end)
 
     @property
     def here(self) -> bool:
@@ -53,6 +59,18 @@ class SeenFile:
             return SeenFile.of(Path(self.path)) == self
         except OSError:
             return False
+
+    @contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        """To be read from its beginning; `UnseenError` if this process does not see it, or it is another one by now."""
+        try:
+            with open(self.path, "rb") as file:
+                if SeenFile._of(file, self.path) != self:
+                    raise UnseenError
+                file.seek(0)
+                yield file
+        except OSError as error:
+            raise UnseenError from error
 
 
 def opened(data: Any) -> IO[bytes]:

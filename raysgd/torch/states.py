@@ -16,7 +16,7 @@ import torch
 
 from raysgd.errors import CheckpointError
 from raysgd.torch.base import OperatorBase
-from raysgd.torch.files import SeenFile, opened
+from raysgd.torch.files import SeenFile, UnseenError, opened
 from raysgd.torch.sharded import placed, placed_optimizer
 
 __all__ = ["FORMAT", "check", "dump", "gather", "outline", "parse", "random_state", "read", "restore", "restore_random"]
@@ -86,11 +86,12 @@ def outline(file: SeenFile, *, trusted: bool) -> dict[str, Any] | None:
 
 
 def read(file: SeenFile, *, trusted: bool) -> dict[str, Any]:
-    """Of a file whose outline was seen to fit."""
-    try:
-        return shaped(torch.load(file.path, map_location="cpu", weights_only=not trusted))
-    except Exception as error:
-        raise CheckpointError(f"{file.path} cannot be read any more ({error})") from error
+    """Of a file whose outline was seen to fit; `UnseenError` when it cannot be read here any more."""
+    with file.opened() as opened:
+        try:
+            return shaped(torch.load(opened, map_location="cpu", weights_only=not trusted))
+        except Exception as error:
+            raise UnseenError(f"{file.path} cannot be read any more ({error})") from error
 
 
 def _looks_like_ours(data: Any) -> bool:

@@ -98,6 +98,8 @@ class FrameReader:
             return False
         self._message = json.loads(bytes(self._buffer[PREFIX.size : PREFIX.size + header]))
         del self._buffer[: PREFIX.size + header]
+        if not isinstance(self._message, dict):
+            raise ValueError("a frame's header is no JSON object: this is not one of our lines")
         self._admit(self._message)
         self._body, self._filled = landing(body), 0
         return True

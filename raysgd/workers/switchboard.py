@@ -104,7 +104,8 @@ class Switchboard:
 
     def _admit(self, connection: socket.socket, message: dict[str, Any]) -> None:
         """The first message on a connection has the token, or there is no second."""
-        if connection not in self._names and not hmac.compare_digest(str(message.get("token", "")), self.token):
+        token = str(message.get("token", "")).encode()
+        if connection not in self._names and not hmac.compare_digest(token, self.token.encode()):
             raise ValueError("it does not have this trainer's token")
 
     def _read(self, connection: socket.socket, reader: FrameReader) -> None:
@@ -113,7 +114,7 @@ class Switchboard:
             frames = receive(connection, reader)
         except TimeoutError:
             frames, why = None, f"its machine has not answered for {self.unreachable_s:g} s"
-        except ValueError as error:
+        except (ValueError, MemoryError) as error:
             logger.warning("refused a connection: %s", error)
             frames = None
         if frames is None:
@@ -126,6 +127,8 @@ class Switchboard:
         worker = self._names.get(connection)
         kind = message.get("t")
         if worker is None:
+            if "token" not in message:
+                return  # of a line that was hung up this very moment
             worker = str(message["worker"])
             if kind in ("upload", "message"):
                 self._events.put(Heard(worker, message, body))

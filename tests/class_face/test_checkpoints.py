@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +109,27 @@ def sees(looks: list[bool], operator: Any) -> None:
     """From now on, the operator's process sees a file, or not, look by look; after that as it is."""
     from raysgd.torch.files import SeenFile
 
-    real, left = SeenFile.here, list(looks)
-    SeenFile.here = property(lambda self: left.pop(0) if left else real.fget(self))
+    real, left = SeenFile._of, list(looks)
+
+    def of(opened, path):
+        seen = real(opened, path)
+        return seen if not left or left.pop(0) else replace(seen, size=-1)
+
+    SeenFile._of = of
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("looks", [[False], [True, False]], ids=["at the check", "when it is read"])
 def test_a_worker_that_does_not_see_the_file_is_sent_it(
-    pair: TorchTrainer, saved: Saved, looks: list[bool], rank: int
+    pair: TorchTrainer, saved: Saved, looks: list[bool], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.train()
     pair.apply_all_operators(lambda operator: sees(looks, operator) if operator.world_rank == rank else None)
+    read: list[Any] = []
+    real = storage.read
+    monkeypatch.setattr(storage, "read", lambda path: (read.append(path), real(path))[1])
     pair.load(saved.path)
+    assert len(read) == 1, "the driver has sent it"
     assert torch.equal(weights(pair), saved.weights)
     told = pair.apply_all_operators(lambda operator: [float(p.sum()) for p in operator.model.parameters()])
     assert told[0] == told[1]
