@@ -23,6 +23,10 @@ COLLECTIVE_FRAMES = (
 FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
 
 
+# Who fell silent within so long of each other, did so together: a listener speaks every second.
+TOGETHER_S = 2.5
+
+
 @dataclass(frozen=True)
 class Report:
     """What one rank that does not move said when it was asked. `stack` is None when it did not answer at all, and it
@@ -53,14 +57,16 @@ def culprits(reports: Mapping[str, Report], *, still_s: float = 0.0, others_fell
     nothing has moved.
 
     Who does not answer, but was heard of in the second half of that time, is nobody's culprit yet: a process can be
-    silent for seconds on a machine with too much to do, and just when a collective of its own gives up.
+    silent for seconds on a machine with too much to do, and just when a collective of its own gives up. Nor is one that fell
+    silent well after another one: it may only suffer from that, and its turn comes if it stays silent.
 
     When everybody waits in a collective, or nobody does, there is nobody to blame: an empty list. `others_fell`:
     these are the last ones running, the others gave up waiting for them already.
     """
     frozen = [worker for worker, report in reports.items() if report.stack is None]
     if frozen:
-        return [worker for worker in frozen if reports[worker].silent_s >= still_s / 2]
+        longest = max(reports[worker].silent_s for worker in frozen)
+        return [each for each in frozen if reports[each].silent_s >= max(still_s / 2, longest - TOGETHER_S)]
     busy = [worker for worker, report in reports.items() if not in_collective(report.stack or ())]
     return busy if others_fell or len(busy) < len(reports) else []
 

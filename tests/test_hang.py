@@ -33,8 +33,20 @@ def test_culprits(stacks: list, guilty: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("silent", "guilty"),
-    [((11.0, 0.2, 2.6), ["0"]), ((11.0, 11.4, 0.2), ["0", "1"]), ((2.6, 0.1, 0.2), []), ((5.1, 0.1, 0.2), ["0"])],
-    ids=["one waits for the first, and was late", "two stopped", "a short silence", "half of the time"],
+    [
+        ((11.0, 0.2, 2.6), ["0"]),
+        ((11.0, 11.4, 0.2), ["0", "1"]),
+        ((2.6, 0.1, 0.2), []),
+        ((5.1, 0.1, 0.2), ["0"]),
+        ((9.6, 5.1, 0.2), ["0"]),
+    ],
+    ids=[
+        "one waits for the first, and was late",
+        "two stopped",
+        "a short silence",
+        "half of the time",
+        "one after the other",
+    ],
 )
 def test_a_short_silence_is_nobodys_fault(silent: tuple[float, ...], guilty: list[str]) -> None:
     said = {str(rank): Report(rank, stack=WAITS if s < 2.5 else None, silent_s=s) for rank, s in enumerate(silent)}
