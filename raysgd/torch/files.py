@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import BinaryIO
 
-__all__ = ["Bytes", "SeenFile", "UnseenError", "is_archive", "opened"]
+__all__ = ["SeenFile", "UnseenError", "is_archive"]
 
 TAIL = 1 << 20
 
@@ -71,37 +70,3 @@ class SeenFile:
                 yield file
         except OSError as error:
             raise UnseenError from error
-
-
-def opened(data: Any) -> IO[bytes]:
-    """Bytes that lie in memory, as a file to read from."""
-    return cast(IO[bytes], Bytes(data))
-
-
-class Bytes(io.RawIOBase):
-    """A file to read from; unlike `BytesIO` it makes no copy of what it is given."""
-
-    def __init__(self, data: Any) -> None:
-        self._data, self._at = memoryview(data).cast("B"), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
-        if at < 0:
-            raise ValueError(f"there is nothing before the beginning: {at}")
-        self._at = at
-        return at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        piece = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)

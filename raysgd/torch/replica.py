@@ -21,7 +21,7 @@ from raysgd.torch.answers import ANSWERS
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import Source, close
 from raysgd.torch.feed import Feed, MembershipChange
-from raysgd.torch.files import opened
+from raysgd.torch.in_memory import opened
 from raysgd.torch.opening import Opener
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.prefetch import make_carrier

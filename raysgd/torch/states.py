@@ -16,7 +16,8 @@ import torch
 
 from raysgd.errors import CheckpointError
 from raysgd.torch.base import OperatorBase
-from raysgd.torch.files import SeenFile, UnseenError, opened
+from raysgd.torch.files import SeenFile, UnseenError
+from raysgd.torch.in_memory import opened
 from raysgd.torch.sharded import placed, placed_optimizer
 
 __all__ = ["FORMAT", "check", "dump", "gather", "outline", "parse", "random_state", "read", "restore", "restore_random"]
