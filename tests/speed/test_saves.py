@@ -1,5 +1,6 @@
 """Saves in the background: what was there when save was called, a handle that tells, and no copy too many."""
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,30 @@ def test_a_failure_is_on_the_handle_and_in_the_next_call(where: dict[str, Any], 
         assert list(tmp_path.glob("*.pt")) == []
 
 
+class Gated(Line):
+    """Its own state waits at the test's gate, and cannot be pickled then."""
+
+    def state_dict(self) -> Any:
+        return Held(self.config["gate"])
+
+
+class Held:
+    def __init__(self, gate: threading.Event) -> None:
+        self.gate = gate
+
+    def __deepcopy__(self, memo: Any) -> "Held":
+        return self
+
+    def __reduce__(self) -> Any:
+        self.gate.wait(60)
+        raise TypeError("this cannot be saved")
+
+
 def test_each_failure_is_told(tmp_path: Path) -> None:
-    with inline(Extra, config={"slow": (0.0, True)}) as trainer:
+    gate = threading.Event()  # closed until both saves run: the first failure would be told by the second save
+    with inline(Gated, config={"gate": gate}) as trainer:
         handles = [trainer.save(tmp_path / name, blocking=False) for name in ("a.pt", "b.pt")]
+        gate.set()
         while not all(handle.done() for handle in handles):
             time.sleep(0.02)
         for name in ("a", "b"):
