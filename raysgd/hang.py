@@ -57,8 +57,8 @@ def culprits(reports: Mapping[str, Report], *, still_s: float = 0.0, others_fell
     nothing has moved.
 
     Who does not answer, but was heard of in the second half of that time, is nobody's culprit yet: a process can be
-    silent for seconds on a machine with too much to do, and just when a collective of its own gives up. Nor is one that fell
-    silent well after another one: it may only suffer from that, and its turn comes if it stays silent.
+    silent for seconds on a machine with too much to do. Nor is one that fell silent well after another one: it may only
+    suffer from that, and its turn comes if it stays silent.
 
     When everybody waits in a collective, or nobody does, there is nobody to blame: an empty list. `others_fell`:
     these are the last ones running, the others gave up waiting for them already.

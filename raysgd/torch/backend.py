@@ -38,6 +38,7 @@ class TorchBackend:
         self.name, self.in_place = name, in_place
         self._host, self._join_s, self._collective_s = host, join_s, collective_s
         self._store: Any = None
+        self._groups: list[Any] = []
         self._connections = Connections()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,6 +80,7 @@ class TorchBackend:
         )
 
     def leave(self) -> None:
+        self._hold()
         self.abort()
         self._connections.forget()
         if dist.is_initialized():
@@ -88,9 +90,17 @@ class TorchBackend:
     def abort(self) -> None:
         """gloo has no abort that frees a waiting collective; shutting its sockets down does, within a millisecond."""
         if self.name == "nccl" and dist.is_initialized():
+            self._hold()
             with contextlib.suppress(RuntimeError):
                 dist.distributed_c10d._abort_process_group()
         self._connections.shut()
+
+    def _hold(self) -> None:
+        """Keeps the groups of a generation until the next one ends: a wrapped model, in the traceback of the error that
+        ends this one perhaps, must not be their last holder. It would end them with the interpreter's lock held, and
+        wait for threads of theirs that wait for that lock; a handle like these gives it away first."""
+        if dist.is_initialized():
+            self._groups = list(dist.distributed_c10d._world.pg_map)
 
     def is_interruption(self, error: BaseException) -> bool:
         """By type where torch gives one; a user's exception that was raised while handling one counts too."""

@@ -3,6 +3,7 @@ background where that is asked for."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import uuid
@@ -20,6 +21,8 @@ from raysgd.workers.blob import Blob
 from raysgd.workers.inline import InlineGroup
 
 __all__ = ["Checkpoints", "SaveHandle"]
+
+logger = logging.getLogger("raysgd")
 
 SHUTDOWN_S = 600.0
 
@@ -114,18 +117,22 @@ class Checkpoints:
 
     def raise_failed(self) -> None:
         """The error of a background save that failed and that nobody has looked at."""
-        failed = [
-            handle for handle in self._running if handle.done() and handle._future.exception() and not handle._seen
-        ]
+        failed = self._failed()
         self._running = [handle for handle in self._running if not handle.done() or handle in failed[1:]]
         for handle in failed[:1]:
             error = handle.exception()
             raise CheckpointError(f"the save to {handle.path} in the background failed: {error}") from error
 
     def finish(self) -> None:
-        """Waits for what still runs, as the workers are about to end."""
+        """Waits for what still runs, as the workers are about to end. Only one failure can be raised after that: the
+        others are said here."""
         for handle in self._running:
             handle._future.exception(SHUTDOWN_S)
+        for handle in self._failed()[1:]:
+            logger.error("the save to %s in the background failed: %s", handle.path, handle.exception())
+
+    def _failed(self) -> list[SaveHandle]:
+        return [handle for handle in self._running if handle.done() and handle._future.exception() and not handle._seen]
 
     # -- in parts -------------------------------------------------------------------------------------
 

@@ -120,6 +120,19 @@ def test_each_failure_is_told(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_shutdown_tells_each_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gate = threading.Event()
+    trainer = inline(Gated, config={"gate": gate})
+    for name in ("a.pt", "b.pt"):
+        trainer.save(tmp_path / name, blocking=False)
+    gate.set()
+    with pytest.raises(CheckpointError, match=r"a\.pt in the background failed"):
+        trainer.shutdown()
+    assert [record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "ERROR"] == [
+        f"the save to {tmp_path / 'b.pt'} in the background failed"
+    ]
+
+
 def test_what_is_in_parts_blocks(tmp_path: Path) -> None:
     with inline() as trainer, pytest.raises(ConfigError, match="blocking"):
         trainer.save(tmp_path / "parts", sharded=True, blocking=False)

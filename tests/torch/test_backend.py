@@ -1,0 +1,74 @@
+"""Generations that break, one after another, under a wrapped model that is still held when they end."""
+
+import multiprocessing
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysgd.rendezvous import Seat, assign_seats
+from raysgd.torch.backend import TorchBackend
+
+GENERATIONS = 30
+
+
+def wait() -> None:
+    """The error's traceback holds the model, and the model its group: both go when the error does."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    everybody: list[Any] = [None, None]
+    dist.all_gather_object(everybody, model)
+
+
+def part(backend: TorchBackend) -> None:
+    nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    time.sleep(0.02)
+    backend.leave()
+
+
+def one_rank(backend: TorchBackend, plans: list[tuple[Seat, dict[str, Any]]]) -> None:
+    torch.set_num_threads(1)
+    sys.setswitchinterval(60.0)  # a thread that wants the interpreter waits until the other has to wait itself
+    for seat, settings in plans:
+        backend.join(seat, settings)
+        try:
+            part(backend) if seat.world_rank else wait()
+        except RuntimeError as error:
+            assert backend.is_interruption(error), error
+            backend.leave()
+
+
+def test_the_end_of_a_group_never_waits_for_threads_that_wait_for_the_interpreter() -> None:
+    """Without a handle of the backend's own, rank 0 stands still for good after a few generations."""
+    drivers = [TorchBackend("gloo", join_s=30, collective_s=30) for _ in range(GENERATIONS)]
+    plans: list[list[tuple[Seat, dict[str, Any]]]] = [[], []]
+    for generation, driver in enumerate(drivers):
+        seats = assign_seats(["a", "a"], generation=generation)
+        for seat, settings in zip(seats, driver.plan(seats), strict=True):
+            plans[seat.world_rank].append((seat, settings))
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=one_rank, args=(drivers[0], plan), daemon=True) for plan in plans]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    stuck = [index for index, rank in enumerate(ranks) if rank.exitcode is None]
+    for rank in ranks:
+        rank.kill()
+    assert not stuck, "these ranks stand still"
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+def test_only_what_gloo_says_itself_is_an_interruption() -> None:
+    backend = TorchBackend("gloo")
+    assert backend.is_interruption(RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection reset"))
+    assert not backend.is_interruption(RuntimeError("the glove does not fit"))
+    with pytest.raises(KeyError) as caught:
+        try:
+            raise RuntimeError("gloo: Timed out waiting 10 ms")
+        except RuntimeError:
+            {}["result"]
+    assert backend.is_interruption(caught.value)
