@@ -147,6 +147,10 @@ class TrainingOperator(OperatorBase):
         for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
             if given is not None and not isinstance(given, Mapping):
                 raise ConfigError(f"{name} must be a dict of keyword arguments, got {given!r}")
+        if ddp_args and self._parts.options.parallel == "fsdp":
+            raise ConfigError(
+                "register(ddp_args=...) is for DistributedDataParallel, but parallel is 'fsdp': leave one out"
+            )
         if schedulers is not None and self.scheduler_step_freq is None:
             raise ConfigError(
                 "a scheduler is registered but nothing says when it steps: pass scheduler_step_freq='batch', 'epoch' "

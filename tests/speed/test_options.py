@@ -48,6 +48,18 @@ def test_refused_at_construction(given: dict[str, Any], says: str) -> None:
         inline(**given)
 
 
+class WrapperArguments(Line):
+    def register(self, **parts: Any) -> Any:
+        return super().register(**parts, ddp_args={"static_graph": True})
+
+
+def test_arguments_of_a_wrapper_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"register\(ddp_args=...\) is for Distrib.* parallel is 'fsdp'"):
+        inline(WrapperArguments, parallel="fsdp")
+    with inline(WrapperArguments, wrap_ddp=False) as trainer:  # as in v1
+        assert trainer.train()["num_samples"] == 12
+
+
 def test_unknown_keywords_are_refused_as_ever() -> None:
     with pytest.raises(TypeError, match="TorchTrainer takes no argument 'acumulate'"):
         inline(acumulate=4)
