@@ -38,11 +38,12 @@ class TorchBackend:
         self.name, self.in_place = name, in_place
         self._host, self._join_s, self._collective_s = host, join_s, collective_s
         self._store: Any = None
-        self._groups: list[Any] = []
+        self._standing: list[Any] = []
+        self._past: list[Any] = []
         self._connections = Connections()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None}
+        return {**self.__dict__, "_store": None, "_standing": [], "_past": []}  # none of them can travel
 
     # -- driver ---------------------------------------------------------------------------------------
 
@@ -73,6 +74,7 @@ class TorchBackend:
             dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
         finally:
             self._connections.opened()
+            self._hold()
 
     def _client(self, settings: dict[str, Any]) -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
@@ -81,6 +83,8 @@ class TorchBackend:
 
     def leave(self) -> None:
         self._hold()
+        if self._standing:
+            self._past, self._standing = self._standing, []
         self.abort()
         self._connections.forget()
         if dist.is_initialized():
@@ -100,7 +104,7 @@ class TorchBackend:
         ends this one perhaps, must not be their last holder. It would end them with the interpreter's lock held, and
         wait for threads of theirs that wait for that lock; a handle like these gives it away first."""
         if dist.is_initialized():
-            self._groups = list(dist.distributed_c10d._world.pg_map)
+            self._standing = list(dist.distributed_c10d._world.pg_map)
 
     def is_interruption(self, error: BaseException) -> bool:
         """By type where torch gives one; a user's exception that was raised while handling one counts too."""

@@ -1,6 +1,7 @@
 """Generations that break, one after another, under a wrapped model that is still held when they end."""
 
 import multiprocessing
+import pickle
 import sys
 import time
 from typing import Any
@@ -60,6 +61,15 @@ def test_the_end_of_a_group_never_waits_for_threads_that_wait_for_the_interprete
         rank.kill()
     assert not stuck, "these ranks stand still"
     assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+def test_a_member_of_a_group_can_be_sent_to_others() -> None:
+    backend = TorchBackend("gloo")
+    backend.join(Seat(solo=True), {})
+    try:
+        assert pickle.loads(pickle.dumps(backend)).name == "gloo"
+    finally:
+        backend.leave()
 
 
 def test_only_what_gloo_says_itself_is_an_interruption() -> None:
