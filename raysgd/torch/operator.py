@@ -82,11 +82,11 @@ class TrainingOperator(OperatorBase):
         """One step on one batch `(*features, target)`: forward, loss, backward, optimizer."""
         self._need("train_batch", "model", "optimizer", "criterion")
         *features, target = self._unpack(batch)
+        self.zero_grad(self.optimizer)  # first: the forward pass takes up memory that is still in the processor's cache
         with self.timers.record("fwd"), self.autocast():
             output = self.model(*features)
             loss = self.criterion(output, target)
         with self.timers.record("grad"):
-            self.zero_grad(self.optimizer)
             self.backward(loss)
         with self.timers.record("apply"):
             self.step(self.optimizer)

@@ -141,7 +141,7 @@ def test_an_error_on_one_rank_comes_at_once_with_all_that_is_known(trainer: Torc
     started = time.monotonic()
     with pytest.raises(OwnError, match=f"rank failed with {rank}") as caught:
         trainer.train(info={"fail_rank": rank})
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert caught.value.code == rank
     story = str(caught.value.__cause__)
     assert f"on rank {rank} (process " in story
@@ -180,7 +180,7 @@ def test_an_answer_that_cannot_travel_is_named(trainer: TorchTrainer) -> None:
     started = time.monotonic()
     with pytest.raises(TypeError, match=r"the answer cannot be sent.*lock.*return plain values"):
         trainer.apply_all_workers(lambda: threading.Lock())
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert trainer.apply_all_workers(lambda: 1) == [1, 1]
 
 

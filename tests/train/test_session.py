@@ -205,7 +205,7 @@ def test_an_interrupt_wakes_a_function_that_does_nothing_of_ours() -> None:
     outcome = bench.run(lambda: time.sleep(30))
     assert isinstance(outcome, Interrupted)
     assert not outcome.asked
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_an_interrupt_passes_through_handlers_of_exceptions() -> None:
