@@ -45,7 +45,7 @@ BENCHMARKS = (
         "--workers 1 2 4 --precisions fp32 bf16 --rounds 41 --limit-s 20",
         "--workers 2 --rounds 21 --limit-s 20",
     ),
-    Benchmark("stepping", "--rounds 6", "--rounds 2"),
+    Benchmark("stepping", "--starts 6", "--starts 1 --rounds 2"),
     Benchmark("startup", "--rounds 4", "--rounds 1"),
     Benchmark("recovery", "--rounds 2", "--rounds 1"),
     Benchmark("rerun", "--rounds 2", "--rounds 1"),

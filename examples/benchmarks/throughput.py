@@ -40,19 +40,27 @@ COLUMNS = (
 )
 
 
-def measure(setting: Setting, names: Sequence[str], rounds: int, limit_s: float = math.inf) -> list[dict[str, Any]]:
-    """One row per contender. Whoever fails has that in its row, and the others go on without it."""
+def measure(
+    setting: Setting, names: Sequence[str], rounds: int, limit_s: float = math.inf, starts: int = 1
+) -> list[dict[str, Any]]:
+    """One row per contender. Whoever fails has that in its row, and the others go on without it. The rounds of several
+    `starts` count alike: each has all processes anew."""
     print(f"{setting.workload.name}, {setting.precision}, {setting.workers} workers", file=sys.stderr)
     failed: dict[str, str] = {}
-    contenders = standing(names, setting)
-    ready = [contender for contender in contenders if warmed_up(contender, failed)]
-    try:
-        turns = interleaved(ready, rounds, limit_s)
-        peaks = {contender.name: peak_mb(contender.processes()) for contender in ready}
-    finally:
-        for contender in contenders:
-            contender.stop()
-    return [{**row(setting, name, turns, failed), "peak_mb": peaks.get(name)} for name in names]
+    turns: dict[str, list[Turn]] = {}
+    peaks: dict[str, float | None] = {}
+    for _ in range(starts):
+        contenders = standing([name for name in names if name not in failed], setting)
+        ready = [contender for contender in contenders if warmed_up(contender, failed)]
+        try:
+            for name, own in interleaved(ready, rounds, limit_s / starts).items():
+                turns.setdefault(name, []).extend(own)
+            peaks |= {contender.name: peak_mb(contender.processes()) for contender in ready}
+        finally:
+            for contender in contenders:
+                contender.stop()
+    whole = {name: own for name, own in turns.items() if name not in failed}
+    return [{**row(setting, name, whole, failed), "peak_mb": peaks.get(name)} for name in names]
 
 
 def warmed_up(contender: Contender, failed: dict[str, str]) -> bool:
