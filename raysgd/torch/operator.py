@@ -144,13 +144,7 @@ class TrainingOperator(OperatorBase):
         bare = as_list(models)
         if not bare or not all(isinstance(model, nn.Module) for model in bare):
             raise ConfigError(f"models must be a torch.nn.Module or a list or tuple of them, got {models!r}")
-        for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
-            if given is not None and not isinstance(given, Mapping):
-                raise ConfigError(f"{name} must be a dict of keyword arguments, got {given!r}")
-        if ddp_args and self._parts.options.parallel == "fsdp":
-            raise ConfigError(
-                "register(ddp_args=...) is for DistributedDataParallel, but parallel is 'fsdp': leave one out"
-            )
+        self._check_arguments(ddp_args, apex_args)
         if schedulers is not None and self.scheduler_step_freq is None:
             raise ConfigError(
                 "a scheduler is registered but nothing says when it steps: pass scheduler_step_freq='batch', 'epoch' "
@@ -174,6 +168,15 @@ class TrainingOperator(OperatorBase):
                 schedulers if not isinstance(schedulers, (tuple, list)) else like(schedulers, parts.schedulers)
             )
         return tuple(answer)
+
+    def _check_arguments(self, ddp_args: Any, apex_args: Any) -> None:
+        for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
+            if given is not None and not isinstance(given, Mapping):
+                raise ConfigError(f"{name} must be a dict of keyword arguments, got {given!r}")
+        if ddp_args and self._parts.options.parallel == "fsdp":
+            raise ConfigError(
+                "register(ddp_args=...) is for DistributedDataParallel, but parallel is 'fsdp': leave one out"
+            )
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Takes the data: DataLoaders (dealt out over the workers unless add_dist_sampler=False), Ray Datasets (dealt out
