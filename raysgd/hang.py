@@ -21,8 +21,6 @@ COLLECTIVE_FRAMES = (
 # Frames of these packages may lie further inside than the collective (logging and timing wrappers); anybody else's
 # code, called from there (a hook in the backward pass), is where the rank really is.
 FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
-
-
 # Who fell silent within so long of each other, did so together: a listener speaks every second.
 TOGETHER_S = 2.5
 

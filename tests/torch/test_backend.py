@@ -1,4 +1,4 @@
-"""Generations that break, one after another, under a wrapped model that is still held when they end."""
+"""How ranks part: generations that break under a wrapped model that is still held, and what counts as such a break."""
 
 import multiprocessing
 import pickle
@@ -55,7 +55,7 @@ def test_the_end_of_a_group_never_waits_for_threads_that_wait_for_the_interprete
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(120)
     stuck = [index for index, rank in enumerate(ranks) if rank.exitcode is None]
     for rank in ranks:
         rank.kill()
