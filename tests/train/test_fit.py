@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from raysgd import ElasticConfig, train
 from raysgd.train import (
@@ -42,6 +43,7 @@ def epochs(config: dict[str, Any]) -> int:
         saved = Checkpoint.from_dict({"epoch": epoch, "loss": config["losses"][epoch]})
         train.report({"loss": 2, "epoch": epoch, "size": train.world_size()}, checkpoint=saved)
         if epoch == config.get("fails_at"):
+            torch.distributed.barrier()  # so that this epoch's report is one of both, whoever was late
             raise ValueError("mine")
     return start
 
