@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import re
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,6 +78,12 @@ class TorchBackend:
             self._hold()
 
     def _client(self, settings: dict[str, Any]) -> Any:
+        """The store stands before any rank is told of it. So one that nobody serves is of a meeting that was called off,
+        and a rank that comes late must not knock there until its time is up, as torch would."""
+        try:
+            socket.create_connection((settings["host"], settings["port"]), timeout=self._join_s).close()
+        except OSError as error:
+            raise dist.DistNetworkError(f"the meeting of this generation is over, or out of reach: {error}") from error
         return dist.TCPStore(  # type: ignore[attr-defined]
             settings["host"], settings["port"], None, False, timeout=datetime.timedelta(seconds=self._join_s)
         )

@@ -63,6 +63,17 @@ def test_the_end_of_a_group_never_waits_for_threads_that_wait_for_the_interprete
     assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
+def test_who_comes_late_to_a_meeting_that_was_called_off_does_not_wait() -> None:
+    """A peer died on its way to the meeting, and the driver called it off before this rank had begun."""
+    driver, seats = TorchBackend("gloo", join_s=20), assign_seats(["a", "a"], generation=1)
+    settings = driver.plan(seats)
+    driver.plan([])
+    late = TorchBackend("gloo", join_s=20)
+    with pytest.raises(RuntimeError, match="is over") as raised:
+        late.join(seats[1], settings[1])
+    assert late.is_interruption(raised.value), "its process is well: it goes to the next meeting"
+
+
 def test_a_member_of_a_group_can_be_sent_to_others() -> None:
     backend = TorchBackend("gloo")
     backend.join(Seat(solo=True), {})
