@@ -67,6 +67,7 @@ class Body:
             hook()
 
     def _join(self, seat: Seat, settings: dict[str, Any]) -> None:
+        self._backend.leave()  # a recruit may have met a generation that did not come to stand, and nobody has told it
         self._control.clear()
         self._control.shared_by(seat.world_size)
         self._backend.join(seat, settings)

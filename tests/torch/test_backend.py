@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raysgd.outcomes import Ok
+from raysgd.progress import Control
 from raysgd.rendezvous import Seat, assign_seats
 from raysgd.torch.backend import TorchBackend
+from raysgd.workers.body import Body
 
 GENERATIONS = 30
 
@@ -72,6 +75,18 @@ def test_who_comes_late_to_a_meeting_that_was_called_off_does_not_wait() -> None
     with pytest.raises(RuntimeError, match="is over") as raised:
         late.join(seats[1], settings[1])
     assert late.is_interruption(raised.value), "its process is well: it goes to the next meeting"
+
+
+def test_who_met_a_generation_that_did_not_come_to_stand_joins_the_next_one() -> None:
+    """A peer died right after the meeting: the recruits are asked again, and were no members that would be asked to leave."""
+    body = Body(TorchBackend("gloo"), Control())
+    try:
+        for generation in (1, 2):
+            outcome = body.perform("join", {"seat": Seat(solo=True, generation=generation), "settings": {}})
+            assert isinstance(outcome, Ok), outcome
+    finally:
+        body.perform("leave", {})
+    assert not dist.is_initialized()
 
 
 def test_a_member_of_a_group_can_be_sent_to_others() -> None:
