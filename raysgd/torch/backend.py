@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import re
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from raysgd.rendezvous import Seat
 from raysgd.torch.sockets import Connections
+from raysgd.torch.store import enter, wait_for_all
 
 __all__ = ["TorchBackend"]
 
@@ -21,6 +22,10 @@ __all__ = ["TorchBackend"]
 GLOO = re.compile(
     r"gloo/(transport|rendezvous|context|algorithm|allreduce|broadcast|common)|ProcessGroupGloo|\bgloo\b.*[Tt]imed out"
 )
+
+# A rank of gloo's that waits for a peer to connect to it cannot be called off, and the peer may have died on its way. So
+# that wait is a short one: all are in the store when it begins.
+MEET_S, RANKS_PER_S = 10.0, 10
 
 
 class TorchBackend:
@@ -60,33 +65,31 @@ class TorchBackend:
     # -- worker ---------------------------------------------------------------------------------------
 
     def join(self, seat: Seat, settings: dict[str, Any]) -> None:
+        gloo = self.name == "gloo"
+        meet_s = min(MEET_S + seat.world_size / RANKS_PER_S, self._collective_s) if gloo else self._collective_s
+        os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")  # whom it would try again has died
         self._connections.opening()
         try:
             store = dist.HashStore() if seat.solo else self._client(settings)  # type: ignore[attr-defined]
-            name = "gloo" if seat.solo and self.name == "gloo" else self.name
+            store = dist.PrefixStore(f"generation-{seat.generation}", store)  # type: ignore[attr-defined]
+            wait_for_all(store, seat, limit_s=self._join_s)
             dist.init_process_group(
-                name,
-                store=dist.PrefixStore(f"generation-{seat.generation}", store),  # type: ignore[attr-defined]
+                self.name,
+                store=store,
                 rank=seat.world_rank,
                 world_size=seat.world_size,
-                timeout=datetime.timedelta(seconds=self._collective_s),
+                timeout=datetime.timedelta(seconds=meet_s),
             )
             # The first collective makes every connection now, where its failure belongs to the meeting.
             dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
+            if gloo:
+                dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=self._collective_s))
         finally:
             self._connections.opened()
             self._hold()
 
     def _client(self, settings: dict[str, Any]) -> Any:
-        """The store stands before any rank is told of it. So one that nobody serves is of a meeting that was called off,
-        and a rank that comes late must not knock there until its time is up, as torch would."""
-        try:
-            socket.create_connection((settings["host"], settings["port"]), timeout=self._join_s).close()
-        except OSError as error:
-            raise dist.DistNetworkError(f"the meeting of this generation is over, or out of reach: {error}") from error
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            settings["host"], settings["port"], None, False, timeout=datetime.timedelta(seconds=self._join_s)
-        )
+        return enter(settings, limit_s=self._join_s)
 
     def leave(self) -> None:
         self._hold()

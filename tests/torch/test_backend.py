@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import raysgd.torch.backend
 from raysgd.outcomes import Ok
 from raysgd.progress import Control
 from raysgd.rendezvous import Seat, assign_seats
@@ -75,6 +76,24 @@ def test_who_comes_late_to_a_meeting_that_was_called_off_does_not_wait() -> None
     with pytest.raises(RuntimeError, match="is over") as raised:
         late.join(seats[1], settings[1])
     assert late.is_interruption(raised.value), "its process is well: it goes to the next meeting"
+
+
+def meet_late(driver: TorchBackend, seat: Seat, settings: dict[str, Any], late_s: float, said: Any) -> None:
+    raysgd.torch.backend.MEET_S = 1.0
+    time.sleep(late_s)
+    driver.join(seat, settings)
+    gloo = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    said.put((dist.get_world_size(), gloo.options._timeout.total_seconds()))
+    driver.leave()
+
+
+def test_a_short_limit_for_the_connections_is_none_for_those_who_come_late_nor_for_collectives() -> None:
+    driver, seats = TorchBackend("gloo", join_s=60, collective_s=50), assign_seats(["a", "a"], generation=1)
+    context = multiprocessing.get_context("spawn")
+    said = context.Queue()
+    for late_s, seat, settings in zip((0, 3), seats, driver.plan(seats), strict=True):
+        context.Process(target=meet_late, args=(driver, seat, settings, late_s, said), daemon=True).start()
+    assert [said.get(timeout=60) for _ in seats] == [(2, 50), (2, 50)]
 
 
 def test_who_met_a_generation_that_did_not_come_to_stand_joins_the_next_one() -> None:
