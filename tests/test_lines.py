@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from raysgd.outcomes import Ok
+from raysgd.progress import Control, Progress
+from raysgd.rendezvous import Alone
 from raysgd.workers import landing
 from raysgd.workers.blob import Blob
+from raysgd.workers.body import Body
 from raysgd.workers.events import Arrived, Event, Gone, Heard
 from raysgd.workers.frames import PREFIX, FrameReader, receive, send
 from raysgd.workers.line import Line, LineAddress
@@ -132,6 +136,36 @@ def test_a_worker_arrives_and_is_told(desk: Desk) -> None:
     assert not line.control.interrupted and not desk.aborted, "an order of an old generation means nothing"
     desk.board.tell("w", {"t": "interrupt", "generation": 2})
     wait_for(lambda: desk.aborted == ["w"] and line.control.interrupted)
+    desk.board.hang_up("w")
+
+
+class Stepping:
+    """A replica that wants to begin step 6."""
+
+    progress = Progress()
+
+    def __init__(self, seat: Any, control: Control) -> None:
+        self.control = control
+
+    def run(self, method: str) -> bool:
+        return self.control.begin(6)
+
+
+def test_a_stop_that_was_agreed_on_before_the_work_began_is_kept(desk: Desk) -> None:
+    """The driver asks as soon as the call is sent; the main thread may still be fetching its arguments."""
+    line = desk.line()
+    body = Body(Alone(), line.control)
+    body.perform("build", {"factory": Stepping, "seat": None})
+    desk.next(Arrived)
+    line.begin(7)
+    desk.board.tell("w", {"t": "propose", "id": 1, "call": 7, "at": 5})
+    assert desk.next(Heard).message["kept"]
+    desk.board.tell("w", {"t": "confirm"})
+    stopped = body.perform("run", {"method": "train", "arguments": {}})
+    assert isinstance(stopped, Ok) and stopped.value is False
+    line.begin(8)
+    free = body.perform("run", {"method": "train", "arguments": {}})
+    assert isinstance(free, Ok) and free.value is True, "it was asked of another call"
     desk.board.hang_up("w")
 
 

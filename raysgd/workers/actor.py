@@ -38,7 +38,7 @@ class WorkerActor:
     def perform(self, call: int, generation: int, verb: str, arguments: dict[str, Any]) -> Outcome:
         import ray
 
-        self._line.call = call
+        self._line.begin(call)
         if verb in ("join", "warm"):
             self._line.generation = generation
         fetched = {

@@ -92,7 +92,6 @@ class Body:
     def _run(self, method: str, arguments: dict[str, Any]) -> Any:
         if self._replica is None:
             raise RuntimeError("this worker hosts no replica yet")
-        self._control.withdraw()
         value = self._replica.run(method, **{name: unpacked(value) for name, value in arguments.items()})
         if isinstance(value, memoryview):
             return Blob(value)

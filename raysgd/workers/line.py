@@ -46,10 +46,18 @@ class Line:
         self.control = Control(self._publish)
         self.generation = -1
         self.call = -1
+        self._turning = threading.Lock()
         self._main = threading.main_thread().ident or 0
         self._open = True
         self._say({"t": "hello", "token": address.token, "worker": worker, "node": node, "pid": os.getpid()})
         threading.Thread(target=self._listen, name="raysgd-line", daemon=True).start()
+
+    def begin(self, call: int) -> None:
+        """What was asked of an earlier call means nothing any more. What is asked of this one counts from here on: a
+        stop may be agreed on before its work has begun."""
+        with self._turning:
+            self.control.withdraw()
+            self.call = call
 
     def notice(self) -> None:
         """This worker was told that it will be stopped soon."""
@@ -106,9 +114,10 @@ class Line:
                 self.control.interrupt()
                 self._abort()
         elif kind == "propose":
-            mine = message["call"] == self.call
-            kept = mine and self.control.propose(message["at"])
-            begun = self.control.begun if mine else -1
+            with self._turning:
+                mine = message["call"] == self.call
+                kept = mine and self.control.propose(message["at"])
+                begun = self.control.begun if mine else -1
             self._say({"t": "consent", "id": message["id"], "kept": kept, "begun": begun})
         elif kind == "confirm":
             self.control.confirm()
