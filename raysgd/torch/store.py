@@ -14,24 +14,26 @@ from raysgd.rendezvous import Seat
 
 __all__ = ["enter", "wait_for_all"]
 
-TRY_S = 0.5
+FIRST_TRY_S = 0.5
 
 
 def enter(settings: Mapping[str, Any], *, limit_s: float) -> Any:
     """The store stands before any rank is told of it. So one that nobody serves is of a meeting that is over, and a rank
-    that comes late must not knock there until its time is up, as torch would: it looks again after every short try."""
-    deadline = time.monotonic() + limit_s
+    that comes late must not knock there until its time is up, as torch would: it looks again after a short try, and after
+    longer ones."""
+    try_s, deadline = FIRST_TRY_S, time.monotonic() + limit_s
     while True:
-        left_s = max(deadline - time.monotonic(), TRY_S)
+        left_s = max(deadline - time.monotonic(), FIRST_TRY_S)
         try:
             socket.create_connection((settings["host"], settings["port"]), timeout=left_s).close()
         except OSError as error:
             raise dist.DistNetworkError(f"the meeting of this generation is over, or out of reach: {error}") from error
         try:
-            store = dist.TCPStore(settings["host"], settings["port"], None, False, timeout=_seconds(TRY_S))  # type: ignore[attr-defined]
+            store = dist.TCPStore(settings["host"], settings["port"], None, False, timeout=_seconds(min(try_s, left_s)))  # type: ignore[attr-defined]
         except dist.DistNetworkError:
             if time.monotonic() > deadline:
                 raise
+            try_s *= 2
         else:
             store.set_timeout(_seconds(limit_s))
             return store
