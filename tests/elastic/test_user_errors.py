@@ -26,7 +26,7 @@ def test_one_rank_raises_while_the_others_are_in_a_collective(ground: Ground, wh
     started = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="planned in raise") as caught:
         ground.trainer.train()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert caught.value.raysgd_rank == rank
     assert f"rank {rank}" in str(caught.value.__cause__) and "faults.py" in str(caught.value.__cause__)
     ground.trainer.train()

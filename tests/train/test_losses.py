@@ -96,7 +96,7 @@ def test_the_survivors_run_it_again(made: Make, marks: str, who: int, when: str)
     assert {row for rows in seen for row in rows} >= {0, 1, 4}
     (loss,) = trainer.recoveries
     assert (loss.reason, loss.lost_ranks, loss.in_place) == ("worker death", (who,), True)
-    assert loss.seconds < 2
+    assert loss.seconds < 20, "nobody sat out a limit"
 
 
 def test_a_report_outlives_the_worker_that_made_it(made: Make, marks: str) -> None:
