@@ -121,8 +121,6 @@ class Line:
             self._say({"t": "consent", "id": message["id"], "kept": kept, "begun": begun})
         elif kind == "confirm":
             self.control.confirm()
-        elif kind == "withdraw":
-            self.control.withdraw()
         elif kind == "stack":
             self._say({"t": "stack", "id": message["id"], "frames": self._stack(), **self._where()})
         elif kind == "kill":

@@ -1,4 +1,4 @@
-"""How ranks part: generations that break under a wrapped model that is still held, and what counts as such a break."""
+"""How ranks meet, also when a peer is late or lost; how they part under a wrapped model; and what counts as a break."""
 
 import multiprocessing
 import pickle
