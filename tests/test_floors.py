@@ -18,7 +18,7 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 FLOORS = {
     "0": "errors config constants version protocols meters timers metrics outcomes progress plan elastic "
     "hang rendezvous snapshot",
-    "1a": "durable storage remote callbacks data",
+    "1a": "digest durable storage remote callbacks data",
     "1b": "torch tf horovod train",
     "2": "workers",
     "3": "engine",

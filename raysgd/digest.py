@@ -1,0 +1,214 @@
+"""A digest at the end of a file, with which a reader finds damage before it takes anything from the file.
+
+The digest is a SHA-256 over the SHA-256 digests of the file's chunks, so that several threads can compute it. It covers
+every byte before it. It detects damage; it is no signature, because whoever can change the file can change the digest.
+
+A sealed file can be read by those who know nothing of the digest: it is the comment of a zip archive, and lies behind
+the end of a pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO
+
+from raysgd.errors import CheckpointError
+
+__all__ = ["SEAL_BYTES", "Digest", "SealingWriter", "file_digest", "is_sealed", "sealed", "verify"]
+
+CHUNK = 8 << 20
+PIECE = 32 << 20
+THREADS = 2
+MAGIC = b"\nraysgd-sha256-1 "
+SEAL_BYTES = len(MAGIC) + 2 * hashlib.sha256().digest_size + 1
+# The last two bytes of a zip archive without a comment: the length of the comment.
+NO_COMMENT = b"\0\0"
+
+
+class Digest:
+    """Computes the digest of bytes that come piece by piece; with a pool, several chunks of a piece at once."""
+
+    def __init__(self, pool: ThreadPoolExecutor | None = None) -> None:
+        self._pool = pool
+        self._finished: list[bytes] = []
+        self._chunk = hashlib.sha256()
+        self._filled = 0
+
+    def update(self, data: Any) -> None:
+        """Add these bytes."""
+        view = memoryview(data).cast("B")
+        if self._filled:
+            view = self._fill(view)
+        whole = len(view) // CHUNK * CHUNK
+        chunks = [view[start : start + CHUNK] for start in range(0, whole, CHUNK)]
+        self._finished += map(_sha256, chunks) if self._pool is None else self._pool.map(_sha256, chunks)
+        self._fill(view[whole:])
+
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes so far."""
+        last = [self._chunk.digest()] if self._filled else []
+        return hashlib.sha256(b"".join([*self._finished, *last])).hexdigest()
+
+    def _fill(self, view: memoryview) -> memoryview:
+        """Add to the chunk that is incomplete; return what does not belong to it."""
+        mine = view[: CHUNK - self._filled]
+        self._chunk.update(mine)
+        self._filled += len(mine)
+        if self._filled == CHUNK:
+            self._finished.append(self._chunk.digest())
+            self._chunk, self._filled = hashlib.sha256(), 0
+        return view[len(mine) :]
+
+
+def _sha256(data: Any) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+class SealingWriter(io.RawIOBase):
+    """Writes a zip archive through to `raw`, and ends it with its digest. Does not close `raw`.
+
+    Call `seal` after the last byte; a file without it has no digest, and is the archive without its last two bytes.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="raysgd-digest")
+        self._digest = Digest(self._pool)
+        self._held = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write at most one piece, and return its length, as an unbuffered file may."""
+        piece = memoryview(data).cast("B")[:PIECE]
+        if len(piece) <= len(NO_COMMENT):
+            pending = self._held + bytes(piece)
+            self._put(pending[: -len(NO_COMMENT)])
+            self._held = pending[-len(NO_COMMENT) :]
+        else:
+            self._put(self._held)
+            self._put(piece[: -len(NO_COMMENT)])
+            self._held = bytes(piece[-len(NO_COMMENT) :])
+        return len(piece)
+
+    def seal(self) -> str:
+        """End the archive with its digest, and return that."""
+        if self._held != NO_COMMENT:
+            raise ValueError("only a zip archive without a comment can be sealed")
+        self._put(SEAL_BYTES.to_bytes(2, "little"))
+        self._held = b""
+        self._pool.shutdown()
+        digest = self._digest.hexdigest()
+        _write_all(self._raw, _seal(digest))
+        return digest
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        super().close()
+
+    def _put(self, piece: Any) -> None:
+        """Write and add to the digest, both at once where that pays."""
+        if len(piece) < CHUNK:
+            self._digest.update(piece)
+            _write_all(self._raw, piece)
+            return
+        with ThreadPoolExecutor(1) as beside:
+            added = beside.submit(self._digest.update, piece)
+            _write_all(self._raw, piece)
+            added.result()
+
+
+def sealed(data: Any) -> bytes:
+    """Return these bytes with their digest: a zip archive as its comment, anything else behind its end."""
+    content = bytes(data)
+    if content[:2] == b"PK":
+        if content[-2:] != NO_COMMENT:
+            raise ValueError("only a zip archive without a comment can be sealed")
+        content = content[:-2] + SEAL_BYTES.to_bytes(2, "little")
+    digest = Digest()
+    digest.update(content)
+    return content + _seal(digest.hexdigest())
+
+
+def is_sealed(data: Any) -> bool:
+    """Return whether these bytes, or this open file, end with a digest."""
+    return _claimed(_tail(data)) is not None
+
+
+def verify(source: Any) -> bool:
+    """Check the digest at the end of bytes or of an open file. Return False when there is none; raise CheckpointError
+    when it is not the digest of what lies before it."""
+    claimed = _claimed(_tail(source))
+    if claimed is None:
+        return False
+    actual = _digest_of(source, _size(source) - SEAL_BYTES)
+    if actual != claimed:
+        raise CheckpointError(
+            f"the file is damaged: its content does not have the digest that was saved with it (saved {claimed[:16]}..., "
+            f"read {actual[:16]}...). Use another copy of it, or an older checkpoint"
+        )
+    return True
+
+
+def file_digest(file: BinaryIO) -> str:
+    """Return the digest of a whole open file, whether or not it ends with one."""
+    return _digest_of(file, _size(file))
+
+
+def _digest_of(source: Any, size: int) -> str:
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="raysgd-digest") as pool:
+        if not hasattr(source, "fileno"):
+            digest = Digest(pool)
+            digest.update(memoryview(source).cast("B")[:size])
+            return digest.hexdigest()
+        starts = range(0, size, CHUNK)
+        parts = pool.map(lambda start: _sha256(_read_at(source.fileno(), start, min(CHUNK, size - start))), starts)
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def _read_at(descriptor: int, start: int, length: int) -> bytes:
+    parts = list(_pieces_at(descriptor, start, length))
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _pieces_at(descriptor: int, start: int, length: int) -> Iterator[bytes]:
+    end = start + length
+    while start < end:
+        piece = os.pread(descriptor, end - start, start)
+        if not piece:
+            raise CheckpointError("the file became shorter while it was being read")
+        start += len(piece)
+        yield piece
+
+
+def _size(source: Any) -> int:
+    return os.fstat(source.fileno()).st_size if hasattr(source, "fileno") else memoryview(source).nbytes
+
+
+def _tail(source: Any) -> bytes:
+    size = _size(source)
+    if size < SEAL_BYTES:
+        return b""
+    if hasattr(source, "fileno"):
+        return _read_at(source.fileno(), size - SEAL_BYTES, SEAL_BYTES)
+    return bytes(memoryview(source).cast("B")[-SEAL_BYTES:])
+
+
+def _seal(digest: str) -> bytes:
+    return MAGIC + digest.encode() + b"\n"
+
+
+def _claimed(tail: bytes) -> str | None:
+    found = tail.startswith(MAGIC) and len(tail) == SEAL_BYTES
+    return tail[len(MAGIC) : -1].decode("latin-1") if found else None
+
+
+def _write_all(raw: Any, data: Any) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[raw.write(view) :]
