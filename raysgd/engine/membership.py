@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from raysgd.config import ElasticConfig, Limits
@@ -66,12 +65,12 @@ class Membership:
         self._leaving |= dict.fromkeys(seated[count:], "shrink")
         if self.missing <= 0:
             self._recruiter.dismiss_all()
-        started = time.monotonic()
+        started = self._crew.clock()
         said = False
         while len(self._recruiter.ready) < self.missing:
             self._recruiter.look(self.missing)
             self._crew.pump(0.1)
-            waited = time.monotonic() - started
+            waited = self._crew.clock() - started
             lacking = self.missing - len(self._recruiter.ready)
             if lacking <= 0:
                 break
@@ -95,7 +94,7 @@ class Membership:
         if not self._in_place:
             self._leaving = {}
             return False
-        started = time.monotonic()
+        started = self._crew.clock()
         seated = self._crew.seated()
         leavers = [worker for worker in seated if worker in self._leaving]
         reason = self._leaving[leavers[0]] if leavers else "growth"
@@ -141,7 +140,7 @@ class Membership:
         self._standing.former.give(newcomers, Blob(snapshot.data))
 
     def _look_for_leavers(self) -> None:
-        now = time.monotonic()
+        now = self._crew.clock()
         seated = [self._crew.members[worker] for worker in self._crew.seated()]
         self._leaving |= {m.worker: "preemption" for m in seated if m.notice}
         if self._crew.group.elastic and now >= self._drain_look_at:
