@@ -161,10 +161,11 @@ class Crew:
                         on_trouble()
             if len(outcomes) == len(calls):
                 return {worker: outcomes[worker] for worker in calls}
-            for worker in calls.keys() - outcomes.keys():
+            late = [worker for worker in calls if worker not in outcomes]
+            for worker in late:
                 self.end_if_silent(worker, verb)
             if self.clock() > deadline:
-                self._end_the_late(calls.keys() - outcomes.keys(), verb, limit_s)
+                self._end_the_late(late, verb, limit_s)
                 if not troubled:
                     troubled = True
                     on_trouble()  # whoever only waits for them falls out by itself

@@ -65,6 +65,7 @@ class Membership:
         self._leaving |= dict.fromkeys(seated[count:], "shrink")
         if self.missing <= 0:
             self._recruiter.dismiss_all()
+        self._recruiter.look_at_once()
         started = self._crew.clock()
         said = False
         while len(self._recruiter.ready) < self.missing:
@@ -125,12 +126,14 @@ class Membership:
             )
         return stood
 
-    def rescue(self, worker: str) -> None:
-        """The last worker that stands is about to go: its state becomes the snapshot."""
+    def rescue(self, worker: str) -> bool:
+        """Keep the state of a worker that is about to go as the snapshot. Return whether it gave its state."""
         outcome = self._crew.ask([worker], "state", {}, limit_s=self._limits.setup_s)[worker]
-        if isinstance(outcome, Ok):
-            data, call = bytes(outcome.value.data), self._crew.current_call
-            self._crew.snapshots.offer(Snapshot(data, outcome.progress, call=call))
+        if not isinstance(outcome, Ok):
+            return False
+        data, call = bytes(outcome.value.data), self._crew.current_call
+        self._crew.snapshots.offer(Snapshot(data, outcome.progress, call=call))
+        return True
 
     def _hand_over(self, leaver: str, newcomers: list[str]) -> None:
         self.rescue(leaver)

@@ -123,7 +123,9 @@ class Recoverer:
         """Members that can go on in place; a backend that cannot rejoin leaves only their state."""
         survivors = self._crew.seated()
         if survivors and not self._in_place:
-            self._membership.rescue(most_advanced({w: self._crew.members[w].progress for w in survivors}))
+            progress = {worker: self._crew.members[worker].progress for worker in survivors}
+            while progress and not self._membership.rescue(best := most_advanced(progress)):
+                del progress[best]  # it failed too: the state of the next one is the most advanced that is left
             for worker in survivors:
                 self._crew.dismiss(worker)
             self._replace(len(survivors))
@@ -159,6 +161,9 @@ class Recoverer:
     def _revive(self, newcomers: list[str]) -> Snapshot:
         """Nobody is left: fresh processes take the newest snapshot, or the first one's own beginning."""
         snapshot = self._crew.snapshots.latest() or Snapshot()
+        holders = {w: m.progress for w in newcomers if (m := self._crew.members[w]).holds_state}
+        if holders and holders[most_advanced(holders)].order >= snapshot.progress.order:
+            return Snapshot(progress=holders[most_advanced(holders)], call=self._crew.current_call)
         if not snapshot.data:
             self._crew.members[newcomers[0]].holds_state = self._in_place
             return snapshot

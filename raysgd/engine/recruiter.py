@@ -66,6 +66,10 @@ class Recruiter:
         if room > 0:
             self.launch(min(wanted, room))
 
+    def look_at_once(self) -> None:
+        """Forget the pause after a failed start: the user asks for workers now."""
+        self._pause_s, self._look_at = LOOK_EVERY_S, 0.0
+
     def launch(self, count: int) -> None:
         for worker in self._crew.launch(count):
             self._launched[worker] = self._crew.clock()
@@ -148,6 +152,7 @@ class Recruiter:
         if worker in self.ready:
             self.ready.remove(worker)
         self._crew.dismiss(worker)
-        self._pause_s = min(self._pause_s * 2, 30.0)
-        self._look_at = self._crew.clock() + self._pause_s
+        if self._crew.clock() >= self._look_at:  # several that fail together, with their node perhaps, count once
+            self._pause_s = min(self._pause_s * 2, 30.0)
+            self._look_at = self._crew.clock() + self._pause_s
         logger.warning("a replacement was given up (%s); the next one in %.1f s", why, self._pause_s)
