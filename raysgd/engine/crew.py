@@ -64,6 +64,7 @@ class Member:
     moved_at: float = 0.0
     gone: Gone | None = None
     busy: int | None = None
+    last_call: int = -1
 
 
 class Crew:
@@ -116,7 +117,7 @@ class Crew:
         member.moved_at = self.clock()
         call = self.group.submit(worker, verb, arguments, generation=generation)
         self._asked[call] = worker
-        member.busy = call
+        member.busy = member.last_call = call
         return call
 
     def reply(self, call: int) -> Outcome | None:
@@ -256,6 +257,8 @@ class Crew:
     def _heard(self, member: Member, event: Heard) -> None:
         kind = event.message.get("t")
         if kind == "progress":
+            if event.message["call"] < member.last_call:
+                return  # of an earlier call: it was overtaken by that call's result, which came another way
             told = event.message["progress"]
             progress = told if isinstance(told, Progress) else Progress(*told)
             if progress != member.progress:

@@ -55,14 +55,18 @@ class Checker:
             self.truth.append(steps[-1])
             self.applied_steps += 1
         elif list(steps) != self.truth[:number]:
-            raise Violation(f"{worker.name} applied step {number} as {steps[-1]}, and others applied {self.truth[number - 1 :]}")
+            raise Violation(
+                f"{worker.name} applied step {number} as {steps[-1]}, and others applied {self.truth[number - 1 :]}"
+            )
 
     def _begin(self, group: ProcessGroup, base: int) -> None:
         """The first step of a generation: it must go on from the most that any healthy worker had."""
         self._began[group.generation] = base
         for name, steps in self._discarded:
             if steps > base:
-                raise Violation(f"{name} had applied {steps} steps and was healthy, but generation {group.generation} begins at {base}")
+                raise Violation(
+                    f"{name} had applied {steps} steps and was healthy, but generation {group.generation} begins at {base}"
+                )
         self._discarded = []
         if base < len(self.truth):
             holders = [m.name for m in group.members if m.replica is not None and len(m.replica.steps) > base + 1]
@@ -74,7 +78,9 @@ class Checker:
     def takes(self, worker: Any, old: Sequence[Step], old_loads: int, new: Sequence[Step], new_loads: int) -> None:
         """`worker` replaces its state by another worker's, or by a snapshot's."""
         if old_loads == new_loads and list(new[: len(old)]) != list(old):
-            raise Violation(f"{worker.name} had applied {len(old)} steps and takes a state of {len(new)}: a committed step is lost")
+            raise Violation(
+                f"{worker.name} had applied {len(old)} steps and takes a state of {len(new)}: a committed step is lost"
+            )
 
     def dismissed(self, worker: Any) -> None:
         """The driver ends a worker that is alive."""

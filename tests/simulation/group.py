@@ -90,7 +90,11 @@ class Worker(Process):
         self._group, self.name, self.node, self.checker = group, name, node, group.checker
         plan = self._plan = group.plan
         self.backend = SimBackend(
-            self.world, in_place=plan.in_place, join_s=plan.limits.join_s, collective_s=plan.limits.collective_s, member=self
+            self.world,
+            in_place=plan.in_place,
+            join_s=plan.limits.join_s,
+            collective_s=plan.limits.collective_s,
+            member=self,
         )
         self.line = SimLine(self)
         self.body = Body(self.backend, self.line.control, travels=False)
@@ -130,7 +134,7 @@ class Worker(Process):
         if not self.alive:
             return
         super().die()
-        self.world.note(f"{self.name} dies ({why})")
+        self.world.note("%s dies (%s)", self.name, why)
         group = self.backend.group
         if group is not None:
             self.world.at(self.world.between(0.0, 0.002), lambda: group.leave(self, silently=silently))
@@ -207,7 +211,7 @@ class SimGroup:
         for name in names:
             self._pending.append(name)
             self.world.at(0.001, self._place)
-        self.world.note(f"launch {names}")
+        self.world.note("launch %s", names)
         return names
 
     def _place(self) -> None:
@@ -225,7 +229,9 @@ class SimGroup:
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         call = next(self._numbers)
-        self.world.note(f"{worker} <- {verb} {arguments.get('method', '')} (call {call}, generation {generation})")
+        self.world.note(
+            "%s <- %s %s (call %d, generation %d)", worker, verb, arguments.get("method", ""), call, generation
+        )
         if worker in self.workers:
             self.workers[worker].ask(call, generation, verb, arguments)
         return call
@@ -246,7 +252,7 @@ class SimGroup:
             self._gone.add(event.worker)
             self._end(event.worker)
         if not (isinstance(event, Heard) and event.message.get("t") == "progress"):
-            self.world.note(f"driver: {_shown(event)}")
+            self.world.note("driver: %s", _Shown(event))
         return True
 
     def emit(self, event: Event) -> None:
@@ -258,7 +264,7 @@ class SimGroup:
     def tell(self, worker: str, message: dict[str, Any]) -> bool:
         if worker not in self.workers or worker in self._gone:
             return False
-        self.world.note(f"{worker} <- {message}")
+        self.world.note("%s <- %s", worker, message)
         self.workers[worker].hear(message)
         return True
 
@@ -273,14 +279,14 @@ class SimGroup:
         """The simulated network notices a vanished machine by itself."""
 
     def kill(self, worker: str) -> None:
-        self.world.note(f"kill {worker}")
+        self.world.note("kill %s", worker)
         if worker in self.workers:
             process = self.workers[worker]
             process.given_up = True
             self.world.at(self.world.between(0.0005, 0.01), lambda: process.die("killed by the driver"))
 
     def dismiss(self, worker: str, *, force: bool = False) -> None:
-        self.world.note(f"dismiss {worker}")
+        self.world.note("dismiss %s", worker)
         self._known.pop(worker, None)
         if worker in self._pending:
             self._pending.remove(worker)
@@ -321,11 +327,18 @@ class SimGroup:
         return any(each.name == node and each.alive for each in self.nodes)
 
 
-def _shown(event: Event) -> str:
-    if isinstance(event, Replied):
-        outcome: Outcome = event.outcome
-        cause = getattr(outcome, "cause", "") or getattr(outcome, "error", "")
-        return f"{event.worker} replied to call {event.call}: {type(outcome).__name__} {cause!s:.60}"
-    if isinstance(event, Heard):
-        return f"{event.worker} said {event.message}"
-    return str(event)
+class _Shown:
+    """An event in the words of the trace; they are only made where there is one."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def __str__(self) -> str:
+        event = self._event
+        if isinstance(event, Replied):
+            outcome: Outcome = event.outcome
+            cause = getattr(outcome, "cause", "") or getattr(outcome, "error", "")
+            return f"{event.worker} replied to call {event.call}: {type(outcome).__name__} {cause!s:.60}"
+        if isinstance(event, Heard):
+            return f"{event.worker} said {event.message}"
+        return str(event)

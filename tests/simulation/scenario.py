@@ -49,6 +49,7 @@ class Plan:
     seed: int
     ranks: int
     nodes: tuple[int, ...]
+    later: tuple[tuple[float, int], ...]
     samples: int
     batch_size: int
     global_batch: int | None
@@ -92,15 +93,12 @@ def plan_for(seed: int) -> Plan:
         grow=draw.choice([True, True, True, "epoch", False]),
         snapshot_every=snapshot_every,
     )
-    spare = draw.choice([0, 0, 1, ranks])
-    nodes, left = [], ranks + spare
-    while left > 0:
-        nodes.append(min(left, draw.randint(1, max(ranks, 1))))
-        left -= nodes[-1]
+    nodes, later = _machines(draw, ranks)
     return Plan(
         seed=seed,
         ranks=ranks,
-        nodes=tuple(nodes),
+        nodes=nodes,
+        later=later,
         samples=samples,
         batch_size=batch,
         global_batch=draw.choice([None, None, batch * ranks]),
@@ -112,6 +110,17 @@ def plan_for(seed: int) -> Plan:
         script=_script(draw, ranks),
         faults=tuple(_fault(draw, in_place) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4, 6, 9]))),
     )
+
+
+def _machines(draw: random.Random, ranks: int) -> tuple[tuple[int, ...], tuple[tuple[float, int], ...]]:
+    """Draw how many workers each node holds, and which nodes come later, and when."""
+    nodes, left = [], ranks + draw.choice([0, 0, 1, ranks])
+    while left > 0:
+        nodes.append(min(left, draw.randint(1, ranks)))
+        left -= nodes[-1]
+    if len(nodes) == 1 or draw.random() < 0.8:
+        return tuple(nodes), ()
+    return tuple(nodes[:-1]), ((draw.uniform(0.5, 15.0), nodes[-1]),)
 
 
 def _script(draw: random.Random, ranks: int) -> tuple[tuple[Any, ...], ...]:
@@ -163,7 +172,7 @@ class Schedule:
         self._world.random.shuffle(others)
         for victim in [*others[: fault.others], worker]:
             self.struck[fault.kind] += 1
-            self._world.note(f"FAULT {fault.kind} of {victim.name} at '{fault.point}'")
+            self._world.note("FAULT %s of %s at '%s'", fault.kind, victim.name, fault.point)
             self._befall(victim, fault, mine=victim is worker)
 
     def _befall(self, victim: Worker, fault: Fault, *, mine: bool) -> None:
@@ -210,6 +219,9 @@ class Script:
         self.schedule = Schedule(world, plan)
         self.group = self.schedule.group = SimGroup(world, plan, self.checker, self.schedule.strike)
         self.group.deadline = world.now + LIMIT_S
+        for number, (when, slots) in enumerate(plan.later):
+            node = Node(f"later{number}", slots)
+            world.at(when, lambda node=node: self.group.nodes.append(node))
         self.user_errors = 0
         self._saved: tuple[bytes, list[Any]] | None = None
         limits = {"join_s": plan.limits.join_s, "collective_s": plan.limits.collective_s}
@@ -238,7 +250,7 @@ class Script:
                 raise
             return  # a worker that fails before the first generation may end the start, with an error that says so
         for name, *given in self.plan.script:
-            self.world.note(f"SCRIPT {name} {given}")
+            self.world.note("SCRIPT %s %s", name, given)
             self._until_done(lambda name=name, given=given: getattr(self, f"_{name}")(*given))
         self.engine.stop()
         self.world.run(5.0, lambda: False)
@@ -267,7 +279,9 @@ class Script:
         for name in self.engine._crew.seated():
             steps = self.group.workers[name].replica.steps  # type: ignore[union-attr]
             if list(steps) != truth:
-                raise Violation(f"after train(), {name} has applied {len(steps)} steps, and the weights have {len(truth)}")
+                raise Violation(
+                    f"after train(), {name} has applied {len(steps)} steps, and the weights have {len(truth)}"
+                )
         if num_steps is None and truth and truth[-1][2] != self.plan.samples:
             raise Violation(f"train() returned after {truth[-1]}, before the end of the epoch")
         committed = max(piece_value.get(COMMITTED) or 0 for piece in pieces for piece_value in piece.values)
@@ -308,10 +322,10 @@ class Script:
         self.world.run(1.0, lambda: False)
 
 
-def run(seed: int, plan: Plan | None = None) -> tuple[Result, World, BaseException | None]:
-    """Run a seed, or a plan that was changed. Return what it showed, its trace, and the error that ended it."""
-    world = World(seed)
-    plan = plan or plan_for(seed)
+def run(seed: int, *, tracing: bool = False) -> tuple[Result, World, BaseException | None]:
+    """Run a seed. Return what it showed, its world with the trace, and the error that ended it."""
+    world = World(seed, tracing=tracing)
+    plan = plan_for(seed)
     script, error = Script(plan, world), None
     try:
         script.run()
@@ -327,5 +341,3 @@ def run(seed: int, plan: Plan | None = None) -> tuple[Result, World, BaseExcepti
         user_errors=script.user_errors,
     )
     return result, world, error
-
-

@@ -19,7 +19,8 @@ __all__ = ["Condition", "Process", "Wake", "World"]
 class World:
     """Owns the virtual time and what is to happen in it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, tracing: bool = False) -> None:
+        self._tracing = tracing
         self.random = random.Random(seed)
         self.now = 1000.0
         self.hub = getcurrent()
@@ -33,9 +34,10 @@ class World:
     def between(self, low: float, high: float) -> float:
         return self.random.uniform(low, high)
 
-    def note(self, text: str) -> None:
-        """Add a line to the trace, which a failing seed prints."""
-        self.trace.append(f"{self.now - 1000:9.4f}  {text}")
+    def note(self, text: str, *values: Any) -> None:
+        """Add a line to the trace, where one is kept: `text` with its values, as in logging."""
+        if self._tracing:
+            self.trace.append(f"{self.now - 1000:9.4f}  {text % values}")
 
     def at(self, delay: float, do: Callable[[], Any]) -> None:
         """Run `do` after so many virtual seconds. What falls on the same moment runs in random order."""
