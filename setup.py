@@ -49,6 +49,7 @@ DEV = [
     *S3,
     *CALLBACKS,
     *DOCS,
+    "greenlet",
     "hypothesis",
     "moto[server]",
     "mypy",

@@ -74,7 +74,14 @@ class Control:
     step waits until the driver has everybody's consent (`confirm`), moves the border, or interrupts.
     """
 
-    def __init__(self, publish: Publisher = _nobody, *, interval_s: float = OFTEN_S) -> None:
+    def __init__(
+        self,
+        publish: Publisher = _nobody,
+        *,
+        interval_s: float = OFTEN_S,
+        clock: Callable[[], float] = time.monotonic,
+        changed: threading.Condition | None = None,
+    ) -> None:
         self.attention = False
         self.begun = 0
         self.notice = False
@@ -89,7 +96,7 @@ class Control:
         self._stop_at: int | None = None
         self._confirmed = False
         self._interrupted = False
-        self._changed = threading.Condition()
+        self._clock, self._changed = clock, changed or threading.Condition()
         self.progress = Progress()
 
     # -- the listener's side --------------------------------------------------------------------------
@@ -154,10 +161,10 @@ class Control:
 
     def due(self) -> bool:
         """Is it time for another progress message? One clock read per batch."""
-        return time.monotonic() >= self._next_publish
+        return self._clock() >= self._next_publish
 
     def report(self, progress: Progress, partial: dict[str, Any] | None = None) -> None:
         """Publishes what is committed; `partial` are the metric sums that would be lost with this process."""
         self.progress = progress
-        self._next_publish = time.monotonic() + self._interval_s
+        self._next_publish = self._clock() + self._interval_s
         self._publish(progress, partial)

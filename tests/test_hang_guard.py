@@ -17,7 +17,8 @@ class Paper:
     """A crew whose members have not moved for longer than the limit; `silent` says for how long each has said nothing."""
 
     def __init__(self, **silent: float) -> None:
-        at = time.monotonic() - LIMIT_S - 1
+        self.clock = time.monotonic
+        at = self.clock() - LIMIT_S - 1
         self.members = {name: SimpleNamespace(moved_at=at, rank=0, node="", progress=Progress()) for name in silent}
         self.group: Any = SimpleNamespace(silent_for=silent.__getitem__, tell=lambda worker, message: True)
         self.answers: list[Any] = []

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from raysgd.config import Limits
-from raysgd.engine import recruiter as module
 from raysgd.engine.crew import Crew
 from raysgd.engine.recruiter import LATE_S, Recruiter
 from raysgd.outcomes import Ok
@@ -55,11 +54,10 @@ class Places:
 class Scene:
     """A recruiter, its places, and a clock that the test moves."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    def __init__(self, room: int) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         self.places = Places(room)
-        self.crew = Crew(self.places, target=3)  # type: ignore[arg-type]
+        self.crew = Crew(self.places, target=3, clock=lambda: self.now)  # type: ignore[arg-type]
         limits = Limits(start_s=START_S, setup_s=60, join_s=60, collective_s=60, hang_s=60)
         self.recruiter = Recruiter(self.crew, dict, limits=limits)
 
@@ -72,8 +70,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
-    return Scene(monkeypatch, room=2)
+def scene() -> Scene:
+    return Scene(room=2)
 
 
 def test_who_is_late_is_doubted_while_there_is_room(scene: Scene) -> None:

@@ -6,7 +6,6 @@ proposal lies further ahead. When all consent, they are told so and stop there: 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from raysgd.engine.crew import Crew
@@ -34,7 +33,7 @@ class Border:
     def _propose(self, begun: int) -> None:
         self._round = next(self._crew.rounds)  # never used before: an answer to an older border means nothing here
         self._consents, self._begun, self._too_late = {}, -1, False
-        self._asked_at = time.monotonic()
+        self._asked_at = self._crew.clock()
         for worker, call in self._calls.items():
             message = {"t": "propose", "id": self._round, "call": call, "at": begun + self._lead}
             self._crew.group.tell(worker, message)
@@ -62,6 +61,6 @@ class Border:
         its call at all (it says -1) only needs a moment: a lead that grew meanwhile would be a border never reached."""
         if self._too_late:
             self._lead *= 2
-        elif time.monotonic() - self._asked_at < PATIENCE_S:
+        elif self._crew.clock() - self._asked_at < PATIENCE_S:
             return
         self._propose(max(self._begun, *(self._crew.members[worker].progress.step for worker in self._calls)))

@@ -61,16 +61,19 @@ class Member:
     notice: bool = False
     progress: Progress = field(default_factory=Progress)
     partial: dict[str, Any] | None = None
-    moved_at: float = field(default_factory=time.monotonic)
+    moved_at: float = 0.0
     gone: Gone | None = None
     busy: int | None = None
+    last_call: int = -1
 
 
 class Crew:
     """Owns the members and their replies. `pump` is the only place where events are taken in."""
 
-    def __init__(self, group: Group, target: int, *, silent_s: float = math.inf) -> None:
-        self.group = group
+    def __init__(
+        self, group: Group, target: int, *, silent_s: float = math.inf, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.group, self.clock = group, clock
         self.silent_s = silent_s
         self.target = target
         self.current_call = 0
@@ -92,7 +95,7 @@ class Crew:
     def launch(self, count: int) -> list[str]:
         workers = self.group.launch(count)
         for worker in workers:
-            self.members[worker] = Member(worker)
+            self.members[worker] = Member(worker, moved_at=self.clock())
         return workers
 
     def dismiss(self, worker: str) -> None:
@@ -111,10 +114,10 @@ class Crew:
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         member = self.members[worker]
-        member.moved_at = time.monotonic()
+        member.moved_at = self.clock()
         call = self.group.submit(worker, verb, arguments, generation=generation)
         self._asked[call] = worker
-        member.busy = call
+        member.busy = member.last_call = call
         return call
 
     def reply(self, call: int) -> Outcome | None:
@@ -148,7 +151,7 @@ class Crew:
             given = arguments(worker) if callable(arguments) else dict(arguments)
             calls[worker] = self.submit(worker, verb, given, generation=generation)
         outcomes: dict[str, Outcome] = {}
-        deadline = time.monotonic() + limit_s
+        deadline = self.clock() + limit_s
         troubled = False
         while True:
             for worker, call in calls.items():
@@ -159,14 +162,15 @@ class Crew:
                         on_trouble()
             if len(outcomes) == len(calls):
                 return {worker: outcomes[worker] for worker in calls}
-            for worker in calls.keys() - outcomes.keys():
+            late = [worker for worker in calls if worker not in outcomes]
+            for worker in late:
                 self.end_if_silent(worker, verb)
-            if time.monotonic() > deadline:
-                self._end_the_late(calls.keys() - outcomes.keys(), verb, limit_s)
+            if self.clock() > deadline:
+                self._end_the_late(late, verb, limit_s)
                 if not troubled:
                     troubled = True
                     on_trouble()  # whoever only waits for them falls out by itself
-                deadline = time.monotonic() + KILLED_S
+                deadline = self.clock() + KILLED_S
             self.pump(0.2)
 
     def end_if_silent(self, worker: str, verb: str) -> None:
@@ -232,7 +236,7 @@ class Crew:
             return
         if isinstance(event, Arrived):
             member.arrived, member.node, member.pid = True, event.node, event.pid
-            member.moved_at = time.monotonic()
+            member.moved_at = self.clock()
         elif isinstance(event, Gone):
             member.gone = event
         elif isinstance(event, Replied):
@@ -246,17 +250,19 @@ class Crew:
         self._replies[event.call] = event.outcome
         if member.busy == event.call:
             member.busy = None
-        member.moved_at = time.monotonic()
+        member.moved_at = self.clock()
         if not isinstance(event.outcome, Failed) or event.outcome.progress != Progress():
             member.progress = event.outcome.progress
 
     def _heard(self, member: Member, event: Heard) -> None:
         kind = event.message.get("t")
         if kind == "progress":
+            if event.message["call"] < member.last_call:
+                return  # of an earlier call: it was overtaken by that call's result, which came another way
             told = event.message["progress"]
             progress = told if isinstance(told, Progress) else Progress(*told)
             if progress != member.progress:
-                member.moved_at = time.monotonic()
+                member.moved_at = self.clock()
             member.progress, member.partial = progress, event.message.get("partial")
             self.on_progress(member)
         elif kind == "notice":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,18 +84,20 @@ class Engine:
         on_progress: Callable[[Member], None] = lambda member: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
         on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
     ) -> None:
         self.group, self._backend, self._limits = group, backend, limits
         group.set_patience(limits.unreachable_s)
-        self._crew = Crew(group, target, silent_s=limits.silent_s)
+        self._crew = Crew(group, target, silent_s=limits.silent_s, clock=clock)
         self._crew.on_progress, self._crew.on_message = on_progress, on_message
-        self._ledger = Ledger(on_recovery)
+        self._ledger = Ledger(on_recovery, clock)
         self._standing = Standing(self._crew, backend, limits, group.pack(factory), group.pack(hook), least)
         self._recruiter = Recruiter(self._crew, self._standing.warm, limits=limits, in_place=backend.in_place)
         tools = (self._crew, self._standing, self._recruiter)
         rules: Any = {"elastic": elastic, "limits": limits, "in_place": backend.in_place}
         self._membership = Membership(*tools, self._ledger, **rules)
-        self._recoverer = Recoverer(*tools, self._membership, self._ledger, **rules)
+        self._recoverer = Recoverer(*tools, self._membership, self._ledger, jitter=jitter, **rules)
         self._active, self._reached = True, Progress()
         self._calls = 0
         self._snapshot_is_stale = True
@@ -211,7 +214,7 @@ class Engine:
             if seen.kind == "paused":
                 revived = self._change(job, mark)
             else:
-                since = watch.troubled_at or time.monotonic()
+                since = watch.troubled_at or self._crew.clock()
                 revived = self._recoverer.recover(seen, since=since, max_losses=job.max_losses, mark=mark)
                 stands = revived is None or revived.call == self._calls
                 if job.again == "keep" and stands and (kept := _kept(watch.outcomes)) is not None:
@@ -274,21 +277,21 @@ class Engine:
             if fallen or not self._crew.seated():
                 lost = self._crew.lost(fallen[0] if fallen else None)
                 seen = Observation("broken", tuple(m.worker for m in fallen), None, lost.reason, lost.cause)
-                self._recoverer.recover(seen, since=time.monotonic(), max_losses=job.max_losses, mark=mark)
+                self._recoverer.recover(seen, since=self._crew.clock(), max_losses=job.max_losses, mark=mark)
             elif self._standing.up:
                 return
             elif not self._backend.in_place:
                 seen = Observation("broken", reason="restart", detail="an error ended the generation")
-                self._recoverer.recover(seen, since=time.monotonic(), max_losses=job.max_losses, mark=mark)
+                self._recoverer.recover(seen, since=self._crew.clock(), max_losses=job.max_losses, mark=mark)
             elif self._standing.form(self._crew.seated()):
                 return
             elif attempt > MEET_AT_MOST and not self._crew.fallen():
                 seen = Observation("broken", reason="network", detail="the ranks cannot meet, although all are alive")
-                self._recoverer.recover(seen, since=time.monotonic(), max_losses=job.max_losses, mark=mark)
+                self._recoverer.recover(seen, since=self._crew.clock(), max_losses=job.max_losses, mark=mark)
 
     def _change(self, job: Job, mark: int) -> Snapshot | None:
         """A planned change of members; should it lose somebody on its way, a recovery."""
-        since, world = time.monotonic(), self.world_size
+        since, world = self._crew.clock(), self.world_size
         reason = "preemption" if self._backend.in_place else self._membership.reason()
         if self._membership.change():
             return None

@@ -88,7 +88,10 @@ class Former:
             return False
         outcome = given[source]
         assert isinstance(outcome, Ok)
-        return self._all_ok(self._ask(behind, "load", {"data": outcome.value}, self._limits.setup_s))
+        taken = self._ask(behind, "load", {"data": outcome.value}, self._limits.setup_s)
+        for worker in behind:  # one that has it can hand it on, should all the others fail now
+            self._crew.members[worker].holds_state = isinstance(taken[worker], Ok)
+        return self._all_ok(taken)
 
     def _meet(self, workers: Sequence[str]) -> bool:
         self.generation += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ class HangGuard:
 
     def tick(self, running: Sequence[str], *, others_fell: bool = False) -> None:
         """`others_fell`: ranks that waited for these gave up already."""
-        now = time.monotonic()
+        now = self._crew.clock()
         self._collect()
         quiet = self._quiet(running, now)
         if self._asked_at is None:
@@ -53,7 +52,7 @@ class HangGuard:
     def _ask(self, running: Sequence[str]) -> None:
         self._round = next(self._crew.rounds)
         self._stacks = {}
-        self._asked_at = time.monotonic()
+        self._asked_at = self._crew.clock()
         for worker in running:
             self._crew.group.tell(worker, {"t": "stack", "id": self._round})
 

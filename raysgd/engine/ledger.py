@@ -19,9 +19,13 @@ PLANNED = ("growth", "shrink", "preemption", "restart")
 class Ledger:
     """Owns the list of recoveries. A reason among PLANNED is a change, not a loss."""
 
-    def __init__(self, on_recovery: Callable[[Recovery], None] = lambda recovery: None) -> None:
+    def __init__(
+        self,
+        on_recovery: Callable[[Recovery], None] = lambda recovery: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.recoveries: list[Recovery] = []
-        self._on_recovery = on_recovery
+        self._on_recovery, self._clock = on_recovery, clock
 
     def losses_since(self, mark: int) -> int:
         return sum(recovery.reason not in PLANNED for recovery in self.recoveries[mark:])
@@ -46,7 +50,7 @@ class Ledger:
             world_size_after=after,
             in_place=in_place,
             batches_redone=redone,
-            seconds=round(time.monotonic() - since, 4),
+            seconds=round(self._clock() - since, 4),
             epoch=at.epoch,
             batch=at.batches,
             detail=detail,

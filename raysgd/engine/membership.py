@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from raysgd.config import ElasticConfig, Limits
@@ -66,12 +65,13 @@ class Membership:
         self._leaving |= dict.fromkeys(seated[count:], "shrink")
         if self.missing <= 0:
             self._recruiter.dismiss_all()
-        started = time.monotonic()
+        self._recruiter.look_at_once()
+        started = self._crew.clock()
         said = False
         while len(self._recruiter.ready) < self.missing:
             self._recruiter.look(self.missing)
             self._crew.pump(0.1)
-            waited = time.monotonic() - started
+            waited = self._crew.clock() - started
             lacking = self.missing - len(self._recruiter.ready)
             if lacking <= 0:
                 break
@@ -95,7 +95,7 @@ class Membership:
         if not self._in_place:
             self._leaving = {}
             return False
-        started = time.monotonic()
+        started = self._crew.clock()
         seated = self._crew.seated()
         leavers = [worker for worker in seated if worker in self._leaving]
         reason = self._leaving[leavers[0]] if leavers else "growth"
@@ -126,12 +126,14 @@ class Membership:
             )
         return stood
 
-    def rescue(self, worker: str) -> None:
-        """The last worker that stands is about to go: its state becomes the snapshot."""
+    def rescue(self, worker: str) -> bool:
+        """Keep the state of a worker that is about to go as the snapshot. Return whether it gave its state."""
         outcome = self._crew.ask([worker], "state", {}, limit_s=self._limits.setup_s)[worker]
-        if isinstance(outcome, Ok):
-            data, call = bytes(outcome.value.data), self._crew.current_call
-            self._crew.snapshots.offer(Snapshot(data, outcome.progress, call=call))
+        if not isinstance(outcome, Ok):
+            return False
+        data, call = bytes(outcome.value.data), self._crew.current_call
+        self._crew.snapshots.offer(Snapshot(data, outcome.progress, call=call))
+        return True
 
     def _hand_over(self, leaver: str, newcomers: list[str]) -> None:
         self.rescue(leaver)
@@ -141,7 +143,7 @@ class Membership:
         self._standing.former.give(newcomers, Blob(snapshot.data))
 
     def _look_for_leavers(self) -> None:
-        now = time.monotonic()
+        now = self._crew.clock()
         seated = [self._crew.members[worker] for worker in self._crew.seated()]
         self._leaving |= {m.worker: "preemption" for m in seated if m.notice}
         if self._crew.group.elastic and now >= self._drain_look_at:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import random
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -42,10 +41,11 @@ class Recoverer:
         elastic: ElasticConfig,
         limits: Limits,
         in_place: bool,
+        jitter: Callable[[], float],
     ) -> None:
         self._crew, self._standing, self._recruiter = crew, standing, recruiter
         self._membership, self._ledger = membership, ledger
-        self._elastic, self._limits, self._in_place = elastic, limits, in_place
+        self._elastic, self._limits, self._in_place, self._jitter = elastic, limits, in_place, jitter
 
     def recover(
         self, seen: Observation, *, since: float, max_losses: int, mark: int, world: int | None = None
@@ -60,7 +60,7 @@ class Recoverer:
             self._bury(case)
             survivors = self._survivors()
             now = self._situation(case, survivors, max_losses)
-            pause = backoff(case.attempts, self._elastic.backoff_s, self._elastic.backoff_max_s, random.random())
+            pause = backoff(case.attempts, self._elastic.backoff_s, self._elastic.backoff_max_s, self._jitter())
             decision = decide(now, wait_s=pause)
             self._check(case, survivors)
             if isinstance(decision, GiveUp):
@@ -123,7 +123,9 @@ class Recoverer:
         """Members that can go on in place; a backend that cannot rejoin leaves only their state."""
         survivors = self._crew.seated()
         if survivors and not self._in_place:
-            self._membership.rescue(most_advanced({w: self._crew.members[w].progress for w in survivors}))
+            progress = {worker: self._crew.members[worker].progress for worker in survivors}
+            while progress and not self._membership.rescue(best := most_advanced(progress)):
+                del progress[best]  # it failed too: the state of the next one is the most advanced that is left
             for worker in survivors:
                 self._crew.dismiss(worker)
             self._replace(len(survivors))
@@ -159,6 +161,9 @@ class Recoverer:
     def _revive(self, newcomers: list[str]) -> Snapshot:
         """Nobody is left: fresh processes take the newest snapshot, or the first one's own beginning."""
         snapshot = self._crew.snapshots.latest() or Snapshot()
+        holders = {w: m.progress for w in newcomers if (m := self._crew.members[w]).holds_state}
+        if holders and holders[most_advanced(holders)].order >= snapshot.progress.order:
+            return Snapshot(progress=holders[most_advanced(holders)], call=self._crew.current_call)
         if not snapshot.data:
             self._crew.members[newcomers[0]].holds_state = self._in_place
             return snapshot
@@ -169,7 +174,7 @@ class Recoverer:
 
     def _wait(self, seconds: float, now: Situation) -> None:
         """Waits for machines, or for recruits that are on their way; ends early when either comes."""
-        deadline = time.monotonic() + seconds
+        deadline = self._crew.clock() + seconds
         if now.starting == 0:
             logger.warning(
                 "not enough workers to go on (%d stand, %d needed): waiting %.1f s for %s, attempt %d of %d",
@@ -183,7 +188,7 @@ class Recoverer:
         elif now.survivors == 0:
             wanting = self._crew.group.wanting(now.starting)
             logger.warning("waiting for %d fresh worker(s) to come up; they need %s", now.starting, wanting)
-        while time.monotonic() < deadline:
+        while self._crew.clock() < deadline:
             self._crew.pump(LOOK_S)
             self._recruiter.tick()
             if len(self._recruiter.ready) > now.ready or self._recruiter.starting < now.starting:

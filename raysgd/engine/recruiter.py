@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -51,14 +50,14 @@ class Recruiter:
 
     def gathered(self) -> bool:
         """Are those that are ready all that will be ready soon? One rejoin for several is better than several."""
-        waited = time.monotonic() - self._ready_at
+        waited = self._crew.clock() - self._ready_at
         enough = GATHER_S if self._in_place else GATHER_ALL_S
         return bool(self.ready) and (self.starting == 0 or waited > enough)
 
     def look(self, missing: int) -> None:
         """Starts what is missing and fits, now and then; moves the ones on their way along."""
         self.tick()
-        now = time.monotonic()
+        now = self._crew.clock()
         wanted = missing - self.starting - len(self.ready)
         if wanted <= 0 or now < self._look_at:
             return
@@ -67,11 +66,15 @@ class Recruiter:
         if room > 0:
             self.launch(min(wanted, room))
 
+    def look_at_once(self) -> None:
+        """Forget the pause after a failed start: the user asks for workers now."""
+        self._pause_s, self._look_at = LOOK_EVERY_S, 0.0
+
     def launch(self, count: int) -> None:
         for worker in self._crew.launch(count):
-            self._launched[worker] = time.monotonic()
+            self._launched[worker] = self._crew.clock()
         if not self._in_place:
-            self._ready_at = time.monotonic()
+            self._ready_at = self._crew.clock()
         self.failure = None
 
     def tick(self) -> None:
@@ -87,7 +90,7 @@ class Recruiter:
                     self._warming[worker] = self._crew.submit(worker, "warm", self._warm())
                 else:
                     self._got_ready(worker)
-            elif time.monotonic() - since > self._patience_s:
+            elif self._crew.clock() - since > self._patience_s:
                 self._drop(worker, f"its process did not come up within {self._patience_s:.0f} s")
             elif worker in self._launched and self._late(since):
                 self._doubted[worker] = self._launched.pop(worker)
@@ -101,7 +104,7 @@ class Recruiter:
                 story = outcome.traceback if isinstance(outcome, Failed) else str(outcome)
                 self.failure = outcome if isinstance(outcome, Failed) else None
                 self._drop(worker, f"its set-up failed: {story}")
-            elif time.monotonic() - self._crew.members[worker].moved_at > self._setup_s:
+            elif self._crew.clock() - self._crew.members[worker].moved_at > self._setup_s:
                 self._drop(worker, f"its set-up did not end within {self._setup_s:.0f} s")
             else:
                 self._crew.end_if_silent(worker, "warm")
@@ -109,7 +112,7 @@ class Recruiter:
     def _late(self, since: float) -> bool:
         """Ray can forget an actor that was being started on a node when that died. For one that is late although there
         is room for another, another is tried; who comes first is taken. Later each time: it could just be a slow machine."""
-        late = time.monotonic() - since > self._late_s and self._crew.group.room() > 0
+        late = self._crew.clock() - since > self._late_s and self._crew.group.room() > 0
         if late:
             self._late_s = min(self._late_s * 2, self._patience_s)
         return late
@@ -135,7 +138,7 @@ class Recruiter:
 
     def _got_ready(self, worker: str) -> None:
         self.ready.append(worker)
-        self._ready_at = time.monotonic()
+        self._ready_at = self._crew.clock()
         self._pause_s, self._late_s = LOOK_EVERY_S, LATE_S
 
     def dismiss_all(self) -> None:
@@ -149,6 +152,7 @@ class Recruiter:
         if worker in self.ready:
             self.ready.remove(worker)
         self._crew.dismiss(worker)
-        self._pause_s = min(self._pause_s * 2, 30.0)
-        self._look_at = time.monotonic() + self._pause_s
+        if self._crew.clock() >= self._look_at:  # several that fail together, with their node perhaps, count once
+            self._pause_s = min(self._pause_s * 2, 30.0)
+            self._look_at = self._crew.clock() + self._pause_s
         logger.warning("a replacement was given up (%s); the next one in %.1f s", why, self._pause_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,13 +64,13 @@ class Standing:
 
     def _arrive(self, workers: Sequence[str], lacking: int) -> bool:
         """Waits for launched processes to come up; says what for; gives up after the stated limit."""
-        started = time.monotonic()
+        started = self._crew.clock()
         said = False
         while missing := [w for w in workers if not self._crew.members[w].arrived]:
             self._crew.pump(0.2)
             if any(self._crew.members[w].gone is not None for w in workers):
                 return False
-            waited = time.monotonic() - started
+            waited = self._crew.clock() - started
             if waited > self._limits.start_s:
                 for worker in workers:
                     self._crew.dismiss(worker)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -70,20 +69,20 @@ class Watch:
         stopped = [o for o in self.outcomes.values() if isinstance(o, Interrupted) and o.asked]
         if self._hurry_s is None or not stopped or self._hurried:
             return
-        self._stopped_at = self._stopped_at or time.monotonic()
-        if self._running() and time.monotonic() - self._stopped_at > self._hurry_s:
+        self._stopped_at = self._stopped_at or self._crew.clock()
+        if self._running() and self._crew.clock() - self._stopped_at > self._hurry_s:
             self._hurried = True
             self._on_trouble()
 
     def _user_error_waited(self) -> bool:
         """A user's error does not wait for peers that are busy outside any collective."""
         failed = any(isinstance(outcome, Failed) for outcome in self.outcomes.values())
-        return failed and self.troubled_at is not None and time.monotonic() - self.troubled_at > USER_ERROR_S
+        return failed and self.troubled_at is not None and self._crew.clock() - self.troubled_at > USER_ERROR_S
 
     def settle(self, limit_s: float) -> list[str]:
         """After an interruption: waits a little for those still running; who they are if they do not come."""
-        deadline = time.monotonic() + limit_s
-        while self._running() and time.monotonic() < deadline:
+        deadline = self._crew.clock() + limit_s
+        while self._running() and self._crew.clock() < deadline:
             self._crew.pump(TICK_S)
             self._collect()
         return self._running()
@@ -101,5 +100,5 @@ class Watch:
             self.outcomes[worker] = outcome
             fell = isinstance(outcome, (Lost, Failed)) or (isinstance(outcome, Interrupted) and not outcome.asked)
             if fell and self.troubled_at is None:
-                self.troubled_at = time.monotonic()
+                self.troubled_at = self._crew.clock()
                 self._on_trouble()

@@ -15,7 +15,7 @@ class Desk:
     """Stands for the crew: two ranks, what they were told, and what they say."""
 
     def __init__(self, *steps: int) -> None:
-        self.rounds = itertools.count(1)
+        self.clock, self.rounds = time.monotonic, itertools.count(1)
         self.members = {str(rank): SimpleNamespace(progress=Progress(step=step)) for rank, step in enumerate(steps)}
         self.answers: list[Heard] = []
         self.told: list[dict[str, Any]] = []

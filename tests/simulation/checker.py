@@ -1,0 +1,116 @@
+"""What must hold at every moment of a simulated run, whatever fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.simulation.network import ProcessGroup
+from tests.simulation.replica import Step
+
+__all__ = ["Checker", "Violation"]
+
+
+class Violation(BaseException):
+    """The engine broke one of its promises. Not an Exception, which a worker would report as the user's own."""
+
+
+class Checker:
+    """Sees everything, also what the driver cannot see: each applied step, each generation, each state that is taken over.
+
+    truth       the steps that the weights which go on have seen
+    newest      the generation of the last group that has formed
+    discarded   the most steps of a healthy worker that the driver has dismissed since the last group began to train
+    snapshot    the steps of the newest snapshot that has reached the driver
+    """
+
+    def __init__(self, plan: Any) -> None:
+        self._plan = plan
+        self.truth: list[Step] = []
+        self.newest = 0
+        self.loads = 0
+        self.applied_steps = 0
+        self._began: dict[int, int] = {}
+        self._discarded: list[tuple[str, int]] = []
+        self._members: Sequence[Any] = ()
+        self.redone = 0
+
+    def formed(self, worker: Any, group: ProcessGroup) -> None:
+        if group.generation < self.newest:
+            raise Violation(f"{worker.name} joined generation {group.generation}, but {self.newest} was formed already")
+        self.newest, self._members = group.generation, group.members
+
+    def applied(self, worker: Any, group: ProcessGroup, steps: Sequence[Step], everybody: Sequence[Any]) -> None:
+        """`worker` has applied a step: the last of `steps`. `everybody` is what each rank brought into its all-reduce."""
+        if worker.given_up:
+            return  # it was stopped between the all-reduce and its step: the others went on without it
+        self._check_step(worker, everybody, steps[-1])
+        _check_order(steps, self._plan.samples)
+        if group.generation < self.newest:
+            raise Violation(f"{worker.name} trained in generation {group.generation}, but {self.newest} has formed")
+        if group.generation not in self._began:
+            self._begin(group, len(steps) - 1)
+        number = len(steps)
+        if number == len(self.truth) + 1 and list(steps[:-1]) == self.truth:
+            self.truth.append(steps[-1])
+            self.applied_steps += 1
+        elif list(steps) != self.truth[:number]:
+            raise Violation(
+                f"{worker.name} applied step {number} as {steps[-1]}, and others applied {self.truth[number - 1 :]}"
+            )
+
+    def _begin(self, group: ProcessGroup, base: int) -> None:
+        """The first step of a generation: it must go on from the most that any healthy worker had."""
+        self._began[group.generation] = base
+        for name, steps in self._discarded:
+            if steps > base:
+                raise Violation(
+                    f"{name} had applied {steps} steps and was healthy, but generation {group.generation} begins at {base}"
+                )
+        self._discarded = []
+        if base < len(self.truth):
+            holders = [m.name for m in group.members if m.replica is not None and len(m.replica.steps) > base + 1]
+            if holders:
+                raise Violation(f"generation {group.generation} begins at step {base}, but {holders} had more")
+            self.redone += len(self.truth) - base
+            del self.truth[base:]
+
+    def takes(self, worker: Any, old: Sequence[Step], old_loads: int, new: Sequence[Step], new_loads: int) -> None:
+        """`worker` replaces its state by another worker's, or by a snapshot's."""
+        if old_loads == new_loads and list(new[: len(old)]) != list(old):
+            raise Violation(
+                f"{worker.name} had applied {len(old)} steps and takes a state of {len(new)}: a committed step is lost"
+            )
+
+    def dismissed(self, worker: Any) -> None:
+        """The driver ends a worker that is alive."""
+        replica = worker.replica
+        if replica is None or worker.stopped_at is not None or worker.given_up or replica.loads != self.loads:
+            return
+        others = [each.replica.steps for each in self._members if each is not worker and each.replica is not None]
+        if all(len(steps) < len(replica.steps) for steps in others):  # otherwise the change was planned
+            self._discarded.append((worker.name, len(replica.steps)))
+
+    def loaded(self, steps: Sequence[Step], loads: int) -> None:
+        """The user has loaded a checkpoint, on all ranks."""
+        self.truth, self.loads, self._discarded = list(steps), loads, []
+
+    def _check_step(self, worker: Any, everybody: Sequence[Any], step: Step) -> None:
+        numbers = {each[:4] for each in everybody}
+        if len(numbers) != 1:
+            raise Violation(f"the ranks of one all-reduce were not at the same step: {sorted(numbers)}")
+        seen = [index for *_, share in everybody if share.fresh for index in range(share.start, share.stop)]
+        if sorted(seen) != list(range(step[1], step[2])):
+            raise Violation(f"step {step} used the samples {sorted(seen)}")
+
+
+def _check_order(steps: Sequence[Step], total: int) -> None:
+    """Each epoch from its first sample on, without a gap and without a repetition."""
+    epoch, start, _ = steps[-1]
+    if len(steps) == 1:
+        expected = start == 0
+    else:
+        before_epoch, _, before_stop = steps[-2]
+        expected = start == before_stop if epoch == before_epoch else (start == 0 and before_stop == total)
+    if not expected:
+        raise Violation(f"the samples are not each used once: {steps[-2:]}")

@@ -1,0 +1,344 @@
+"""Simulated worker processes on simulated nodes, behind the protocol that the engine calls its workers by."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from raysgd.outcomes import Outcome
+from raysgd.progress import Control
+from raysgd.workers.body import Body
+from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
+from raysgd.workers.line import Line
+from tests.simulation.network import ProcessGroup, SimBackend
+from tests.simulation.replica import SimReplica
+from tests.simulation.world import Condition, Process, Wake, World
+
+__all__ = ["CallDidNotEnd", "Node", "SimGroup", "Worker"]
+
+WAITING = ["/torch/distributed/distributed_c10d.py:1 all_reduce"]
+BUSY = ["script.py:1 train_batch"]
+
+
+class CallDidNotEnd(AssertionError):
+    """The driver still waits long after the last fault."""
+
+
+class Node:
+    """A machine: it has room for some workers, and it can be drained or vanish."""
+
+    def __init__(self, name: str, slots: int) -> None:
+        self.name, self.slots = name, slots
+        self.alive, self.draining = True, False
+        self.workers: dict[Worker, None] = {}  # ordered, as a set is not
+
+    @property
+    def free(self) -> int:
+        return max(self.slots - len(self.workers), 0) if self.alive and not self.draining else 0
+
+
+class Link:
+    """Delivers messages in order, each after a delay of its own."""
+
+    def __init__(self, world: World, slowest_s: float) -> None:
+        self._world, self._slowest_s, self._last = world, slowest_s, 0.0
+
+    def send(self, deliver: Callable[[], Any], *, at_least_s: float = 0.0) -> None:
+        delay = at_least_s + self._world.between(0.0001, self._slowest_s)
+        if self._world.random.random() < 0.01:
+            delay += self._world.between(0.0, 0.5)
+        self._last = max(self._last + 1e-6, self._world.now + delay)
+        self._world.at(self._last - self._world.now, deliver)
+
+
+class SimLine(Line):
+    """The worker's end of the control channel without its socket: what it does on a message is the library's own code."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker_process, self._worker = worker, worker.name
+        self._abort, self._open = worker.backend.abort, True
+        self.generation = self.call = -1
+        self._turning = threading.Lock()
+        self.control = Control(self._publish, clock=worker.world.clock, changed=Condition(worker))  # type: ignore[arg-type]
+
+    def receive(self, message: dict[str, Any]) -> None:
+        self._worker_process.strike("message")
+        if self._worker_process.alive:
+            self._obey(message)
+
+    def notice(self) -> None:
+        self.control.notice = True
+        self._say({"t": "notice"})
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._worker_process.say(message)
+
+    def _stack(self) -> list[str]:
+        group = self._worker_process.backend.group
+        return WAITING if group is not None and group.waits(self._worker_process) else BUSY
+
+
+class Worker(Process):
+    """One worker process: calls run one at a time on its main task, messages arrive beside them."""
+
+    def __init__(self, group: SimGroup, name: str, node: Node) -> None:
+        super().__init__(group.world)
+        self._group, self.name, self.node, self.checker = group, name, node, group.checker
+        plan = self._plan = group.plan
+        self.backend = SimBackend(
+            self.world,
+            in_place=plan.in_place,
+            join_s=plan.limits.join_s,
+            collective_s=plan.limits.collective_s,
+            member=self,
+        )
+        self.line = SimLine(self)
+        self.body = Body(self.backend, self.line.control, travels=False)
+        self.replica: SimReplica | None = None
+        self.slow = 1.0
+        self.given_up = False
+        self._calls: deque[tuple[int, int, str, dict[str, Any]]] = deque()
+        self._idle: Wake | None = None
+        self._to_driver = Link(self.world, 0.003)
+        self._replies = Link(self.world, 0.006)
+        self._from_driver = Link(self.world, 0.003)
+        self._requests = Link(self.world, 0.006)
+
+    # -- life -----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self.spawn(self._main)
+
+    def _main(self) -> None:
+        self.point("process start")
+        self._to_driver.send(partial(self._group.emit, Arrived(self.name, self.node.name, 1)))
+        while True:
+            while not self._calls:
+                self._idle = Wake(self)
+                self._idle.wait()
+            call, generation, verb, arguments = self._calls.popleft()
+            self.line.begin(call)
+            if verb in ("join", "warm"):
+                self.line.generation = generation
+            self.point(verb)
+            outcome = self.body.perform(verb, arguments)
+            self.point(f"{verb} ended")
+            self._replies.send(partial(self._group.emit, Replied(self.name, call, outcome)))
+
+    def die(self, why: str = "its process ended", *, silently: bool = False) -> None:
+        """A SIGKILL; `silently`, its machine vanished, so that nothing tells its peers."""
+        if not self.alive:
+            return
+        super().die()
+        self.world.note("%s dies (%s)", self.name, why)
+        group = self.backend.group
+        if group is not None:
+            self.world.at(self.world.between(0.0, 0.002), lambda: group.leave(self, silently=silently))
+        notice_s = self.world.between(0.5, 2.0) if silently else 0.0
+        gone = Gone(self.name, why, "network" if silently else "worker death")
+        self._to_driver.send(partial(self._group.emit, gone), at_least_s=notice_s)
+        late = Gone(self.name, "Ray says that the actor died")
+        self.world.at(self.world.between(0.05, 3.0), partial(self._group.emit, late))
+        self.world.at(self.world.between(0.0, 0.3), lambda: self.node.workers.pop(self, None))
+
+    def formed(self, group: ProcessGroup) -> None:
+        self.checker.formed(self, group)
+        self.point("formed")
+
+    def strike(self, name: str) -> None:
+        self._group.strike(self, name)
+
+    def point(self, name: str) -> None:
+        """A moment at which the schedule may strike this worker."""
+        self.strike(name)
+        if not self.alive:
+            self.world.hub.switch()  # never comes back
+        if self.stopped_at is not None:
+            self.sleep(0.0)
+
+    def compute(self) -> None:
+        self.sleep(self.world.between(0.5, 1.5) * self._plan.step_s * self.slow)
+
+    # -- messages -------------------------------------------------------------------------------------
+
+    def say(self, message: dict[str, Any]) -> None:
+        self._to_driver.send(partial(self._group.emit, Heard(self.name, message)))
+
+    def upload(self, message: dict[str, Any], body: bytes) -> None:
+        """On a connection of its own: it arrives whole, later than what was said meanwhile, or not at all."""
+        heard = Heard(self.name, {"t": "upload", **message}, body)
+        self.at(self.world.between(0.001, 0.05), partial(self._group.snapshot_arrives, heard))
+
+    def hear(self, message: dict[str, Any]) -> None:
+        self._from_driver.send(lambda: self.at(0.0, lambda: self.line.receive(message)))
+
+    def ask(self, call: int, generation: int, verb: str, arguments: dict[str, Any]) -> None:
+        def arrive() -> None:
+            self._calls.append((call, generation, verb, arguments))
+            if self._idle is not None:
+                self._idle()
+
+        self._requests.send(lambda: self.at(0.0, arrive))
+
+
+class SimGroup:
+    """The protocol of `raysgd.engine.crew.Group`."""
+
+    elastic = True
+
+    def __init__(self, world: World, plan: Any, checker: Any, strike: Callable[[Worker, str], None]) -> None:
+        self.world, self.plan, self.checker, self.strike = world, plan, checker, strike
+        self.listener: Callable[[Event], None] = lambda event: None
+        self.nodes = [Node(f"node{number}", slots) for number, slots in enumerate(plan.nodes)]
+        self.workers: dict[str, Worker] = {}
+        self._names = itertools.count(1)
+        self._numbers = itertools.count(1)
+        self._events: list[Event] = []
+        self._known: dict[str, None] = {}
+        self._gone: set[str] = set()
+        self._pending: list[str] = []
+        self.deadline = float("inf")
+
+    # -- workers --------------------------------------------------------------------------------------
+
+    def launch(self, count: int) -> list[str]:
+        names = [f"w{next(self._names)}" for _ in range(count)]
+        self._known.update(dict.fromkeys(names))
+        for name in names:
+            self._pending.append(name)
+            self.world.at(0.001, self._place)
+        self.world.note("launch %s", names)
+        return names
+
+    def _place(self) -> None:
+        """Start the processes that there is room for; the others wait, and Ray looks again."""
+        for name in list(self._pending):
+            room = [node for node in self.nodes if node.free > 0]
+            if not room:
+                self.world.at(0.2, self._place)
+                return
+            self._pending.remove(name)
+            node = max(room, key=lambda each: each.free)
+            worker = self.workers[name] = Worker(self, name, node)
+            node.workers[worker] = None
+            self.world.at(self.world.between(0.1, 0.6), worker.begin)
+
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        call = next(self._numbers)
+        self.world.note(
+            "%s <- %s %s (call %d, generation %d)", worker, verb, arguments.get("method", ""), call, generation
+        )
+        if worker in self.workers:
+            self.workers[worker].ask(call, generation, verb, arguments)
+        return call
+
+    def poll(self, timeout: float) -> list[Event]:
+        if self.world.now > self.deadline:
+            raise CallDidNotEnd(f"a call did not end within {self.deadline - 1000:g} s, long after the last fault")
+        self.world.run(timeout, lambda: bool(self._events))
+        events, self._events = self._events, []
+        return [event for event in events if self._is_news(event)]
+
+    def _is_news(self, event: Event) -> bool:
+        if event.worker not in self._known:
+            return False
+        if isinstance(event, Gone):
+            if event.worker in self._gone:
+                return False
+            self._gone.add(event.worker)
+            self._end(event.worker)
+        if not (isinstance(event, Heard) and event.message.get("t") == "progress"):
+            self.world.note("driver: %s", _Shown(event))
+        return True
+
+    def emit(self, event: Event) -> None:
+        self._events.append(event)
+
+    def snapshot_arrives(self, heard: Heard) -> None:
+        self._events.append(heard)
+
+    def tell(self, worker: str, message: dict[str, Any]) -> bool:
+        if worker not in self.workers or worker in self._gone:
+            return False
+        self.world.note("%s <- %s", worker, message)
+        self.workers[worker].hear(message)
+        return True
+
+    def silent_for(self, worker: str) -> float:
+        process = self.workers.get(worker)
+        if process is None:
+            return 0.0
+        since = process.stopped_at if process.stopped_at is not None else process.died_at
+        return 0.0 if since is None else self.world.now - since
+
+    def set_patience(self, unreachable_s: float) -> None:
+        """The simulated network notices a vanished machine by itself."""
+
+    def kill(self, worker: str) -> None:
+        self.world.note("kill %s", worker)
+        if worker in self.workers:
+            process = self.workers[worker]
+            process.given_up = True
+            self.world.at(self.world.between(0.0005, 0.01), lambda: process.die("killed by the driver"))
+
+    def dismiss(self, worker: str, *, force: bool = False) -> None:
+        self.world.note("dismiss %s", worker)
+        self._known.pop(worker, None)
+        if worker in self._pending:
+            self._pending.remove(worker)
+        self._end(worker)
+
+    def _end(self, worker: str) -> None:
+        process = self.workers.get(worker)
+        if process is not None and process.alive:
+            self.checker.dismissed(process)
+            process.given_up = True
+            self.world.at(self.world.between(0.0005, 0.05), lambda: process.die("dismissed"))
+
+    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
+        raise NotImplementedError("nothing in the simulation asks for a reference")
+
+    def pack(self, value: Any) -> Any:
+        return value
+
+    def stop(self, *, force: bool = False) -> None:
+        for worker in list(self._known):
+            self.dismiss(worker)
+
+    # -- the cluster ----------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        return max(sum(node.free for node in self.nodes) - len(self._pending), 0)
+
+    def holds_at_most(self) -> int:
+        return sum(node.slots for node in self.nodes if node.alive)
+
+    def wanting(self, count: int) -> str:
+        return f"{count} CPU ({self.room()} free)"
+
+    def draining(self) -> set[str]:
+        return {node.name for node in self.nodes if node.draining}
+
+    def lives(self, node: str) -> bool:
+        return any(each.name == node and each.alive for each in self.nodes)
+
+
+class _Shown:
+    """An event in the words of the trace; they are only made where there is one."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def __str__(self) -> str:
+        event = self._event
+        if isinstance(event, Replied):
+            outcome: Outcome = event.outcome
+            cause = getattr(outcome, "cause", "") or getattr(outcome, "error", "")
+            return f"{event.worker} replied to call {event.call}: {type(outcome).__name__} {cause!s:.60}"
+        if isinstance(event, Heard):
+            return f"{event.worker} said {event.message}"
+        return str(event)

@@ -1,0 +1,193 @@
+"""A replica whose weights are the list of the steps it has applied. Position, sampling plan and feed are the library's own."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import astuple
+from types import SimpleNamespace
+from typing import Any
+
+from raysgd.metrics import COMMITTED
+from raysgd.outcomes import Interrupted
+from raysgd.plan import Deal
+from raysgd.progress import Control, Progress
+from raysgd.rendezvous import Seat
+from raysgd.torch.cursor import Cursor
+from raysgd.torch.data import Drawn, PlannedSource
+from raysgd.torch.feed import Feed
+from tests.simulation.network import NetworkError
+
+__all__ = ["SimReplica", "Step", "UserError"]
+
+CARRIER: Any = SimpleNamespace(ahead=False, send=lambda batch: batch, arrived=lambda batch: batch)
+
+# One applied step: its epoch, and the samples of all ranks together, as a range of the epoch's order.
+Step = tuple[int, int, int]
+
+
+class UserError(Exception):
+    """Raised by the simulated user's code."""
+
+
+class SimSource(PlannedSource):
+    """A data set of `total` samples, read in order."""
+
+    def __init__(self, total: int, batch_size: int, global_batch: int | None) -> None:
+        self._total, self._batch_size, self._global = total, batch_size, global_batch
+        self.counts_samples = True
+        self.order = range(total)
+
+    def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
+        """Every epoch has the same order."""
+
+    def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
+        deal = self._deal(seat)
+        for share in deal.of(seat.world_rank, offset):
+            before, offset = offset, deal.advance(offset)
+            yield Drawn((before, offset, share), offset, share.fresh)
+
+    def _deal(self, seat: Seat) -> Deal:
+        step = self._global or self._batch_size * seat.world_size
+        return Deal(self._total, max(step, seat.world_size), seat.world_size)
+
+
+class SimReplica:
+    """The protocol of `raysgd.protocols.Replica`, in the order of effects of `TorchReplica`."""
+
+    def __init__(self, worker: Any, plan: Any, seat: Seat, control: Control) -> None:
+        self._worker, self._plan, self._seat, self._control = worker, plan, seat, control
+        self._cursor = Cursor()
+        self._feed: Feed | None = None
+        self._source = SimSource(plan.samples, plan.batch_size, plan.global_batch)
+        self._mark = 0
+        self._uploading: Any = None
+        self.steps: list[Step] = []
+
+    @property
+    def progress(self) -> Progress:
+        return self._cursor.progress(self._control.phase)
+
+    @property
+    def loads(self) -> int:
+        """How many of the user's loads the state has seen."""
+        return self._cursor.loads
+
+    def run(self, method: str, **arguments: Any) -> Any:
+        self._control.phase = method
+        try:
+            return getattr(self, f"_{method}")(**arguments)
+        finally:
+            self._control.phase = "idle"
+
+    # -- calls ----------------------------------------------------------------------------------------
+
+    def _train(self, call: int, num_steps: int | None, snapshot_first: bool = False) -> Any:
+        cursor = self._cursor
+        if not cursor.open_call(call):
+            return self.partial()
+        if snapshot_first:
+            self._snapshot()
+        self._feed = feed = Feed(
+            self._source,
+            cursor,
+            self._seat,
+            self._control,
+            limit=num_steps,
+            shared=True,
+            carrier=CARRIER,
+            on_commit=self._on_commit,
+        )
+        try:
+            for batch in feed:
+                self._train_batch(feed, *batch)
+        except BaseException:
+            feed.cut_short()
+            raise
+        feed.leave()
+        if feed.stopped:
+            asked = not self._control.interrupted
+            return Interrupted(self.partial(), "stopped at a batch boundary", self.progress, asked=asked)
+        self._feed = None
+        cursor.call_done = True
+        self._snapshot()
+        return self.partial()
+
+    def _train_batch(self, feed: Feed, before: int, after: int, share: Any) -> None:
+        worker = self._worker
+        worker.compute()
+        worker.point("forward")
+        given = (len(self.steps), self._cursor.epoch, before, after, share)
+        group = worker.backend.group
+        if group is None:
+            raise NetworkError("the process group was aborted")
+        everybody = group.collective(worker, given, worker.backend.collective_s)
+        worker.point("reduced")
+        self.steps.append((self._cursor.epoch, before, after))
+        self._cursor.applied += 1
+        feed.stepped()
+        worker.checker.applied(worker, group, self.steps, everybody)
+        worker.point("applied")
+
+    def _validate(self, call: int) -> Any:
+        for _ in range(3):
+            if self._control.interrupted:
+                return Interrupted(None, "a peer failed", self.progress)
+            self._worker.compute()
+            self._worker.point("validate")
+        return {"rank": self._seat.world_rank, "steps": len(self.steps)}
+
+    def _checkpoint(self) -> Any:
+        self._worker.compute()
+        return self._state() if self._seat.world_rank == 0 else None
+
+    def _restore(self, data: bytes, loads: int) -> None:
+        self._worker.compute()
+        self.load(data, by_user=True)
+        self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads
+        self._snapshot()
+
+    def _apply(self) -> int:
+        self._worker.compute()
+        return self._seat.world_rank
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    def seated(self, seat: Seat) -> None:
+        self._seat = seat
+        if self._feed is not None:
+            self._feed.cut_short()
+            self._feed = None
+
+    def partial(self) -> dict[str, Any]:
+        return {"epoch": self._cursor.epoch, COMMITTED: self._cursor.call_units}
+
+    def state(self) -> memoryview:
+        return memoryview(self._state())
+
+    def _state(self) -> bytes:
+        return pickle.dumps((self._cursor.as_dict(), self.steps))
+
+    def load(self, data: Any, *, by_user: bool = False) -> None:
+        cursor, steps = pickle.loads(data)
+        if not by_user:
+            self._worker.checker.takes(self._worker, self.steps, self._cursor.loads, steps, cursor["loads"])
+        self._cursor.adopt(cursor)
+        self.steps = steps
+        self._feed = None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _on_commit(self, last: bool = False) -> None:
+        if last or self._control.due():
+            self._control.report(self._cursor.progress("train"), self.partial())
+        every = self._plan.snapshot_every
+        if not last and isinstance(every, int) and self._cursor.step // every > self._mark:
+            self._snapshot()
+            self._mark = self._cursor.step // every
+
+    def _snapshot(self) -> None:
+        if self._seat.world_rank == 0 and self._plan.snapshot_every is not None:
+            message = {"progress": astuple(self.progress), "call": self._cursor.call, "partial": self.partial()}
+            self._worker.upload(message, self._state())

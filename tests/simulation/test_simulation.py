@@ -1,0 +1,78 @@
+"""The engine in virtual time, under thousands of schedules of faults; and that the checks would notice a broken engine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysgd.engine.crew import Member
+from raysgd.engine.forming import Former
+from raysgd.engine.membership import Membership
+from raysgd.plan import Deal
+from raysgd.torch.feed import Feed
+from tests.simulation.seeds import Summary, simulate
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_two_thousand_schedules_of_faults_break_no_promise() -> None:
+    seeds = os.environ.get("SEEDS", "2000")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.simulation", "--seeds", seeds],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"{seeds} seeds" in run.stdout
+
+
+def test_a_seed_gives_the_same_run_every_time(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = []
+    for _ in range(2):
+        simulate(0, 20, tracing=True)
+        runs.append(capsys.readouterr().out)
+    assert runs[0] == runs[1] and "FAULT" in runs[0]
+
+
+# What each of these breaks must be noticed within a few hundred seeds.
+
+
+def _skip_agreement(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Former, "_agree_on_state", lambda self, workers: True)
+
+
+def _forget_what_was_applied(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Feed, "cut_short", lambda self: None)
+
+
+def _use_samples_twice(patch: pytest.MonkeyPatch) -> None:
+    original = Deal.of
+    patch.setattr(Deal, "of", lambda self, rank, offset: original(self, 0, offset))
+
+
+def _rescue_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Membership, "rescue", lambda self, worker: True)
+
+
+def _forget_who_holds_the_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Member, "holds_state", property(lambda self: False, lambda self, value: None), raising=False)
+
+
+@pytest.mark.parametrize(
+    "breakage",
+    [_skip_agreement, _forget_what_was_applied, _use_samples_twice, _rescue_nothing, _forget_who_holds_the_state],
+)
+def test_a_broken_engine_is_noticed(breakage: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    breakage(monkeypatch)  # type: ignore[operator]
+    total = Summary()
+    for first in range(0, 600, 20):
+        total.add(simulate(first, 20))
+        if total.failed:
+            return
+    pytest.fail(f"no violation in {total.seeds} seeds")

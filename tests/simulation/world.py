@@ -1,0 +1,142 @@
+"""Virtual time, and simulated processes that can be killed, stopped and resumed at any moment.
+
+Everything runs in one thread. The driver's code runs in the main greenlet and passes time by waiting for events; each task of a
+simulated process is a greenlet of its own. One seeded random generator decides every delay and every order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any
+
+from greenlet import getcurrent, greenlet
+
+__all__ = ["Condition", "Process", "Wake", "World"]
+
+
+class World:
+    """Owns the virtual time and what is to happen in it."""
+
+    def __init__(self, seed: int, *, tracing: bool = False) -> None:
+        self._tracing = tracing
+        self.random = random.Random(seed)
+        self.now = 1000.0
+        self.hub = getcurrent()
+        self.trace: list[str] = []
+        self._queue: list[tuple[float, float, int, Callable[[], Any]]] = []
+        self._count = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def between(self, low: float, high: float) -> float:
+        return self.random.uniform(low, high)
+
+    def note(self, text: str, *values: Any) -> None:
+        """Add a line to the trace, where one is kept: `text` with its values, as in logging."""
+        if self._tracing:
+            self.trace.append(f"{self.now - 1000:9.4f}  {text % values}")
+
+    def at(self, delay: float, do: Callable[[], Any]) -> None:
+        """Run `do` after so many virtual seconds. What falls on the same moment runs in random order."""
+        self._count += 1
+        heapq.heappush(self._queue, (self.now + delay, self.random.random(), self._count, do))
+
+    def run(self, seconds: float, enough: Callable[[], bool]) -> None:
+        """Let time pass, until `enough` or for so many seconds."""
+        deadline = self.now + seconds
+        while not enough():
+            if not self._queue or self._queue[0][0] > deadline:
+                self.now = max(self.now, deadline)
+                return
+            when, _, _, do = heapq.heappop(self._queue)
+            self.now = max(self.now, when)
+            do()
+
+
+class Process:
+    """Runs nothing while it is stopped, and nothing at all once it has died."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.alive = True
+        self.stopped_at: float | None = None
+        self.died_at: float | None = None
+        self._held: list[Callable[[], Any]] = []
+
+    def at(self, delay: float, do: Callable[[], Any]) -> None:
+        self.world.at(delay, lambda: self._run(do))
+
+    def stop(self) -> None:
+        if self.stopped_at is None:
+            self.stopped_at = self.world.now
+
+    def resume(self) -> None:
+        self.stopped_at = None
+        held, self._held = self._held, []
+        for position, do in enumerate(held):
+            self.at(position * 1e-6, do)
+
+    def die(self) -> None:
+        self.alive, self.died_at = False, self.world.now
+        self._held = []
+
+    def spawn(self, run: Callable[[], Any]) -> None:
+        task = greenlet(run, parent=self.world.hub)
+        self.at(0.0, task.switch)
+
+    def sleep(self, seconds: float) -> None:
+        wake = Wake(self)
+        self.at(seconds, wake)
+        wake.wait()
+
+    def _run(self, do: Callable[[], Any]) -> None:
+        if not self.alive:
+            return
+        if self.stopped_at is not None:
+            self._held.append(do)
+        else:
+            do()
+
+
+class Wake:
+    """One wait of the task that makes it. The first call ends the wait, with the value it is given; later ones do nothing."""
+
+    def __init__(self, process: Process) -> None:
+        self._process, self._task = process, getcurrent()
+        self.used = False
+
+    def __call__(self, value: Any = None) -> None:
+        if not self.used:
+            self.used = True
+            self._process.at(0.0, lambda: self._task.switch(value))
+
+    def wait(self) -> Any:
+        return self._process.world.hub.switch()
+
+
+class Condition:
+    """What `threading.Condition` is to threads, for the tasks of a simulated process."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._waiting: list[Wake] = []
+
+    def __enter__(self) -> Condition:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Only one task runs at a time, so nothing needs to be unlocked."""
+
+    def wait(self, timeout: float) -> None:
+        wake = Wake(self._process)
+        self._waiting.append(wake)
+        self._process.at(timeout, wake)
+        wake.wait()
+        self._waiting.remove(wake)
+
+    def notify_all(self) -> None:
+        for wake in self._waiting:
+            wake()
