@@ -1,14 +1,29 @@
-"""Files that are on the disk, and not only in the system's memory, when they are said to be."""
+"""Files that are on the disk, and not only in the system's memory, when they are said to be; and drafts that a killed
+process left behind."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import logging
 import os
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-__all__ = ["DurableFile"]
+try:
+    import fcntl
+except ImportError:  # not on Windows, where drafts of killed processes stay
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["DurableFile", "host_mark", "open_locked", "remove_abandoned"]
+
+logger = logging.getLogger("raysgd")
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+ABANDONED_S = 3600.0
 
 PIECE = 32 << 20
 _to_disk = getattr(os, "fdatasync", os.fsync)
@@ -73,3 +88,53 @@ class DurableFile(io.FileIO):
         going, self._going = self._going, None
         if going is not None:
             going.result()
+
+
+def host_mark() -> str:
+    """Return a short name of this running system, the same in all its containers. Empty where it is not known."""
+    try:
+        return hashlib.sha256(BOOT_ID.read_bytes()).hexdigest()[:8]
+    except OSError:
+        return ""
+
+
+def open_locked(path: Any, flags: int, mode: int) -> int:
+    """Create a draft and lock it for as long as it is open. Return its descriptor."""
+    while True:
+        descriptor = os.open(path, flags, mode)
+        try:
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:  # then no other process can lock it either, and none will remove it
+            logger.debug("%s cannot be locked: %s", path, error)
+            return descriptor
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor
+        os.close(descriptor)  # another process took it for abandoned before it was locked
+
+
+def remove_abandoned(folder: Path, name: str) -> None:
+    """Delete drafts `.name.host.*.tmp` of processes that ended before they could. Such a draft was made on this running
+    system, so its lock would show here if its process were alive; and nothing was written to it for an hour."""
+    host = host_mark()
+    if fcntl is None or not host:
+        return
+    begin = f".{name}.{host}."
+    for found in os.listdir(folder):
+        if found.startswith(begin) and found.endswith(".tmp"):
+            _remove_if_abandoned(folder / found)
+
+
+def _remove_if_abandoned(draft: Path) -> None:
+    try:
+        descriptor = os.open(draft, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(descriptor).st_mtime > ABANDONED_S:
+                draft.unlink()
+                logger.info("deleted %s, which an earlier process left behind when it was killed", draft)
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # it is in use, or another user's, or was renamed this very moment
+        logger.debug("%s was left where it is: %s", draft, error)

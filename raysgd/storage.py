@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from raysgd import remote
-from raysgd.durable import DurableFile
+from raysgd.durable import DurableFile, host_mark, open_locked, remove_abandoned
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.remote import Uri
 
@@ -55,7 +55,7 @@ class Draft:
 
     def __init__(self, path: Any) -> None:
         self.path = place(path)
-        name = f".{self.path.name}.{uuid.uuid4().hex[:8]}.tmp"
+        name = f".{self.path.name}.{host_mark()}.{uuid.uuid4().hex[:8]}.tmp"
         if isinstance(self.path, Uri):
             self.path.is_file()  # a store that cannot be reached is an error now, not after the work
             self.temporary = Path(tempfile.gettempdir()) / name
@@ -67,8 +67,9 @@ class Draft:
             self.temporary = self.path.parent / name
         private = isinstance(self.path, Uri)  # everybody's folder is no place for a model that others can read
         self.file = DurableFile(  # keep and drop close it
-            self.temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o600 if private else 0o666)
+            self.temporary, "xb", opener=lambda path, flags: open_locked(path, flags, 0o600 if private else 0o666)
         )
+        remove_abandoned(self.temporary.parent, self.path.name)
 
     def again(self) -> None:
         """What was written is void: from the start."""
@@ -77,12 +78,16 @@ class Draft:
     def keep(self) -> Place:
         """Syncs, then renames; or sends."""
         self.file.sync()
-        self.file.close()
-        if isinstance(self.path, Uri):
-            remote.upload(self.path, self.temporary)
-            self.temporary.unlink()
-        else:
-            os.replace(self.temporary, self.path)
+        lock = os.dup(self.file.fileno())  # it is held until the draft has its name, or nobody needs it any more
+        try:
+            self.file.close()
+            if isinstance(self.path, Uri):
+                remote.upload(self.path, self.temporary)
+                self.temporary.unlink()
+            else:
+                os.replace(self.temporary, self.path)
+        finally:
+            os.close(lock)
         return self.path
 
     def drop(self) -> None:

@@ -3,6 +3,10 @@
 import importlib.util
 import logging
 import os
+import secrets
+import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +17,18 @@ from tests.background import Background, Lane, turn
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# All clusters of a test run keep their files here, and the address file through which `ray.init()` finds a running cluster
+# is here too (in every Ray from 2.9 on). A developer's own cluster has these elsewhere, so neither can find the other.
+# Directly in /tmp, because the paths of Ray's sockets must stay under about 100 bytes.
+RAY_FOLDER = tempfile.mkdtemp(prefix="raysgd-", dir="/tmp" if os.path.isdir("/tmp") else None)
+
 # Before anything imports ray: its workers inherit this. They do not make way for scripts behind the tests, as Ray would
 # have it (see background.py). Two threads' worth of maths per worker would only make a small machine slower, and a test
-# must never end up on somebody's real cluster.
+# must never end up on somebody's real cluster. Newer Rays write a token into the home folder unless they are given one.
 os.environ.update(
     RAY_ADDRESS="local",
+    RAY_TMPDIR=RAY_FOLDER,
+    RAY_AUTH_TOKEN=secrets.token_hex(32),
     OMP_NUM_THREADS="1",
     PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     RAY_worker_niceness="0",
@@ -71,6 +82,17 @@ def s3() -> Iterator[str]:
         s3fs.S3FileSystem().mkdir("raysgd-tests")
         yield "s3://raysgd-tests"
     server.stop()
+
+
+def pytest_unconfigure() -> None:
+    """Remove what the run's clusters left, after all of them have been shut down. A process of theirs may still be writing its
+    last log line, so one removal may not be enough."""
+    for _ in range(20):
+        shutil.rmtree(RAY_FOLDER, ignore_errors=True)
+        if not os.path.exists(RAY_FOLDER):
+            return
+        time.sleep(0.25)
+    shutil.rmtree(RAY_FOLDER)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

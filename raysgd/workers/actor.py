@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing.util
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -34,6 +36,9 @@ class WorkerActor:
         self._line.control.deliver = self._line.deliver
         signal.signal(signal.SIGTERM, self._on_sigterm)
         os.register_at_fork(after_in_child=_die_with_parent)
+        # Data-loader processes that are forked inherit this process's temporary folder instead of each making its own.
+        os.register_at_fork(before=multiprocessing.util.get_temp_dir)
+        self._line.on_end = _remove_temporary_folder
 
     def perform(self, call: int, generation: int, verb: str, arguments: dict[str, Any]) -> Outcome:
         import ray
@@ -58,6 +63,14 @@ class WorkerActor:
         if self._line.control.notice:
             os._exit(128 + signum)
         self._line.notice()
+
+
+def _remove_temporary_folder() -> None:
+    """Remove the folder in which `multiprocessing` keeps its sockets. Python does so only in a process that ends by itself,
+    and this one is about to be killed, its data-loader processes with it."""
+    folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _die_with_parent() -> None:

@@ -44,6 +44,7 @@ class Line:
         self._socket.settimeout(HEARTBEAT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.control = Control(self._publish)
+        self.on_end: Callable[[], None] = lambda: None
         self.generation = -1
         self.call = -1
         self._turning = threading.Lock()
@@ -127,6 +128,7 @@ class Line:
             self._kill(message["pid"])
         elif kind == "bye":
             self._open = False
+            self.on_end()
 
     def _stack(self) -> list[str]:
         """The training thread's frames, innermost first."""
@@ -146,6 +148,7 @@ class Line:
 
     def _driver_gone(self) -> None:
         if self._open:
+            self.on_end()
             os._exit(DRIVER_GONE)  # nobody is left to answer to, and the main thread may be stuck in a collective
 
 

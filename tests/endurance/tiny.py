@@ -1,0 +1,23 @@
+"""A test session in miniature, which test_leaves_nothing.py runs as a developer would: one cluster of each kind that tests start."""
+
+import os
+
+import ray
+from ray.cluster_utils import Cluster
+
+
+def test_the_shared_cluster(ray_cluster: None) -> None:
+    _say("SHARED", ray.get_runtime_context().gcs_address)
+    assert ray.get(ray.remote(lambda: os.getpid()).remote()) != os.getpid()
+
+
+def test_a_cluster_of_several_nodes() -> None:
+    """Ray writes this cluster's address to a file, and only a clean shutdown of the cluster removes it. Skip that."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    _say("NODES", cluster.address)
+    cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+
+def _say(word: str, value: str) -> None:
+    with open(os.environ["RAYSGD_TINY_NOTES"], "a", encoding="utf-8") as notes:
+        notes.write(f"{word} {value} {os.environ.get('RAY_TMPDIR', '/tmp')}\n")

@@ -1,0 +1,133 @@
+"""What TorchTrainer does and TFTrainer should do alike. Each part that it does not yet do is a test that must fail until it does."""
+
+import functools
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from raysgd.callbacks import Callback, Underway  # noqa: E402
+from raysgd.errors import ConfigError  # noqa: E402
+from raysgd.tf import TFTrainer  # noqa: E402
+from tests.background import Background  # noqa: E402
+from tests.tf.small import Small  # noqa: E402
+
+NOT_RAISED = pytest.fail.Exception
+SCRIPT = Path(__file__).with_name("like_torch.py")
+
+
+class Empty(Small):
+    """The data sets named in the config have no batch."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        parts = self._parts
+        data = {"train_dataset": parts.train_dataset, "validation_dataset": parts.validation_dataset}
+        self.register_data(**{name: each.take(0) if name in config["empty"] else each for name, each in data.items()})
+
+
+@pytest.mark.xfail(strict=True, raises=NOT_RAISED, reason="TFTrainer trains zero batches on an empty data set silently")
+def test_an_epoch_without_a_batch_is_an_error() -> None:
+    with (
+        TFTrainer(training_operator_cls=Empty, config={"empty": ["train_dataset"]}) as trainer,
+        pytest.raises(ConfigError, match="train_dataset gave no batch"),
+    ):
+        trainer.train()
+
+
+@pytest.mark.xfail(strict=True, raises=NOT_RAISED, reason="TFTrainer validates on an empty data set silently")
+def test_a_validation_without_a_batch_is_an_error() -> None:
+    with (
+        TFTrainer(training_operator_cls=Empty, config={"empty": ["validation_dataset"]}) as trainer,
+        pytest.raises(ConfigError, match="validation_dataset gave no batch"),
+    ):
+        trainer.validate()
+
+
+class ShortLoop(Small):
+    """A training loop that takes only what it uses."""
+
+    def train_epoch(self, iterator: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {"batches": sum(1 for _ in iterator)}
+
+
+class ShortValidation(Small):
+    """A validation that takes only what it uses."""
+
+    def validate(self, val_iterator: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {"batches": sum(1 for _ in val_iterator)}
+
+
+UNASKED = "TFTrainer passes arguments that the override does not take"
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason=UNASKED)
+def test_a_training_loop_gets_the_arguments_that_it_takes() -> None:
+    with TFTrainer(training_operator_cls=ShortLoop) as trainer:
+        assert trainer.train()["batches"] == 11
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason=UNASKED)
+def test_a_validation_gets_the_arguments_that_it_takes() -> None:
+    with TFTrainer(training_operator_cls=ShortValidation) as trainer:
+        assert trainer.validate()["batches"] == 11
+
+
+class LastProgress(Callback):
+    """Keeps the last progress of the training calls."""
+
+    def on_progress(self, now: Underway) -> None:
+        self.progress = now.progress
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="TFTrainer does not publish the last progress of a call")
+def test_the_last_progress_of_a_call_is_its_end() -> None:
+    heard = LastProgress()
+    with TFTrainer(training_operator_cls=Small, callbacks=[heard]) as trainer:
+        trainer.train()
+    assert (heard.progress.batches, heard.progress.finished) == (11, True)
+
+
+_ONE_RUN = threading.Lock()
+
+
+def run(background: Background) -> dict[str, Any]:
+    """Run the script once for all tests that look at it."""
+    with _ONE_RUN:
+        return _facts(background)
+
+
+@functools.cache
+def _facts(background: Background) -> dict[str, Any]:
+    done = background.run(str(SCRIPT), connected=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
+    if not lines:
+        raise RuntimeError(f"{SCRIPT.name} failed:\n{done.stdout}\n{done.stderr}")
+    facts: dict[str, Any] = json.loads(lines[0].removeprefix("FACTS "))
+    return facts
+
+
+@pytest.mark.script(run=run)
+@pytest.mark.elastic
+@pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="TFTrainer repeats an interrupted validation from the first batch"
+)
+def test_an_interrupted_validation_is_repeated_from_where_it_began(outcome: Callable[[], dict[str, Any]]) -> None:
+    """`validate(num_steps=2)` twice: the second call validates on the batches after the first one's, also after a failure."""
+    assert outcome()["validated"] == [9.5, 29.5]
+
+
+@pytest.mark.script(run=run)
+@pytest.mark.elastic
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="TFTrainer keeps no snapshot of a state that was loaded")
+def test_a_loaded_state_survives_the_loss_of_all_workers(outcome: Callable[[], dict[str, Any]]) -> None:
+    saved, trained, after = outcome()["kernels"]
+    assert trained != saved
+    assert after == saved
