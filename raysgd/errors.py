@@ -15,6 +15,8 @@ remote traceback as a note and as its cause (`RemoteTraceback`).
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -25,6 +27,9 @@ __all__ = [
     "ResourceError",
     "TrainingFailedError",
     "WorkerStartError",
+    "described",
+    "shown",
+    "text_of",
 ]
 
 
@@ -58,6 +63,28 @@ class HangError(TrainingFailedError):
 
 class WorkerStartError(RaysgdError, RuntimeError):
     """A worker process died or stalled before it was ready."""
+
+
+def shown(value: Any, most: int = 200) -> str:
+    """Return the value's `repr`, shortened, for a message; it never raises, whatever the value's own `__repr__` does."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def text_of(value: Any) -> str:
+    """Return `str(value)`; it never raises, whatever the value's own `__str__` does."""
+    try:
+        return str(value)
+    except Exception as error:
+        return f"<{type(value).__name__} whose str raises {type(error).__name__}>"
+
+
+def described(error: BaseException) -> str:
+    """Return an exception's type and text, for a message."""
+    return f"{type(error).__name__}: {text_of(error)}"
 
 
 class RemoteTraceback(Exception):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raysgd import storage
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointError, shown
 from raysgd.train import unpickling
 from raysgd.train.session import own_address
 
@@ -212,7 +212,7 @@ def _keyed(value: Any) -> Any:
 def as_json(value: Any) -> Any:
     """What JSON cannot say: a number out of what holds one, else what it looks like."""
     found = plain(value)
-    return repr(value) if found is value else found
+    return shown(value) if found is value else found
 
 
 def plain(value: Any) -> Any:
@@ -221,5 +221,5 @@ def plain(value: Any) -> Any:
         return value
     try:
         return value.item()
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # whatever these say of more than one number
+    except Exception:  # whatever these say of more than one number
         return value

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, described
+from raysgd.metrics import check_metrics
 from raysgd.progress import Control
 from raysgd.rendezvous import Seat
 from raysgd.train.checkpoint import Checkpoint, is_directory
@@ -78,6 +79,7 @@ class Session:
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
         """One round of results, maybe with a checkpoint. Returns when the driver has it."""
+        check_metrics(metrics, of="train.report() was given what cannot be reported")
         self._reports += 1
         row = {**self._autofilled(), **self._encode(dict(metrics))}
         payload = self._packed(checkpoint) if checkpoint is not None else None
@@ -96,7 +98,7 @@ class Session:
 
     def _send(self, kind: str, metrics: dict[str, Any], payload: bytes | None) -> None:
         self._check_stop()
-        head = self.dumps(metrics)
+        head = self._pickled(metrics)
         message = {"kind": kind, "run": self.attempt.run, "attempt": self.attempt.number, "rank": self.seat.world_rank}
         message |= {"metrics": len(head), "checkpoint": payload is not None}
         self._control.deliver(message, head if payload is None else b"".join((head, payload)))
@@ -104,6 +106,23 @@ class Session:
             self._payload, self._unpacked = payload, None
             self.passed()
         self._check_stop()
+
+    def _pickled(self, metrics: dict[str, Any]) -> bytes:
+        try:
+            return self.dumps(metrics)
+        except Exception as error:
+            names = [name for name, value in metrics.items() if not self._can_be_pickled(value)]
+            raise TypeError(
+                f"train.report() was given what cannot be sent to the driver: {', '.join(names) or 'the metrics'} "
+                f"({described(error)}). Report numbers, strings, arrays, or lists and dictionaries of them"
+            ) from error
+
+    def _can_be_pickled(self, value: Any) -> bool:
+        try:
+            self.dumps(value)
+        except Exception:
+            return False
+        return True
 
     def _check_stop(self) -> None:
         if self._control.interrupted:
