@@ -60,7 +60,7 @@ def check_metric(name: Any, value: Any) -> None:
         _check_nested(name, value, set(), 1)
 
 
-def is_in_range(number: Rational | int) -> bool:
+def is_in_range(number: Any) -> bool:
     """Return whether a float can hold a number of this size."""
     return bool(-LARGEST <= number <= LARGEST)  # exact: Python compares whole numbers and floats as they are
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raysgd import storage
-from raysgd.errors import CheckpointError, shown
+from raysgd.errors import CheckpointError, described, shown
 from raysgd.train import unpickling
 from raysgd.train.session import own_address
 
@@ -143,9 +143,7 @@ class Record:
         if self.rows:
             self.rows[-1]["done"] = True
         self._send()
-        self._say(
-            "finished" if error is None else "failed", "" if error is None else f"{type(error).__name__}: {error}"
-        )
+        self._say("finished" if error is None else "failed", "" if error is None else described(error))
 
     def _say(self, status: str, error: str = "") -> None:
         state = {"trainer": self.who.trainer, "status": status, "error": error}

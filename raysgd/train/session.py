@@ -6,8 +6,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,14 +176,17 @@ class Session:
 _running: list[Session] = []
 
 
-@contextmanager
-def running(session: Session) -> Iterator[None]:
-    """While a training function runs."""
-    _running.append(session)
-    try:
-        yield
-    finally:
-        _running.remove(session)
+class running:
+    """While a training function runs. Not contextlib's: that assigns to the exception that passes, and some refuse it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        _running.append(self._session)
+
+    def __exit__(self, *error: object) -> None:
+        _running.remove(self._session)
 
 
 def current(function: str) -> Session:

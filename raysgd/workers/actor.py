@@ -10,6 +10,7 @@ import threading
 from types import FrameType
 from typing import Any
 
+from raysgd.errors import described
 from raysgd.outcomes import Failed, Ok, Outcome
 from raysgd.protocols import Backend
 from raysgd.workers.body import Body
@@ -51,7 +52,11 @@ class WorkerActor:
         outcome = self._body.perform(verb, arguments)
         if isinstance(outcome, Ok):
             return outcome.value
-        raise outcome.error if isinstance(outcome, Failed) else RuntimeError(f"the call was cut short: {outcome}")
+        if not isinstance(outcome, Failed):
+            raise RuntimeError(f"the call was cut short: {outcome}")
+        if not isinstance(outcome.error, Exception):  # Ray would take KeyboardInterrupt, say, for an order of its own
+            raise RuntimeError(f"the function raised {described(outcome.error)}") from outcome.error
+        raise outcome.error
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         """A preemption notice: say so, finish the batch, let the driver move the work. The second one ends it."""
