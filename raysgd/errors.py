@@ -5,6 +5,7 @@
       NotActiveError (RuntimeError)       a call on a trainer that was shut down
       ResourceError (TimeoutError)        the cluster cannot hold what was asked for
       CheckpointError (RuntimeError)      a file or state that cannot be loaded, and why
+      TrainerBusyError (RuntimeError)     a call in one thread while a call in another one is running
       TrainingFailedError (RuntimeError)  losses went past the bound, or there is nobody left to go on
       HangError (RuntimeError)            nothing moved for longer than the limit, and nobody could be blamed
       WorkerStartError (RuntimeError)     a worker process died or stalled before it was ready
@@ -25,6 +26,7 @@ __all__ = [
     "RaysgdError",
     "RemoteTraceback",
     "ResourceError",
+    "TrainerBusyError",
     "TrainingFailedError",
     "WorkerStartError",
     "described",
@@ -51,6 +53,10 @@ class ResourceError(RaysgdError, TimeoutError):
 
 class CheckpointError(RaysgdError, RuntimeError):
     """A checkpoint is damaged, foreign or does not fit; nothing was changed."""
+
+
+class TrainerBusyError(RaysgdError, RuntimeError):
+    """A second thread called the trainer while a call was running; the message names both."""
 
 
 class TrainingFailedError(RaysgdError, RuntimeError):

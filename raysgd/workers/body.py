@@ -252,4 +252,4 @@ def _must_travel(value: Any) -> None:
             [shown(name) for name, each in value.items() if not _travels(each)] if isinstance(value, Mapping) else []
         )
         what = f"the answer cannot be sent to the driver: {', '.join(names) or shown(value)} ({described(error)})"
-        raise TypeError(f"{what}. Return plain values, tensors or arrays") from error
+        raise TypeError(f"{what}: return plain values, tensors or arrays") from error
