@@ -17,6 +17,7 @@ from raysgd.errors import (
     NotActiveError,
     RaysgdError,
     ResourceError,
+    TrainerBusyError,
     TrainingFailedError,
     WorkerStartError,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "ResourceError",
     "TFTrainer",
     "TorchTrainer",
+    "TrainerBusyError",
     "TrainingFailedError",
     "TrainingOperator",
     "WorkerStartError",

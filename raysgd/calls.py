@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from raysgd import metrics
 from raysgd.callbacks.base import TRACES, Kind, Result, Run, Underway
@@ -16,7 +17,21 @@ from raysgd.engine.crew import Member
 from raysgd.engine.engine import Engine, Job, Piece
 from raysgd.progress import Progress
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "exclusive"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Let one thread at a time be in the methods that have this decorator, of one trainer. Others get a TrainerBusyError."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._engine.claim(f"{method.__name__}()"):
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Calls:

@@ -5,6 +5,7 @@
       NotActiveError (RuntimeError)       a call on a trainer that was shut down
       ResourceError (TimeoutError)        the cluster cannot hold what was asked for
       CheckpointError (RuntimeError)      a file or state that cannot be loaded, and why
+      TrainerBusyError (RuntimeError)     a call in one thread while a call in another one is running
       TrainingFailedError (RuntimeError)  losses went past the bound, or there is nobody left to go on
       HangError (RuntimeError)            nothing moved for longer than the limit, and nobody could be blamed
       WorkerStartError (RuntimeError)     a worker process died or stalled before it was ready
@@ -15,6 +16,8 @@ remote traceback as a note and as its cause (`RemoteTraceback`).
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -23,8 +26,12 @@ __all__ = [
     "RaysgdError",
     "RemoteTraceback",
     "ResourceError",
+    "TrainerBusyError",
     "TrainingFailedError",
     "WorkerStartError",
+    "described",
+    "shown",
+    "text_of",
 ]
 
 
@@ -48,6 +55,10 @@ class CheckpointError(RaysgdError, RuntimeError):
     """A checkpoint is damaged, foreign or does not fit; nothing was changed."""
 
 
+class TrainerBusyError(RaysgdError, RuntimeError):
+    """A second thread called the trainer while a call was running; the message names both."""
+
+
 class TrainingFailedError(RaysgdError, RuntimeError):
     """More was lost than the call was allowed to lose; the message tells the story."""
 
@@ -58,6 +69,28 @@ class HangError(TrainingFailedError):
 
 class WorkerStartError(RaysgdError, RuntimeError):
     """A worker process died or stalled before it was ready."""
+
+
+def shown(value: Any, most: int = 200) -> str:
+    """Return the value's `repr`, shortened, for a message; it never raises, whatever the value's own `__repr__` does."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        return f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def text_of(value: Any) -> str:
+    """Return `str(value)`; it never raises, whatever the value's own `__str__` does."""
+    try:
+        return str(value)
+    except Exception as error:
+        return f"<{type(value).__name__} whose str raises {type(error).__name__}>"
+
+
+def described(error: BaseException) -> str:
+    """Return an exception's type and text, for a message."""
+    return f"{type(error).__name__}: {text_of(error)}"
 
 
 class RemoteTraceback(Exception):

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
+from raysgd.errors import shown
+from raysgd.metrics import check_metric, is_in_range, out_of_range
 
+# Weights beyond this are no counts of samples: a float could not tell them from their neighbours.
+_MOST_SAMPLES = 1 << 53
+_TEXT = (str, bytes)
 # One wait for the device per so many updates bounds what is kept there.
 _MAX_WAITING = 512
 
@@ -35,7 +40,7 @@ class AverageMeter:
         number = _number(val)
         if number is None:
             raise TypeError(
-                f"a meter averages numbers and one-element tensors, not {type(val).__name__} ({val!r}). "
+                f"a meter averages numbers and one-element tensors, not {type(val).__name__} ({shown(val)}). "
                 "Use AverageMeterCollection to keep other values beside numbers."
             )
         self._add(number, _weight(n))
@@ -63,7 +68,7 @@ class AverageMeter:
         if not n:
             return  # the mean over an empty batch is NaN: with no weight it must not spoil the sum
         if isinstance(number, (float, int)):
-            self._sum += number * n
+            self._sum += float(number) * n
             return
         self._waiting.append((number, n))
         if len(self._waiting) >= _MAX_WAITING:
@@ -93,13 +98,13 @@ class AverageMeterCollection:
 
     def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
         """Count one batch of `n` samples that measured `metrics`. Runs once per step, so it is kept cheap."""
-        if type(n) is not int or n < 1:
+        if type(n) is not int or not 0 < n < _MOST_SAMPLES:
             n = _weight(n)
         try:
             items = metrics.items()
         except AttributeError:
             raise TypeError(
-                f"metrics must be a dict from name to value, not {type(metrics).__name__} ({metrics!r}). "
+                f"metrics must be a dict from name to value, not {type(metrics).__name__} ({shown(metrics)}). "
                 "Return a dict from train_batch and validate_batch; it may be empty."
             ) from None
         self.batch_count += 1
@@ -126,7 +131,7 @@ class AverageMeterCollection:
                     result[f"last_{name}"] = meter.val
         for name, value in self._others.items():
             if name not in reserved:
-                result.setdefault(name, value.cpu() if hasattr(value, "detach") else value)
+                result.setdefault(name, value.cpu() if _is_tensor(value) else value)
         return result
 
     def state(self) -> dict[str, Any]:
@@ -142,42 +147,58 @@ class AverageMeterCollection:
         return {BATCH_COUNT: self.batch_count, NUM_SAMPLES: self.num_samples, "metrics": metrics}
 
     def _update_one(self, name: str, value: Any, n: float) -> None:
-        number = _number(value)
+        number = _number(value, name)
+        if name not in self._meters and name not in self._others:
+            check_metric(name, value)  # once: later batches return the same kind of thing
         if number is None:
-            self._others[name] = value.detach() if hasattr(value, "detach") else value
+            self._others[name] = value.detach() if _is_tensor(value) else value
             return
         if name not in self._meters:
             self._meters[name] = AverageMeter()
         self._meters[name]._add(number, n)
 
 
-def _number(value: Any) -> Any:
-    """A Python number; or a copy of a one-element tensor, still on its device; or None for all else."""
-    if type(value) in (float, int, bool):
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "detach") and hasattr(value, "numel")
+
+
+def _number(value: Any, name: Any = None) -> Any:
+    """Return a Python number; or a copy of a one-element tensor, still on its device; or None for all else."""
+    if type(value) in (float, bool):
         return value
-    if hasattr(value, "detach"):
+    if _is_tensor(value):
         if value.numel() != 1 or value.is_complex():
             return None
+        if getattr(value, "is_meta", False):
+            raise ValueError(f"{_named(name)} is a tensor on the device 'meta', which holds no data: return its value")
         if not value.is_cpu:
             return value.detach().clone()  # a copy: the step may write into its tensor, or into what it views
-    if hasattr(value, "item"):
-        try:
-            value = value.item()
-        except ValueError:  # an array of several elements
-            return None
-    if isinstance(value, (float, int)):
-        return value
-    if isinstance(value, (str, bytes)):
-        return None  # float("3") would work, yet text is not a measurement
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        if hasattr(value, "item"):
+            value = value.item()
+        # float("3") would work, yet text is not a measurement
+        number = value if isinstance(value, (float, int)) else None if isinstance(value, _TEXT) else float(value)
+    except OverflowError:
+        raise out_of_range(_named(name), value) from None
+    except Exception:  # an array of several elements, None, or whatever an object of the user's makes of the question
         return None
+    if isinstance(number, int) and not is_in_range(number):
+        raise out_of_range(_named(name), number)
+    return number
+
+
+def _named(name: Any) -> str:
+    return "the value" if name is None else f"the metric {shown(name)}"
 
 
 def _weight(n: Any) -> float:
-    """`n` as a Python number that can weigh a mean."""
-    number = n.item() if hasattr(n, "item") else n
-    if not isinstance(number, (float, int)) or not 0 <= number < math.inf:
-        raise ValueError(f"n is the number of samples and must be a finite number of 0 or more, not {n!r}")
-    return number
+    """Return `n` as a Python number that can weigh a mean."""
+    try:
+        number = n.item() if hasattr(n, "item") else n
+    except Exception:  # an array of several elements
+        number = None
+    if not isinstance(number, (float, int)) or not 0 <= number < math.inf or not is_in_range(int(number)):
+        raise ValueError(
+            f"num_samples, the number of samples of a batch, must be a finite number of 0 or more, got {shown(n)}"
+        )
+    return float(number) if number >= _MOST_SAMPLES else number

@@ -7,30 +7,99 @@ One worker's result of one piece of work is a dict: `num_samples`, `batch_count`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from numbers import Real
+import sys
+from collections.abc import Mapping, Sequence, Set
+from numbers import Rational, Real
 from typing import Any
 
-__all__ = ["COMMITTED", "SKIPPED", "completed", "over_pieces", "over_workers", "plain"]
+from raysgd.errors import shown
+
+__all__ = [
+    "COMMITTED",
+    "SKIPPED",
+    "check_metric",
+    "check_metrics",
+    "completed",
+    "is_in_range",
+    "over_pieces",
+    "over_workers",
+    "plain",
+]
 
 SAMPLES = "num_samples"
 BATCHES = "batch_count"
 SKIPPED = "skipped_steps"
 # Travels with a result, never shown: samples that all ranks together have committed, where the plan knows it.
 COMMITTED = "__committed__"
+LARGEST = sys.float_info.max
+DEEPEST = 100
 Result = dict[str, Any]
 
 
+def check_metrics(result: Mapping[Any, Any], *, of: str) -> None:
+    """Raise for a metric that could not be averaged, sent, shown or written down later. `of` names who returned it."""
+    for name, value in result.items():
+        try:
+            check_metric(name, value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{of}: {error}") from None
+
+
+def check_metric(name: Any, value: Any) -> None:
+    """Raise TypeError for a name that is no string, and ValueError for a value that nothing here can hold."""
+    if not isinstance(name, str):
+        example = f"use a string, such as {shown(str(name), 40)}" if isinstance(name, (int, float)) else "use a string"
+        raise TypeError(
+            f"the name of a metric must be a string, got {shown(name)} of type {type(name).__name__}: {example}"
+        )
+    if name == COMMITTED:
+        raise ValueError(f"the name {name!r} is reserved for raysgd: give this metric another name")
+    if isinstance(value, Rational) and not is_in_range(value):
+        raise out_of_range(f"the metric {name!r}", value)
+    if isinstance(value, (Mapping, list, tuple, Set)):
+        _check_nested(name, value, set(), 1)
+
+
+def is_in_range(number: Any) -> bool:
+    """Return whether a float can hold a number of this size."""
+    return bool(-LARGEST <= number <= LARGEST)  # exact: Python compares whole numbers and floats as they are
+
+
+def out_of_range(what: str, number: Any) -> ValueError:
+    """Return the error about a number that no float can hold."""
+    size = f" of {number.bit_length()} bits" if isinstance(number, int) else ""
+    return ValueError(
+        f"{what} is a number{size} that no float can hold. Metrics are averaged as floats, so numbers must lie between "
+        f"-{LARGEST:.2g} and {LARGEST:.2g}: return float('inf'), a logarithm, or the digits as a string"
+    )
+
+
+def _check_nested(name: str, value: Any, seen: set[int], depth: int) -> None:
+    """Writers walk through lists and dictionaries: one that contains itself would never end."""
+    if depth > DEEPEST:
+        raise ValueError(
+            f"the metric {name!r} contains itself, or is nested more than {DEEPEST} levels deep: return a flatter value"
+        )
+    for inner in value.values() if isinstance(value, Mapping) else value:
+        if type(inner) is int and not is_in_range(inner):
+            raise out_of_range(f"a number in the metric {name!r}", inner)
+        if isinstance(inner, (Mapping, list, tuple)) and id(inner) not in seen:
+            _check_nested(name, inner, seen, depth + 1)
+            seen.add(id(inner))  # after it was walked through: what is inside itself is found by its depth
+
+
 def plain(value: Any) -> Any:
-    """A Python number for anything that is a single number (NumPy, torch, TensorFlow); else the value itself."""
+    """Return a Python number for anything that is a single number (NumPy, torch, TensorFlow); else the value itself."""
     if isinstance(value, (bool, int, float)) or value is None or isinstance(value, (str, bytes, Mapping)):
         return value
-    shape = getattr(value, "shape", None)
-    if shape is not None and math.prod(shape) == 1:
-        if hasattr(value, "numpy") and not hasattr(value, "item"):
-            value = value.numpy()
-        return value.item() if hasattr(value, "item") else value
-    return value
+    try:
+        shape = getattr(value, "shape", None)
+        if shape is None or math.prod(shape) != 1:
+            return value
+        number = value.numpy() if hasattr(value, "numpy") and not hasattr(value, "item") else value
+        return number.item() if hasattr(number, "item") else value
+    except Exception:  # whatever an object of the user's makes of these questions: it is no number
+        return value
 
 
 def _is_number(value: Any) -> bool:
@@ -44,10 +113,12 @@ def _weight(result: Mapping[str, Any]) -> float:
 
 def _mean(pairs: Sequence[tuple[Any, float]]) -> Any:
     """Sample-weighted mean. A NaN stays a NaN: it is news, not noise."""
+    if len(pairs) == 1:
+        return float(pairs[0][0])  # exact, however large it is
     total = sum(weight for _, weight in pairs)
     if total == 0:
-        return float(sum(value for value, _ in pairs)) / len(pairs)
-    return float(sum(value * weight for value, weight in pairs if weight)) / total
+        return sum(float(value) for value, _ in pairs) / len(pairs)
+    return sum(float(value) * weight for value, weight in pairs if weight) / total
 
 
 def over_workers(results: Sequence[Mapping[str, Any]]) -> Result:

@@ -44,6 +44,7 @@ SIBLINGS = {
     "train/frameworks": {"train/data_parallel_trainer"},
     "storage": {"durable", "remote"},
     "outcomes": {"progress"},
+    "meters": {"metrics"},
     "elastic": {"outcomes"},
     "snapshot": {"progress"},
     "protocols": {"outcomes", "progress", "rendezvous", "snapshot"},

@@ -11,6 +11,7 @@ from raysgd import storage
 from raysgd.callbacks.base import Callback, Result, Run
 from raysgd.callbacks.figures import flat
 from raysgd.callbacks.rows import row_of
+from raysgd.errors import text_of
 
 __all__ = ["CSVCallback"]
 
@@ -32,13 +33,17 @@ class CSVCallback(Callback):
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        path, row = self.folder / f"{result.kind}.csv", flat(row_of(result))
+        path, row = self.folder / f"{result.kind}.csv", _cells(flat(row_of(result)))
         header = self._headers.get(path, [])
         if header and set(row) <= set(header):
             with open(path, "a", encoding="utf-8", newline="") as file:
                 csv.DictWriter(file, header).writerow(row)
         else:
             self._headers[path] = _write_anew(path, row)
+
+
+def _cells(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if value is None else text_of(value) for name, value in row.items()}
 
 
 def _write_anew(path: Path, row: dict[str, Any]) -> list[str]:

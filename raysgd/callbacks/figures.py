@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from raysgd.errors import text_of
 from raysgd.metrics import plain
 
 __all__ = ["flat", "for_json", "numbers"]
@@ -25,7 +26,7 @@ def for_json(value: Any) -> Any:
         return [for_json(inner) for inner in value]
     if hasattr(value, "tolist"):
         return for_json(value.tolist())
-    return str(value)
+    return text_of(value)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,6 +11,7 @@ from raysgd.callbacks.base import Callback, Result
 from raysgd.callbacks.extra import needs
 from raysgd.callbacks.plot import drawn
 from raysgd.callbacks.rows import OWN, row_of
+from raysgd.errors import text_of
 
 __all__ = ["History"]
 
@@ -112,5 +113,5 @@ class History(Callback, Sequence[Mapping[str, Any]]):
 def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    text = "" if value is None else str(value)
+    text = "" if value is None else text_of(value)
     return text if len(text) <= 24 else f"{text[:21]}..."

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 from raysgd.callbacks.base import Callback, Result
 from raysgd.callbacks.figures import numbers
 from raysgd.elastic import Recovery
+from raysgd.errors import described
 
 __all__ = ["PrintCallback"]
 
@@ -36,7 +37,7 @@ class PrintCallback(Callback):
         self._say(f"{recovery.reason}  epoch {recovery.epoch}  {before} -> {after} workers  {recovery.seconds:.1f} s")
 
     def on_error(self, error: BaseException) -> None:
-        self._say(f"failed: {type(error).__name__}: {error}".splitlines()[0])
+        self._say(f"failed: {described(error)}".splitlines()[0])
 
     def _chosen(self, result: Result) -> dict[str, Any]:
         found = numbers(result.metrics)

@@ -219,10 +219,13 @@ class Crew:
         count = len(self._inbox)
         while self._inbox:  # one by one: an error on the way (a callback's, Ctrl-C) must not lose the others
             self._take(self._inbox.popleft())
-        if self.cancelled_by is not None:
-            error, self.cancelled_by = self.cancelled_by, None
-            raise error
+        self._raise_cancelled()
         return count
+
+    def _raise_cancelled(self) -> None:
+        error, self.cancelled_by = self.cancelled_by, None
+        if error is not None:
+            raise error
 
     def _take(self, event: Event) -> None:
         member = self.members.get(event.worker)
@@ -265,6 +268,7 @@ class Crew:
                 member.moved_at = self.clock()
             member.progress, member.partial = progress, event.message.get("partial")
             self.on_progress(member)
+            self._raise_cancelled()  # here too: work in this very process does not come by `pump`
         elif kind == "notice":
             member.notice = True
         elif kind in ("consent", "stack"):

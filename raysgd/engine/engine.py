@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from raysgd.config import ElasticConfig, Limits
 from raysgd.elastic import Observation, Recovery, classify
 from raysgd.engine.crew import Crew, Group, Member
 from raysgd.engine.failure import raise_user_error
+from raysgd.engine.guard import CallGuard, Claim
 from raysgd.engine.hanging import HangGuard
 from raysgd.engine.ledger import Ledger
 from raysgd.engine.membership import Membership
@@ -45,6 +47,8 @@ logger = logging.getLogger("raysgd")
 
 CTRL_C_S = 5.0
 CLOSE_S = 10.0
+# How long a shutdown waits for a call in another thread, which it cancels; that call gives its workers CTRL_C_S.
+RELEASE_S, RELEASE_LOOK_S = CTRL_C_S + CLOSE_S, 0.05
 MEET_AT_MOST = 3
 
 
@@ -68,7 +72,7 @@ class Job:
 
 
 class Engine:
-    """Owns the group and the generation that stands. One thread at a time may call it."""
+    """Owns the group and the generation that stands. One thread at a time may call it: a second one gets an error."""
 
     def __init__(
         self,
@@ -99,6 +103,7 @@ class Engine:
         self._membership = Membership(*tools, self._ledger, **rules)
         self._recoverer = Recoverer(*tools, self._membership, self._ledger, jitter=jitter, **rules)
         self._active, self._reached = True, Progress()
+        self._guard = CallGuard()
         self._calls = 0
         self._snapshot_is_stale = True
 
@@ -113,9 +118,10 @@ class Engine:
             raise
 
     def stop(self, *, force: bool = False) -> None:
-        """Ends every worker. A second call is fine."""
+        """Ends every worker. A second call is fine; a call that is running in another thread ends with an error."""
         if not self._active:
             return
+        self._end_call_elsewhere()
         self._reached, self._active = self.progress, False
         try:
             if not force and self._standing.up:
@@ -123,6 +129,21 @@ class Engine:
         finally:
             self._backend.plan([])
             self.group.stop(force=force)
+
+    def _end_call_elsewhere(self) -> None:
+        claim = self._guard.elsewhere()
+        if claim is None:
+            return
+        thread = threading.current_thread().name
+        self.cancel(NotActiveError(f"the trainer was shut down in thread {thread!r} while {claim.described()}"))
+        deadline = time.monotonic() + RELEASE_S
+        while self._guard.elsewhere() is not None and time.monotonic() < deadline:
+            time.sleep(RELEASE_LOOK_S)
+        self.cancel(None)
+
+    def claim(self, call: str) -> Claim:
+        """Return a context in which only this thread may call the engine: for a call that consists of several jobs."""
+        return self._guard.claim(call)
 
     @property
     def world_size(self) -> int:
@@ -165,18 +186,20 @@ class Engine:
 
     def resize(self, count: int) -> None:
         """Sets how many workers there should be: too many leave, missing ones are awaited."""
-        self._be_ready(Job("resize", max_losses=-1), len(self.recoveries))
-        self._membership.resize(count)
-        if self._membership.due():
-            self._change(Job("resize", max_losses=-1), len(self.recoveries))
+        with self.claim("resize()"):
+            self._be_ready(Job("resize", max_losses=-1), len(self.recoveries))
+            self._membership.resize(count)
+            if self._membership.due():
+                self._change(Job("resize", max_losses=-1), len(self.recoveries))
 
     def remove(self, ranks: Sequence[int]) -> None:
         """Exactly these leave; the others move up."""
         job = Job("resize", max_losses=-1)
-        self._be_ready(job, len(self.recoveries))
-        seated = self._crew.seated()
-        self._membership.let_go([seated[rank] for rank in ranks])
-        self._change(job, len(self.recoveries))
+        with self.claim("remove_workers()"):
+            self._be_ready(job, len(self.recoveries))
+            seated = self._crew.seated()
+            self._membership.let_go([seated[rank] for rank in ranks])
+            self._change(job, len(self.recoveries))
 
     def refer(self, rank: int, verb: str, arguments: dict[str, Any]) -> Any:
         """A Ray reference to a call on one rank, for the user to wait for. Losses are the user's to deal with."""
@@ -196,6 +219,10 @@ class Engine:
 
     def run(self, job: Job) -> list[Piece]:
         """Runs one job to its end, whatever dies on the way; the pieces of work it took, in order."""
+        with self.claim(f"the call {job.method!r}"):
+            return self._run(job)
+
+    def _run(self, job: Job) -> list[Piece]:
         mark = len(self.recoveries)
         self._calls += 1
         self._crew.current_call = self._calls

@@ -13,12 +13,15 @@ __all__ = ["raise_user_error", "story_of"]
 
 
 def raise_user_error(outcome: Failed, member: Member) -> NoReturn:
-    """Raises what the operator raised. In this process the error still has its own traceback."""
+    """Raise what the user's code raised. In this process the error still has its own traceback.
+
+    `raysgd_rank` tells a KeyboardInterrupt of a worker's code from Ctrl-C in the script.
+    """
     error = outcome.error
     rank = "a new worker" if member.rank is None else f"rank {member.rank}"
+    vars(error)["raysgd_rank"] = member.rank  # not by assignment, which an exception class can refuse
     if error.__traceback__ is not None:
         raise error
-    error.raysgd_rank = member.rank  # type: ignore[attr-defined]
     where = f"on {rank} (process {member.pid} on node {member.node[:8]}):"
     raise error from RemoteTraceback(f"{where}\n{outcome.traceback}")
 

@@ -47,7 +47,7 @@ class Former:
         fresh = [m.worker for m in members if not m.built]
         if not self._agree_on_state([m.worker for m in members if m.built]):
             return False
-        if fresh and not self._all_ok(self._ask(fresh, "prepare", {"hook": hook}, self._limits.setup_s)):
+        if fresh and not self._prepare(fresh, hook):
             return False
         if not self._meet(workers):
             return False
@@ -92,6 +92,17 @@ class Former:
         for worker in behind:  # one that has it can hand it on, should all the others fail now
             self._crew.members[worker].holds_state = isinstance(taken[worker], Ok)
         return self._all_ok(taken)
+
+    def _prepare(self, fresh: Sequence[str], hook: Any) -> bool:
+        given = {worker: {"hook": hook, "rank": self._crew.members[worker].rank} for worker in fresh}
+        outcomes = self._crew.ask(
+            fresh,
+            "prepare",
+            lambda worker: given[worker],
+            limit_s=self._limits.setup_s,
+            generation=self.generation,
+        )
+        return self._all_ok(outcomes)
 
     def _meet(self, workers: Sequence[str]) -> bool:
         self.generation += 1

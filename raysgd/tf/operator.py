@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from raysgd.constants import NUM_SAMPLES
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, shown
 from raysgd.meters import AverageMeterCollection
 from raysgd.tf.base import OperatorBase
 from raysgd.tf.parts import as_list, is_keras_2, like
@@ -185,10 +185,13 @@ class TrainingOperator(OperatorBase):
 
     def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection, of: str = "train_batch") -> None:
         if not isinstance(metrics, dict):
-            raise TypeError(f"{of} must return a dict of metrics, got {metrics!r}: {type(self).__name__}.{of}")
+            raise TypeError(f"{of} must return a dict of metrics, got {shown(metrics)}: {type(self).__name__}.{of}")
         samples = metrics.get(NUM_SAMPLES, 1)
         weight = samples if getattr(iterator, "fresh", True) else 0
-        meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)
+        try:
+            meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{type(self).__name__}.{of} returned what cannot be a metric: {error}") from None
 
     def _unpack(self, batch: Any, method: str) -> tuple[Any, Any, Any]:
         for name in ("model", "optimizer", "criterion"):

@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, shown
 from raysgd.meters import AverageMeterCollection
-from raysgd.metrics import COMMITTED
+from raysgd.metrics import COMMITTED, check_metrics
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Seat
@@ -232,9 +232,10 @@ class TFReplica:
             operator.timers.disable()
 
     def _reported(self, result: Any, profile: bool) -> dict[str, Any]:
+        name = "validate" if self._prefix.startswith("val") else "train_epoch"
         if not isinstance(result, dict):
-            name = "validate" if self._prefix.startswith("val") else "train_epoch"
-            raise TypeError(f"{name} must return a dict of results, got {result!r}")
+            raise TypeError(f"{name} must return a dict of results, got {shown(result)}")
+        check_metrics(result, of=f"{type(self.operator).__name__}.{name} returned what cannot be a result")
         report = dict(result)
         for name, value in metric_results(self.operator._metrics(), self.operator._channel).items():
             report.setdefault(self._prefix + name, value)

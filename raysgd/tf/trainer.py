@@ -12,7 +12,7 @@ from raysgd import storage
 from raysgd.callbacks.base import Callback, Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
-from raysgd.calls import Calls
+from raysgd.calls import Calls, exclusive
 from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call
 from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
@@ -107,6 +107,7 @@ class TFTrainer:
 
     # -- training -------------------------------------------------------------------------------------
 
+    @exclusive
     def train(
         self,
         num_steps: int | None = None,
@@ -133,6 +134,7 @@ class TFTrainer:
                 break
         return result if reduce_results else each
 
+    @exclusive
     def validate(
         self,
         num_steps: int | None = None,
@@ -150,10 +152,12 @@ class TFTrainer:
         result, each = self._calls.measure(self._engine, "validate", Job("validate", given))
         return result if reduce_results else each
 
+    @exclusive
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs a function without arguments in every worker process; the answers in rank order."""
         return self._apply("apply", fn)
 
+    @exclusive
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
         """Runs `fn(operator)` in every worker; the answers in rank order."""
         return self._apply("apply_operator", fn)
@@ -167,11 +171,13 @@ class TFTrainer:
 
     # -- models and state -----------------------------------------------------------------------------
 
+    @exclusive
     def get_model(self) -> Any:
         """The trained model (a list of several), made here by the creator or by `setup`, with the trained weights."""
         models = self.get_local_operator()._parts.models
         return models[0] if len(models) == 1 else list(models)
 
+    @exclusive
     def get_local_operator(self) -> TrainingOperator:
         """An operator in this process with the current state; with one inline worker, the very one that trains."""
         if isinstance(self._engine.group, InlineGroup):
@@ -181,20 +187,24 @@ class TFTrainer:
         states.restore(operator, self.state_dict())
         return operator
 
+    @exclusive
     def state_dict(self) -> dict[str, Any]:
         """Everything a checkpoint holds, as one dictionary of plain values and arrays."""
         return states.parse(self._checkpoint())
 
+    @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave, of any number of workers. Checked on every worker first: a state that does
         not fit raises, and changes nothing."""
         self._restore(states.dump(states.shaped(dict(state_dict))))
 
+    @exclusive
     def save(self, checkpoint: str | os.PathLike[str]) -> str:
         """Writes a checkpoint to a path or a URI, whole or not at all; returns where it is."""
         where = storage.place(checkpoint)  # what is no place is told before the work
         return str(storage.write(where, self._checkpoint()))
 
+    @exclusive
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
         """Takes a checkpoint from a path or a URI. No code in it is ever run."""
         data = storage.read(checkpoint)
@@ -245,6 +255,7 @@ class TFTrainer:
     def __repr__(self) -> str:
         return self._calls.described(self._engine)
 
+    @exclusive
     def resize(self, num_workers: int) -> None:
         """Sets the number of workers, in the middle of an epoch too; waits until missing ones have joined."""
         if arguments.workers(None, num_workers) > 1 and not self._factory.settings.distributed:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
 from raysgd.data.rows import RayData
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, shown
 from raysgd.meters import AverageMeterCollection
 from raysgd.torch import wrapping
 from raysgd.torch.base import OperatorBase
@@ -232,10 +232,13 @@ class TrainingOperator(OperatorBase):
 
     def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection, of: str = "train_batch") -> None:
         if not isinstance(metrics, dict):
-            raise TypeError(f"{of} must return a dict of metrics, got {metrics!r}: {type(self).__name__}.{of}")
+            raise TypeError(f"{of} must return a dict of metrics, got {shown(metrics)}: {type(self).__name__}.{of}")
         samples = metrics.get(NUM_SAMPLES, 1)
         weight = samples if getattr(iterator, "fresh", True) else 0
-        meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)
+        try:
+            meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{type(self).__name__}.{of} returned what cannot be a metric: {error}") from None
 
     def _own_scheduler(self) -> Any:
         """The one the default loop steps: `self.scheduler`, or the only one registered."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.errors import ConfigError, TrainingFailedError, shown
 from raysgd.meters import AverageMeterCollection
-from raysgd.metrics import COMMITTED, SKIPPED
+from raysgd.metrics import COMMITTED, SKIPPED, check_metrics
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Seat
@@ -252,7 +252,9 @@ class TorchReplica:
         return {SKIPPED: skipped} if skipped else {}
 
     def _reported(self, result: Any, profile: bool, phase: str, cursor: Cursor | None) -> dict[str, Any]:
-        _check_result(result, "validate" if cursor is None else "train_epoch")
+        method = "validate" if cursor is None else "train_epoch"
+        _check_result(result, method)
+        check_metrics(result, of=f"{type(self.operator).__name__}.{method} returned what cannot be a result")
         report: dict[str, Any] = result
         if cursor is not None:
             report = {"epoch": cursor.epoch, **result, **self._skipped(), COMMITTED: cursor.call_units}
@@ -358,4 +360,4 @@ class TorchReplica:
 
 def _check_result(result: Any, method: str) -> None:
     if not isinstance(result, dict):
-        raise TypeError(f"{method} must return a dict of results, got {result!r}")
+        raise TypeError(f"{method} must return a dict of results, got {shown(result)}")

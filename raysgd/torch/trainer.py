@@ -12,6 +12,7 @@ import torch
 
 from raysgd.callbacks.base import Callback, Kind
 from raysgd.callbacks.history import History
+from raysgd.calls import exclusive
 from raysgd.config import ElasticConfig, check_call
 from raysgd.elastic import Recovery
 from raysgd.engine.engine import Job
@@ -80,6 +81,7 @@ class TorchTrainer:
 
     # -- training -------------------------------------------------------------------------------------
 
+    @exclusive
     def train(
         self,
         num_steps: int | None = None,
@@ -109,6 +111,7 @@ class TorchTrainer:
         )
         return self._measured("train", job, reduce_results)
 
+    @exclusive
     def validate(
         self,
         num_steps: int | None = None,
@@ -132,15 +135,18 @@ class TorchTrainer:
         result, each = self._calls.measure(self._engine, kind, job)
         return result if reduce_results else each
 
+    @exclusive
     def update_scheduler(self, metric: Any) -> None:
         """Calls `step(metric)` on every registered scheduler of every worker."""
         self._engine.run(Job("update_scheduler", {"metric": metric}, again="keep"))
         self._engine.state_changed_by_hand()
 
+    @exclusive
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs a function without arguments in every worker process; the answers in rank order."""
         return self._apply("apply", fn)
 
+    @exclusive
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
         """Runs `fn(operator)` in every worker; the answers in rank order."""
         return self._apply("apply_operator", fn)
@@ -155,6 +161,7 @@ class TorchTrainer:
 
     # -- models and state -----------------------------------------------------------------------------
 
+    @exclusive
     def get_model(self, to_cpu: bool = False) -> Any:
         """The trained model (a list of several), bare, as a copy of your own. On the GPU where this process has one
         and the workers use them, unless `to_cpu`."""
@@ -163,6 +170,7 @@ class TorchTrainer:
             models = [model.cuda() for model in models]
         return models[0] if len(models) == 1 else models
 
+    @exclusive
     def get_local_operator(self) -> TrainingOperator:
         """An operator in this process with the current state; with one inline worker, the very one that trains."""
         if isinstance(self._engine.group, InlineGroup):
@@ -175,17 +183,20 @@ class TorchTrainer:
         states.restore(operator, self.state_dict())
         return operator
 
+    @exclusive
     def state_dict(self) -> dict[str, Any]:
         """Everything a checkpoint holds, as one dictionary with tensors on the CPU."""
         self._checkpoints.raise_failed()
         return states.parse(self._checkpoints.content(), trusted=True)
 
+    @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Takes what `state_dict` gave, of any number of workers. Checked on every worker first: a state that does
         not fit raises, and changes nothing. (It always blocks; `blocking` is there for v1's sake.)"""
         self._checkpoints.raise_failed()
         self._checkpoints.restore(states.dump(states.shaped(dict(state_dict))), trusted=True)
 
+    @exclusive
     def save(
         self, checkpoint: str | os.PathLike[str], *, blocking: bool = True, sharded: bool = False
     ) -> str | SaveHandle:
@@ -195,6 +206,7 @@ class TorchTrainer:
         saved: str | SaveHandle = self._checkpoints.save(checkpoint, blocking=blocking, sharded=sharded)
         return saved
 
+    @exclusive
     def load(self, checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> None:
         """Takes a checkpoint from a path or a URI, of any number of workers. Runs no code from it, unless it is `trusted`
         (for operator state of your own types, and for what was saved `sharded`)."""
@@ -233,6 +245,7 @@ class TorchTrainer:
     def __repr__(self) -> str:
         return self._calls.described(self._engine)
 
+    @exclusive
     def resize(self, num_workers: int) -> None:
         """Sets the number of workers, in the middle of an epoch too; waits until missing ones have joined."""
         check_num_workers(num_workers)

@@ -4,6 +4,7 @@ for it, and Ray Tune's."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,11 +161,11 @@ class Callbacks:
             Result(
                 kind="report",
                 epoch=epoch if isinstance(epoch, int) else None,
-                step=int(first.get("_training_iteration", self._rounds)),
+                step=int(_finite(first.get("_training_iteration"), self._rounds)),
                 metrics=first,
                 by_worker=rows,
                 world_size=len(rows),
-                seconds=float(first.get("_time_this_iter_s", 0.0)),
+                seconds=float(_finite(first.get("_time_this_iter_s"), 0.0)),
                 traces=[row.get(TRACES, {}) for row in results],
             )
         )
@@ -181,6 +182,11 @@ class Callbacks:
         if error is not None and not isinstance(error, GeneratorExit):
             self._told.error(error)
         self._told.end(failed=error is not None)
+
+
+def _finite(value: Any, otherwise: float) -> float:
+    """Return what was filled in, unless the function reported something else under that name."""
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else otherwise
 
 
 def without_traces(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

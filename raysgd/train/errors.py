@@ -3,13 +3,14 @@
 OutsideRunError (ValueError)              a session function was called where no training function runs
 ReportMismatchError (RuntimeError)        ranks do not report the same things in the same order
 InactiveWorkerGroupError (NotActiveError) the workers were not started, or were shut down
+TrainingRunningError (TrainBackendError)  a call while a training function is running on the same workers
 TrainBackendError (RuntimeError)          calls in an order that makes no sense (results before a start)
 TrainingWorkerError (TrainingFailedError) more workers were lost than max_retries allows
 """
 
 from __future__ import annotations
 
-from raysgd.errors import NotActiveError, RaysgdError, TrainingFailedError
+from raysgd.errors import NotActiveError, RaysgdError, TrainerBusyError, TrainingFailedError
 
 __all__ = [
     "InactiveWorkerGroupError",
@@ -17,6 +18,7 @@ __all__ = [
     "ReportMismatchError",
     "SGDBackendError",
     "TrainBackendError",
+    "TrainingRunningError",
     "TrainingWorkerError",
 ]
 
@@ -35,6 +37,10 @@ class InactiveWorkerGroupError(NotActiveError):
 
 class TrainBackendError(RaysgdError, RuntimeError):
     """Calls came in an order that makes no sense."""
+
+
+class TrainingRunningError(TrainBackendError, TrainerBusyError):
+    """A training function is running on these workers; the message says which one, since when, and what to do."""
 
 
 class TrainingWorkerError(TrainingFailedError):

@@ -22,11 +22,17 @@ from typing import Any
 from raysgd.config import ElasticConfig
 from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
+from raysgd.engine.guard import CallGuard, Claim
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.storage import Place, place
 from raysgd.train.backends import BackendConfig, backend_of
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
+from raysgd.train.errors import (
+    InactiveWorkerGroupError,
+    TrainBackendError,
+    TrainingRunningError,
+    TrainingWorkerError,
+)
 from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.replica import FunctionReplicaFactory
 from raysgd.train.run import Run, RunOptions, Told, payload_of, task_of
@@ -77,6 +83,8 @@ class BackendExecutor:
         self._numbers = itertools.count(1)
         self._run: Run | None = None
         self._thread: threading.Thread | None = None
+        self._starting = CallGuard()
+        self._running: Claim | None = None
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -194,25 +202,26 @@ class BackendExecutor:
         engine = self._active()
         task = task_of(train_func, config)
         check_strategy(checkpoint_strategy)
-        self._check_free()
-        keeper = keeper or CheckpointKeeper(
-            place(run_dir) / "checkpoints",
-            checkpoint_strategy,
-            latest_id=latest_checkpoint_id or 0,
-            initial=payload_of(checkpoint, dumps),
-        )
-        keeper.check_storage()
-        decode = type(self._backend).decode_data
-        packed = engine.pack(task)
-        self._recoveries_before = len(engine.recoveries)
-        ready()
-        run = Run(next(self._numbers), keeper, fail=engine.cancel, decode=decode, options=options)
-        self._run = run
-        engine.state_changed_by_hand(replaced=True)
-        self._thread = threading.Thread(
-            target=self._perform, args=(engine, run, packed), name="raysgd-run", daemon=True
-        )
-        self._thread.start()
+        name = getattr(train_func, "__name__", type(train_func).__name__)
+        with (claim := self._starting.claim(f"the function {name!r}")):
+            self._check_free()
+            keeper = keeper or CheckpointKeeper(
+                place(run_dir) / "checkpoints",
+                checkpoint_strategy,
+                latest_id=latest_checkpoint_id or 0,
+                initial=payload_of(checkpoint, dumps),
+            )
+            keeper.check_storage()
+            decode = type(self._backend).decode_data
+            packed = engine.pack(task)
+            self._recoveries_before = len(engine.recoveries)
+            ready()
+            self._run = run = Run(next(self._numbers), keeper, fail=engine.cancel, decode=decode, options=options)
+            self._running = claim
+            engine.state_changed_by_hand(replaced=True)
+            given = (engine, run, packed)
+            self._thread = threading.Thread(target=self._perform, args=given, name="raysgd-run", daemon=True)
+            self._thread.start()
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """What every rank reported in the next round, waiting for it; None when the function has ended. An error of
@@ -271,9 +280,11 @@ class BackendExecutor:
         """One run at a time; its own thread may use the workers (in the backend's hooks), nobody else."""
         thread = self._thread
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
-            raise TrainBackendError(
-                "a training function is running on these workers: wait for its end (finish_training, or "
-                "get_final_results(force=True) of its iterator) before you use them for something else"
+            assert self._running is not None
+            raise TrainingRunningError(
+                f"a training function is running on these workers: {self._running.described()}. Wait for its end "
+                "(finish_training, or get_final_results(force=True) of its iterator) before you use them for something "
+                "else, or use another trainer"
             )
 
     # -- the run's thread -----------------------------------------------------------------------------

@@ -55,6 +55,8 @@ class TrainingIterator:
             self._results = self._executor.finish_training()
         except BaseException as error:  # the function's; or Ctrl-C, or a callback that wants to stop while it runs
             self._stop(error)
+            if isinstance(error, StopIteration):  # it would end a loop over the rounds as if the function had finished
+                raise RuntimeError("the training function raised StopIteration") from error
             raise
         self._finished = True
         return None

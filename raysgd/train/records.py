@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raysgd import storage
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointError, described, shown
 from raysgd.train import unpickling
 from raysgd.train.session import own_address
 
@@ -143,9 +143,7 @@ class Record:
         if self.rows:
             self.rows[-1]["done"] = True
         self._send()
-        self._say(
-            "finished" if error is None else "failed", "" if error is None else f"{type(error).__name__}: {error}"
-        )
+        self._say("finished" if error is None else "failed", "" if error is None else described(error))
 
     def _say(self, status: str, error: str = "") -> None:
         state = {"trainer": self.who.trainer, "status": status, "error": error}
@@ -212,7 +210,7 @@ def _keyed(value: Any) -> Any:
 def as_json(value: Any) -> Any:
     """What JSON cannot say: a number out of what holds one, else what it looks like."""
     found = plain(value)
-    return repr(value) if found is value else found
+    return shown(value) if found is value else found
 
 
 def plain(value: Any) -> Any:
@@ -221,5 +219,5 @@ def plain(value: Any) -> Any:
         return value
     try:
         return value.item()
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # whatever these say of more than one number
+    except Exception:  # whatever these say of more than one number
         return value

@@ -6,12 +6,12 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, described
+from raysgd.metrics import check_metrics
 from raysgd.progress import Control
 from raysgd.rendezvous import Seat
 from raysgd.train.checkpoint import Checkpoint, is_directory
@@ -78,6 +78,7 @@ class Session:
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
         """One round of results, maybe with a checkpoint. Returns when the driver has it."""
+        check_metrics(metrics, of="train.report() was given what cannot be reported")
         self._reports += 1
         row = {**self._autofilled(), **self._encode(dict(metrics))}
         payload = self._packed(checkpoint) if checkpoint is not None else None
@@ -96,7 +97,7 @@ class Session:
 
     def _send(self, kind: str, metrics: dict[str, Any], payload: bytes | None) -> None:
         self._check_stop()
-        head = self.dumps(metrics)
+        head = self._pickled(metrics)
         message = {"kind": kind, "run": self.attempt.run, "attempt": self.attempt.number, "rank": self.seat.world_rank}
         message |= {"metrics": len(head), "checkpoint": payload is not None}
         self._control.deliver(message, head if payload is None else b"".join((head, payload)))
@@ -104,6 +105,23 @@ class Session:
             self._payload, self._unpacked = payload, None
             self.passed()
         self._check_stop()
+
+    def _pickled(self, metrics: dict[str, Any]) -> bytes:
+        try:
+            return self.dumps(metrics)
+        except Exception as error:
+            names = [name for name, value in metrics.items() if not self._can_be_pickled(value)]
+            raise TypeError(
+                f"train.report() was given what cannot be sent to the driver: {', '.join(names) or 'the metrics'} "
+                f"({described(error)}). Report numbers, strings, arrays, or lists and dictionaries of them"
+            ) from error
+
+    def _can_be_pickled(self, value: Any) -> bool:
+        try:
+            self.dumps(value)
+        except Exception:
+            return False
+        return True
 
     def _check_stop(self) -> None:
         if self._control.interrupted:
@@ -158,14 +176,17 @@ class Session:
 _running: list[Session] = []
 
 
-@contextmanager
-def running(session: Session) -> Iterator[None]:
-    """While a training function runs."""
-    _running.append(session)
-    try:
-        yield
-    finally:
-        _running.remove(session)
+class running:
+    """While a training function runs. Not contextlib's: that assigns to the exception that passes, and some refuse it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        _running.append(self._session)
+
+    def __exit__(self, *error: object) -> None:
+        _running.remove(self._session)
 
 
 def current(function: str) -> Session:

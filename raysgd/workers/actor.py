@@ -12,6 +12,7 @@ import threading
 from types import FrameType
 from typing import Any
 
+from raysgd.errors import described
 from raysgd.outcomes import Failed, Ok, Outcome
 from raysgd.protocols import Backend
 from raysgd.workers.body import Body
@@ -35,10 +36,10 @@ class WorkerActor:
         self._line.control.upload = self._line.upload
         self._line.control.deliver = self._line.deliver
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        os.register_at_fork(after_in_child=_die_with_parent)
         # Data-loader processes that are forked inherit this process's temporary folder instead of each making its own.
         os.register_at_fork(before=multiprocessing.util.get_temp_dir)
         self._line.on_end = _remove_temporary_folder
+        _end_forks_with_this_process()
 
     def perform(self, call: int, generation: int, verb: str, arguments: dict[str, Any]) -> Outcome:
         import ray
@@ -56,7 +57,11 @@ class WorkerActor:
         outcome = self._body.perform(verb, arguments)
         if isinstance(outcome, Ok):
             return outcome.value
-        raise outcome.error if isinstance(outcome, Failed) else RuntimeError(f"the call was cut short: {outcome}")
+        if not isinstance(outcome, Failed):
+            raise RuntimeError(f"the call was cut short: {outcome}")
+        if not isinstance(outcome.error, Exception):  # Ray would take KeyboardInterrupt, say, for an order of its own
+            raise RuntimeError(f"the function raised {described(outcome.error)}") from outcome.error
+        raise outcome.error
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         """A preemption notice: say so, finish the batch, let the driver move the work. The second one ends it."""
@@ -73,9 +78,36 @@ def _remove_temporary_folder() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _die_with_parent() -> None:
-    """Forked data-loader processes hold copies of the worker's sockets: should it be killed, they must go too,
-    or its peers would not see those sockets close."""
-    if sys.platform == "linux" and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _end_forks_with_this_process() -> None:
+    """Let processes that are forked from here end when this one is killed. Call it on the main thread, once.
+
+    Forked data-loader processes hold copies of the worker's sockets, and the peers of a killed worker would not see these
+    sockets close. Linux can send a signal when the parent ends, but it means the *thread* that forked:
+
+    main thread     ends only with the process, so the signal is SIGKILL
+    other threads   the signal is one that programs ignore by default; its handler ends the process only if the worker has
+                    ended. Otherwise Linux makes another thread the parent, and signals again when that one ends
+    """
+    main, forking = threading.get_ident(), threading.local()
+
+    def remember_parent() -> None:
+        forking.parent = os.getpid()
+
+    def end_with_parent() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what is a notice to the worker must end a process of its own
+        if sys.platform != "linux":
+            return
+        parent = forking.parent
+
+        def end_if_orphaned(*_: Any) -> None:
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        ending = signal.SIGKILL
+        if threading.get_ident() != main:  # the only thread of a new process still has its old identity
+            ending = signal.SIGURG
+            signal.signal(ending, end_if_orphaned)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ending)
+        end_if_orphaned()  # the parent may have ended before the system was asked to report it
+
+    os.register_at_fork(before=remember_parent, after_in_child=end_with_parent)

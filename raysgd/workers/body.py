@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from raysgd.errors import described, shown, text_of
 from raysgd.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Backend, Replica, ReplicaFactory
@@ -20,6 +23,18 @@ logger = logging.getLogger(__name__)
 
 # Their values are the user's own: one that cannot be pickled must not look like a worker's death.
 ANSWERS_OF_USERS = {"train", "validate", "apply", "apply_operator"}
+
+# What of the user's is called for a verb, or for a method of `run`: for messages about it.
+CALLED = {
+    "prepare": "the initialization hook",
+    "build": "the set-up",
+    "warm": "the set-up of a new worker",
+    "function": "the training function",
+    "apply": "the function",
+    "apply_operator": "the function",
+    "apply_object": "the function",
+}
+PACKAGE = Path(__file__).resolve().parent.parent
 
 
 class Body:
@@ -34,14 +49,17 @@ class Body:
         self._control = control
         self._travels = travels
         self._replica: Replica | None = None
+        self._rank: int | None = None
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
         try:
             value = getattr(self, f"_{verb}")(**{name: unpacked(value) for name, value in arguments.items()})
-        except Exception as error:
-            return self._fell(error)
-        except SystemExit as error:
-            return self._fell(RuntimeError(f"the operator called sys.exit({error.code!r})"))
+        except KeyboardInterrupt as error:
+            if not self._travels:
+                raise  # Ctrl-C: this process is the driver
+            return self._fell(error, _called(verb, arguments))
+        except BaseException as error:  # also GeneratorExit, CancelledError, ...: the user's code raised it
+            return self._fell(error, _called(verb, arguments))
         if isinstance(value, Interrupted):
             return value
         return Ok(value, self._progress)
@@ -50,19 +68,36 @@ class Body:
     def _progress(self) -> Progress:
         return self._replica.progress if self._replica is not None else Progress()
 
-    def _fell(self, error: Exception) -> Outcome:
-        text = traceback.format_exc()
-        foreign = self._backend.is_interruption(error)
-        told = self._control.interrupted and isinstance(error, (RuntimeError, OSError))
+    def _fell(self, error: BaseException, called: str) -> Outcome:
+        interrupted = self._is_interruption(error)
         self._backend.leave()
-        if foreign or told:
-            partial = self._replica.partial() if self._replica is not None else None
-            return Interrupted(partial, f"{type(error).__name__}: {error}", self._progress)
+        if interrupted:
+            try:
+                partial = self._replica.partial() if self._replica is not None else None
+            except Exception as raised:  # the user's metrics
+                return self._failed(raised, called)
+            return Interrupted(partial, described(error), self._progress)
+        return self._failed(error, called)
+
+    def _is_interruption(self, error: BaseException) -> bool:
+        if self._control.interrupted and isinstance(error, (RuntimeError, OSError)):
+            return True
+        try:
+            return self._backend.is_interruption(error)
+        except Exception as raised:  # a backend reads the error's text, and the user's own error may have none
+            logger.debug("%s is taken for the user's own: %r", type(error).__name__, type(raised))
+            return False
+
+    def _failed(self, error: BaseException, called: str) -> Failed:
+        text = _formatted(error)
+        if isinstance(error, SystemExit):
+            error = exited(error, called, self._rank)
         return Failed(portable(error) if self._travels else error, text, self._progress)
 
     # -- verbs ----------------------------------------------------------------------------------------
 
-    def _prepare(self, hook: Callable[[], Any] | None) -> None:
+    def _prepare(self, hook: Callable[[], Any] | None, rank: int | None = None) -> None:
+        self._rank = rank
         if hook is not None:
             hook()
 
@@ -70,6 +105,7 @@ class Body:
         self._backend.leave()  # a recruit may have met a generation that did not come to stand, and nobody has told it
         self._control.clear()
         self._control.shared_by(seat.world_size)
+        self._rank = None if seat.solo else seat.world_rank
         self._backend.join(seat, settings)
         if self._replica is not None:
             self._replica.seated(seat)
@@ -119,21 +155,62 @@ class Body:
             self._backend.leave()
 
 
+def _called(verb: str, arguments: Mapping[str, Any]) -> str:
+    return CALLED.get(str(arguments.get("method")) if verb == "run" else verb, "the operator's method")
+
+
+def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:
+    """Return what the driver raises for `sys.exit()` on a worker: SystemExit itself would end the user's script there."""
+    where = "a new worker" if rank is None else f"rank {rank}"
+    name, place = _users_frame(error)
+    raised = RuntimeError(
+        f"{called} {name} called sys.exit({'' if error.code is None else shown(error.code)}) on {where} ({place}). raysgd "
+        "takes this for an error and does not retry it: the process serves the trainer, also after this call. To end "
+        "training early, return from your function or method; to report a failure, raise an exception; to end the script, "
+        "call sys.exit() in the script itself"
+    )
+    raised.__cause__ = error
+    return raised.with_traceback(error.__traceback__)
+
+
+def _users_frame(error: BaseException) -> tuple[str, str]:
+    """Return the name of the user's function that was called, and the file and line where it was then."""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith("<frozen") and PACKAGE not in Path(file).parents:
+            name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+            return name.rpartition("<locals>.")[2], f"{file}:{line}"
+    return "", "its place is unknown"
+
+
+def _formatted(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except Exception as raised:  # an exception with attributes that raise
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        return f"{frames}{described(error)} (formatting it raised {type(raised).__name__})"
+
+
 def portable(error: BaseException) -> BaseException:
-    """The error itself if it survives a journey; else one of its type that does; else a RuntimeError that says what it was."""
-    for candidate in (error, Remade(error)):
-        if _travels(candidate):
+    """Return the error itself if it survives a journey; else one of its type that does; else a RuntimeError about it."""
+    for make in (lambda: error, lambda: Remade(error)):
+        try:
+            candidate = make()
+        except Exception as raised:
+            logger.debug("%s cannot be made again: %r", type(error).__name__, type(raised))
+            continue
+        if isinstance(_arrived(candidate), BaseException):
             return candidate
-    return RuntimeError(f"{type(error).__qualname__}: {error} (the exception itself cannot be pickled)")
+    return RuntimeError(f"{type(error).__qualname__}: {text_of(error)} (the exception itself cannot be pickled)")
 
 
 class Remade(Exception):
     """Arrives as an exception of the user's own type, made without its `__init__`: many cannot be made from their `args`."""
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
+        super().__init__(text_of(error))
         self._kind = type(error)
-        self._args = error.args if _travels(error.args) else (str(error),)
+        self._args = error.args if _travels(error.args) else (text_of(error),)
         self._state = {name: value for name, value in vars(error).items() if _travels(value)}
 
     def __reduce__(self) -> Any:
@@ -141,20 +218,28 @@ class Remade(Exception):
 
 
 def _remake(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    error = kind.__new__(kind)
-    error.args = args
+    base = next(
+        each for each in kind.__mro__ if each.__module__ == "builtins"
+    )  # a `__new__` of the user's may want more
+    error: BaseException = base.__new__(kind)  # type: ignore[call-overload]
+    BaseException.args.__set__(error, args)  # type: ignore[attr-defined]  # a frozen dataclass cannot be assigned to
     vars(error).update(state)
     return error
 
 
-def _travels(value: Any) -> bool:
+def _arrived(value: Any) -> Any:
+    """Return the value after a journey; None if it does not survive that, whatever its own pickling raises."""
     from ray import cloudpickle
 
     try:
-        pickle.loads(cloudpickle.dumps(value))
-    except Exception:
-        return False
-    return True
+        return pickle.loads(cloudpickle.dumps(value))
+    except BaseException as error:
+        logger.debug("%s cannot be pickled: %s", type(value).__name__, described(error))
+        return None
+
+
+def _travels(value: Any) -> bool:
+    return value is None or _arrived((value,)) is not None
 
 
 def _must_travel(value: Any) -> None:
@@ -163,6 +248,8 @@ def _must_travel(value: Any) -> None:
     try:
         cloudpickle.dumps(value)
     except Exception as error:
-        raise TypeError(
-            f"the answer cannot be sent to the driver ({error}): return plain values, tensors or arrays, got {value!r:.200}"
-        ) from error
+        names = (
+            [shown(name) for name, each in value.items() if not _travels(each)] if isinstance(value, Mapping) else []
+        )
+        what = f"the answer cannot be sent to the driver: {', '.join(names) or shown(value)} ({described(error)})"
+        raise TypeError(f"{what}: return plain values, tensors or arrays") from error

@@ -1,0 +1,59 @@
+"""One thread at a time drives the workers: who does, and the error for everybody else. Driver."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from raysgd.errors import TrainerBusyError
+
+__all__ = ["CallGuard", "Claim"]
+
+
+class CallGuard:
+    """Owns the claim of the call that is running. Never waits: a second thread gets an error at once.
+
+    The thread that has the claim may make further calls inside the first one (a callback that saves, a signal handler).
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Claim] = {}
+
+    def claim(self, call: str) -> Claim:
+        """Return what to enter for the time of `call`."""
+        return Claim(self._held, call)
+
+    def elsewhere(self) -> Claim | None:
+        """Return the claim that another thread holds now."""
+        held = self._held.get("call")
+        return None if held is None or held.thread == threading.get_ident() else held
+
+
+@dataclass(eq=False)
+class Claim:
+    """One call of one thread. (No contextlib here, which assigns to exceptions that pass; not all allow it.)"""
+
+    held: dict[str, Claim]
+    call: str
+    thread: int = field(default_factory=threading.get_ident)
+    name: str = field(default_factory=lambda: threading.current_thread().name)
+    since: float = field(default_factory=time.monotonic)
+
+    def __enter__(self) -> None:
+        # One step of the interpreter, so it needs no lock: a lock could stop a signal handler for ever.
+        holder = self.held.setdefault("call", self)
+        if holder.thread != self.thread:
+            raise TrainerBusyError(
+                f"{self.call} was called in thread {self.name!r} while {holder.described()}. Workers carry out one call at "
+                "a time, so only one thread at a time may use a trainer: wait until that call has returned, put a lock "
+                "around the calls, or use one trainer per thread"
+            )
+
+    def __exit__(self, *error: object) -> None:
+        if self.held.get("call") is self:
+            del self.held["call"]
+
+    def described(self) -> str:
+        """Return what is running, where, and for how long."""
+        return f"{self.call} has been running for {time.monotonic() - self.since:.1f} s, called in thread {self.name!r}"

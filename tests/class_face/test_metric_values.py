@@ -1,0 +1,260 @@
+"""What user code measures is either in the result or refused with its name: never an internal error after the epoch."""
+
+import decimal
+import fractions
+import io
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raysgd import train
+from raysgd.callbacks import CSVCallback, JsonLinesCallback
+from raysgd.torch import TorchTrainer
+from raysgd.train import Trainer
+from tests.torch.small import Line, inline
+
+EXAMPLES = 1500 if os.environ.get("RAYSGD_SOAK") else 60
+
+
+class Measuring(Line):
+    """Returns `metrics` from its batches, or from its whole epoch."""
+
+    metrics: Any
+    batches = 0
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        self.batches += 1
+        return self.metrics
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        return self.metrics
+
+
+class MeasuringEpochs(Measuring):
+    def train_epoch(self, iterator: Any, info: Any = None, **more: Any) -> Any:
+        for _ in iterator:
+            self.batches += 1
+        return self.metrics
+
+    def validate(self, val_iterator: Any, info: Any = None) -> Any:
+        return self.metrics
+
+
+class Unshowable:
+    def __repr__(self) -> str:
+        raise ZeroDivisionError("its repr")
+
+    __str__ = __repr__
+
+
+class BadNumber:
+    def __float__(self) -> float:
+        raise ZeroDivisionError("its float")
+
+
+class BadShape:
+    shape = 3
+
+
+def endless() -> list[Any]:
+    value: list[Any] = [1.0]
+    value.append({"again": value})
+    return value
+
+
+REFUSED = {
+    "number as a name": (lambda: {1: 1.0}, TypeError, "name of a metric must be a string, got 1 of type int"),
+    "tuple as a name": (lambda: {("a", "b"): 1.0}, TypeError, r"got \('a', 'b'\) of type tuple"),
+    "None as a name": (lambda: {None: 1.0}, TypeError, "got None of type NoneType"),
+    "integer beyond floats": (lambda: {"m": 10**400}, ValueError, "the metric 'm' is a number of 1329 bits"),
+    "integer of 5000 digits": (lambda: {"m": -(10**5000)}, ValueError, "'m' is a number of"),
+    "fraction beyond floats": (lambda: {"m": fractions.Fraction(10**400)}, ValueError, "'m' is a number"),
+    "integer beyond floats, inside": (lambda: {"m": {"x": [10**400]}}, ValueError, "a number in the metric 'm'"),
+    "contains itself": (lambda: {"m": endless()}, ValueError, "'m' contains itself"),
+    "reserved": (lambda: {"__committed__": 1}, ValueError, "'__committed__' is reserved"),
+}
+# The value that is returned; what is expected in the result, or None where any value will do.
+KEPT: dict[str, tuple[Callable[[], Any], Any]] = {
+    "nan": (lambda: math.nan, "nan"),
+    "infinity": (lambda: -math.inf, -math.inf),
+    "large integer": (lambda: 10**300, 1e300),
+    "bool": (lambda: True, 1.0),
+    "decimal": (lambda: decimal.Decimal("1.5"), 1.5),
+    "signalling decimal": (lambda: decimal.Decimal("sNaN"), None),
+    "numpy half": (lambda: np.float16(2), 2.0),
+    "numpy text": (lambda: np.str_("x"), "x"),
+    "0-dim tensor": (lambda: torch.tensor(2.5), 2.5),
+    "large tensor": (lambda: torch.ones(1000), None),
+    "empty tensor": (lambda: torch.zeros(0), None),
+    "complex": (lambda: 1j, 1j),
+    "None": (lambda: None, None),
+    "nested": (lambda: {1: {(2, 3): [4, {5}]}}, {1: {(2, 3): [4, {5}]}}),
+    "large list": (lambda: list(range(100_000)), None),
+    "bytes": (lambda: b"x", b"x"),
+    "a file": (lambda: io.StringIO("x"), None),
+    "a lock": (threading.Lock, None),
+    "no repr": (Unshowable, None),
+    "no float": (BadNumber, None),
+    "no shape": (BadShape, None),
+}
+
+
+def results(operator: type[Measuring], metrics: Any) -> Iterator[Callable[[], Any]]:
+    """The calls of a trainer whose operator returns `metrics`."""
+    trainer = inline(operator)
+    trainer.get_local_operator().metrics = metrics  # type: ignore[attr-defined]
+    yield trainer.train
+    yield trainer.validate
+
+
+@pytest.mark.parametrize("operator", [Measuring, MeasuringEpochs])
+@pytest.mark.parametrize(("made", "kind", "text"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_a_metric_is_refused_by_name(
+    operator: type[Measuring], made: Callable[[], Any], kind: type[Exception], text: str
+) -> None:
+    for call in results(operator, made()):
+        with pytest.raises(kind, match=text) as caught:
+            call()
+        method = call.__name__ if operator is Measuring else {"train": "train_epoch"}.get(call.__name__, "validate")
+        assert f"{operator.__name__}.{method}" in str(caught.value)
+
+
+def test_it_is_refused_at_the_first_batch() -> None:
+    trainer = inline(Measuring)
+    operator: Any = trainer.get_local_operator()
+    operator.metrics = {2: 1.0}
+    with pytest.raises(TypeError, match="must be a string"):
+        trainer.train()
+    assert operator.batches == 1
+    operator.metrics = {"fine": 1.0}
+    assert trainer.train()["fine"] == 1.0
+
+
+@pytest.mark.parametrize("samples", ["x", -1, math.nan, math.inf, None, 10**400, torch.ones(2), 1j], ids=repr)
+def test_a_number_of_samples_that_is_none_is_refused(samples: Any) -> None:
+    for call in results(Measuring, {"num_samples": samples, "m": 1.0}):
+        with pytest.raises(ValueError, match=r"Measuring\.\w+_batch.*num_samples.*finite number of 0 or more, got "):
+            call()
+
+
+@pytest.mark.parametrize("operator", [Measuring, MeasuringEpochs])
+@pytest.mark.parametrize(("made", "expected"), KEPT.values(), ids=KEPT.keys())
+def test_everything_else_is_in_the_result(operator: type[Measuring], made: Callable[[], Any], expected: Any) -> None:
+    for call in results(operator, {"m": made(), "fine": 0.5}):
+        result = call()
+        assert result["fine"] == 0.5 and "m" in result
+        if expected is not None:
+            assert str(result["m"]) == str(expected) or result["m"] == expected
+
+
+NUMBERS = st.one_of(
+    st.integers(),
+    st.integers(min_value=-(10**420), max_value=10**420),
+    st.floats(),
+    st.booleans(),
+    st.decimals(),
+    st.fractions(),
+    st.complex_numbers(),
+    st.sampled_from([np.float16("nan"), np.float64("inf"), np.int8(-3), np.bool_(True), np.datetime64(1, "s")]),
+)
+SCALARS = st.one_of(NUMBERS, st.none(), st.text(max_size=50), st.binary(max_size=20))
+KEYS = st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=8), st.binary(max_size=3))
+ARRAYS = st.sampled_from(
+    [torch.zeros(()), torch.zeros(0), torch.ones(2, 3), torch.tensor(1j), np.zeros(3), np.array(1)]
+)
+OBJECTS = st.sampled_from([BadNumber(), BadShape(), object(), int, len, endless(), ..., NotImplemented])
+VALUES = st.recursive(
+    SCALARS | ARRAYS | OBJECTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+NAMES = st.one_of(st.text(max_size=8), st.sampled_from(["epoch", "batch_count", "profile", "last_x", "x"]), KEYS)
+SAMPLES = st.one_of(st.integers(1, 64), st.integers(1, 64), SCALARS)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(metrics=st.dictionaries(NAMES, VALUES, max_size=3), samples=SAMPLES, whole=st.booleans(), data=st.data())
+def test_any_metrics_are_a_result_or_a_clear_error(metrics: Any, samples: Any, whole: bool, data: Any) -> None:
+    metrics = {**metrics, **({"num_samples": samples} if data.draw(st.booleans()) else {})}
+    for call in results(MeasuringEpochs if whole else Measuring, metrics):
+        try:
+            result = call()
+        except (TypeError, ValueError) as error:
+            assert "what cannot be a " in str(error)
+        else:
+            assert all(isinstance(name, str) for name in result)
+
+
+def test_writers_take_what_is_in_results(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Callbacks get whatever was returned; none of them may fail for it."""
+    trainer = inline(Measuring, callbacks=[JsonLinesCallback(), CSVCallback()], logdir=tmp_path)
+    operator: Any = trainer.get_local_operator()
+    with caplog.at_level(logging.ERROR, logger="raysgd"), trainer:
+        operator.metrics = {name: made() for name, (made, _) in KEPT.items()}
+        trainer.train()
+        assert "large integer" in repr(trainer.history)
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+# -- on workers ---------------------------------------------------------------------------------------
+
+
+class OnOneRank(Line):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        found = super().train_batch(batch, batch_info)
+        return {**found, **batch_info["metrics"]} if self.world_rank == 1 else found
+
+
+def test_the_rank_that_returned_it_is_named(ray_cluster: None) -> None:
+    with TorchTrainer(training_operator_cls=OnOneRank, num_workers=2, config={"batch": 2}) as trainer:
+        for metrics, kind in [({3: 1.0}, TypeError), ({"m": 10**400}, ValueError)]:
+            with pytest.raises(kind, match=r"OnOneRank\.train_batch returned what cannot be a metric") as caught:
+                trainer.train(info={"metrics": metrics})
+            assert caught.value.raysgd_rank == 1  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match=r"cannot be sent to the driver: opened .*Generator|generator"):
+            trainer.train(info={"metrics": {"opened": Opened()}})
+        assert trainer.train(info={"metrics": {"m": 2.0}})["m"] == 2.0
+        assert trainer.recoveries == []
+
+
+class Opened:
+    """Travels to the worker, and not back."""
+
+    def __reduce__(self) -> Any:
+        return counting, ()
+
+
+def counting() -> Any:
+    return (number for number in range(3))
+
+
+def reporting(config: dict[str, Any]) -> None:
+    rows = config["rows"]
+    refused = []
+    for row in rows:
+        try:
+            train.report(row)
+        except (TypeError, ValueError) as error:
+            refused.append(f"{type(error).__name__}: {error}")
+    train.report(refused=refused)
+
+
+def test_functions_report_under_the_same_rules(ray_cluster: None, tmp_path: Any) -> None:
+    bad = [{1: 1.0}, {None: 2.0}, {"m": 10**400}, {"m": Opened()}]
+    good = [{"m": math.nan}, {"m": 1j}, {"m": {1: [2]}}, {"_training_iteration": "x", "_time_this_iter_s": None}]
+    with Trainer("torch", num_workers=1, logdir=tmp_path) as trainer:
+        trainer.run(reporting, {"rows": [*bad, *good]}, callbacks=[JsonLinesCallback(), CSVCallback()])
+    rows = trainer.history.rows
+    assert len(rows) == len(good) + 1
+    refused = rows[-1]["refused"]
+    assert len(refused) == len(bad) and all("train.report()" in text for text in refused)
+    assert "TypeError" in refused[0] and "ValueError" in refused[2] and "to the driver: m " in refused[3]

@@ -1,0 +1,193 @@
+"""One thread at a time uses a trainer: a second one gets an error at once, and both calls stay whole."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import NotActiveError, TrainerBusyError
+from raysgd.callbacks import Callback
+from raysgd.torch import TorchTrainer
+from raysgd.train import Trainer, WorkerGroup, report
+from tests.torch.small import Line, inline
+
+BATCHES = 200
+
+
+class Slow(Line):
+    """An epoch takes `pace` seconds per batch, if `info` says so."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(batch_info.get("pace", 0.0))
+        return super().train_batch(batch, batch_info)
+
+
+@pytest.fixture(scope="module")
+def remote(ray_cluster: None) -> Iterator[TorchTrainer]:
+    config = {"rows": 2 * BATCHES, "batch": 1}
+    with TorchTrainer(training_operator_cls=Slow, num_workers=2, config=config) as trainer:
+        yield trainer
+
+
+@pytest.fixture(params=["inline", "remote"])
+def trainer(request: pytest.FixtureRequest) -> TorchTrainer:
+    if request.param == "inline":
+        return inline(Slow, config={"rows": 2 * BATCHES, "batch": 2})
+    found: TorchTrainer = request.getfixturevalue("remote")
+    return found
+
+
+def elsewhere(call: Callable[[], Any], name: str = "the other") -> Future[Any]:
+    """The call in a thread of its own, which has begun when this returns."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+    future = pool.submit(call)
+    time.sleep(0.7)
+    assert not future.done(), "the call was over before the test began"
+    return future
+
+
+def second_calls(trainer: TorchTrainer, path: Path) -> dict[str, Callable[[], Any]]:
+    return {
+        "train()": trainer.train,
+        "validate()": trainer.validate,
+        "save()": lambda: trainer.save(path / "x.pt"),
+        "load()": lambda: trainer.load(path / "y.pt"),
+        "state_dict()": trainer.state_dict,
+        "load_state_dict()": lambda: trainer.load_state_dict({}),
+        "get_model()": trainer.get_model,
+        "get_local_operator()": trainer.get_local_operator,
+        "apply_all_workers()": lambda: trainer.apply_all_workers(time.time),
+        "apply_all_operators()": lambda: trainer.apply_all_operators(lambda operator: None),
+        "update_scheduler()": lambda: trainer.update_scheduler(1.0),
+        "resize()": lambda: trainer.resize(1),
+    }
+
+
+def test_a_second_thread_gets_an_error_at_once(trainer: TorchTrainer, tmp_path: Path) -> None:
+    running = elsewhere(lambda: trainer.train(info={"pace": 0.015}))
+    for name, call in second_calls(trainer, tmp_path).items():
+        began = time.monotonic()
+        with pytest.raises(TrainerBusyError) as caught:
+            call()
+        text = str(caught.value)
+        assert text.startswith(f"{name} was called in thread 'MainThread'"), text
+        assert "train() has been running for" in text and "'the other_0'" in text and "wait until" in text
+        assert time.monotonic() - began < 5
+    # What only looks is always allowed.
+    assert (trainer.world_size, trainer.recoveries) == (trainer.max_replicas, [])
+    assert "training" in repr(trainer) and len(trainer.history) >= 0
+    assert running.result(timeout=60)["num_samples"] == 2 * BATCHES, "the first call is whole"
+    assert trainer.train()["num_samples"] == 2 * BATCHES, "and the trainer is free again"
+    assert not list(tmp_path.iterdir())
+
+
+def test_many_threads_at_once_never_share_an_epoch(trainer: TorchTrainer) -> None:
+    def call() -> Any:
+        gate.wait()
+        try:
+            return trainer.train()["num_samples"]
+        except TrainerBusyError:
+            return None
+
+    gate = threading.Barrier(6)
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda _: call(), range(6)))
+    assert {each for each in found if each is not None} == {2 * BATCHES}
+
+
+def test_a_call_that_failed_leaves_the_trainer_free(trainer: TorchTrainer) -> None:
+    with pytest.raises(Exception, match="lambda|cannot|broken|division"):
+        trainer.apply_all_operators(lambda operator: 1 / 0)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(trainer.train).result(timeout=60)["num_samples"] == 2 * BATCHES
+
+
+class Nested(Callback):
+    """Calls the trainer that called it."""
+
+    stops_training = True
+    trainer: Any = None
+    states: list[Any]
+
+    def on_result(self, result: Any) -> None:
+        if self.trainer is not None:
+            self.states.append(self.trainer.state_dict()["epoch"])
+
+
+def test_callbacks_may_use_their_trainer() -> None:
+    callback = Nested()
+    callback.states = []
+    trainer = inline(Slow, callbacks=[callback])
+    callback.trainer = trainer
+    trainer.train()
+    trainer.train()
+    assert callback.states == [1, 2]
+
+
+@pytest.mark.parametrize("use_ray", [False, True], ids=["inline", "remote"])
+def test_another_thread_may_shut_it_down(ray_cluster: None, use_ray: bool) -> None:
+    trainer = inline(Slow, config={"rows": 4000, "batch": 2}, use_ray=use_ray)
+    running = elsewhere(lambda: trainer.train(info={"pace": 0.05}))
+    began = time.monotonic()
+    trainer.shutdown()
+    assert time.monotonic() - began < 30
+    with pytest.raises(NotActiveError, match=r"shut down in thread 'MainThread' while train\(\) has been running"):
+        running.result(timeout=30)
+    with pytest.raises(NotActiveError):
+        trainer.train()
+
+
+# -- functions ----------------------------------------------------------------------------------------
+
+
+def slow_function(config: dict[str, Any]) -> int:
+    for number in range(config["rounds"]):
+        report(number=number)
+        time.sleep(0.1)
+    return int(config["rounds"])
+
+
+def test_training_functions(ray_cluster: None, tmp_path: Path) -> None:
+    with Trainer("torch", num_workers=1, logdir=tmp_path) as trainer:
+        running = elsewhere(lambda: trainer.run(slow_function, {"rounds": 30}))
+        others: list[Callable[[], Any]] = [
+            lambda: trainer.run(slow_function, {"rounds": 1}),
+            lambda: trainer.run_iterator(slow_function, {"rounds": 1}),
+            lambda: trainer.worker_group.execute(time.time),
+        ]
+        for call in others:
+            with pytest.raises(TrainerBusyError, match=r"function 'slow_function' has been running for .*'the other_0'"):
+                call()
+        assert trainer.recoveries == [] and "running" in repr(trainer)
+        assert running.result(timeout=60) == [30]
+        assert len(trainer.history) == 30, "the first run has all of its rounds, and only its own"
+
+        def call_run() -> Any:
+            gate.wait()
+            try:
+                return trainer.run(slow_function, {"rounds": 3})
+            except TrainerBusyError:
+                return None
+
+        gate = threading.Barrier(5)
+        with ThreadPoolExecutor(5) as pool:
+            found = list(pool.map(lambda _: call_run(), range(5)))
+        assert [3] in found and all(each in ([3], None) for each in found)
+        assert len(trainer.history) == 30 + 3 * found.count([3])
+
+
+def test_functions_on_a_group(ray_cluster: None) -> None:
+    group = WorkerGroup(num_workers=1)
+    group.start()
+    try:
+        running = elsewhere(lambda: group.execute(time.sleep, 2))
+        with pytest.raises(TrainerBusyError, match="has been running for"):
+            group.execute(time.time)
+        assert running.result(timeout=30) == [None]
+        assert len(group.execute(time.time)) == 1
+    finally:
+        group.shutdown()

@@ -1,0 +1,113 @@
+"""Processes that user code forks in a worker: they end with the worker, and not with the thread that forked them."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.torch import TorchTrainer
+from tests.torch.small import Line
+
+pytestmark = pytest.mark.elastic
+
+
+@pytest.fixture(scope="module")
+def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
+    with TorchTrainer(training_operator_cls=Line, num_workers=2) as trainer:
+        yield trainer
+
+
+def sleep_in_a_fork() -> int:
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(120,), daemon=True)
+    process.start()
+    assert process.pid is not None
+    return process.pid
+
+
+def sleep_in_a_program(**options: Any) -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], **options).pid
+
+
+def fork_and_execute() -> int:
+    """With a `preexec_fn`, subprocess forks and runs Python in the child before the program."""
+    return sleep_in_a_program(preexec_fn=os.getpid)
+
+
+def in_a_helper_thread(start: Callable[[], int]) -> Callable[[Any], int]:
+    def call(operator: Any) -> int:
+        found: list[int] = []
+
+        def run() -> None:
+            found.append(start())
+            time.sleep(0.2)  # the process is up before the thread ends
+
+        helper = threading.Thread(target=run)
+        helper.start()
+        helper.join()
+        return found[0]
+
+    return call
+
+
+def in_the_main_thread(start: Callable[[], int]) -> Callable[[Any], int]:
+    return lambda operator: start()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return b"State:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
+    except FileNotFoundError:
+        return False
+
+
+def ended(pid: int, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+@pytest.mark.parametrize(
+    "start", [sleep_in_a_fork, sleep_in_a_program, fork_and_execute], ids=["fork", "program", "preexec_fn"]
+)
+def test_a_process_outlives_the_helper_thread_that_started_it(trainer: TorchTrainer, start: Callable[[], int]) -> None:
+    pids = trainer.apply_all_operators(in_a_helper_thread(start))
+    try:
+        time.sleep(0.5)  # the threads have ended before the answers came
+        assert all(alive(pid) for pid in pids), "a process was killed when the thread that started it ended"
+        # Threads that come and go later do not end it either.
+        trainer.apply_all_operators(in_a_helper_thread(os.getpid))
+        time.sleep(0.2)
+        assert all(alive(pid) for pid in pids)
+    finally:
+        for pid in pids:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_sigterm_ends_a_forked_process(trainer: TorchTrainer) -> None:
+    """The worker takes SIGTERM as a notice; a process that was forked from it must not."""
+    for where in (in_the_main_thread, in_a_helper_thread):
+        for pid in trainer.apply_all_operators(where(sleep_in_a_fork)):
+            os.kill(pid, signal.SIGTERM)
+            assert ended(pid, within_s=20.0)
+    assert trainer.train()["num_samples"] > 0 and trainer.recoveries == []
+
+
+def test_forked_processes_end_with_a_killed_worker(trainer: TorchTrainer) -> None:
+    """Whichever thread forked them: their copies of the worker's sockets would keep its peers waiting."""
+    main = trainer.apply_all_operators(in_the_main_thread(sleep_in_a_fork))
+    helper = trainer.apply_all_operators(in_a_helper_thread(sleep_in_a_fork))
+    assert all(alive(pid) for pid in (*main, *helper))
+    for worker in trainer.apply_all_workers(os.getpid):
+        os.kill(worker, signal.SIGKILL)
+    assert all(ended(pid, within_s=20.0) for pid in main), "a process that the main thread forked outlived its worker"
+    assert all(ended(pid, within_s=20.0) for pid in helper), "a process that a helper thread forked outlived its worker"
