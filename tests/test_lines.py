@@ -19,7 +19,7 @@ from raysgd.workers import landing
 from raysgd.workers.blob import Blob
 from raysgd.workers.body import Body
 from raysgd.workers.events import Arrived, Event, Gone, Heard
-from raysgd.workers.frames import PREFIX, FrameReader, receive, send
+from raysgd.workers.frames import ADMITTED, PREFIX, FrameReader, packed, receive, send
 from raysgd.workers.line import Line, LineAddress
 from raysgd.workers.switchboard import Switchboard
 
@@ -178,47 +178,154 @@ def test_uploads_do_not_take_the_line(desk: Desk) -> None:
     desk.board.hang_up("w")
 
 
+def greet(desk: Desk, worker: str = "w") -> socket.socket:
+    """A worker's connection, made by hand."""
+    connection = socket.create_connection(desk.board.address, timeout=5)
+    hello = {"t": "hello", "worker": worker, "node": "n", "pid": 1}
+    connection.sendall(desk.board.token.encode() + packed(hello))
+    return connection
+
+
 def test_a_stranger_is_refused(desk: Desk) -> None:
-    with socket.create_connection(desk.board.address) as stranger:
-        send(stranger, {"t": "hello", "token": "guess", "worker": "w", "node": "n", "pid": 1})
-        stranger.settimeout(5)
-        assert stranger.recv(1) == b""
-    with socket.create_connection(desk.board.address) as stranger:
-        header = b'{"t": "upload", "worker": "w"}'
-        stranger.sendall(PREFIX.pack(len(header), 2**62) + header)  # no room is made for that
-        stranger.settimeout(5)
-        assert stranger.recv(1) == b""
-    for header in (b"[]", '{"token": "ä"}'.encode()):
-        with socket.create_connection(desk.board.address) as stranger:
-            stranger.sendall(PREFIX.pack(len(header), 0) + header)
-            stranger.settimeout(5)
-            assert stranger.recv(1) == b""
-    with socket.create_connection(desk.board.address) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
-        stranger.settimeout(5)
-        assert stranger.recv(1) == b""
+    hello = packed({"t": "hello", "token": desk.board.token, "worker": "w", "node": "n", "pid": 1})
+    for sent in (b"0" * 32, b"0" * 32 + hello, b"\xff" * 64, b"GET / HTTP/1.1\r\nHost: example\r\n\r\n", hello):
+        with socket.create_connection(desk.board.address, timeout=5) as stranger:
+            stranger.sendall(sent)
+            assert ended(stranger)
     assert desk.events.empty()
 
 
+def ended(connection: socket.socket) -> bool:
+    """Waits until the other end closes the connection."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"[]",
+        b"[" * 200_000,
+        b"\xff\xfe",
+        b"{}",
+        b'{"t": "hello", "worker": "w"}',
+        b'{"t": "hello", "worker": ["w"], "node": 1, "pid": "x"}',
+        b'{"t": ["hello"], "worker": "w"}',
+        b'{"t": "hello", "worker": "there", "node": "n", "pid": 1}',
+    ],
+)
+def test_a_first_message_of_another_kind_ends_its_connection_only(desk: Desk, message: bytes) -> None:
+    """Even with the right token."""
+    with greet(desk, "there") as there:
+        desk.next(Arrived)
+        with socket.create_connection(desk.board.address, timeout=5) as other:
+            other.sendall(desk.board.token.encode() + PREFIX.pack(len(message), 0) + message)
+            assert ended(other)
+        assert there.recv(1) == ADMITTED
+        assert desk.board.tell("there", {"t": "confirm"}), "the one that was there is served"
+    assert desk.next(Gone).worker == "there"
+
+
+@pytest.mark.parametrize("body", [2**62, 2**64 - 1])
+def test_a_body_without_room_ends_its_connection_only(desk: Desk, body: int) -> None:
+    with greet(desk) as worker:
+        desk.next(Arrived)
+        worker.sendall(packed({"t": "progress"}, body))
+        gone = desk.next(Gone)
+        assert gone.worker == "w" and gone.reason == "network" and "Error" in gone.cause
+    desk.line("next")
+    assert desk.next(Arrived).worker == "next"
+    desk.board.hang_up("next")
+
+
+def test_a_worker_that_never_reads_does_not_hold_the_driver_up(desk: Desk) -> None:
+    with greet(desk) as worker:
+        desk.next(Arrived)
+        words = {"t": "stack", "id": "x" * 5000}
+        deadline = time.monotonic() + 30
+        while desk.board.tell("w", words):
+            assert time.monotonic() < deadline
+        assert desk.next(Gone).reason == "network"
+        assert worker.fileno() >= 0
+
+
+def test_a_greeting_that_is_not_complete_in_time_is_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysgd.workers.switchboard.GREETING_S", 0.3)
+    for sent in (b"", b"0" * 31, desk.board.token.encode(), desk.board.token.encode() + PREFIX.pack(100, 0)):
+        with socket.create_connection(desk.board.address, timeout=5) as late:
+            late.sendall(sent)
+            assert ended(late)
+    with greet(desk) as worker:
+        desk.next(Arrived)
+        time.sleep(0.5)
+        assert desk.board.tell("w", {"t": "confirm"}), "who is admitted may be silent"
+        assert worker.recv(1) == ADMITTED
+
+
+def test_only_so_many_wait_for_admission(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysgd.workers.switchboard.GREETING_AT_MOST", 3)
+    silent = [socket.create_connection(desk.board.address, timeout=5) for _ in range(5)]
+    assert ended(silent[0]) and ended(silent[1]), "the oldest make room"
+    with greet(desk):
+        desk.next(Arrived)
+        silent[4].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[4].recv(1)
+    for each in silent:
+        each.close()
+
+
+def test_a_refused_worker_tries_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood of connections may push out the greeting of a worker."""
+    admit, tries = desk.board._admit, []
+
+    def first_refused(peer: Any, message: dict[str, Any]) -> None:
+        tries.append(message)
+        if len(tries) == 1:
+            raise ValueError("planned")
+        admit(peer, message)
+
+    monkeypatch.setattr(desk.board, "_admit", first_refused)
+    desk.line()
+    assert desk.next(Arrived).worker == "w"
+    desk.board.hang_up("w")
+
+
+def test_a_delivery_that_does_not_arrive_is_an_error(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = desk.line()
+    line.deliver({"kind": "report"}, b"abc")
+    heard = desk.next(Heard)
+    assert heard.body == b"abc" and heard.message["kind"] == "report"
+
+    def full(size: int) -> bytearray:
+        if size:
+            raise MemoryError
+        return bytearray()
+
+    monkeypatch.setattr("raysgd.workers.frames.landing", full)
+    with pytest.raises(ConnectionError):
+        line.deliver({"kind": "report"}, b"abc")
+    desk.board.hang_up("w")
+
+
 def test_the_end_of_a_line_is_told_once(desk: Desk) -> None:
-    with socket.create_connection(desk.board.address) as worker:
-        send(worker, {"t": "hello", "token": desk.board.token, "worker": "w", "node": "n", "pid": 1})
+    with greet(desk):
         desk.next(Arrived)
     assert "process ended" in desk.next(Gone).cause
     assert not desk.board.tell("w", {"t": "confirm"})
 
 
 def test_late_words_of_a_line_that_was_hung_up(desk: Desk) -> None:
-    with socket.create_connection(desk.board.address) as worker:
-        send(worker, {"t": "hello", "token": desk.board.token, "worker": "w", "node": "n", "pid": 1})
+    with greet(desk) as worker:
         desk.next(Arrived)
         desk.board.hang_up("w")
-        desk.board._take(worker, {"t": "progress"}, bytearray())  # it was read just before
         send(worker, {"t": "progress"})
-    assert desk.events.empty()
-    desk.line("next")
-    assert desk.next(Arrived).worker == "next", "the board goes on"
+        desk.line("next")
+        assert desk.next(Arrived).worker == "next", "the board goes on"
     desk.board.hang_up("next")
+    assert desk.events.empty()
 
 
 def test_who_leaves_on_purpose_is_no_news(desk: Desk) -> None:
@@ -234,7 +341,7 @@ def test_a_machine_that_falls_silent_is_asked_for(desk: Desk) -> None:
     desk.board.unreachable_s = 10.0
     desk.line()
     desk.next(Arrived)
-    server_end = desk.board._lines["w"]
+    server_end = desk.board._peers["w"].connection
     assert server_end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     limits = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_USER_TIMEOUT": 10_000}
     for name, value in limits.items():

@@ -1,6 +1,8 @@
-"""How a line speaks: a length-prefixed JSON header, and a body of raw bytes that may be empty.
+"""The format of the control channel: a length-prefixed JSON header, and a body of raw bytes that may be empty.
 
-No pickle here: whoever finds the port can at worst send a message that is refused.
+A connection begins with the driver's token, as TOKEN_BYTES raw bytes; nothing else is read or parsed before that is
+verified. Then comes the header of the first message. The driver answers with the byte ADMITTED when it has accepted
+that, and with the byte RECEIVED when it has the whole of a message that has a connection of its own. No pickle here.
 """
 
 from __future__ import annotations
@@ -13,22 +15,57 @@ from typing import Any
 
 from raysgd.workers.landing import Landing, landed, landing
 
-__all__ = ["Frame", "FrameReader", "probe", "receive", "send"]
+__all__ = [
+    "ADMITTED",
+    "RECEIVED",
+    "TOKEN_BYTES",
+    "Frame",
+    "FrameReader",
+    "packed",
+    "probe",
+    "receive",
+    "send",
+    "send_body",
+    "send_now",
+]
 
+TOKEN_BYTES = 32
+ADMITTED, RECEIVED = b"A", b"R"
 PREFIX = struct.Struct(">IQ")
 LARGEST_HEADER = 16 << 20
 AT_ONCE = 1 << 16
+PIECE = 4 << 20
 
 Frame = tuple[dict[str, Any], Landing]
 
 
-def send(connection: socket.socket, message: dict[str, Any], body: bytes | memoryview = b"") -> None:
-    """Blocks until the frame is handed to the kernel."""
+def packed(message: dict[str, Any], size: int = 0) -> bytes:
+    """Return a frame without its body, which has `size` bytes."""
     header = json.dumps(message, default=str).encode()
-    size = memoryview(body).nbytes
-    connection.sendall(PREFIX.pack(len(header), size) + header)
-    if size:
-        connection.sendall(body)
+    if len(header) > LARGEST_HEADER:
+        raise ValueError(f"a control message of {len(header)} bytes is too long: at most {LARGEST_HEADER} are allowed")
+    return PREFIX.pack(len(header), size) + header
+
+
+def send(connection: socket.socket, message: dict[str, Any], body: bytes | memoryview = b"") -> None:
+    """Send a frame. Blocks until the kernel has it."""
+    connection.sendall(packed(message, memoryview(body).nbytes))
+    send_body(connection, body)
+
+
+def send_body(connection: socket.socket, body: bytes | memoryview) -> None:
+    """Send a frame's body in pieces, so that the socket's timeout limits a standstill and not the whole transfer."""
+    view = memoryview(body).cast("B") if len(body) else memoryview(b"")
+    for start in range(0, len(view), PIECE):
+        connection.sendall(view[start : start + PIECE])
+
+
+def send_now(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Send a frame without a body on a non-blocking socket. Raise BlockingIOError when the kernel has no room for all of
+    it: the other end has not read for a long time, and the connection cannot be used any more."""
+    frame = packed(message)
+    if connection.send(frame) < len(frame):
+        raise BlockingIOError("only a part of the message could be sent")
 
 
 def probe(connection: socket.socket, limit_s: float) -> None:
@@ -93,20 +130,21 @@ class FrameReader:
             return False
         header, body = PREFIX.unpack_from(self._buffer)
         if header > LARGEST_HEADER:
-            raise ValueError(f"a frame's header claims {header} bytes: this is not one of our lines")
+            raise ValueError(f"it sent a header of {header} bytes, and at most {LARGEST_HEADER} are allowed")
         if len(self._buffer) < PREFIX.size + header:
             return False
         self._message = json.loads(bytes(self._buffer[PREFIX.size : PREFIX.size + header]))
         del self._buffer[: PREFIX.size + header]
         if not isinstance(self._message, dict):
-            raise ValueError("a frame's header is no JSON object: this is not one of our lines")
+            raise ValueError("it sent a header that is not a JSON object")
         self._admit(self._message)
         self._body, self._filled = landing(body), 0
         return True
 
 
 def receive(connection: socket.socket, reader: FrameReader) -> list[Frame] | None:
-    """What one read gives; None when the other end is gone. Nothing within the socket's limit is a TimeoutError."""
+    """Return the frames that one read completes; None when the other end is gone. A connection whose other end does not
+    acknowledge anything any more raises TimeoutError."""
     room = reader.room()
     try:
         if room:
@@ -115,6 +153,8 @@ def receive(connection: socket.socket, reader: FrameReader) -> list[Frame] | Non
         data = connection.recv(AT_ONCE)
     except TimeoutError:
         raise
+    except BlockingIOError:
+        return []
     except OSError:
         return None
     return reader.feed(data) if data else None

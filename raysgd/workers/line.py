@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import selectors
 import signal
 import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from raysgd.metrics import brief
 from raysgd.progress import Control, Progress
-from raysgd.workers.frames import FrameReader, receive, send
+from raysgd.workers.frames import ADMITTED, RECEIVED, FrameReader, packed, receive, send, send_body
 
 __all__ = ["Line", "LineAddress"]
 
@@ -22,6 +25,12 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 DRIVER_GONE = 78
+
+CONNECT_S = 30.0
+# For the driver to take a control message, or any few MB of a larger one: it may be suspended for a while.
+SEND_S, BULK_S = 60.0, 600.0
+# A greeting can be refused without this worker's fault, when the driver is flooded with connections.
+TRIES_AGAIN_S = (0.1, 0.3, 1.0, 3.0)
 
 
 @dataclass(frozen=True)
@@ -40,9 +49,10 @@ class Line:
         self._address, self._worker = address, worker
         self._abort = abort
         self._sending = threading.Lock()
-        self._socket = socket.create_connection((address.host, address.port), timeout=30)
-        self._socket.settimeout(HEARTBEAT_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = self._connect({"t": "hello", "node": node, "pid": os.getpid()})
+        self._socket.settimeout(SEND_S)
+        self._room = selectors.DefaultSelector()
+        self._room.register(self._socket, selectors.EVENT_WRITE)
         self.control = Control(self._publish)
         self.on_end: Callable[[], None] = lambda: None
         self.generation = -1
@@ -50,7 +60,6 @@ class Line:
         self._turning = threading.Lock()
         self._main = threading.main_thread().ident or 0
         self._open = True
-        self._say({"t": "hello", "token": address.token, "worker": worker, "node": node, "pid": os.getpid()})
         threading.Thread(target=self._listen, name="raysgd-line", daemon=True).start()
 
     def begin(self, call: int) -> None:
@@ -68,23 +77,49 @@ class Line:
 
     def upload(self, message: dict[str, Any], body: bytes | memoryview) -> None:
         """Sends bulk bytes on a connection of their own, so that stop signs never wait behind them."""
-        with socket.create_connection((self._address.host, self._address.port), timeout=30) as connection:
-            connection.settimeout(None)
-            send(connection, {"t": "upload", "token": self._address.token, "worker": self._worker, **message}, body)
+        self._send_alone({"t": "upload", **message, "partial": brief(message.get("partial"))}, body)
 
     def deliver(self, message: dict[str, Any], body: bytes | memoryview) -> None:
-        """Like `upload`, but returns when the driver has read it all: it closes the connection then. What was merely
-        sent could still be lost with this process."""
-        with socket.create_connection((self._address.host, self._address.port), timeout=30) as connection:
-            connection.settimeout(None)
-            head = {"t": "message", "token": self._address.token, "worker": self._worker}
-            send(connection, {**message, **head}, body)
-            connection.shutdown(socket.SHUT_WR)
-            connection.recv(1)
+        """Like `upload`, for a message that must not be lost with this process."""
+        self._send_alone({**message, "t": "message"}, body)
+
+    def _send_alone(self, message: dict[str, Any], body: bytes | memoryview) -> None:
+        """Send a message on a connection of its own. Return when the driver has the whole of it."""
+        with self._connect(message, memoryview(body).nbytes) as connection:
+            connection.settimeout(BULK_S)
+            send_body(connection, body)
+            if connection.recv(1) != RECEIVED:
+                raise ConnectionError("the driver closed the connection before it had read the whole message")
+
+    def _connect(self, message: Mapping[str, Any], size: int = 0) -> socket.socket:
+        """Open a connection and greet: the token, then the header of the first message. Return when it is admitted."""
+        host, port = self._address.host, self._address.port
+        greeting = self._address.token.encode() + packed({**message, "worker": self._worker}, size)
+        for pause_s in (*TRIES_AGAIN_S, None):
+            connection = socket.create_connection((host, port), timeout=CONNECT_S)
+            try:
+                connection.settimeout(SEND_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.sendall(greeting)
+                if connection.recv(1) == ADMITTED:
+                    return connection
+            except ConnectionError as error:
+                logger.debug("the driver at %s:%d broke off a greeting: %s", host, port, error)
+            except BaseException:
+                connection.close()
+                raise
+            connection.close()
+            if pause_s is not None:
+                time.sleep(pause_s)
+        raise ConnectionRefusedError(
+            f"the driver at {host}:{port} refused worker {self._worker} {len(TRIES_AGAIN_S) + 1} times: it is flooded with "
+            "connections, or another process has that port now"
+        )
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
-        told = partial and {name: value for name, value in partial.items() if _is_plain(name, value)}
-        self._say({"t": "progress", "call": self.call, "progress": astuple(progress), "partial": told})
+        """Skipped while the driver does not read: a later message says the same, and training must not wait for it."""
+        if self._room.select(0):
+            self._say({"t": "progress", "call": self.call, "progress": astuple(progress), "partial": brief(partial)})
 
     def _say(self, message: dict[str, Any]) -> None:
         try:
@@ -96,12 +131,16 @@ class Line:
 
     def _listen(self) -> None:
         reader = FrameReader()
+        incoming = selectors.DefaultSelector()
+        incoming.register(self._socket, selectors.EVENT_READ)
         while self._open:
-            try:
-                frames = receive(self._socket, reader)
-            except TimeoutError:  # the heartbeat's clock
+            if not incoming.select(HEARTBEAT_S):
                 self._say({"t": "alive"})
                 continue
+            try:
+                frames = receive(self._socket, reader)
+            except TimeoutError:
+                frames = None
             if frames is None:
                 self._driver_gone()
                 return
@@ -150,8 +189,3 @@ class Line:
         if self._open:
             self.on_end()
             os._exit(DRIVER_GONE)  # nobody is left to answer to, and the main thread may be stuck in a collective
-
-
-def _is_plain(name: Any, value: Any) -> bool:
-    """What a header can say: other metrics (tables, images) reach the driver with the call's result."""
-    return isinstance(name, str) and isinstance(value, (int, float, str))

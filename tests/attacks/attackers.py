@@ -1,0 +1,378 @@
+"""Clients without a token, in a process of their own: they attack every port on which given processes listen.
+
+    with Storm(folder, ["http", "silent-300"]) as storm:
+        trainer.train()
+    storm.report.kept   # connections that were still open at the end
+
+The folder holds one file for each process to attack, named by its id, with the ports on which it listened before the
+library opened any: those belong to Ray, and are left alone. Ports that appear while the storm lasts (of a save, of a new
+generation, of a new process) are attacked within milliseconds. Needs Linux (/proc), and only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import pickle
+import random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ATTACKS", "Report", "Storm", "listening", "note_ports"]
+
+PREFIX = struct.Struct(">IQ")
+LOOK_S = 0.003
+CONNECT_S = 5.0
+PUSHED_AT_MOST = 64 << 20
+
+
+class Creates:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (self.path, "w")
+
+
+def framed(header: bytes, body: int = 0) -> bytes:
+    """A message in the control channel's format."""
+    return PREFIX.pack(len(header), body) + header
+
+
+def hello(worker: str, token: str, kind: str = "hello") -> bytes:
+    return framed(json.dumps({"t": kind, "token": token, "worker": worker, "node": "n", "pid": 1}).encode())
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What an attacker knows: an address, the names of the workers, and the file that a pickle of its would create."""
+
+    host: str
+    port: int
+    workers: tuple[str, ...] = ()
+    marker: str = "/dev/null"
+
+
+Payload = Callable[[Aim], bytes]
+
+NESTED = b"[" * 200_000
+
+# Each is sent whole at once, and the connection is then left open.
+PAYLOADS: dict[str, Payload] = {
+    "random": lambda aim: random.Random(aim.port).randbytes(5000),
+    "http": lambda aim: b"GET / HTTP/1.1\r\nHost: example\r\nContent-Length: 5\r\n\r\nhello",
+    "http-put": lambda aim: b"PUT /global/0 HTTP/1.1\r\nHost: example\r\nContent-Length: 3\r\n\r\nabc",
+    "ff": lambda aim: b"\xff" * 64,
+    "half-prefix": lambda aim: PREFIX.pack(100, 0)[:6],
+    "half-header": lambda aim: PREFIX.pack(100, 0) + b'{"t": "hello", "tok',
+    "nested-json": lambda aim: framed(NESTED),
+    "nested-json-line": lambda aim: NESTED + b"\n",
+    "json-number-line": lambda aim: b"1\n",
+    "json-list-line": lambda aim: b"[1]\n",
+    "pickle": lambda aim: pickle.dumps(Creates(aim.marker)),
+    "pickle-framed": lambda aim: struct.pack(">Q", len(evil := pickle.dumps(Creates(aim.marker)))) + evil,
+    "pickle-header": lambda aim: framed(pickle.dumps(Creates(aim.marker))),
+    "huge-length": lambda aim: PREFIX.pack(2**32 - 1, 2**64 - 1) + b"{}",
+    "huge-length-native": lambda aim: struct.pack("<Q", 2**62) + b"x" * 100,
+    "huge-body": lambda aim: framed(b'{"t": "upload", "worker": "w"}', 2**62),
+    "zeros": lambda aim: bytes(4096),
+    "forged": lambda aim: b"".join(hello(worker, "0" * 32) for worker in aim.workers or ("w",)),
+    "forged-upload": lambda aim: hello((*aim.workers, "w")[0], "", "upload"),
+    "forged-after-token": lambda aim: b"0" * 32 + hello((*aim.workers, "w")[0], "0" * 32),
+    "token-without-end": lambda aim: b"0" * 31,
+}
+
+
+class Client:
+    """One attack on one address. Owns its connections until `close`."""
+
+    def __init__(self, aim: Aim, stop: threading.Event) -> None:
+        self.aim, self.stop = aim, stop
+        self.opened: list[socket.socket] = []
+        self.tried = self.unreachable = self.pushed = 0
+
+    def connect(self) -> socket.socket | None:
+        self.tried += 1
+        try:
+            connection = socket.create_connection((self.aim.host, self.aim.port), timeout=CONNECT_S)
+        except OSError:
+            self.unreachable += 1
+            return None
+        self.opened.append(connection)
+        return connection
+
+    def send(self, data: bytes) -> None:
+        connection = self.connect()
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.sendall(data)
+
+    def silent(self, count: int) -> None:
+        for _ in range(count):
+            if self.stop.is_set() or self.unreachable > 3:
+                return
+            self.connect()
+
+    def drip(self) -> None:
+        """One byte per second of something that could become a message."""
+        connection = self.connect()
+        for byte in hello("w", "0" * 32):
+            if connection is None or self.stop.wait(1.0):
+                return
+            try:
+                connection.sendall(bytes([byte]))
+            except OSError:
+                return
+
+    def reset(self, data: bytes) -> None:
+        connection = self.connect()
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.sendall(data)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+
+    def knock(self) -> None:
+        """Connects and leaves, a few times."""
+        for _ in range(5):
+            connection = self.connect()
+            if connection is not None:
+                connection.close()
+
+    def push(self, count: int) -> None:
+        """Many connections that each send as much as the other end takes."""
+        self.silent(count)
+        block = memoryview(b"f" * (1 << 16))
+        for connection in self.opened:
+            connection.setblocking(False)
+        alive = list(self.opened)
+        while alive and not self.stop.is_set() and self.pushed < PUSHED_AT_MOST:
+            for connection in list(alive):
+                try:
+                    self.pushed += connection.send(block)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    alive.remove(connection)
+            time.sleep(0.01)
+
+    def kept(self) -> int:
+        """How many connections the other end has not closed."""
+        return sum(map(_is_open, self.opened))
+
+    def close(self) -> None:
+        for connection in self.opened:
+            connection.close()
+
+
+def _is_open(connection: socket.socket) -> bool:
+    if connection.fileno() < 0:
+        return False  # this end closed it
+    connection.setblocking(False)
+    try:
+        while connection.recv(1 << 16):
+            continue
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _sends(payload: Payload) -> Callable[[Client], None]:
+    return lambda client: client.send(payload(client.aim))
+
+
+ATTACKS: dict[str, Callable[[Client], None]] = {
+    **{name: _sends(payload) for name, payload in PAYLOADS.items()},
+    "silent-1": lambda client: client.silent(1),
+    "silent-3": lambda client: client.silent(3),
+    "silent-300": lambda client: client.silent(300),
+    "drip": Client.drip,
+    "reset": lambda client: client.reset(b""),
+    "reset-half": lambda client: client.reset(PREFIX.pack(100, 0)[:6]),
+    "knock": Client.knock,
+    "push-300": lambda client: client.push(300),
+}
+
+
+# -- which ports ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Listener:
+    host: str
+    port: int
+    pid: int
+    inode: str
+
+
+def _sockets_in_state_listen() -> dict[str, tuple[str, int]]:
+    """Address by inode, of all processes on this machine."""
+    found = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":
+                    host, _, port = fields[1].rpartition(":")
+                    found[fields[9]] = (_address(host), int(port, 16))
+    return found
+
+
+def _address(text: str) -> str:
+    if set(text) == {"0"}:
+        return ""
+    words = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
+    if len(words) == 1 or words[:3] == [bytes(4), bytes(4), b"\0\0\xff\xff"]:
+        return socket.inet_ntoa(words[-1])
+    return socket.inet_ntop(socket.AF_INET6, b"".join(words))
+
+
+def listening(pids: Iterable[int]) -> list[Listener]:
+    """The TCP ports on which these processes listen; a host of "" means all addresses."""
+    sockets = _sockets_in_state_listen()
+    return [each for pid in pids for each in _of_process(pid, sockets)]
+
+
+def _of_process(pid: int, sockets: dict[str, tuple[str, int]]) -> list[Listener]:
+    found = []
+    with contextlib.suppress(OSError):
+        for descriptor in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                name = os.readlink(descriptor.path)
+                inode = name[8:-1] if name.startswith("socket:[") else ""
+                if inode in sockets:
+                    found.append(Listener(*sockets[inode], pid, inode))
+    return found
+
+
+def note_ports(folder: str) -> None:
+    """Called in a process that is to be attacked, before the library opens ports: those there are now are not its own."""
+    path = Path(folder) / str(os.getpid())
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(json.dumps([each.inode for each in listening([os.getpid()])]), encoding="ascii")
+    draft.rename(path)
+
+
+# -- the storm ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """Counts of one storm. `ports` are those that were attacked, as [process id, host, port]."""
+
+    tried: int = 0
+    unreachable: int = 0
+    kept: int = 0
+    pushed: int = 0
+    ports: list[tuple[int, str, int]] = field(default_factory=list)
+    kept_by: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def rejected(self) -> int:
+        """Connections that were closed by the attacked process before the storm ended (or by the attack itself)."""
+        return self.tried - self.unreachable - self.kept
+
+
+class Storm:
+    """Runs attacks in a process of its own while the block lasts."""
+
+    def __init__(self, folder: Path, names: Iterable[str], *, host: str, workers: Iterable[str] = ()) -> None:
+        self._folder = folder
+        setting = {"folder": str(folder), "names": list(names), "host": host, "workers": list(workers)}
+        self._command = [sys.executable, __file__, json.dumps(setting)]
+        self.report = Report()
+
+    def __enter__(self) -> Storm:
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "begun\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        output, _ = self._process.communicate(timeout=60)  # it ends with its input
+        self.report = Report(**json.loads(output))
+
+    @property
+    def marker(self) -> Path:
+        """There once somebody has unpickled what an attacker sent."""
+        return self._folder / "executed"
+
+
+class _Watcher:
+    """Looks for ports, and begins each attack on each of them once."""
+
+    def __init__(self, folder: str, names: list[str], host: str, workers: list[str]) -> None:
+        self._folder, self._names = Path(folder), names
+        self._hosts = dict.fromkeys(["127.0.0.1", host])
+        self._aim = functools.partial(Aim, workers=tuple(workers), marker=str(self._folder / "executed"))
+        self._stop = threading.Event()
+        self._seen: set[str] = set()
+        self._clients: list[tuple[str, Client]] = []
+        self._threads: list[threading.Thread] = []
+        self.report = Report()
+
+    def look(self) -> None:
+        sockets = _sockets_in_state_listen()
+        for name in os.listdir(self._folder):
+            if name.isdecimal() and sockets.keys() - self._seen:
+                self._look_at(int(name), {inode: sockets[inode] for inode in sockets.keys() - self._seen})
+        self._seen |= sockets.keys()
+
+    def _look_at(self, pid: int, fresh: dict[str, tuple[str, int]]) -> None:
+        theirs = set(json.loads((self._folder / str(pid)).read_text(encoding="ascii")))
+        for listener in _of_process(pid, fresh):
+            if listener.inode not in theirs:
+                self.report.ports.append((pid, listener.host, listener.port))
+                for host in self._hosts if listener.host == "" else [listener.host]:
+                    self._attack(host, listener.port)
+
+    def _attack(self, host: str, port: int) -> None:
+        for name in self._names:
+            client = Client(self._aim(host, port), self._stop)
+            self._clients.append((name, client))
+            thread = threading.Thread(target=ATTACKS[name], args=(client,), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def end(self) -> Report:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout=2 * CONNECT_S)
+        for name, client in self._clients:
+            kept = client.kept()
+            self.report.tried += client.tried
+            self.report.unreachable += client.unreachable
+            self.report.pushed += client.pushed
+            self.report.kept += kept
+            self.report.kept_by[name] = self.report.kept_by.get(name, 0) + kept
+            client.close()
+        return self.report
+
+
+def main() -> None:
+    watcher = _Watcher(**json.loads(sys.argv[1]))
+    over = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+    watcher.look()
+    print("begun", flush=True)
+    while not over.wait(LOOK_S):
+        watcher.look()
+    print(json.dumps(asdict(watcher.end())), flush=True)
+
+
+if __name__ == "__main__":
+    main()
