@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from raysgd.rendezvous import Seat
 from raysgd.torch.sockets import Connections
-from raysgd.torch.store import enter, wait_for_all
+from raysgd.torch.store import enter, open_store, wait_for_all, without_secret
 
 __all__ = ["TorchBackend"]
 
@@ -57,36 +57,38 @@ class TorchBackend:
         self._store = None  # closes the old one: whoever still waits in it is freed
         if not seats:
             return []
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            self._host, 0, None, True, timeout=datetime.timedelta(seconds=self._join_s), wait_for_workers=False
-        )
-        return [{"host": self._host, "port": self._store.port} for _ in seats]
+        self._store, settings = open_store(self._host, limit_s=self._join_s)
+        return [dict(settings) for _ in seats]
 
     # -- worker ---------------------------------------------------------------------------------------
 
     def join(self, seat: Seat, settings: dict[str, Any]) -> None:
-        gloo = self.name == "gloo"
-        meet_s = min(MEET_S + seat.world_size / RANKS_PER_S, self._collective_s) if gloo else self._collective_s
         os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")  # whom it would try again has died
         self._connections.opening()
         try:
-            store = dist.HashStore() if seat.solo else self._client(settings)  # type: ignore[attr-defined]
-            store = dist.PrefixStore(f"generation-{seat.generation}", store)  # type: ignore[attr-defined]
-            wait_for_all(store, seat, limit_s=self._join_s)
-            dist.init_process_group(
-                self.name,
-                store=store,
-                rank=seat.world_rank,
-                world_size=seat.world_size,
-                timeout=datetime.timedelta(seconds=meet_s),
-            )
-            # The first collective makes every connection now, where its failure belongs to the meeting.
-            dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
-            if gloo:
-                dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=self._collective_s))
+            with without_secret(settings):
+                self._form(seat, settings)
         finally:
             self._connections.opened()
             self._hold()
+
+    def _form(self, seat: Seat, settings: dict[str, Any]) -> None:
+        gloo = self.name == "gloo"
+        meet_s = min(MEET_S + seat.world_size / RANKS_PER_S, self._collective_s) if gloo else self._collective_s
+        store = dist.HashStore() if seat.solo else self._client(settings)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"generation-{seat.generation}", store)  # type: ignore[attr-defined]
+        wait_for_all(store, seat, limit_s=self._join_s)
+        dist.init_process_group(
+            self.name,
+            store=store,
+            rank=seat.world_rank,
+            world_size=seat.world_size,
+            timeout=datetime.timedelta(seconds=meet_s),
+        )
+        # The first collective makes every connection now, where its failure belongs to the meeting.
+        dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
+        if gloo:
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=self._collective_s))
 
     def _client(self, settings: dict[str, Any]) -> Any:
         return enter(settings, limit_s=self._join_s)

@@ -1,50 +1,164 @@
-"""The way into a generation's store, where its ranks find each other, or hear that the meeting was called off."""
+"""The store in which the ranks of one generation find each other: opened by the driver, entered by the workers."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import logging
+import secrets
+import select
 import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from raysgd.rendezvous import Seat
 
-__all__ = ["enter", "wait_for_all"]
+__all__ = ["enter", "open_store", "wait_for_all", "without_secret"]
 
-FIRST_TRY_S = 0.5
+logger = logging.getLogger("raysgd")
+
+SECRET_BYTES = 16
+BACKLOG = 1024
+FIRST_TRY_S = 5.0
+
+
+# -- driver -------------------------------------------------------------------------------------------
+
+
+def open_store(host: str, *, limit_s: float) -> tuple[Any, dict[str, Any]]:
+    """Return a new store, and what a rank needs to enter it. The secret begins every key, and is new in each generation."""
+    store = _listen(host, datetime.timedelta(seconds=limit_s))
+    return store, {"host": host, "port": store.port, "secret": secrets.token_hex(SECRET_BYTES)}
+
+
+def _listen(host: str, limit: datetime.timedelta) -> Any:
+    """Return a store that listens on `host` only, where torch can do that.
+
+    torch before 2.8 takes no bound socket for its libuv server. That server on all addresses comes before torch's older
+    server on one address, because half a message from anyone blocks the older one for good. A torch that was built
+    without libuv has only the older one.
+    """
+    problem: Exception | None = None
+    for bound, libuv in ((True, True), (False, True), (True, False), (False, False)):
+        listener = _bound(host) if bound else None
+        if bound and listener is None:
+            continue
+        place = {"master_listen_fd": listener.fileno()} if listener is not None else {}
+        port = listener.getsockname()[1] if listener is not None else 0
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, port, None, True, timeout=limit, wait_for_workers=False, use_libuv=libuv, **place
+            )
+        except (TypeError, ValueError, RuntimeError) as error:
+            if listener is not None:
+                listener.close()
+            if "libuv" not in str(error) and not isinstance(error, TypeError):
+                raise
+            problem = error
+            continue
+        if listener is not None:
+            listener.detach()  # the store closes it
+        return store
+    assert problem is not None
+    raise problem
+
+
+def _bound(host: str) -> socket.socket | None:
+    """Return a socket that listens on `host`, or None if this machine has no such address (behind NAT, for example)."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        logger.info("the rendezvous store listens on all addresses, because %s cannot be bound: %s", host, error)
+        return None
+
+
+# -- worker -------------------------------------------------------------------------------------------
 
 
 def enter(settings: Mapping[str, Any], *, limit_s: float) -> Any:
-    """The store stands before any rank is told of it. So one that nobody serves is of a meeting that is over, and a rank
-    that comes late must not knock there until its time is up, as torch would: it looks again after a short try, and after
-    longer ones."""
-    try_s, deadline = FIRST_TRY_S, time.monotonic() + limit_s
-    while True:
-        left_s = max(deadline - time.monotonic(), FIRST_TRY_S)
-        try:
-            socket.create_connection((settings["host"], settings["port"]), timeout=left_s).close()
-        except OSError as error:
-            raise dist.DistNetworkError(f"the meeting of this generation is over, or out of reach: {error}") from error
-        try:
-            store = dist.TCPStore(settings["host"], settings["port"], None, False, timeout=_seconds(min(try_s, left_s)))  # type: ignore[attr-defined]
-        except dist.DistNetworkError:
-            if time.monotonic() > deadline:
-                raise
-            try_s *= 2
-        else:
-            store.set_timeout(_seconds(limit_s))
-            return store
+    """Return the store of this rank's generation; every key that goes through it begins with the generation's secret.
+
+    The driver opens the store before it tells any rank, and closes it when the generation is over. torch's client does
+    not know that: it would try to reach a closed store until its time is up. So a connection of our own watches the
+    store meanwhile. When it ends, the generation is over, and this rank is free at once. The client itself has time
+    enough for a machine whose cores are all busy.
+    """
+    deadline = time.monotonic() + limit_s
+    over = "the rendezvous of this generation is over, or its store cannot be reached"
+    try:
+        watch = socket.create_connection((settings["host"], settings["port"]), timeout=limit_s)
+    except OSError as error:
+        raise dist.DistNetworkError(f"{over}: {error}") from error
+    with watch, _Client(settings, deadline) as client:
+        select.select([watch, client.done], [], [], max(deadline - time.monotonic(), 0.0))
+        store = client.result()
+    if store is None:
+        raise dist.DistNetworkError(over)
+    store.set_timeout(datetime.timedelta(seconds=limit_s))
+    return dist.PrefixStore(settings["secret"], store)  # type: ignore[attr-defined]
+
+
+class _Client:
+    """Owns the thread in which torch's client connects. `done` becomes readable when it has, or has failed."""
+
+    def __init__(self, settings: Mapping[str, Any], deadline: float) -> None:
+        self._settings, self._deadline = settings, deadline
+        self._store: Any = None
+        self._error: Exception | None = None
+        self._wanted = True
+        self.done, self._finished = socket.socketpair()
+        threading.Thread(target=self._connect, name="raysgd-store", daemon=True).start()
+
+    def __enter__(self) -> _Client:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._wanted = False
+        self.done.close()
+
+    def result(self) -> Any:
+        """Return the store, None if it has not been reached yet; raise what prevented it."""
+        if self._error is not None:
+            raise self._error
+        return self._store
+
+    def _connect(self) -> None:
+        """Try until it works, the time is up, or nobody wants the store any more. A try ends by itself, so that this
+        thread does not stay for long after the generation is over."""
+        try_s = FIRST_TRY_S
+        with self._finished:
+            while self._wanted and self._store is None and self._error is None:
+                left_s = max(self._deadline - time.monotonic(), 1.0)
+                timeout = datetime.timedelta(seconds=min(try_s, left_s))
+                try:
+                    self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                        self._settings["host"], self._settings["port"], None, False, timeout=timeout
+                    )
+                except Exception as error:  # raised in the thread that waits
+                    if not isinstance(error, dist.DistNetworkError) or time.monotonic() > self._deadline:
+                        self._error = error
+                    try_s *= 2
 
 
 def wait_for_all(store: Any, seat: Seat, *, limit_s: float) -> None:
-    """Until every rank is in the store, or the driver ends it. After this all are close together in time: a peer that
-    one still waits for has died."""
+    """Wait until every rank is in the store, or the driver closes it. After this all are close together in time: a peer
+    that one still waits for has died."""
     store.set(f"here-{seat.world_rank}", "")
-    store.wait([f"here-{rank}" for rank in range(seat.world_size)], _seconds(limit_s))
+    store.wait([f"here-{rank}" for rank in range(seat.world_size)], datetime.timedelta(seconds=limit_s))
 
 
-def _seconds(count: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=count)
+@contextlib.contextmanager
+def without_secret(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Remove the secret from the text of torch's errors, which name keys: they end in logs and bug reports."""
+    secret = settings.get("secret")
+    try:
+        yield
+    except RuntimeError as error:
+        if secret is None or secret not in str(error):
+            raise
+        raise type(error)(str(error).replace(secret, "***")) from None

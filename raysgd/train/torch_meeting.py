@@ -11,6 +11,7 @@ import torch.distributed as dist
 from raysgd.rendezvous import Seat
 from raysgd.torch.backend import TorchBackend
 from raysgd.torch.devices import share_devices
+from raysgd.torch.store import without_secret
 
 __all__ = ["TorchMeeting", "share_devices", "to_cpu"]
 
@@ -27,8 +28,9 @@ class TorchMeeting(TorchBackend):
         if self._env and not seat.solo:
             os.environ.update(environment(seat, settings))
         if self._use_gpu and not seat.solo and not torch.cuda.is_initialized():
-            store = dist.PrefixStore(f"devices-{seat.generation}", self._client(settings))  # type: ignore[attr-defined]
-            torch.cuda.set_device(share_devices(store, seat))
+            with without_secret(settings):
+                store = dist.PrefixStore(f"devices-{seat.generation}", self._client(settings))  # type: ignore[attr-defined]
+                torch.cuda.set_device(share_devices(store, seat))
         super().join(seat, settings)
 
 
