@@ -84,7 +84,7 @@ class Engine:
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
         on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None,
     ) -> None:
-        self.group, self._backend, self._limits = group, backend, limits
+        self.group, self.limits, self._backend = group, limits, backend
         group.set_patience(limits.unreachable_s)
         self._crew = Crew(group, target, silent_s=limits.silent_s)
         self._crew.on_progress, self._crew.on_message = on_progress, on_message
@@ -229,7 +229,7 @@ class Engine:
 
         watch = Watch(
             self._crew,
-            HangGuard(self._crew, self._limits.hang_s, on_deadlock),
+            HangGuard(self._crew, self.limits.hang_s, on_deadlock),
             wants_border=lambda: job.again == "resume" and self._membership.wants_border(),
             on_trouble=lambda: self._standing.former.interrupt(workers),
             lead=job.lead,

@@ -167,7 +167,9 @@ class Attacker:
             while len(self._open.get(port, ())) < self._count and self._may_connect(port):
                 if not self._connect(port):
                     break
-        self._open = {port: [entry for each in held if (entry := self._go_on(each))] for port, held in self._open.items()}
+        self._open = {
+            port: [entry for each in held if (entry := self._go_on(each))] for port, held in self._open.items()
+        }
 
     def _may_connect(self, port: Address) -> bool:
         return self.connections < AT_MOST and self._made.get(port, 0) < PER_PORT

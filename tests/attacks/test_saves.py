@@ -19,7 +19,7 @@ from tests.torch.small import Line, weights
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the attackers find ports in /proc")
 
-SAVES = 30 if os.environ.get("RAYSGD_SOAK") else 3
+SAVES = 40 if os.environ.get("RAYSGD_SOAK") else 2
 PATIENCE_S = 60.0  # a save that waits for an attacker would take 600 s
 
 
@@ -48,17 +48,14 @@ def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
         yield trainer
 
 
-@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_clients_without_a_token_change_nothing(
-    trainer: TorchTrainer, kind: str, blocking: bool, tmp_path: Path
-) -> None:
+def test_clients_without_a_token_change_nothing(trainer: TorchTrainer, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     with attacked(kind) as attack:
-        for _ in range(SAVES):
+        for number in range(SAVES):
             trainer.train()
             expected, began = weights(trainer), time.monotonic()
-            saved = trainer.save(path, blocking=blocking)
+            saved = trainer.save(path, blocking=number % 2 == 0)
             if not isinstance(saved, str):
                 assert saved.result(PATIENCE_S) == str(path)
             assert time.monotonic() - began < PATIENCE_S
