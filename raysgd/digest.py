@@ -13,15 +13,16 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 from raysgd.errors import CheckpointError
 
-__all__ = ["SEAL_BYTES", "Digest", "SealingWriter", "file_digest", "is_sealed", "sealed", "verify"]
+__all__ = ["SEAL_BYTES", "Digest", "HashingWriter", "SealingWriter", "file_digest", "is_sealed", "sealed", "verify"]
 
 CHUNK = 8 << 20
 PIECE = 32 << 20
+LARGE = 1 << 20  # a piece that is worth a thread
 THREADS = 2
 MAGIC = b"\nraysgd-sha256-1 "
 SEAL_BYTES = len(MAGIC) + 2 * hashlib.sha256().digest_size + 1
@@ -53,6 +54,9 @@ class Digest:
         last = [self._chunk.digest()] if self._filled else []
         return hashlib.sha256(b"".join([*self._finished, *last])).hexdigest()
 
+    def use_no_threads(self) -> None:
+        self._pool = None
+
     def _fill(self, view: memoryview) -> memoryview:
         """Add to the chunk that is incomplete; return what does not belong to it."""
         mine = view[: CHUNK - self._filled]
@@ -68,16 +72,61 @@ def _sha256(data: Any) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-class SealingWriter(io.RawIOBase):
-    """Writes a zip archive through to `raw`, and ends it with its digest. Does not close `raw`.
-
-    Call `seal` after the last byte; a file without it has no digest, and is the archive without its last two bytes.
-    """
+class HashingWriter(io.RawIOBase):
+    """Writes through to `raw` and computes the digest of all that was written. Does not close `raw`."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="raysgd-digest")
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="raysgd-digest")
         self._digest = Digest(self._pool)
+        self.written = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write at most one piece, and return its length, as an unbuffered file may."""
+        piece = memoryview(data).cast("B")[:PIECE]
+        added = self._added_beside(piece)
+        try:
+            _write_all(self._raw, piece)
+        finally:
+            if added is not None:
+                added.result()
+        self.written += len(piece)
+        return len(piece)
+
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes so far."""
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        self._beside.shutdown()
+        super().close()
+
+    def _added_beside(self, piece: memoryview) -> Future[None] | None:
+        """Add a large piece to the digest while it is being written, and a small one at once."""
+        if len(piece) >= LARGE:
+            try:
+                return self._beside.submit(self._digest.update, piece)
+            except RuntimeError:  # the interpreter is ending, and starts no more threads
+                self._digest.use_no_threads()
+        self._digest.update(piece)
+        return None
+
+
+class SealingWriter(io.RawIOBase):
+    """Writes a zip archive through to `raw`, and ends it with its digest. Does not close `raw`.
+
+    Call `seal` after the last byte; a file without it has no digest, and is the archive without its last two bytes. If
+    `raw` computes the digest of what is written to it, as a `HashingWriter` does, that one is used.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        self._own = None if hasattr(raw, "hexdigest") else HashingWriter(raw)
+        self._raw = self._own or raw
         self._held = b""
 
     def writable(self) -> bool:
@@ -88,11 +137,11 @@ class SealingWriter(io.RawIOBase):
         piece = memoryview(data).cast("B")[:PIECE]
         if len(piece) <= len(NO_COMMENT):
             pending = self._held + bytes(piece)
-            self._put(pending[: -len(NO_COMMENT)])
+            _write_all(self._raw, pending[: -len(NO_COMMENT)])
             self._held = pending[-len(NO_COMMENT) :]
         else:
-            self._put(self._held)
-            self._put(piece[: -len(NO_COMMENT)])
+            _write_all(self._raw, self._held)
+            _write_all(self._raw, piece[: -len(NO_COMMENT)])
             self._held = bytes(piece[-len(NO_COMMENT) :])
         return len(piece)
 
@@ -100,27 +149,16 @@ class SealingWriter(io.RawIOBase):
         """End the archive with its digest, and return that."""
         if self._held != NO_COMMENT:
             raise ValueError("only a zip archive without a comment can be sealed")
-        self._put(SEAL_BYTES.to_bytes(2, "little"))
+        _write_all(self._raw, SEAL_BYTES.to_bytes(2, "little"))
         self._held = b""
-        self._pool.shutdown()
-        digest = self._digest.hexdigest()
+        digest = str(self._raw.hexdigest())
         _write_all(self._raw, _seal(digest))
         return digest
 
     def close(self) -> None:
-        self._pool.shutdown()
+        if self._own is not None:
+            self._own.close()
         super().close()
-
-    def _put(self, piece: Any) -> None:
-        """Write and add to the digest, both at once where that pays."""
-        if len(piece) < CHUNK:
-            self._digest.update(piece)
-            _write_all(self._raw, piece)
-            return
-        with ThreadPoolExecutor(1) as beside:
-            added = beside.submit(self._digest.update, piece)
-            _write_all(self._raw, piece)
-            added.result()
 
 
 def sealed(data: Any) -> bytes:

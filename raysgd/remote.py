@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,6 +24,7 @@ __all__ = ["MARKER", "Uri", "delete", "mirror", "names", "probe", "read_folder",
 
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 MARKER = ".raysgd-folder.json"
+STALLED_S = 600.0
 
 # What these are given under a name is there at once and whole, or not at all. With others (sftp, hdfs, smb, ...) we
 # write beside the name, and rename.
@@ -79,15 +83,18 @@ class Uri:
 
 def write(uri: Uri, data: Any) -> None:
     """The whole object, or none; an older one of this name stays until then."""
-    _put(uri, lambda system, path: system.pipe_file(path, bytes(data)))
+    _put(uri, lambda system, path, moved: system.pipe_file(path, bytes(data)))
 
 
 def upload(uri: Uri, file: Path) -> None:
     """The same, from a local file, without having it in memory."""
-    _put(uri, lambda system, path: system.put_file(str(file), path))
+    _put(uri, lambda system, path, moved: system.put_file(str(file), path, callback=moved))
 
 
-def _put(uri: Uri, send: Callable[[Any, str], None]) -> None:
+def _put(uri: Uri, put: Callable[[Any, str, Any], None]) -> None:
+    def send(system: Any, path: str) -> None:
+        _limited(uri, lambda moved: put(system, path, moved))
+
     with _asked(uri, "written") as (system, path):
         if _protocols(system) & WHOLE:
             send(system, path)
@@ -101,6 +108,36 @@ def _put(uri: Uri, send: Callable[[Any, str], None]) -> None:
             if _kind(system, draft):
                 system.rm_file(draft)
             raise
+
+
+def _limited(uri: Uri, work: Callable[[Any], None]) -> None:
+    """Run `work(moved)` on a thread of its own, where `moved` is what fsspec tells of its progress. Raise CheckpointError
+    when it neither ends nor moves for STALLED_S: the stores' own limits are not known, and some have none."""
+    from fsspec.callbacks import Callback
+
+    class Moved(Callback):  # type: ignore[misc]
+        at = time.monotonic()
+
+        def call(self, *args: Any, **kwargs: Any) -> None:
+            self.at = time.monotonic()
+
+    moved, done = Moved(), Future[None]()
+
+    def run() -> None:
+        try:
+            work(moved)
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="raysgd-upload", daemon=True).start()
+    while not wait([done], timeout=max(moved.at + STALLED_S - time.monotonic(), 0.0)).done:
+        if time.monotonic() >= moved.at + STALLED_S:
+            raise CheckpointError(
+                f"{uri} cannot be written: the store has taken nothing for {STALLED_S:g} s. What was there before is "
+                "unharmed, unless the store completes this later"
+            )
+    done.result()
 
 
 def probe(uri: Uri) -> None:

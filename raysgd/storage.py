@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -18,12 +19,33 @@ from raysgd.durable import DurableFile, host_mark, open_locked, remove_abandoned
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.remote import Uri
 
-__all__ = ["Draft", "Place", "Uri", "copy_logs", "delete", "draft_folder", "folder", "names", "place", "read", "write"]
+__all__ = [
+    "Draft",
+    "Place",
+    "Uri",
+    "check_file",
+    "check_folder",
+    "copy_logs",
+    "delete",
+    "draft_folder",
+    "folder",
+    "names",
+    "place",
+    "put_folder",
+    "read",
+    "write",
+]
 
 logger = logging.getLogger("raysgd")
 
 Place = Path | Uri
 FILE, LOCAL = "file://", "local://"
+SPECIAL = {
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def place(where: Any) -> Place:
@@ -49,22 +71,61 @@ def _path_of(uri: str) -> str:
     return unquote(f"{host if host != 'localhost' else ''}{slash}{path}")
 
 
+def check_file(where: Place) -> Path | None:
+    """Return the local file that a save to `where` creates or replaces: the one that its links lead to; None for a URI.
+    Raise an error for what must not be replaced: a directory, a device, a pipe, a socket."""
+    if isinstance(where, Uri):
+        return None
+    kind = _kind(where)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(f"{where} is a directory: a checkpoint is a file, name one")
+    if kind in SPECIAL:
+        raise ConfigError(
+            f"{where} is {SPECIAL[kind]}, and a checkpoint replaces the file of its name: name a regular file, or one that "
+            "does not exist yet"
+        )
+    return _without_link(where)
+
+
+def check_folder(where: Place) -> Path | None:
+    """The same for what becomes a folder. A folder or a file that is there is replaced."""
+    if isinstance(where, Uri):
+        return None
+    kind = _kind(where)
+    if kind in SPECIAL:
+        raise ConfigError(f"{where} is {SPECIAL[kind]}: name a folder, or one that does not exist yet")
+    return _without_link(where)
+
+
+def _kind(where: Path) -> int | None:
+    """What is there, behind all links; None when there is nothing."""
+    try:
+        return stat.S_IFMT(os.stat(where).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _without_link(where: Path) -> Path:
+    """The link at the end of a path must stay, so what is written gets the name that it leads to."""
+    return Path(os.path.realpath(where)) if where.is_symlink() else where
+
+
 class Draft:
-    """A temporary file that becomes `path` when all is written: no reader ever sees half of it. It lies beside `path`;
-    for a URI it is a local one, which is sent when it is whole."""
+    """A temporary file that becomes `path` when all is written: no reader ever sees half of it. It lies beside `path` (or
+    beside the file that `path` is a link to); for a URI it is a local one, which is sent when it is whole."""
 
     def __init__(self, path: Any) -> None:
         self.path = place(path)
         name = f".{self.path.name}.{host_mark()}.{uuid.uuid4().hex[:8]}.tmp"
+        self._target = check_file(self.path)
         if isinstance(self.path, Uri):
             self.path.is_file()  # a store that cannot be reached is an error now, not after the work
+        if self._target is None:
             self.temporary = Path(tempfile.gettempdir()) / name
-        elif self.path.is_dir():
-            raise IsADirectoryError(f"{self.path} is a directory: a checkpoint is a file, name one")
         else:
             # Not tempfile's: its files are for their owner only, and a checkpoint is for whom the umask says.
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.temporary = self.path.parent / name
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            self.temporary = self._target.parent / name
         private = isinstance(self.path, Uri)  # everybody's folder is no place for a model that others can read
         self.file = DurableFile(  # keep and drop close it
             self.temporary, "xb", opener=lambda path, flags: open_locked(path, flags, 0o600 if private else 0o666)
@@ -85,14 +146,17 @@ class Draft:
                 remote.upload(self.path, self.temporary)
                 self.temporary.unlink()
             else:
-                os.replace(self.temporary, self.path)
+                assert self._target is not None
+                os.replace(self.temporary, self._target)
         finally:
             os.close(lock)
         return self.path
 
     def drop(self) -> None:
-        self.file.close()
-        self.temporary.unlink(missing_ok=True)
+        try:
+            self.file.close()
+        finally:
+            self.temporary.unlink(missing_ok=True)
 
 
 def write(path: Any, data: Any) -> Place:
@@ -142,18 +206,43 @@ def draft_folder(path: Any) -> Iterator[Path]:
             yield Path(draft)
             remote.write_folder(where, Path(draft))
         return
-    where.parent.mkdir(parents=True, exist_ok=True)
-    beside = where.parent / f".{where.name}.{uuid.uuid4().hex[:8]}.tmp"
+    target = check_folder(where)
+    assert target is not None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         beside.mkdir()
         yield beside
         for file in beside.rglob("*"):
             _sync(file)
-        if where.exists():
-            delete(where)
-        os.replace(beside, where)
+        put_folder(beside, target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def put_folder(draft: Path, target: Path) -> None:
+    """Give a folder the name `target`. What had that name is deleted afterwards; should the renaming fail, it gets its name
+    back."""
+    old = draft.with_suffix(".old")
+    replaces = os.path.lexists(target)
+    if replaces:
+        os.replace(target, old)
+    try:
+        os.replace(draft, target)
+    except BaseException:
+        if replaces:
+            os.replace(old, target)
+        raise
+    if replaces:
+        _remove(old)
+
+
+def _remove(old: Path) -> None:
+    """What took its place is there already, so a failure is no error of the caller's."""
+    try:
+        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+    except OSError as error:
+        logger.warning("%s, which was replaced, could not be deleted: %s", old, error)
 
 
 def _sync(file: Path) -> None:

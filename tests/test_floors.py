@@ -17,7 +17,7 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 # files gather names for the user, and nothing below may lean on them.
 FLOORS = {
     "0": "errors config constants version protocols meters timers metrics outcomes progress plan elastic "
-    "hang rendezvous snapshot",
+    "hang rendezvous snapshot admission",
     "1a": "digest durable storage remote callbacks data",
     "1b": "torch tf horovod train",
     "2": "workers",

@@ -91,7 +91,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self.group, self._backend, self._limits = group, backend, limits
+        self.group, self.limits, self._backend = group, limits, backend
         group.set_patience(limits.unreachable_s)
         self._crew = Crew(group, target, silent_s=limits.silent_s, clock=clock)
         self._crew.on_progress, self._crew.on_message = on_progress, on_message
@@ -259,7 +259,7 @@ class Engine:
 
         watch = Watch(
             self._crew,
-            HangGuard(self._crew, self._limits.hang_s, on_deadlock),
+            HangGuard(self._crew, self.limits.hang_s, on_deadlock),
             wants_border=lambda: job.again == "resume" and self._membership.wants_border(),
             on_trouble=lambda: self._standing.former.interrupt(workers),
             lead=job.lead,

@@ -201,7 +201,8 @@ class TFTrainer:
     @exclusive
     def save(self, checkpoint: str | os.PathLike[str]) -> str:
         """Writes a checkpoint to a path or a URI, whole or not at all; returns where it is."""
-        where = storage.place(checkpoint)  # what is no place is told before the work
+        where = storage.place(checkpoint)  # what is no place for a file is told before the work
+        storage.check_file(where)
         return str(storage.write(where, self._checkpoint()))
 
     @exclusive

@@ -3,9 +3,11 @@ background where that is asked for."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import shutil
+import time
 import uuid
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,7 +18,9 @@ from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.torch import states
 from raysgd.torch.files import SeenFile, UnseenError, is_archive
-from raysgd.torch.streams import LocalSink, Receiver
+from raysgd.torch.receiver import FailedOnWorkerError, Receiver
+from raysgd.torch.shard_files import is_sharded
+from raysgd.torch.streams import LocalSink
 from raysgd.workers.blob import Blob
 from raysgd.workers.inline import InlineGroup
 
@@ -25,14 +29,17 @@ __all__ = ["Checkpoints", "SaveHandle"]
 logger = logging.getLogger("raysgd")
 
 SHUTDOWN_S = 600.0
+STALL_AT_LEAST_S = 60.0  # a disk may need that long for what it was given
+Way = LocalSink | Receiver
 
 
 class SaveHandle:
     """A save that goes on while training does. Its failure shows here, and in the trainer's next call."""
 
-    def __init__(self, path: storage.Place, future: Future[str]) -> None:
+    def __init__(self, path: storage.Place, way: Way) -> None:
         self.path = str(path)
-        self._future = future
+        self._way = way
+        self._future: Future[str] = way.done
         self._seen = False
 
     def done(self) -> bool:
@@ -71,15 +78,17 @@ class Checkpoints:
             if not blocking:
                 raise ConfigError("sharded=True writes from every worker at once and blocks: leave blocking=False out")
             return self._save_shards(where)
-        way = self._way(where, again=blocking)
+        storage.check_file(where)
+        way = self._way(where)
         try:
             self._engine.run(Job("save", {"sink": way.sink, "ranks": self._random_states(), "blocking": blocking}))
-        except BaseException:
-            way.close()
+            way.call_ended()
+            if blocking:
+                return way.done.result()
+        except BaseException as error:
+            _give_up(way, error)
             raise
-        if blocking:
-            return way.done.result()
-        handle = SaveHandle(where, way.done)
+        handle = SaveHandle(where, way)
         self._running.append(handle)
         return handle
 
@@ -124,35 +133,55 @@ class Checkpoints:
             raise CheckpointError(f"the save to {handle.path} in the background failed: {error}") from error
 
     def finish(self) -> None:
-        """Waits for what still runs, as the workers are about to end. Only one failure can be raised after that: the
-        others are said here."""
+        """Waits for what still runs, as the workers are about to end: 600 s for all together. Only one failure can be raised
+        after that: the others are said here."""
+        until = time.monotonic() + SHUTDOWN_S
         for handle in self._running:
-            handle._future.exception(SHUTDOWN_S)
+            try:
+                handle._future.exception(max(until - time.monotonic(), 0.0))
+            except concurrent.futures.TimeoutError:
+                self._abandon(handle, f"it was not complete {SHUTDOWN_S:g} s after shutdown() was called")
         for handle in self._failed()[1:]:
             logger.error("the save to %s in the background failed: %s", handle.path, handle.exception())
+
+    def abandon(self) -> None:
+        """Gives up what still runs, as the workers end now."""
+        for handle in self._running:
+            if not handle.done():
+                self._abandon(handle, "the trainer was shut down by force")
+
+    @staticmethod
+    def _abandon(handle: SaveHandle, why: str) -> None:
+        logger.error(
+            "the save to %s in the background was given up: %s. A file that was there before is unharmed",
+            handle.path,
+            why,
+        )
+        handle._way.close(CheckpointError(f"the save was given up: {why}"))
 
     def _failed(self) -> list[SaveHandle]:
         return [handle for handle in self._running if handle.done() and handle._future.exception() and not handle._seen]
 
     # -- in parts -------------------------------------------------------------------------------------
 
-    def _save_shards(self, target: Path) -> str:
+    def _save_shards(self, where: Path) -> str:
+        target = storage.check_folder(where)
+        assert target is not None
+        if os.path.lexists(target) and not is_sharded(target):
+            raise ConfigError(
+                f"{where} is there already, and holds something else: save(sharded=True) replaces a directory that it wrote "
+                "before, or an empty one; name one of those, or one that does not exist yet"
+            )
         # Workers may run in another directory than the script.
         draft = target.parent.absolute() / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
         draft.mkdir(parents=True)
         try:
             self._engine.run(Job("save_shards", {"folder": str(draft), "ranks": self._random_states()}))
-            if target.exists():
-                old = draft.with_suffix(".old")
-                os.replace(target, old)
-                os.replace(draft, target)
-                shutil.rmtree(old)
-            else:
-                os.replace(draft, target)
+            storage.put_folder(draft, target)
         except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
+            _remove(draft)
             raise
-        return str(target)
+        return str(where)
 
     def _load_shards(self, folder: Path, *, trusted: bool) -> None:
         if not trusted:
@@ -175,9 +204,29 @@ class Checkpoints:
     def _random_states(self) -> list[Any]:
         return self._engine.run(Job("random_state"))[-1].values
 
-    def _way(self, path: storage.Place, *, again: bool) -> LocalSink | Receiver:
+    def _way(self, path: storage.Place) -> Way:
         if isinstance(self._engine.group, InlineGroup):
             return LocalSink(path)
         from raysgd.workers.cluster import driver_address
 
-        return Receiver(path, driver_address(), again=again)
+        return Receiver(path, driver_address(), stall_s=max(self._engine.limits.hang_s, STALL_AT_LEAST_S))
+
+
+def _give_up(way: Way, error: BaseException) -> None:
+    """The workers' call, or the wait for the file, has ended in this error. Where the driver has failed first, of which its
+    worker knows nothing but that the connection broke, that error is raised."""
+    first = way.done.exception() if way.done.done() else None
+    way.close(CheckpointError(f"the save was given up: {type(error).__name__}: {error}"))
+    own = first is not None and not isinstance(first, FailedOnWorkerError)
+    if own and first is not error and isinstance(error, Exception):
+        raise first from error  # type: ignore[misc]
+
+
+def _remove(folder: Path) -> None:
+    """Ranks that have not heard yet that the save has failed may write a little more."""
+    for pause_s in (0.0, 0.1, 0.5, 2.0):
+        time.sleep(pause_s)
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+    logger.warning("%s, of a save that failed, could not be deleted", folder)

@@ -86,7 +86,12 @@ class Snapshotter:
     def send(self, sink: Any, state: dict[str, Any], *, in_shards: bool) -> None:
         """A save in the background: training waits for one copy in memory. The connection comes first, so that the
         driver hears of this process's end at any time from here on."""
-        stream, kept = sink.connect(), settled(state, in_shards=in_shards)
+        stream = sink.connect()
+        try:
+            kept = settled(state, in_shards=in_shards)
+        except BaseException as error:
+            stream.give_up(error)
+            raise
 
         def write() -> None:
             try:

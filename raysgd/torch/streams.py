@@ -1,235 +1,308 @@
-"""A checkpoint's way from the worker that has it to a file of the driver's: as a stream, never whole in memory.
+"""The worker's end of a save: from the worker that has a checkpoint to a file of the driver's, never whole in memory.
 
-A worker gets a sink (an address and a word), writes into it, and ends it; the driver's receiver puts what comes into a
-draft of the file and keeps it at the end. A worker that sees the draft itself, since it is on the same machine or file
-system, writes it there, and the stream says only how that went. A stream that breaks leaves no file.
+The worker gets a sink (an address and a token). It connects, shows the token, and is told of a draft: a file that the
+driver made for this connection alone. A worker that sees that very file, since it is on the same machine or file system,
+writes there, and says how far it is; another one sends its bytes. At the end it sends the size and the digest of what it
+wrote. The driver compares them with what is in the file before that gets its name (`receiver`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import io
-import secrets
+import logging
+import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.digest import HashingWriter
 from raysgd.durable import DurableFile
 from raysgd.errors import CheckpointError
 from raysgd.storage import Draft, Place
 
-__all__ = ["LocalSink", "Receiver", "StreamSink"]
+__all__ = ["Disconnected", "LocalSink", "SaveResult", "Stream", "StreamSink", "exactly", "number", "some", "written"]
 
+logger = logging.getLogger(__name__)
+
+# A worker's first number says how it writes. Each number above 0 is a length, and so many bytes follow.
 HEAD = struct.Struct("!q")
-END, FAILED = 0, -1
+END, FAILED, AT, IN_FILE, OVER_WIRE = 0, -1, -2, -3, -4
 PIECE = 4 << 20
-TOKEN_BYTES = 32
+MARK_BYTES = 16
+LONGEST_PATH = 1 << 16
+CONNECT_S = 60.0
+AGAIN_S = 0.2
+
+
+class SaveResult:
+    """Owns what comes of one save: a path or an error, decided once, whoever else would decide it too."""
+
+    def __init__(self) -> None:
+        self.future: Future[str] = Future()
+        self._deciding = threading.Lock()
+        self._claimed_by: Any = None
+
+    def claim(self, writer: Any) -> bool:
+        """From now on only this writer decides, since it is about to give the file its name. False: it is too late."""
+        with self._deciding:
+            if not self.future.done() and self._claimed_by is None:
+                self._claimed_by = writer
+            return self._claimed_by is writer
+
+    def kept(self, path: Place) -> None:
+        with self._deciding:
+            self.future.set_result(str(path))
+
+    def fail(self, error: BaseException, *, writer: Any = None) -> None:
+        with self._deciding:
+            if not self.future.done() and self._claimed_by in (None, writer):
+                self.future.set_exception(error)
 
 
 class LocalSink:
     """For a worker that is this very process: it writes the file itself."""
 
     def __init__(self, path: Place) -> None:
-        self.done: Future[str] = Future()
-        self._path = path
+        self._path, self._result = path, SaveResult()
+        self.done = self._result.future
 
     @property
     def sink(self) -> LocalSink:
         return self
 
-    def send(self, write: Callable[[Any], None]) -> None:
-        """Runs `write(file)`; keeps what it wrote, or tells its error."""
-        draft = None
-        try:
-            draft = Draft(self._path)
-            with io.BufferedWriter(draft.file, PIECE) as file:
-                write(file)
-                file.flush()
-                self.done.set_result(str(draft.keep()))
-        except BaseException as error:
-            if draft is not None:
-                draft.drop()
-            self.done.set_exception(error)
-            raise
-
     def connect(self) -> LocalSink:
         return self
 
-    def close(self) -> None:
-        """Nothing listens."""
+    def send(self, write: Callable[[Any], Any]) -> None:
+        """Run `write(file)`. Keep what it wrote, or its error."""
+        draft = None
+        try:
+            draft = Draft(self._path)
+            written(write, draft.file)
+            draft.file.sync()
+            if not self._result.claim(self):
+                raise CheckpointError(f"the save to {self._path} was given up before the file was complete")
+            kept = draft.keep()
+        except BaseException as error:
+            if draft is not None:
+                draft.drop()
+            self._result.fail(error, writer=self)
+            raise
+        self._result.kept(kept)
+
+    def close(self, error: BaseException) -> None:
+        """Give the save up: what is still being written does not get the file's name."""
+        self._result.fail(error)
+
+    give_up = close
+
+    def call_ended(self) -> None:
+        """There never is another writer."""
 
 
 @dataclass(frozen=True)
 class StreamSink:
-    """Travels to the worker."""
+    """Travels to the worker. A write that is not taken for `stall_s` is an error. `shared=False`: the worker does not even
+    look whether it sees the driver's file."""
 
     host: str
     port: int
     token: str
-    draft: str
-    mark: bytes
+    stall_s: float
+    shared: bool = True
 
-    def connect(self) -> Stream:
-        connection = socket.create_connection((self.host, self.port), timeout=60)
-        connection.settimeout(600)
-        connection.sendall(self.token.encode())
-        return Stream(connection, self._seen_here())
-
-    def _seen_here(self) -> str | None:
-        """The driver's very file, if this process can write it: only that one begins with the mark."""
-        try:
-            with open(self.draft, "r+b") as file:
-                return self.draft if file.read(len(self.mark) + 1) == self.mark else None
-        except OSError:
-            return None
-
-    def send(self, write: Callable[[Any], None]) -> None:
+    def send(self, write: Callable[[Any], Any]) -> None:
         self.connect().send(write)
 
+    def connect(self) -> Stream:
+        """Connect, show the token, and learn of the draft. A connection that ends before that is tried again: a driver that
+        is flooded with clients drops some of them."""
+        until = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                return self._admitted()
+            except ConnectionRefusedError as error:
+                raise Disconnected(
+                    "the driver has ended this save, and does not wait for the checkpoint any more"
+                ) from error
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise Disconnected(
+                        f"the driver at {self.host}:{self.port} did not answer for {CONNECT_S:g} s ({error})"
+                    ) from error
+            time.sleep(AGAIN_S)
 
-class Stream(io.RawIOBase):
-    """The worker's end. Each write goes with its length before it, so that an end can be told from a break."""
+    def _admitted(self) -> Stream:
+        connection = socket.create_connection((self.host, self.port), timeout=CONNECT_S)
+        try:
+            connection.sendall(self.token.encode())
+            mark, length = exactly(connection, MARK_BYTES), number(connection)
+            if not 0 < length < LONGEST_PATH:
+                raise ConnectionError("this is not the driver's answer")
+            path = os.fsdecode(exactly(connection, length))
+            connection.settimeout(self.stall_s)
+            file = _opened(path, mark) if self.shared else None
+            connection.sendall(HEAD.pack(OVER_WIRE if file is None else IN_FILE))
+        except BaseException:
+            connection.close()
+            raise
+        return Stream(connection, file)
 
-    def __init__(self, connection: socket.socket, direct: str | None) -> None:
-        self._connection, self._direct = connection, direct
 
-    def writable(self) -> bool:
-        return True
+def _opened(draft: str, mark: bytes) -> DurableFile | None:
+    """The driver's very file, if this process can write it: only that one begins with the mark."""
+    try:
+        file = DurableFile(draft, "r+b")
+    except OSError:
+        return None
+    if file.read(len(mark) + 1) != mark:
+        file.close()
+        return None
+    file.again()
+    return file
+
+
+class Disconnected(CheckpointError):
+    """The driver is not there any more, or has given the save up; then it knows why."""
+
+
+class Stream:
+    """The worker's end of an admitted connection, over which it sends one checkpoint."""
+
+    def __init__(self, connection: socket.socket, file: DurableFile | None) -> None:
+        self._connection, self._file = connection, file
+
+    @property
+    def in_file(self) -> bool:
+        """Does this worker write the driver's file itself?"""
+        return self._file is not None
+
+    def send(self, write: Callable[[Any], Any]) -> None:
+        """Run `write(file)`. Send what it writes, with its size and digest at the end; or say what went wrong."""
+        try:
+            size, digest = written(
+                write, _OverWire(self._tell) if self._file is None else _InFile(self._tell, self._file)
+            )
+            if self._file is not None:
+                self._file.sync()
+                self._file.close()  # first, for file systems that show others what was written when it is closed
+            self._tell(HEAD.pack(END) + HEAD.pack(size) + digest.encode())
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self._close()
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the driver that there will be no checkpoint, and why."""
+        said = f"{type(error).__name__}: {error}"[:10_000].encode(errors="replace")
+        try:
+            if not isinstance(error, Disconnected):
+                self._tell(HEAD.pack(FAILED) + HEAD.pack(len(said)) + said)
+        except Disconnected as gone:
+            logger.debug("the driver could not be told that a save failed: %s", gone)
+        finally:
+            self._close()
+
+    def _tell(self, data: Any) -> None:
+        try:
+            self._connection.sendall(data)
+        except OSError as error:
+            raise Disconnected(
+                f"the connection to the driver broke while the checkpoint was saved ({error})"
+            ) from error
+
+    def _close(self) -> None:
+        self._connection.close()
+        if self._file is not None:
+            self._file.close()
+
+
+class _OverWire:
+    """Sends each piece with its length before it."""
+
+    def __init__(self, tell: Callable[[Any], None]) -> None:
+        self._tell = tell
 
     def write(self, data: Any) -> int:
-        piece = memoryview(data).cast("B")
+        piece = memoryview(data).cast("B")[:PIECE]  # a socket's limit is for one piece
         if len(piece):
-            self._connection.sendall(HEAD.pack(len(piece)))
-            self._connection.sendall(piece)
+            self._tell(HEAD.pack(len(piece)))
+            self._tell(piece)
         return len(piece)
 
-    def send(self, write: Callable[[Any], None]) -> None:
-        """Runs `write(file)`; ends the stream, or tells what went wrong."""
-        with contextlib.closing(self._connection):
-            try:
-                if self._direct is None:
-                    self._buffered(self, write)
-                else:
-                    with DurableFile(self._direct) as raw:
-                        self._buffered(raw, write)
-                        raw.sync()
-            except ConnectionError:
-                raise
-            except BaseException as error:
-                said = f"{type(error).__name__}: {error}".encode()
-                self._connection.sendall(HEAD.pack(FAILED) + HEAD.pack(len(said)) + said)
-                raise
-            self._connection.sendall(HEAD.pack(END))
 
-    @staticmethod
-    def _buffered(raw: io.RawIOBase, write: Callable[[Any], None]) -> None:
-        file = io.BufferedWriter(raw, PIECE)
-        write(file)
-        file.flush()
-        file.detach()  # it would close what is not its own
+class _InFile:
+    """Writes the driver's file, and says how far it is: the driver reads behind."""
+
+    def __init__(self, tell: Callable[[Any], None], file: DurableFile) -> None:
+        self._tell, self._file, self._at = tell, file, 0
+
+    def write(self, data: Any) -> int:
+        count = self._file.write(data)
+        self._at += count
+        self._tell(HEAD.pack(AT) + HEAD.pack(self._at))
+        return count
 
 
-class Receiver:
-    """The driver's end: one file, a thread, and `done`, which has the path or the error. With `again`, a stream that
-    breaks may be followed by another one from the start."""
+class _CheckpointFile(io.BufferedWriter):
+    """What is written into. It knows the digest of that, which a `SealingWriter` uses."""
 
-    def __init__(self, path: Place, host: str, *, again: bool) -> None:
-        self.done: Future[str] = Future()
-        self._draft, self._again = Draft(path), again
-        self._listener = _listen(host)
-        self._listener.settimeout(0.5)
-        self._token = secrets.token_hex(TOKEN_BYTES // 2)
-        self._mark = secrets.token_bytes(16)
-        self._draft.file.write(self._mark)
-        self.sink = StreamSink(
-            host, self._listener.getsockname()[1], self._token, str(self._draft.temporary.absolute()), self._mark
-        )
-        self._closed = False
-        threading.Thread(target=self._serve, name="raysgd-save", daemon=True).start()
+    def hexdigest(self) -> str:
+        self.flush()
+        return self.raw.hexdigest()  # type: ignore[no-any-return, attr-defined]
 
-    def close(self) -> None:
-        """Nobody will send any more."""
-        self._closed = True
 
-    def _serve(self) -> None:
+class _Watched(HashingWriter):
+    """Remembers its first error: torch.save ends its archive after one, and raises another one then."""
+
+    failure: BaseException | None = None
+
+    def write(self, data: Any) -> int:
         try:
-            with self._listener:
-                while not self.done.done():
-                    self._accept()
+            return super().write(data)
         except BaseException as error:
-            self.done.set_exception(error)
-        finally:
-            if self.done.exception() is not None:
-                self._draft.drop()
+            self.failure = self.failure or error
+            raise
 
-    def _accept(self) -> None:
+
+def written(write: Callable[[Any], Any], target: Any) -> tuple[int, str]:
+    """Run `write(file)`, with a file that passes everything on to `target`. Return the size and the digest of that."""
+    with contextlib.closing(_Watched(target)) as watched:
+        file = _CheckpointFile(watched, PIECE)
         try:
-            connection, _ = self._listener.accept()
-        except TimeoutError:
-            if self._closed:
-                self.done.set_exception(CheckpointError("the save was given up before its worker sent anything"))
-            return
-        with connection:
-            connection.settimeout(600)
-            try:
-                if hmac.compare_digest(_exactly(connection, TOKEN_BYTES), self._token.encode()):
-                    self._receive(connection)
-            except (ConnectionError, TimeoutError) as error:
-                if not self._again:
-                    raise CheckpointError(f"the worker that was sending the checkpoint was lost ({error})") from error
-                self._draft.again()
-                self._draft.file.write(self._mark)
-
-    def _receive(self, connection: socket.socket) -> None:
-        buffer = bytearray(PIECE)
-        length = _number(connection)
-        if length > END:
-            self._draft.again()
-        while length > END:
-            _into_file(connection, length, self._draft.file, memoryview(buffer))
-            length = _number(connection)
-        if length == FAILED:
-            said = _exactly(connection, _number(connection)).decode(errors="replace")
-            self.done.set_exception(CheckpointError(f"the checkpoint could not be written: {said}"))
-            return
-        self.done.set_result(str(self._draft.keep()))
+            write(file)
+            file.flush()
+        except BaseException:
+            if watched.failure is not None:
+                raise watched.failure from None
+            raise
+        return watched.written, watched.hexdigest()
 
 
-def _number(connection: socket.socket) -> int:
-    return int(HEAD.unpack(_exactly(connection, HEAD.size))[0])
+# -- what both ends read ------------------------------------------------------------------------------
 
 
-def _exactly(connection: socket.socket, length: int) -> bytes:
+def number(connection: socket.socket) -> int:
+    return int(HEAD.unpack(exactly(connection, HEAD.size))[0])
+
+
+def exactly(connection: socket.socket, length: int) -> bytes:
     data = bytearray(length)
     view = memoryview(data)
     while view:
-        view = view[_some(connection, view) :]
+        view = view[some(connection, view) :]
     return bytes(data)
 
 
-def _into_file(connection: socket.socket, length: int, file: Any, buffer: memoryview) -> None:
-    while length:
-        count = _some(connection, buffer[: min(length, len(buffer))])
-        piece = buffer[:count]
-        while piece:
-            piece = piece[file.write(piece) :]
-        length -= count
-
-
-def _some(connection: socket.socket, buffer: memoryview) -> int:
+def some(connection: socket.socket, buffer: memoryview) -> int:
+    """Fill a part of the buffer, and return how much."""
     count = connection.recv_into(buffer)
     if count == 0:
         raise ConnectionError("its connection ended early")
     return count
-
-
-def _listen(host: str) -> socket.socket:
-    try:
-        return socket.create_server((host, 0))
-    except OSError:  # the address that others know this machine by is not one of its own (NAT)
-        return socket.create_server(("", 0))

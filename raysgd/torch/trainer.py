@@ -267,6 +267,7 @@ class TorchTrainer:
             self._checkpoints.finish()
         try:
             self._engine.stop(force=force)
+            self._checkpoints.abandon()
         finally:
             self._calls.end()
         if not force:

@@ -141,8 +141,10 @@ class Checkpoint:
         must be new or empty (under a URI, also one that a checkpoint was stored in)."""
         where = storage.place(uri)
         if not self._is_folder():
+            storage.check_file(where)
             storage.write(where, self.to_bytes(dumps=dumps))
         else:
+            storage.check_folder(where)
             _check_free(where)
             with storage.folder(self._stored()) as folder, storage.draft_folder(where) as draft:
                 shutil.copytree(folder, draft, dirs_exist_ok=True)

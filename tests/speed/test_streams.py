@@ -1,9 +1,11 @@
 """A checkpoint's way to its file: through the file system where both see it, else over the wire; all or nothing."""
 
 import contextlib
+import errno
+import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +13,34 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import CheckpointError
-from raysgd.torch.streams import LocalSink, Receiver, StreamSink
+from raysgd import CheckpointError, admission, digest, durable
+from raysgd.torch import receiver as receiving
+from raysgd.torch.receiver import Receiver
+from raysgd.torch.streams import LocalSink, StreamSink
 
 CONTENT = {"x": torch.arange(3_000_000, dtype=torch.float32), "name": "here"}
+OLD = b"the old one"
 
 
-def over_the_wire(sink: Any) -> Any:
-    return replace(sink, draft="/nowhere/at/all")
+def over_the_wire(sink: StreamSink) -> StreamSink:
+    return replace(sink, shared=False)
 
 
-WAYS = {"file": lambda sink: sink, "wire": over_the_wire}
+WAYS: dict[str, Callable[[StreamSink], StreamSink]] = {"file": lambda sink: sink, "wire": over_the_wire}
 
 
 @pytest.fixture(params=list(WAYS))
-def way(request: pytest.FixtureRequest) -> Callable[[Any], StreamSink]:
+def way(request: pytest.FixtureRequest) -> Callable[[StreamSink], StreamSink]:
     return WAYS[request.param]
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> Iterator[Receiver]:
+    """To the file x.pt, which is there already."""
+    (tmp_path / "x.pt").write_bytes(OLD)
+    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1", stall_s=20)
+    yield receiver
+    receiver.close(CheckpointError("the test has ended"))
 
 
 def write(file: Any) -> None:
@@ -38,90 +52,367 @@ def fails(file: Any) -> None:
     raise TypeError("cannot pickle this")
 
 
+def assert_new(folder: Path) -> None:
+    read = torch.load(folder / "x.pt")
+    assert torch.equal(read["x"], CONTENT["x"]) and read["name"] == "here"
+    assert os.listdir(folder) == ["x.pt"]
+
+
+def assert_old(folder: Path) -> None:
+    assert (folder / "x.pt").read_bytes() == OLD
+    assert os.listdir(folder) == ["x.pt"]
+
+
+def drafts(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name.endswith(".tmp")]
+
+
 def test_what_arrives_is_what_was_sent(way: Any, tmp_path: Path) -> None:
-    receiver = Receiver(tmp_path / "deep" / "x.pt", "127.0.0.1", again=False)
+    receiver = Receiver(tmp_path / "deep" / "x.pt", "127.0.0.1")
     way(receiver.sink).send(write)
     assert receiver.done.result(20) == str(tmp_path / "deep" / "x.pt")
-    read = torch.load(tmp_path / "deep" / "x.pt")
-    assert torch.equal(read["x"], CONTENT["x"]) and read["name"] == "here"
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["x.pt"]
+    assert_new(tmp_path / "deep")
 
 
-def test_the_file_system_is_used_where_both_see_it(tmp_path: Path) -> None:
-    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1", again=False)
+def test_a_sealed_file_is_sealed_when_it_arrives(way: Any, receiver: Receiver, tmp_path: Path) -> None:
+    def write_sealed(file: Any) -> None:
+        with digest.SealingWriter(file) as sealing:
+            torch.save(CONTENT, sealing)
+            sealing.seal()
+
+    way(receiver.sink).send(write_sealed)
+    receiver.done.result(20)
+    assert digest.verify((tmp_path / "x.pt").read_bytes())
+    assert_new(tmp_path)
+
+
+def test_the_file_system_is_used_where_both_see_it(receiver: Receiver, tmp_path: Path) -> None:
     stream = receiver.sink.connect()
-    assert stream._direct == receiver.sink.draft
-    Path(receiver.sink.draft).write_bytes(b"a file of another machine, of the same name")
-    assert receiver.sink._seen_here() is None
-    stream._connection.close()
-    assert isinstance(receiver.done.exception(20), CheckpointError)
+    assert stream.in_file
+    assert not over_the_wire(receiver.sink).connect().in_file
 
 
-def test_an_error_on_the_way_is_told_and_leaves_nothing(way: Any, tmp_path: Path) -> None:
-    (tmp_path / "x.pt").write_bytes(b"the old one")
-    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1", again=True)
+def test_a_file_of_the_same_name_on_another_machine_is_not_taken_for_the_drivers(
+    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path.parent / "elsewhere"
+    elsewhere.write_bytes(b"a file of another machine")
+    monkeypatch.setattr(receiving.os, "fsencode", lambda path: str(elsewhere).encode())
+    assert not receiver.sink.connect().in_file
+    assert elsewhere.read_bytes() == b"a file of another machine"
+
+
+def test_an_error_on_the_way_is_told_and_leaves_nothing(way: Any, receiver: Receiver, tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         way(receiver.sink).send(fails)
     with pytest.raises(CheckpointError, match="TypeError: cannot pickle this"):
         receiver.done.result(20)
-    assert settled(tmp_path) == ["x.pt"] and (tmp_path / "x.pt").read_bytes() == b"the old one"
+    assert_old(tmp_path)
 
 
-def settled(folder: Path) -> list[str]:
-    """The receiver's thread tidies up just after it has told the result."""
-    for _ in range(100):
-        names = sorted(path.name for path in folder.iterdir())
-        if not any(name.endswith(".tmp") for name in names):
-            break
-        time.sleep(0.05)
-    return names
+# -- workers that are lost ----------------------------------------------------------------------------
 
 
-def test_a_broken_stream_may_be_followed_by_another(way: Any, tmp_path: Path) -> None:
-    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1", again=True)
-    broken = over_the_wire(receiver.sink).connect()
-    broken.write(b"half of it")
-    broken._connection.close()
-    time.sleep(0.2)
+def test_a_worker_that_is_lost_may_be_followed_by_another(way: Any, receiver: Receiver, tmp_path: Path) -> None:
+    broken = way(receiver.sink).connect()
+    with contextlib.suppress(CheckpointError):
+        broken.send(lambda file: (file.write(b"half of it"), file.flush(), broken._connection.close()))
     way(receiver.sink).send(write)
     receiver.done.result(20)
-    assert torch.equal(torch.load(tmp_path / "x.pt")["x"], CONTENT["x"])
+    assert_new(tmp_path)
 
 
-def test_or_is_the_end_of_the_save(way: Any, tmp_path: Path) -> None:
-    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1", again=False)
+def test_until_the_call_has_ended(way: Any, receiver: Receiver, tmp_path: Path) -> None:
     stream = way(receiver.sink).connect()
+    receiver.call_ended()
     stream._connection.close()
     with pytest.raises(CheckpointError, match="was lost"):
         receiver.done.result(20)
-    assert settled(tmp_path) == []
+    assert_old(tmp_path)
 
 
-def test_strangers_are_not_heard(tmp_path: Path) -> None:
-    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1", again=False)
-    with socket.create_connection((receiver.sink.host, receiver.sink.port)) as stranger:
-        stranger.sendall(b"?" * 32 + b"\0" * 8)
-        stranger.settimeout(10)
+@pytest.mark.parametrize("first", WAYS)
+@pytest.mark.parametrize("second", WAYS)
+@pytest.mark.parametrize("goes", ["before", "while", "after", "never"])
+def test_two_workers_never_mix_their_bytes(
+    first: str, second: str, goes: str, receiver: Receiver, tmp_path: Path
+) -> None:
+    """Rank 0 is lost, or so it seems, and another one takes its place: whenever the first one ends, the file is whole."""
+    lost = WAYS[first](receiver.sink).connect()
+    follower = WAYS[second](receiver.sink).connect()
+
+    def leave(when: str) -> None:
+        if goes == when:
+            lost._connection.close()
+
+    def write_slowly(file: Any) -> None:
+        leave("before")
+        torch.save(CONTENT, file)
+        file.flush()
+        leave("while")
+        time.sleep(0.2)
+
+    follower.send(write_slowly)
+    leave("after")
+    receiver.done.result(20)
+    assert_new(tmp_path)
+    if goes == "never":  # it was not lost, and goes on writing
+        with contextlib.suppress(CheckpointError):
+            lost.send(lambda file: file.write(b"bytes of the first" * 100_000))
+        assert_new(tmp_path)
+
+
+# -- what is on the disk is what was written ----------------------------------------------------------
+
+
+def flip_a_bit(draft: Path) -> None:
+    with open(draft, "r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)[0]
+        file.seek(1000)
+        file.write(bytes([byte ^ 4]))
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "longer": lambda draft: open(draft, "ab").write(b"more"),
+    "shorter": lambda draft: os.truncate(draft, 5_000_000),
+    "emptied": lambda draft: os.truncate(draft, 0),
+    "changed": flip_a_bit,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_draft_that_something_else_has_changed_does_not_replace_the_old_file(
+    damage: str, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_and_damage(file: Any) -> None:
+        write(file)
+        file.flush()
+        DAMAGES[damage](drafts(tmp_path)[0])
+
+    if damage == "changed":  # the driver reads behind: what it has seen already it does not read again
+        monkeypatch.setattr(receiving.Writer, "_read", lambda *_: 0)
+    receiver.sink.send(write_and_damage)
+    with pytest.raises(CheckpointError, match="is not what the worker has written"):
+        receiver.done.result(20)
+    assert_old(tmp_path)
+
+
+def test_a_file_system_that_shows_late_what_was_written(
+    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver sees nothing, or something older, until the worker has closed the file."""
+    seen = iter([b"", b"\0" * 4_000_000])
+    real = os.pread
+    monkeypatch.setattr(receiving.os, "pread", lambda *given: next(seen, None) or real(*given))
+    receiver.sink.send(write)
+    receiver.done.result(20)
+    assert_new(tmp_path)
+
+
+# -- a full disk --------------------------------------------------------------------------------------
+
+
+def full(*_: Any, **__: Any) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_told_as_what_it_is(
+    way: Any, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = way(receiver.sink)
+    stream = sink.connect()
+    monkeypatch.setattr(durable.DurableFile, "write", full)
+    with pytest.raises((OSError, CheckpointError)) as caught:
+        stream.send(write)
+    with pytest.raises((OSError, CheckpointError)) as told:
+        receiver.done.result(20)
+    said = caught.value if stream.in_file else told.value  # the one that writes the file has the error
+    assert isinstance(said, OSError) and said.errno == errno.ENOSPC
+    assert "No space left on device" in str(told.value)
+    assert_old(tmp_path)
+
+
+def test_an_error_of_the_drivers_thread_ends_the_save(
+    way: Any, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("in the driver's thread")
+
+    stream = way(receiver.sink).connect()
+    monkeypatch.setattr(receiving.Writer, "_compare", broken)
+    with contextlib.suppress(CheckpointError):
+        stream.send(write)
+    with pytest.raises(ZeroDivisionError):
+        receiver.done.result(20)
+    assert_old(tmp_path)
+
+
+# -- nothing waits for ever ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [b"", b"half of it" * 1_000_000])
+def test_a_worker_that_stands_still_is_given_up(way: Any, half: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(OLD)
+    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1", stall_s=0.5)
+    stream = way(receiver.sink).connect()
+    receiver.call_ended()
+
+    def stand_still(file: Any) -> None:
+        file.write(half)
+        file.flush()
+        with pytest.raises(CheckpointError, match=r"nothing of it has moved for 0\.5 s"):
+            receiver.done.result(20)
+
+    with contextlib.suppress(CheckpointError):  # what it sends next may still find room in the system's buffers
+        stream.send(stand_still)
+    receiver.close(CheckpointError("it has ended already"))
+    assert_old(tmp_path)
+
+
+def test_a_disk_that_stands_still_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.pt").write_bytes(OLD)
+    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1", stall_s=0.5)
+    monkeypatch.setattr(receiving, "CLOSE_S", 0.2)
+    stuck = receiving.threading.Event()
+    monkeypatch.setattr(durable.DurableFile, "sync", lambda file: stuck.wait(20))
+    stream = over_the_wire(receiver.sink).connect()
+    stream.send(write)
+    receiver.call_ended()
+    with pytest.raises(CheckpointError, match=r"nothing of it has moved for 0\.5 s"):
+        receiver.done.result(20)
+    receiver.close(CheckpointError("it has ended already"))
+    assert_old(tmp_path)
+    stuck.set()
+    time.sleep(0.2)
+    assert_old(tmp_path)
+
+
+def test_a_receiver_without_a_worker_ends(tmp_path: Path) -> None:
+    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1")
+    receiver.close(CheckpointError("the call has failed"))
+    with pytest.raises(CheckpointError, match="the call has failed"):
+        receiver.done.result(0)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(CheckpointError, match="has ended this save"):
+        receiver.sink.connect()
+
+
+# -- clients without the token ------------------------------------------------------------------------
+
+
+def client(sink: StreamSink) -> socket.socket:
+    return socket.create_connection((sink.host, sink.port), timeout=10)
+
+
+@pytest.mark.parametrize("sent", [b"?" * 32 + b"\0" * 8, b"", b"?" * 31], ids=["another", "nothing", "half"])
+def test_clients_without_the_token_are_dropped(
+    sent: bytes, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "TOKEN_S", 0.5)
+    with client(receiver.sink) as stranger:
+        stranger.sendall(sent)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     receiver.sink.send(write)
-    assert receiver.done.result(20)
+    receiver.done.result(20)
+    assert_new(tmp_path)
 
 
-def test_a_receiver_nobody_will_use_ends(tmp_path: Path) -> None:
-    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1", again=True)
-    receiver.close()
-    with pytest.raises(CheckpointError, match="given up"):
+def test_three_hundred_silent_clients_delay_nobody_and_are_bounded(
+    way: Any, receiver: Receiver, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as clients:
+        silent = [clients.enter_context(client(receiver.sink)) for _ in range(300)]
+        way(receiver.sink).send(write)
         receiver.done.result(20)
-    assert settled(tmp_path) == []
+        dropped = 0
+        for each in silent:
+            each.settimeout(2)
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(1) == b""
+            dropped += 1
+        assert dropped == 300
+    assert_new(tmp_path)
+
+
+def test_at_most_so_many_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = admission.Admission("127.0.0.1")
+    with contextlib.ExitStack() as clients:
+        silent = [clients.enter_context(socket.create_connection(door.address)) for _ in range(80)]
+        for _ in range(100):
+            assert door.admitted(0.01) == []
+        for each in silent:
+            each.setblocking(False)
+        ended = [each for each in silent if gone(each)]
+        assert ended == silent[:16], "the oldest"
+        silent[-1].sendall(door.token.encode())
+        assert len(door.admitted(5)) == 1
+    door.close()
+
+
+def gone(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_a_worker_that_was_dropped_among_many_clients_tries_again(
+    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[Any] = []
+    real = admission.Admission._shows_token
+
+    def drop_first(door: Any, connection: Any) -> bool:
+        if dropped:
+            return real(door, connection)
+        dropped.append(connection)
+        door._drop(connection)
+        return False
+
+    monkeypatch.setattr(admission.Admission, "_shows_token", drop_first)
+    receiver.sink.send(write)
+    receiver.done.result(20)
+    assert dropped
+    assert_new(tmp_path)
+
+
+# -- in this process ----------------------------------------------------------------------------------
 
 
 def test_in_this_process(tmp_path: Path) -> None:
     sink = LocalSink(tmp_path / "x.pt")
     sink.send(write)
-    assert torch.equal(torch.load(sink.done.result(0))["x"], CONTENT["x"])
+    assert sink.done.result(0) == str(tmp_path / "x.pt")
     other = LocalSink(tmp_path / "y.pt")
     with pytest.raises(TypeError):
         other.send(fails)
     assert isinstance(other.done.exception(0), TypeError)
-    assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
+    assert_new(tmp_path)
+
+
+def test_a_full_disk_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.pt").write_bytes(OLD)
+    monkeypatch.setattr(durable.DurableFile, "write", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        LocalSink(tmp_path / "x.pt").send(write)
+    assert caught.value.errno == errno.ENOSPC
+    assert_old(tmp_path)
+
+
+def test_what_was_given_up_gets_no_name(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(OLD)
+    sink = LocalSink(tmp_path / "x.pt")
+
+    def write_slowly(file: Any) -> None:
+        write(file)
+        sink.close(CheckpointError("it took too long"))
+
+    with pytest.raises(CheckpointError):
+        sink.send(write_slowly)
+    with pytest.raises(CheckpointError, match="it took too long"):
+        sink.done.result(0)
+    assert_old(tmp_path)

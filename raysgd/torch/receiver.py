@@ -1,0 +1,280 @@
+"""The driver's end of a save: it lets workers in, takes what they send, and gives the file its name when it is complete.
+
+Each worker that is let in gets a draft of its own, so the bytes of two are never mixed, nor changed by a third. A draft
+becomes the file when its size and its digest are those that its worker has sent (`streams` describes that end).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from raysgd.admission import Admission
+from raysgd.digest import THREADS, Digest, HashingWriter, file_digest
+from raysgd.errors import CheckpointError
+from raysgd.storage import Draft, Place
+from raysgd.torch.streams import (
+    AT,
+    END,
+    FAILED,
+    HEAD,
+    IN_FILE,
+    MARK_BYTES,
+    OVER_WIRE,
+    PIECE,
+    SaveResult,
+    StreamSink,
+    exactly,
+    number,
+    some,
+)
+
+__all__ = ["FailedOnWorkerError", "Receiver"]
+
+logger = logging.getLogger("raysgd")
+
+TICK_S = 0.1
+CLOSE_S = 5.0
+DIGEST_BYTES = 64
+LONGEST_ERROR = 1 << 16
+READ_AT_ONCE = 16 << 20
+
+
+class FailedOnWorkerError(CheckpointError):
+    """The worker could not write the checkpoint, and said why."""
+
+
+class Receiver:
+    """Owns the port of one save, a thread, and `done`, which gets the path or the error. A worker that is lost may be
+    followed by another one until the call of the workers has ended. After that, the one that is writing has `stall_s` for
+    each sign of progress."""
+
+    def __init__(self, path: Place, host: str, *, stall_s: float = 600.0) -> None:
+        self._path, self._stall_s = path, stall_s
+        self._result = SaveResult()
+        self.done = self._result.future
+        self._spare: Draft | None = Draft(path)  # where no file can be made is told now
+        self._writer: Writer | None = None
+        self._writing: threading.Thread | None = None
+        self._ended_at: float | None = None
+        self._given_up: BaseException | None = None
+        self._admission = Admission(host)
+        self.sink = StreamSink(host, self._admission.address[1], self._admission.token, stall_s)
+        self._thread = threading.Thread(target=self._serve, name="raysgd-save", daemon=True)
+        self._thread.start()
+
+    def call_ended(self) -> None:
+        """The call of the workers has ended well: the one that is let in by now is the last."""
+        self._ended_at = time.monotonic()
+
+    def close(self, error: BaseException) -> None:
+        """Give the save up with this error, unless it is complete. Nothing of it is left when this returns."""
+        self._given_up = error
+        self._thread.join(2 * CLOSE_S)
+
+    def _serve(self) -> None:
+        try:
+            while not self.done.done():
+                for connection in self._admission.admitted(TICK_S):
+                    self._begin(connection)
+                self._watch()
+        except BaseException as error:
+            self._result.fail(error)
+        finally:
+            self._admission.close()
+            if self._spare is not None:
+                self._spare.drop()
+            if self._writer is not None and self._writing is not None:
+                self._writer.cancel()
+                self._writing.join(CLOSE_S)
+                if self._writing.is_alive():  # in a call of the system's that does not return
+                    self._writer.abandon()
+
+    def _begin(self, connection: socket.socket) -> None:
+        """The newest worker counts: the engine has asked it because the one before was lost."""
+        old, self._writer = self._writer, Writer(connection, self._path, self._spare)
+        self._spare = None
+        if old is not None:
+            old.cancel()
+        self._writing = threading.Thread(target=self._take, args=(self._writer,), name="raysgd-save", daemon=True)
+        self._writing.start()
+
+    def _take(self, writer: Writer) -> None:
+        """The thread of one writer."""
+        try:
+            writer.receive()
+        except ConnectionError as error:
+            writer.drop()
+            writer.lost = error
+        except BaseException as error:
+            writer.drop()
+            if writer is self._writer:
+                self._result.fail(error)
+        else:
+            self._keep(writer)
+        finally:
+            writer.close()
+
+    def _keep(self, writer: Writer) -> None:
+        if not self._result.claim(writer):
+            writer.drop()
+            return
+        try:
+            kept = writer.draft.keep()
+        except BaseException as error:
+            writer.drop()
+            self._result.fail(error, writer=writer)
+        else:
+            self._result.kept(kept)
+
+    def _watch(self) -> None:
+        """Ends what cannot come to an end any more. While the call of the workers runs, its own limits hold."""
+        writer = self._writer
+        if self._given_up is not None:
+            self._end(self._given_up)
+        elif self._ended_at is None:
+            return
+        elif writer is None:
+            self._end(CheckpointError("the call of the workers has ended, and none of them has sent the checkpoint"))
+        elif writer.lost is not None:
+            error = CheckpointError(f"the worker that was sending the checkpoint was lost ({writer.lost})")
+            error.__cause__ = writer.lost
+            self._end(error)
+        elif time.monotonic() - max(writer.moved_at, self._ended_at) > self._stall_s:
+            self._end(
+                CheckpointError(
+                    f"the save to {self._path} was given up: nothing of it has moved for {self._stall_s:g} s. A file that "
+                    "was there before is unharmed"
+                )
+            )
+
+    def _end(self, error: BaseException) -> None:
+        if self._writer is not None:
+            self._writer.cancel()
+        self._result.fail(error)
+
+
+class Writer:
+    """Owns the connection of one worker that was let in, and the draft that was made for it."""
+
+    def __init__(self, connection: socket.socket, path: Place, draft: Draft | None) -> None:
+        self._connection, self._path = connection, path
+        self._draft = draft
+        self.moved_at = time.monotonic()
+        self.lost: ConnectionError | None = None
+
+    @property
+    def draft(self) -> Draft:
+        assert self._draft is not None
+        return self._draft
+
+    def receive(self) -> None:
+        """Take the whole checkpoint. Return when it is in the draft, on the disk, and found to be what was sent."""
+        self._draft = self._draft or Draft(self._path)
+        mark = secrets.token_bytes(MARK_BYTES)
+        self.draft.file.write(mark)
+        path = os.fsencode(self.draft.temporary.absolute())
+        self._connection.sendall(mark + HEAD.pack(len(path)) + path)
+        how = number(self._connection)
+        if how == IN_FILE:
+            self._follow()
+        elif how == OVER_WIRE:
+            self._take()
+        else:
+            raise CheckpointError(f"a worker began its checkpoint with {how}, which means nothing")
+        self.draft.file.sync()
+
+    def cancel(self) -> None:
+        """From another thread: whatever the writer waits for ends now, and its draft does not get a name."""
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            logger.debug("a worker that was sending a checkpoint was gone already: %s", error)
+
+    def drop(self) -> None:
+        if self._draft is not None:
+            self._draft.drop()
+
+    def abandon(self) -> None:
+        """From another thread: nobody waits for this one any more."""
+        if self._draft is not None:
+            self._draft.temporary.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _take(self) -> None:
+        """The bytes come over the wire."""
+        self.draft.again()
+        file, buffer = HashingWriter(self.draft.file), memoryview(bytearray(PIECE))
+        try:
+            while (length := self._next()) > END:
+                while length:
+                    count = some(self._connection, buffer[: min(length, PIECE)])
+                    file.write(buffer[:count])
+                    length -= count
+                    self.moved_at = time.monotonic()
+            size, digest = self._ending(length)
+            self._compare(size, digest, os.fstat(self.draft.file.fileno()).st_size, file.hexdigest())
+        finally:
+            file.close()
+
+    def _follow(self) -> None:
+        """The worker writes the file itself, and this reads behind it, while that is in the system's memory."""
+        with (
+            ThreadPoolExecutor(THREADS, thread_name_prefix="raysgd-digest") as pool,
+            open(self.draft.temporary, "rb", buffering=0) as file,
+        ):
+            digest, seen = Digest(pool), 0
+            while (length := self._next()) == AT:
+                seen += self._read(file, seen, number(self._connection), digest)
+            size, sent = self._ending(length)
+            # Another machine's file system may have shown less, or something older, until the worker closed the file.
+            with open(self.draft.temporary, "rb", buffering=0) as file:
+                found, fresh = os.fstat(file.fileno()).st_size, digest.hexdigest() if seen == size else ""
+                self._compare(size, sent, found, fresh if fresh == sent else file_digest(file))
+                if size >= READ_AT_ONCE and hasattr(os, "posix_fadvise"):
+                    with contextlib.suppress(OSError):  # it is advice: what was read for this is not read again soon
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _read(self, file: Any, start: int, end: int, digest: Digest) -> int:
+        """Add what is there of this part to the digest. Return its length."""
+        read = 0
+        while start + read < end:
+            piece = os.pread(file.fileno(), min(end - start - read, READ_AT_ONCE), start + read)
+            if not piece:
+                break
+            digest.update(piece)
+            read += len(piece)
+            self.moved_at = time.monotonic()
+        return read
+
+    def _next(self) -> int:
+        told = number(self._connection)
+        self.moved_at = time.monotonic()
+        return told
+
+    def _ending(self, told: int) -> tuple[int, str]:
+        """What comes after the last piece: size and digest of all, or an error."""
+        if told == FAILED:
+            said = exactly(self._connection, min(number(self._connection), LONGEST_ERROR)).decode(errors="replace")
+            raise FailedOnWorkerError(f"the checkpoint could not be written: {said}")
+        if told != END:
+            raise CheckpointError(f"a worker sent {told} in the middle of its checkpoint, which means nothing")
+        return number(self._connection), exactly(self._connection, DIGEST_BYTES).decode("latin-1")
+
+    def _compare(self, size: int, digest: str, found: int, actual: str) -> None:
+        self.moved_at = time.monotonic()
+        if (size, digest) != (found, actual):
+            raise CheckpointError(
+                f"the draft for {self._path} is not what the worker has written: it has {found} bytes with the digest "
+                f"{actual[:16]}..., and the worker sent {size} with {digest[:16]}... Something else has changed it, or the "
+                "disk is faulty. A file that was there before is unharmed; save again"
+            )
