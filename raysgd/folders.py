@@ -34,6 +34,7 @@ __all__ = [
     "entry_of_bytes",
     "inside",
     "is_name",
+    "json_digest",
     "list_of",
     "parse_json",
     "parse_list",
@@ -159,7 +160,7 @@ def read_plain(path: Path) -> bytes:
 
 def dump_json(content: Mapping[str, Any]) -> bytes:
     """Return JSON that ends with the digest of the rest."""
-    return json.dumps({**content, "digest": _json_digest(content)}).encode()
+    return json.dumps({**content, "digest": json_digest(content)}).encode()
 
 
 def parse_json(data: bytes, where: Any) -> tuple[dict[str, Any], bool]:
@@ -171,12 +172,13 @@ def parse_json(data: bytes, where: Any) -> tuple[dict[str, Any], bool]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{where} is damaged: it holds a {type(content).__name__}, not a dictionary")
     claimed = content.pop("digest", None)
-    if claimed is not None and claimed != _json_digest(content):
+    if claimed is not None and claimed != json_digest(content):
         raise CheckpointError(f"{where} is damaged: its content does not have the digest that was saved with it")
     return content, claimed is not None
 
 
-def _json_digest(content: Mapping[str, Any]) -> str:
+def json_digest(content: Mapping[str, Any]) -> str:
+    """Return a digest of what JSON says, however it is written."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

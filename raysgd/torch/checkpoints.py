@@ -31,7 +31,7 @@ class SaveHandle:
     """A save that goes on while training does. Its failure shows here, and in the trainer's next call."""
 
     def __init__(self, path: storage.Place, future: Future[str]) -> None:
-        self.path = str(path)
+        self.path, self._shown = storage.text_of(path), str(path)
         self._future = future
         self._seen = False
 
@@ -41,7 +41,8 @@ class SaveHandle:
     def result(self, timeout: float | None = None) -> str:
         """Waits for the file to be complete; its path, or the error that kept it from being."""
         self._seen = self._seen or self._future.exception(timeout) is not None
-        return self._future.result()
+        self._future.result()
+        return self.path
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits; the error, or None when all went well."""
@@ -51,7 +52,7 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._future.exception() else "done"
-        return f"SaveHandle({self.path!r}, {state})"
+        return f"SaveHandle({self._shown!r}, {state})"
 
 
 class Checkpoints:
@@ -78,7 +79,8 @@ class Checkpoints:
             way.close()
             raise
         if blocking:
-            return way.done.result()
+            way.done.result()
+            return storage.text_of(where)
         handle = SaveHandle(where, way.done)
         self._running.append(handle)
         return handle
@@ -95,7 +97,7 @@ class Checkpoints:
             elif not (isinstance(where, Path) and is_archive(where) and self._load_file(where, trusted=trusted)):
                 self.restore(storage.read(where), trusted=trusted)
         except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+            raise CheckpointError(f"{where}: {error}") from error
 
     def _load_file(self, path: Path, *, trusted: bool) -> bool:
         """Every worker reads it where it lies; False when one of them cannot."""
@@ -121,7 +123,7 @@ class Checkpoints:
         self._running = [handle for handle in self._running if not handle.done() or handle in failed[1:]]
         for handle in failed[:1]:
             error = handle.exception()
-            raise CheckpointError(f"the save to {handle.path} in the background failed: {error}") from error
+            raise CheckpointError(f"the save to {handle._shown} in the background failed: {error}") from error
 
     def finish(self) -> None:
         """Waits for what still runs, as the workers are about to end. Only one failure can be raised after that: the
@@ -129,7 +131,7 @@ class Checkpoints:
         for handle in self._running:
             handle._future.exception(SHUTDOWN_S)
         for handle in self._failed()[1:]:
-            logger.error("the save to %s in the background failed: %s", handle.path, handle.exception())
+            logger.error("the save to %s in the background failed: %s", handle._shown, handle.exception())
 
     def _failed(self) -> list[SaveHandle]:
         return [handle for handle in self._running if handle.done() and handle._future.exception() and not handle._seen]
