@@ -18,7 +18,17 @@ from typing import Any, BinaryIO
 
 from raysgd.errors import CheckpointError
 
-__all__ = ["SEAL_BYTES", "Digest", "HashingWriter", "SealingWriter", "file_digest", "is_sealed", "sealed", "verify"]
+__all__ = [
+    "SEAL_BYTES",
+    "Digest",
+    "HashingWriter",
+    "SealingWriter",
+    "file_digest",
+    "is_sealed",
+    "seal_buffer",
+    "sealed",
+    "verify",
+]
 
 CHUNK = 8 << 20
 PIECE = 32 << 20
@@ -171,6 +181,18 @@ def sealed(data: Any) -> bytes:
     digest = Digest()
     digest.update(content)
     return content + _seal(digest.hexdigest())
+
+
+def seal_buffer(buffer: io.BytesIO) -> None:
+    """End what was written to a buffer with its digest, as `sealed` does, without a copy of it."""
+    with buffer.getbuffer() as view:
+        if bytes(view[:2]) == b"PK":
+            if bytes(view[-2:]) != NO_COMMENT:
+                raise ValueError("only a zip archive without a comment can be sealed")
+            view[-2:] = SEAL_BYTES.to_bytes(2, "little")
+        digest = _digest_of(view, len(view))
+    buffer.seek(0, io.SEEK_END)
+    buffer.write(_seal(digest))
 
 
 def is_sealed(data: Any) -> bool:

@@ -6,7 +6,6 @@ where fsspec takes them: its configuration files, `FSSPEC_*`, and what the store
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -15,15 +14,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from raysgd import folders
 from raysgd.errors import CheckpointError, ConfigError
+from raysgd.folders import MARKER, Entry
+from raysgd.masking import cause_of, mask, mask_message, without_secrets
 
 __all__ = ["MARKER", "Uri", "delete", "mirror", "names", "probe", "read_folder", "upload", "write", "write_folder"]
 
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
-MARKER = ".raysgd-folder.json"
 STALLED_S = 600.0
 
 # What these are given under a name is there at once and whole, or not at all. With others (sftp, hdfs, smb, ...) we
@@ -31,9 +32,12 @@ STALLED_S = 600.0
 WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Uri:
-    """A place in remote storage, with the names that `pathlib` has for such things."""
+    """A place in remote storage, with the names that `pathlib` has for such things.
+
+    `text` is the URI as it was given. `str()`, and so every message, shows `***` for passwords, tokens and signatures.
+    """
 
     text: str
 
@@ -43,7 +47,7 @@ class Uri:
 
     @property
     def name(self) -> str:
-        return self._split()[1].rpartition("/")[2]
+        return Uri(without_secrets(self.text))._split()[1].rpartition("/")[2]
 
     @property
     def parent(self) -> Uri:
@@ -54,7 +58,10 @@ class Uri:
         return Uri(f"{self.text.rstrip('/')}/{name}")
 
     def __str__(self) -> str:
-        return self.text
+        return mask(self.text)
+
+    def __repr__(self) -> str:
+        return f"Uri({str(self)!r})"
 
     def exists(self) -> bool:
         """Is there a whole object, or a whole folder?"""
@@ -145,7 +152,7 @@ def probe(uri: Uri) -> None:
     with _asked(uri, "written") as (system, _):
         trial = uri / f".raysgd-{uuid.uuid4().hex[:8]}.tmp"
         write(trial, b"")
-        system.rm_file(system._strip_protocol(str(trial)))
+        system.rm_file(system._strip_protocol(trial.text))
 
 
 def names(uri: Uri) -> list[str]:
@@ -179,57 +186,60 @@ def write_folder(uri: Uri, source: Path) -> None:
     """The files below `source`, and then the list of them. Without the list there is no folder for a reader. Of what was
     there before only the files of an older such folder go."""
     older = _listed(uri) if uri.is_dir() else {}
+    found = list(folders.walk(source))  # what is refused is refused before anything is removed
     with _asked(uri, "written") as (system, path):
         for file in (path, f"{path}/{MARKER}"):
             if _kind(system, file) == "file":
                 system.rm_file(file)
-    files = mirror(uri, source)
-    write(uri / MARKER, json.dumps({"format": "raysgd-folder", "files": files}).encode())
+    entries = {}
+    for each in found:
+        if not each.is_dir:
+            entries[each.name] = folders.entry_of(each.path)
+            upload(uri / each.name, each.path)
+    write(uri / MARKER, folders.dump_list(entries))
     with _asked(uri, "deleted") as (system, path):
-        for name in older.keys() - files.keys():
-            if _is_inside(name) and _kind(system, f"{path}/{name}") == "file":
+        for name in older.keys() - entries.keys():
+            if _kind(system, f"{path}/{name}") == "file":
                 system.rm_file(f"{path}/{name}")
 
 
-def mirror(uri: Uri, source: Path) -> dict[str, int]:
-    """The files below `source`, one by one, with their sizes."""
-    files = {}
-    for file in sorted(each for each in source.rglob("*") if each.is_file()):
-        name = file.relative_to(source).as_posix()
-        upload(uri / name, file)
-        files[name] = file.stat().st_size
-    return files
+def mirror(uri: Uri, source: Path, refuse: Callable[[Path, str], None] = folders.refuse_file) -> None:
+    """The files below `source`, one by one, and no list. `refuse` is called for links that lead out of it, and for what is
+    no file."""
+    for each in folders.walk(source, refuse):
+        if not each.is_dir:
+            upload(uri / each.name, each.path)
 
 
-def read_folder(uri: Uri, target: Path) -> None:
-    """Copies a folder's files below `target`, and checks that they are all there."""
-    for name, size in _listed(uri).items():
-        if not _is_inside(name):
-            raise CheckpointError(f"{uri}: a checkpoint must hold files of its own only, not {name!r}")
+def read_folder(uri: Uri, target: Path) -> bool:
+    """Copies a folder's files below `target`, and checks that they are all there, and as they were stored. Returns whether
+    there were digests to check them with: lists of older versions have none."""
+    listed = _listed(uri)
+    for name in listed:
         file = target / name
-        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch(exist_ok=False)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise CheckpointError(f"{uri / MARKER} is damaged: {name!r} is listed as a file and a directory") from error
         with _asked(uri / name) as (system, path):
+            size = system.info(path).get("size")
+            if size is not None:  # before it is copied: it may be too large for the disk
+                folders.check_size(uri, name, size, listed)
             system.get_file(path, str(file))
-        if file.stat().st_size != size:
-            raise CheckpointError(f"{uri}: {name} has {file.stat().st_size} bytes and was stored with {size}")
+        folders.check_entry(uri, name, folders.entry_of(file), listed)
+    return all(entry.digest is not None for entry in listed.values())
 
 
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
-
-
-def _listed(uri: Uri) -> dict[str, int]:
+def _listed(uri: Uri) -> dict[str, Entry]:
     try:
-        content = json.loads((uri / MARKER).read_bytes())
-        return {str(name): int(size) for name, size in content["files"].items()}
+        content = (uri / MARKER).read_bytes()
     except CheckpointError as error:
         raise CheckpointError(
             f"there is no complete folder at {uri}: {MARKER}, which is written last and lists its files, is missing. "
             "Either it was never finished, or it is not from here; then copy it, and use Checkpoint.from_directory"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{uri / MARKER} is damaged, so the folder cannot be read ({error})") from error
+    return folders.parse_list(content, uri / MARKER)
 
 
 # -- the boundary to fsspec ---------------------------------------------------------------------------
@@ -237,18 +247,23 @@ def _listed(uri: Uri) -> dict[str, int]:
 
 @contextmanager
 def _asked(uri: Uri, done: str = "read") -> Iterator[tuple[Any, str]]:
-    """The file system of a URI and the path in it. Whatever that raises comes out as one of our own."""
-    system, path = _system(uri)
+    """The file system of a URI and the path in it. Whatever that raises comes out as one of our own, without the secrets
+    that such errors repeat."""
     try:
+        system, path = _system(uri)
         yield system, path
-    except (CheckpointError, KeyboardInterrupt):
+    except (CheckpointError, ConfigError, ImportError, KeyboardInterrupt):
         raise
     except FileNotFoundError as error:
         if done == "read":
-            raise CheckpointError(f"there is no checkpoint at {uri}") from error
-        raise CheckpointError(f"{uri} cannot be {done}: is there such a bucket or folder? ({error})") from error
+            raise CheckpointError(f"there is no checkpoint at {uri}") from cause_of(error, uri.text)
+        said = mask_message(str(error), uri.text)
+        raise CheckpointError(f"{uri} cannot be {done}: is there such a bucket or folder? ({said})") from cause_of(
+            error, uri.text
+        )
     except Exception as error:
-        raise CheckpointError(f"{uri} cannot be {done} ({type(error).__name__}: {error})") from error
+        said = mask_message(str(error), uri.text)
+        raise CheckpointError(f"{uri} cannot be {done} ({type(error).__name__}: {said})") from cause_of(error, uri.text)
 
 
 def _system(uri: Uri) -> tuple[Any, str]:
@@ -259,9 +274,11 @@ def _system(uri: Uri) -> tuple[Any, str]:
     try:
         system, path = url_to_fs(uri.text)
     except ImportError as error:
-        raise ImportError(f"{uri} needs one more package: {error}") from error
+        said = mask_message(str(error), uri.text)
+        raise ImportError(f"{uri} needs one more package: {said}") from cause_of(error, uri.text)
     except ValueError as error:
-        raise ConfigError(f"{uri}: fsspec knows no such storage ({error})") from error
+        said = mask_message(str(error), uri.text)
+        raise ConfigError(f"{uri}: fsspec knows no such storage ({said})") from cause_of(error, uri.text)
     system.invalidate_cache()  # others write there too
     return system, str(path)
 

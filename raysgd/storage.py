@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from raysgd import remote
+from raysgd import folders, remote
 from raysgd.durable import DurableFile, host_mark, open_locked, remove_abandoned
 from raysgd.errors import CheckpointError, ConfigError
+from raysgd.masking import mask, without_secrets
 from raysgd.remote import Uri
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "place",
     "put_folder",
     "read",
+    "text_of",
+    "warn_without_digest",
     "write",
 ]
 
@@ -67,7 +70,8 @@ def _path_of(uri: str) -> str:
     """`file:///a%20b` is "/a b"; a path may also be given as it is."""
     host, slash, path = uri.removeprefix(FILE).partition("/")
     if host not in ("", "localhost", ".", "..", "~"):
-        raise ConfigError(f"{uri} is on the machine {host!r}: write file:///path for a path on this one")
+        machine = without_secrets(uri).removeprefix(FILE).partition("/")[0]
+        raise ConfigError(f"{mask(uri)} is on the machine {machine!r}: write file:///path for a path on this one")
     return unquote(f"{host if host != 'localhost' else ''}{slash}{path}")
 
 
@@ -108,6 +112,11 @@ def _kind(where: Path) -> int | None:
 def _without_link(where: Path) -> Path:
     """The link at the end of a path must stay, so what is written gets the name that it leads to."""
     return Path(os.path.realpath(where)) if where.is_symlink() else where
+
+
+def text_of(where: Place) -> str:
+    """Return a place as it can be given again, with the secrets that a URI holds; for messages, `str` masks them."""
+    return where.text if isinstance(where, Uri) else str(where)
 
 
 class Draft:
@@ -181,11 +190,28 @@ def read(path: Any) -> bytes:
     if isinstance(where, Uri):
         return where.read_bytes()
     try:
-        return where.read_bytes()
+        return _read_plain(where)
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint at {where.absolute()}") from None
     except IsADirectoryError:
         raise CheckpointError(f"{where.absolute()} is a directory; load() takes the file that save() wrote") from None
+
+
+def _read_plain(path: Path) -> bytes:
+    """Not what has no end, or waits for a writer."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise CheckpointError(f"{path.absolute()} is a device, a FIFO or a socket; a checkpoint is a plain file")
+    return path.read_bytes()
+
+
+def warn_without_digest(where: Any) -> None:
+    """Say once for each load that damage could not be looked for."""
+    logger.warning(
+        "%s has no digest, as older versions of raysgd and other programs leave it: if it is damaged, that may not be "
+        "noticed. Save it again to add one",
+        where,
+    )
 
 
 def names(folder: Place) -> list[str]:
@@ -213,6 +239,7 @@ def draft_folder(path: Any) -> Iterator[Path]:
     try:
         beside.mkdir()
         yield beside
+        (beside / folders.MARKER).write_bytes(folders.dump_list(folders.list_of(beside)))
         for file in beside.rglob("*"):
             _sync(file)
         put_folder(beside, target)
@@ -258,17 +285,18 @@ def folder(where: Place) -> Iterator[Path]:
         yield where
         return
     with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as copy:
-        remote.read_folder(where, Path(copy))
+        if not remote.read_folder(where, Path(copy)):
+            warn_without_digest(where)
         yield Path(copy)
 
 
 def copy_logs(folder: Path, where: Place) -> None:
     """What callbacks have written on this machine, to where the run is stored. Logs are not worth a run, nor may they hide
-    why it failed: a store that does not take them is a warning."""
+    why it failed: a store that does not take them is a warning, and so is what is not copied."""
     if isinstance(where, Uri):
         try:
-            remote.mirror(where, folder)
-        except CheckpointError as error:
+            remote.mirror(where, folder, lambda path, what: logger.warning("%s is not copied: it is %s", path, what))
+        except (CheckpointError, OSError) as error:
             logger.warning("the logs stay in %s: %s", folder, error)
 
 

@@ -17,8 +17,8 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 # files gather names for the user, and nothing below may lean on them.
 FLOORS = {
     "0": "errors config constants version protocols meters timers metrics outcomes progress plan elastic "
-    "hang rendezvous snapshot admission",
-    "1a": "digest durable storage remote callbacks data",
+    "hang rendezvous snapshot admission masking",
+    "1a": "digest durable folders archives storage remote callbacks data",
     "1b": "torch tf horovod train",
     "2": "workers",
     "3": "engine",
@@ -42,7 +42,10 @@ SIBLINGS = {
     "train/fitting": {"train/executor", "train/iterator", "train/job"},
     "train/data_parallel_trainer": {"train/executor", "train/fitting", "train/job", "train/shards"},
     "train/frameworks": {"train/data_parallel_trainer"},
-    "storage": {"durable", "remote"},
+    "folders": {"digest"},
+    "archives": {"digest", "folders"},
+    "remote": {"folders"},
+    "storage": {"durable", "folders", "remote"},
     "outcomes": {"progress"},
     "meters": {"metrics"},
     "elastic": {"outcomes"},

@@ -38,7 +38,9 @@ def made_folder(given: str | os.PathLike[str] | None, prefix: str) -> Path:
 def folder_to_be(given: str | os.PathLike[str] | None, prefix: str) -> Path:
     """The same, for whoever may never write anything: nothing is made, so only chance keeps the name free."""
     if given is not None and isinstance(place(given), Uri):
-        raise ConfigError(f"logdir must be a directory of this machine, got {given!r}: callbacks write files there")
+        raise ConfigError(
+            f"logdir must be a directory of this machine, got {str(place(given))!r}: callbacks write files there"
+        )
     home = Path.home() / RESULTS
     return home / (f"{prefix}_{_now()}_{uuid.uuid4().hex[:4]}" if given is None else Path(given).expanduser())
 

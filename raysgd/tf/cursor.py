@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from raysgd.errors import CheckpointError
 from raysgd.progress import Progress
 
 __all__ = ["Cursor"]
+
+# The order of an epoch is that of its number: each epoch before it is begun once.
+MOST_EPOCHS, MOST = 1_000_000, 1 << 62
 
 
 @dataclass
@@ -30,6 +34,25 @@ class Cursor:
 
     def as_dict(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @classmethod
+    def check(cls, values: Any, name: str) -> None:
+        """Could `adopt` take this? Raises, with what is wrong with it."""
+        known: dict[str, Any] = {each.name: each.default for each in fields(cls)}
+        if not isinstance(values, dict) or not values.keys() <= known.keys():
+            found = (
+                sorted(map(str, values.keys() - known.keys())) if isinstance(values, dict) else type(values).__name__
+            )
+            raise CheckpointError(f"the checkpoint's {name} must be a dictionary of {', '.join(known)}; it is {found}")
+        for each, default in known.items():
+            value = values.get(each, default)
+            most = MOST_EPOCHS if each in ("epoch", "call_epoch") else MOST
+            right = type(value) is type(default) and (isinstance(value, bool) or (min(default, 0) <= value <= most))
+            if not right:
+                kind = "True or False" if isinstance(default, bool) else f"a whole number of 0 to {most}"
+                raise CheckpointError(f"the checkpoint's {name} has {each}={value!r:.60}: it must be {kind}")
+        if values.get("ended") is False and not values.get("epoch"):
+            raise CheckpointError(f"the checkpoint's {name} is in the middle of an epoch, and none was begun")
 
     def adopt(self, values: dict[str, Any]) -> None:
         for each in fields(self):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
 
-from raysgd.errors import ConfigError, shown
+from raysgd.errors import CheckpointError, ConfigError, shown
 from raysgd.meters import AverageMeterCollection
 from raysgd.metrics import COMMITTED, check_metrics
 from raysgd.outcomes import Interrupted
@@ -60,6 +61,7 @@ class TFReplica:
         self._train: Source | None = None
         self._validation: Source | None = None
         self._snapshots = Snapshotter(settings.snapshot_every, control)
+        self._undo: memoryview | None = None  # the state before the newest load, until the next call
         self._prefix = "train_"
         self._steps_before = 0
         self._statistics_before: list[Any] = []
@@ -71,6 +73,8 @@ class TFReplica:
     def run(self, method: str, **arguments: Any) -> Any:
         run: Callable[..., Any] = getattr(self, f"_run_{method}")
         self._cut_short()
+        if method != "take_back":
+            self._undo = None
         self._control.phase = method
         try:
             return run(**arguments)
@@ -257,19 +261,48 @@ class TFReplica:
 
     def _run_checkpoint(self, ranks: list[Any]) -> Any:
         """The whole checkpoint as bytes, on rank 0; `ranks` are the random states of all."""
-        return states.dump({**self.whole(), "rng": ranks}) if self._seat.world_rank == 0 else None
+        return states.dump({**self.whole(), "rng": ranks}, sealed=True) if self._seat.world_rank == 0 else None
 
-    def _run_check(self, data: Any) -> None:
-        states.check(self.operator, states.parse(data.data))
+    def _run_check(self, data: Any) -> str | None:
+        """What does not fit. An answer and no error, since an error of one rank ends the group of all."""
+        try:
+            state = states.parse(data.data)
+            states.check(self.operator, state)
+            states.check_random(state.get("rng"))
+            Cursor.check(_position(state), "position")
+            Cursor.check(state.get("validation_position") or {}, "validation_position")
+        except CheckpointError as error:
+            return str(error)
+        return None
 
-    def _run_restore(self, data: Any) -> None:
+    def _run_restore(self, data: Any) -> tuple[str, str] | None:
+        """Takes a checked state; or answers with what the operator's own `load_state_dict` raised, and its traceback."""
         state, loads = states.parse(data.data), self._cursor.loads
-        self._adopt(state)
+        self._undo = states.dump({**self.whole(), "rng": [states.random_state()]})
+        try:
+            self._adopt(state)
+        except Exception as error:
+            self._run_take_back()
+            return f"{type(error).__name__}: {error}", traceback.format_exc()
         # The call that the checkpoint was taken in is not one of ours; and this state outranks all that was before.
         self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads + 1
         ranks = state.get("rng") or []
         if self._seat.world_rank < len(ranks):
             states.restore_random(ranks[self._seat.world_rank])
+        return None
+
+    def _run_take_back(self) -> None:
+        """As it was before `restore`, on every rank, when the operator of one of them could not take the state."""
+        undo, self._undo = self._undo, None
+        if undo is None:
+            return
+        state = states.parse(undo)
+        try:
+            states.take_back(self.operator, state)
+        finally:
+            self._cursor.adopt(state["position"])
+            self._val_cursor.adopt(state["validation_position"])
+            states.restore_random(state["rng"][0])
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -290,7 +323,7 @@ class TFReplica:
 
     def _adopt(self, state: dict[str, Any]) -> None:
         states.restore(self.operator, state)
-        self._cursor.adopt(state.get("position") or {"epoch": state.get("epoch", 0)})
+        self._cursor.adopt(_position(state))
         self._val_cursor.adopt(state.get("validation_position") or {})
         self._val_cursor.ended = True
         self._feed = None
@@ -303,3 +336,7 @@ class TFReplica:
     def close(self) -> None:
         self.operator._close()
         self._snapshots.close()
+
+
+def _position(state: dict[str, Any]) -> Any:
+    return state.get("position") or {"epoch": state.get("epoch", 0)}

@@ -16,7 +16,7 @@ from raysgd.calls import Calls, exclusive
 from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call
 from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
-from raysgd.errors import CheckpointError, ConfigError
+from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.protocols import Backend
 from raysgd.rendezvous import Alone, Seat
 from raysgd.tf import arguments, states
@@ -203,16 +203,19 @@ class TFTrainer:
         """Writes a checkpoint to a path or a URI, whole or not at all; returns where it is."""
         where = storage.place(checkpoint)  # what is no place for a file is told before the work
         storage.check_file(where)
-        return str(storage.write(where, self._checkpoint()))
+        return storage.text_of(storage.write(where, self._checkpoint()))
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Takes a checkpoint from a path or a URI. No code in it is ever run."""
-        data = storage.read(checkpoint)
+        """Takes a checkpoint from a path or a URI, after its digest and all that is in it were checked. No code in it is
+        ever run."""
+        where = storage.place(checkpoint)
+        data = storage.read(where)
         try:
+            states.read(data, where)  # what is damaged or foreign never reaches a worker
             self._restore(data)
         except CheckpointError as error:
-            raise CheckpointError(f"{checkpoint}: {error}") from error
+            raise CheckpointError(f"{where}: {error}") from error
 
     def restore(self, checkpoint: str | os.PathLike[str]) -> None:
         """v1's name for `load`."""
@@ -223,9 +226,16 @@ class TFTrainer:
         return self._engine.run(Job("checkpoint", {"ranks": ranks}))[-1].values[0].data
 
     def _restore(self, data: Any) -> None:
-        states.parse(data)  # what is damaged or foreign never reaches a worker
-        self._engine.run(Job("check", {"data": Blob(data)}))
-        self._engine.run(Job("restore", {"data": Blob(data)}))
+        for problem in self._engine.run(Job("check", {"data": Blob(data)}))[-1].values:
+            if problem is not None:
+                raise CheckpointError(problem)
+        for rank, refused in enumerate(self._engine.run(Job("restore", {"data": Blob(data)}))[-1].values):
+            if refused is not None:
+                said, trace = refused
+                self._engine.run(Job("take_back"))
+                raise CheckpointError(
+                    f"the operator's load_state_dict raised {said}, on rank {rank}. The state is as it was before"
+                ) from RemoteTraceback(trace)
         self._engine.state_changed_by_hand(replaced=True)
 
     def _first(self, method: str, **given: Any) -> Any:

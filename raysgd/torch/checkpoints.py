@@ -37,7 +37,7 @@ class SaveHandle:
     """A save that goes on while training does. Its failure shows here, and in the trainer's next call."""
 
     def __init__(self, path: storage.Place, way: Way) -> None:
-        self.path = str(path)
+        self.path, self._shown = storage.text_of(path), str(path)
         self._way = way
         self._future: Future[str] = way.done
         self._seen = False
@@ -48,7 +48,8 @@ class SaveHandle:
     def result(self, timeout: float | None = None) -> str:
         """Waits for the file to be complete; its path, or the error that kept it from being."""
         self._seen = self._seen or self._future.exception(timeout) is not None
-        return self._future.result()
+        self._future.result()
+        return self.path
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits; the error, or None when all went well."""
@@ -58,7 +59,7 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._future.exception() else "done"
-        return f"SaveHandle({self.path!r}, {state})"
+        return f"SaveHandle({self._shown!r}, {state})"
 
 
 class Checkpoints:
@@ -84,7 +85,8 @@ class Checkpoints:
             self._engine.run(Job("save", {"sink": way.sink, "ranks": self._random_states(), "blocking": blocking}))
             way.call_ended()
             if blocking:
-                return way.done.result()
+                way.done.result()
+                return storage.text_of(where)
         except BaseException as error:
             _give_up(way, error)
             raise
@@ -104,7 +106,7 @@ class Checkpoints:
             elif not (isinstance(where, Path) and is_archive(where) and self._load_file(where, trusted=trusted)):
                 self.restore(storage.read(where), trusted=trusted)
         except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+            raise CheckpointError(f"{where}: {error}") from error
 
     def _load_file(self, path: Path, *, trusted: bool) -> bool:
         """Every worker reads it where it lies; False when one of them cannot."""
@@ -130,7 +132,7 @@ class Checkpoints:
         self._running = [handle for handle in self._running if not handle.done() or handle in failed[1:]]
         for handle in failed[:1]:
             error = handle.exception()
-            raise CheckpointError(f"the save to {handle.path} in the background failed: {error}") from error
+            raise CheckpointError(f"the save to {handle._shown} in the background failed: {error}") from error
 
     def finish(self) -> None:
         """Waits for what still runs, as the workers are about to end: 600 s for all together. Only one failure can be raised
@@ -142,7 +144,7 @@ class Checkpoints:
             except concurrent.futures.TimeoutError:
                 self._abandon(handle, f"it was not complete {SHUTDOWN_S:g} s after shutdown() was called")
         for handle in self._failed()[1:]:
-            logger.error("the save to %s in the background failed: %s", handle.path, handle.exception())
+            logger.error("the save to %s in the background failed: %s", handle._shown, handle.exception())
 
     def abandon(self) -> None:
         """Gives up what still runs, as the workers end now."""
@@ -154,7 +156,7 @@ class Checkpoints:
     def _abandon(handle: SaveHandle, why: str) -> None:
         logger.error(
             "the save to %s in the background was given up: %s. A file that was there before is unharmed",
-            handle.path,
+            handle._shown,
             why,
         )
         handle._way.close(CheckpointError(f"the save was given up: {why}"))

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import pickle
 import shutil
-import tarfile
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd import storage
+from raysgd import archives, digest, folders, storage
 from raysgd.errors import CheckpointError, ConfigError
+from raysgd.masking import mask
 from raysgd.storage import Place, Uri
 from raysgd.train import unpickling
 
@@ -25,13 +24,14 @@ __all__ = ["DICT_FILE", "Checkpoint", "is_directory", "unpack"]
 METADATA_FILE = ".metadata.json"
 METADATA_KEY = "_metadata"
 DICT_FILE = "checkpoint.pkl"
-PICKLE = b"\x80"  # how every pickle of ours begins
+PICKLE, STOP = b"\x80", b"."  # how every pickle of ours begins, and how every pickle ends
 Dumps = Callable[[Any], bytes]
 
 
 class Checkpoint:
     """A dictionary in memory, a file that holds one, or a folder of files; the last two on this machine's disk or under a
-    URI. Immutable but for its metadata.
+    URI. Immutable but for its metadata. What is stored has a digest, and reading checks it: a file that was damaged, or
+    changed, is a CheckpointError.
 
         train.report({"loss": 0.1}, checkpoint=Checkpoint.from_dict({"epoch": 3}))
         Checkpoint("s3://bucket/run_001/checkpoints/checkpoint_000003").to_dict()
@@ -43,6 +43,7 @@ class Checkpoint:
     _place: Place | None
     _data: dict[str, Any] | None
     _trusted: bool
+    _covered = False  # by the digest of the archive that it came in
 
     def __init__(self, path: str | Path | Uri, *, trusted: bool = False) -> None:
         self._place, self._data, self._trusted = storage.place(path), None, trusted
@@ -68,30 +69,31 @@ class Checkpoint:
         made = cls(uri, trusted=trusted)
         if not made._stored().exists():
             raise CheckpointError(
-                f"there is no complete checkpoint at {uri}: neither a file, nor a folder that was written to its end"
+                f"there is no complete checkpoint at {mask(str(uri))}: neither a file, nor a folder that was written to its end"
             )
         return made
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, *, trusted: bool = False) -> Checkpoint:
         """What `to_bytes` gave. A folder is unpacked into a temporary one, which is there for as long as this object."""
+        data = _checked(data, "these bytes")
         if not is_directory(data):
             return cls.from_dict(_unpickled(data, "these bytes", trusted))
         target = tempfile.mkdtemp(prefix="raysgd-checkpoint-")
         made = cls(target, trusted=trusted)
         weakref.finalize(made, _remove, target, os.getpid())
-        unpack(data, target)
+        archives.unpack(data, Path(target))
+        made._covered = True
         return made
 
     def to_bytes(self, *, dumps: Dumps = pickle.dumps) -> bytes:
+        """The whole of it, with a digest behind its end: a pickled dictionary, or a tar archive of the files."""
         if self._data is not None:
-            return dumps(self._data)
+            return digest.sealed(dumps(self._data))
         if not self._is_folder():
-            return storage.read(self._stored())
-        stream = io.BytesIO()
-        with storage.folder(self._stored()) as folder, _archive(stream) as archive:
-            archive.add(folder, arcname=".")
-        return stream.getvalue()
+            return _checked(storage.read(self._stored()), self._stored())
+        with self._folder() as folder:
+            return archives.pack(folder)
 
     def checked_bytes(self, *, dumps: Dumps = pickle.dumps, users_files: bool = False) -> bytes:
         """The same for those who will read them as trusted: what is stored, and would not be read, raises here."""
@@ -109,32 +111,54 @@ class Checkpoint:
         if self._data is not None:
             return dict(self._data)
         where = self._stored()
-        if self._is_folder():
-            where = where / DICT_FILE
-            if not where.is_file():
-                raise CheckpointError(f"{self.path} is a folder of files, not a dictionary: use as_directory()")
-        return _unpickled(storage.read(where), str(where), self._trusted)
+        if not self._is_folder():
+            return _unpickled(_checked(storage.read(where), where), str(where), self._trusted)
+        if not (where / DICT_FILE).is_file():
+            raise CheckpointError(f"{where} is a folder of files, not a dictionary: use as_directory()")
+        data, covered = self._listed(DICT_FILE)
+        data = _checked(data, where / DICT_FILE, covered=covered)
+        return _unpickled(data, str(where / DICT_FILE), self._trusted)
+
+    def _listed(self, name: str) -> tuple[bytes, bool]:
+        """The content of a file of the folder, checked against its list, and whether there was a digest."""
+        where = self._stored()
+        if isinstance(where, Uri):
+            return storage.read(where / name), False
+        data, listed = storage.read(folders.inside(where, name)), folders.read_list(where) or {}
+        folders.check_entry(where, name, folders.entry_of_bytes(data), listed)
+        return data, self._covered or name in listed
 
     def to_directory(self, path: str | Path | None = None) -> str:
         """Copies the files to `path` (or a new temporary directory), and returns where they are. A dictionary becomes one
         file, which `from_directory(...).to_dict()` reads."""
         target = Path(path or tempfile.mkdtemp(prefix="raysgd-checkpoint-"))
-        if self._is_folder():
-            with storage.folder(self._stored()) as folder:
-                shutil.copytree(folder, target, dirs_exist_ok=True)
-        else:
-            storage.write(target / DICT_FILE, self.to_bytes())
+        entries = self._copied(target)
+        storage.write(target / folders.MARKER, folders.dump_list(entries))
         return str(target)
+
+    def _copied(self, target: Path) -> dict[str, folders.Entry]:
+        if self._is_folder():
+            with self._folder() as folder:
+                target.mkdir(parents=True, exist_ok=True)
+                return folders.copy(folder, target)
+        data = self.to_bytes()
+        storage.write(target / DICT_FILE, data)
+        return {DICT_FILE: folders.entry_of_bytes(data)}
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
         """A directory with the files, for reading: the one they are in, or one that is there for as long as this lasts."""
         if self._is_folder():
-            with storage.folder(self._stored()) as folder:
+            with self._folder() as folder:
+                folders.verify(folder)
                 yield str(folder)
             return
         with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as copy:
-            yield self.to_directory(copy)
+            self._copied(Path(copy))
+            yield copy
+
+    def _folder(self) -> contextlib.AbstractContextManager[Path]:
+        return storage.folder(self._stored())
 
     def to_uri(self, uri: str | Path | Uri, *, dumps: Dumps = pickle.dumps) -> str:
         """Stores it there, whole or not at all, and returns the URI: an object for a dictionary, files for a folder, which
@@ -146,20 +170,21 @@ class Checkpoint:
         else:
             storage.check_folder(where)
             _check_free(where)
-            with storage.folder(self._stored()) as folder, storage.draft_folder(where) as draft:
-                shutil.copytree(folder, draft, dirs_exist_ok=True)
-        return str(uri)
+            with self._folder() as folder, storage.draft_folder(where) as draft:
+                folders.copy(folder, draft)
+        return storage.text_of(uri) if isinstance(uri, Uri) else str(uri)
 
     @property
     def path(self) -> str | None:
-        """Where it is stored, a path or a URI; None for a dictionary in memory."""
-        return None if self._place is None else str(self._place)
+        """Where it is stored, a path or a URI; None for a dictionary in memory. It is the URI as it was given, with any
+        password and token in it, so that it can be used. Messages and `repr` show `***` for these."""
+        return None if self._place is None else storage.text_of(self._place)
 
     def get_internal_representation(self) -> tuple[str, Any]:
         """("data_dict", the dictionary), ("local_path", where it is stored) or ("uri", where it is stored)."""
         if self._place is None:
             return "data_dict", self._data
-        return "uri" if isinstance(self._place, Uri) else "local_path", str(self._place)
+        return "uri" if isinstance(self._place, Uri) else "local_path", storage.text_of(self._place)
 
     def _stored(self) -> Place:
         assert self._place is not None
@@ -172,9 +197,17 @@ class Checkpoint:
 
     def get_metadata(self) -> dict[str, Any]:
         if not self._is_folder():
-            return dict(self.to_dict().get(METADATA_KEY, {}))
-        file = self._stored() / METADATA_FILE
-        return dict(json.loads(file.read_bytes())) if file.is_file() else {}
+            where, found = "the checkpoint", self.to_dict().get(METADATA_KEY, {})
+        else:
+            where, found = f"{self._stored() / METADATA_FILE}", {}
+            if (self._stored() / METADATA_FILE).is_file():
+                try:
+                    found = json.loads(self._listed(METADATA_FILE)[0])
+                except (ValueError, RecursionError) as error:
+                    raise CheckpointError(f"{where} is damaged: it is not JSON ({error})") from error
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"{where} is damaged: metadata are a dictionary, not a {type(found).__name__}")
+        return dict(found)
 
     @property
     def can_have_metadata(self) -> bool:
@@ -187,10 +220,10 @@ class Checkpoint:
         if self._data is not None:
             self._data[METADATA_KEY] = dict(metadata)
         elif self.can_have_metadata:
-            storage.write(self._stored() / METADATA_FILE, text.encode())
+            _write_listed(Path(storage.text_of(self._stored())), METADATA_FILE, text.encode())
         else:
             raise CheckpointError(
-                f"the metadata of what is stored at {self.path} cannot be changed; from_dict(to_dict()), or "
+                f"the metadata of what is stored at {self._place} cannot be changed; from_dict(to_dict()), or "
                 "from_directory(to_directory()), gives a copy whose metadata can"
             )
 
@@ -198,7 +231,7 @@ class Checkpoint:
         self.set_metadata({**self.get_metadata(), **metadata})
 
     def __repr__(self) -> str:
-        what = f"keys {sorted(self._data)}" if self._data is not None else self.path
+        what = f"keys {sorted(map(str, self._data))}" if self._data is not None else self._place
         return f"Checkpoint({what})"
 
 
@@ -212,9 +245,17 @@ def _check_free(where: Place) -> None:
         raise CheckpointError(f"there is something else at {where} already: name a folder that is new, or empty")
 
 
-def _archive(stream: io.BytesIO) -> tarfile.TarFile:
-    """Links become the files that they are links to: for a reader there is nothing they could point to."""
-    return tarfile.open(fileobj=stream, mode="w", dereference=True)
+def _write_listed(folder: Path, name: str, data: bytes) -> None:
+    """A file of a stored folder changes, and its list with it. Without an entry in between, so that there is no moment at
+    which the two do not agree."""
+    listed, place = folders.read_list(folder), folders.inside(folder, name)
+    if listed is None:
+        storage.write(place, data)
+        return
+    others = {each: entry for each, entry in listed.items() if each != name}
+    storage.write(folder / folders.MARKER, folders.dump_list(others))
+    storage.write(place, data)
+    storage.write(folder / folders.MARKER, folders.dump_list({**others, name: folders.entry_of_bytes(data)}))
 
 
 def _remove(folder: str, process: int) -> None:
@@ -228,26 +269,35 @@ def is_directory(data: bytes | memoryview) -> bool:
 
 
 def unpack(data: bytes | memoryview, target: str | Path) -> None:
-    """A folder's archive into `target`; entries that point outside are refused."""
+    """A folder's archive into `target`, which is empty; what is no plain file below it is refused."""
+    archives.unpack(data, Path(target))
+
+
+def _checked(data: bytes | memoryview, where: Any, *, covered: bool = False) -> bytes:
+    """These bytes, when their digest is right. Those without one are older, and get one here, so that what they become
+    is not doubted again. `covered`: another digest was right, of the folder that they are in."""
+    content = bytes(data)
     try:
-        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            root = Path(target).resolve()
-            for member in archive.getmembers():
-                place = (root / member.name).resolve()
-                if not place.is_relative_to(root) or not (member.isfile() or member.isdir()):
-                    raise CheckpointError(
-                        f"a checkpoint must hold plain files and directories only, not {member.name!r}"
-                    )
-            archive.extractall(root)
-    except (tarfile.TarError, EOFError) as error:
-        raise CheckpointError(f"the archive of a checkpoint's files is damaged ({error})") from error
+        if digest.verify(content):
+            return content
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    if content[-1:] not in (STOP, b"\0"):  # of a pickle, and of a tar archive
+        return content  # no checkpoint, or a part of one; those who read it say so
+    if not covered:
+        storage.warn_without_digest(where)
+    return digest.sealed(content)
 
 
-def _unpickled(data: Any, where: str, trusted: bool) -> dict[str, Any]:
+def _unpickled(data: bytes, where: str, trusted: bool) -> dict[str, Any]:
+    if digest.is_sealed(data):
+        data = data[: -digest.SEAL_BYTES]
     ours = unpickling.is_dictionary(data)
     try:
         if not ours:
             raise CheckpointError("it does not begin as a pickled dictionary does")
+        if data[-1:] != STOP:
+            raise CheckpointError("it was cut off, or something was added to its end")
         content = pickle.loads(data) if trusted else unpickling.read(data)
     except unpickling.Refused as error:
         raise CheckpointError(
@@ -257,7 +307,8 @@ def _unpickled(data: Any, where: str, trusted: bool) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{where}: reading it needs {error.name}, which is not installed here") from error
     except Exception as error:
-        raise CheckpointError(f"{where}: not a checkpoint of a function's, or damaged ({error})") from error
+        said = str(error) or type(error).__name__
+        raise CheckpointError(f"{where}: not a checkpoint of a function's, or damaged ({said})") from error
     if not isinstance(content, dict):
         raise CheckpointError(
             f"{where}: a checkpoint of a function's is a dictionary, this is a {type(content).__name__}"

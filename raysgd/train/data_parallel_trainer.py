@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 from raysgd.callbacks.history import History
 from raysgd.errors import ConfigError
-from raysgd.storage import Uri, place
+from raysgd.storage import Uri, place, text_of
 from raysgd.train.backends import parse_backend
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.executor import BackendExecutor
@@ -221,13 +221,15 @@ class DataParallelTrainer:
         sets must be, and callbacks are forgotten. Settings are pickled, so restore only what you trust."""
         past = Past.read(place(path))
         if past.trainer != cls.__name__:
-            raise ConfigError(f"the run at {path} is a {past.trainer}'s: call {past.trainer}.restore(...)")
+            raise ConfigError(f"the run at {place(path)} is a {past.trainer}'s: call {past.trainer}.restore(...)")
         unknown = sorted(set(anew) - set(SETTINGS))
         if unknown:
             raise ConfigError(f"restore() knows no argument {unknown[0]!r}; there are: {', '.join(SETTINGS)}")
         names = [name for name in _unpickled(past.settings["datasets"]) if name not in (anew.get("datasets") or {})]
         if names:
-            raise ConfigError(f"the run at {path} had data sets, which are not stored: pass datasets= with {names}")
+            raise ConfigError(
+                f"the run at {place(path)} had data sets, which are not stored: pass datasets= with {names}"
+            )
         trainer = cls.__new__(cls)
         trainer.datasets, trainer.history, trainer._set_up = {}, History(), set()
         for name, data in past.settings.items():
@@ -238,14 +240,14 @@ class DataParallelTrainer:
         if isinstance(anew.get("run_config"), RunConfig):
             trainer.run_config = anew["run_config"].completed(_unpickled(past.settings["run_config"]))
         trainer.backend_config = parse_backend(trainer.backend_config)
-        trainer._restored_from = str(path)
+        trainer._restored_from = text_of(place(path))
         trainer._check()
         return trainer
 
     def _packed(self) -> dict[str, bytes]:
         """Every attribute but what setup() makes, each pickled by itself; of the data sets their names, and no callbacks."""
-        changed = {"datasets": list(self.datasets), "run_config": replace(self.run_config, callbacks=None)}
-        left_out = {"history", "_set_up", *self._set_up}
+        changed = {"datasets": list(self.datasets), "run_config": self.run_config.to_store()}
+        left_out = {"history", "_set_up", "_restored_from", *self._set_up}
         return {name: _pickled(value) for name, value in {**vars(self), **changed}.items() if name not in left_out}
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from raysgd import storage
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.history import History
+from raysgd.masking import mask
 from raysgd.storage import Place, Uri, copy_logs, names, place
 from raysgd.train.callbacks import Callbacks
 from raysgd.train.executor import BackendExecutor
@@ -145,5 +146,5 @@ def _log_dir(where: Place, *, again: bool = False) -> Path:
 def _left_by(path: Path) -> str | None:
     """The URI of the run that has this directory; None if it is empty."""
     if (path / OWNER).is_file():
-        return storage.read(path / OWNER).decode()
+        return mask(storage.read(path / OWNER).decode())
     return "somebody else" if any(path.iterdir()) else None

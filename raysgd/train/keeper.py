@@ -6,10 +6,12 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from raysgd import storage
-from raysgd.errors import ConfigError
+from raysgd.errors import CheckpointError, ConfigError
+from raysgd.folders import MARKER
 from raysgd.remote import Uri, probe
 from raysgd.storage import Place
 from raysgd.train.checkpoint import Checkpoint, is_directory, unpack
@@ -62,11 +64,22 @@ class CheckpointKeeper:
         places = {number: self.place_of(number) for number in sorted(int(each) for each in found if each.isdigit())}
         whole = {number: place for number, place in places.items() if place.exists()}
         for number, place in whole.items():
-            needed = to_go_on and (number == max(whole) or not self.strategy.by_time)
-            payload = Checkpoint(place).to_bytes() if needed else b""
-            metrics = reported.get(number, {})
+            metrics, newest = reported.get(number, {}), number == max(whole)
+            if not to_go_on or (self.strategy.by_time and not newest):
+                self.kept.append(Kept(number, place, float(number), metrics))
+                continue
+            try:
+                payload = Checkpoint(place).to_bytes()
+            except CheckpointError as error:
+                if newest:
+                    raise CheckpointError(f"{error}. To go on from an older one, delete {place}") from error
+                logger.warning("%s%06d counts as the worst: %s", PREFIX, number, error)
+                self.kept.append(Kept(number, place, -math.inf, metrics))
+                continue
             self.kept.append(Kept(number, place, self._score_again(number, payload, metrics), metrics))
-            self.payload = payload or self.payload
+            self.payload = payload
+            if isinstance(place, Path) and place.is_dir() and not (place / MARKER).exists():
+                storage.warn_without_digest(place)
         self.latest_id = max([self.latest_id, *reported, *whole])
 
     def take(self, payload: bytes, metrics: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from raysgd import storage
+from raysgd import digest, folders, storage
 from raysgd.errors import CheckpointError, described, shown
 from raysgd.train import unpickling
 from raysgd.train.session import own_address
@@ -48,8 +48,8 @@ class Past:
                 f"there is no run to go on with at {where}: that takes the directory of a run of fit(), which is "
                 f"its result's `path`, with a file {SETTINGS} in it"
             )
-        state = json.loads(storage.read(where / STATE))
-        lines = [json.loads(line) for line in _lines(where / RESULTS)]
+        state = _state(where / STATE)
+        lines = [_line(where / RESULTS, number, line) for number, line in enumerate(_lines(where / RESULTS), 1)]
         if lines and state["status"] != "running":
             lines[-1]["metrics"]["done"] = True
         return cls(
@@ -71,10 +71,39 @@ class Past:
         return found
 
 
+def _state(place: Any) -> dict[str, Any]:
+    """How the run stands. Versions before 0.2 wrote no digest."""
+    state, _ = folders.parse_json(storage.read(place), place)
+    texts = [state.get(name) for name in ("trainer", "status", "error")]
+    if not all(isinstance(text, str) for text in texts) or state["status"] not in ("running", "finished", "failed"):
+        raise CheckpointError(f"{place} is damaged: it does not say how the run stands, but {texts!r:.200}")
+    return state
+
+
+def _line(place: Any, number: int, line: bytes) -> dict[str, Any]:
+    """A report, and the newest checkpoint's number then."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{place} is damaged: line {number} is not JSON ({error})") from error
+    right = isinstance(found, dict) and isinstance(found.get("metrics"), dict)
+    if not right or not isinstance(found.get("checkpoint", ""), (int, type(None))):
+        raise CheckpointError(f"{place} is damaged: line {number} is no report")
+    claimed = found.pop("digest", None)
+    if claimed not in (None, folders.json_digest(found)):
+        raise CheckpointError(f"{place} is damaged: line {number} does not have the digest that was written with it")
+    return dict(found)
+
+
 def _settings(where: Any) -> dict[str, bytes]:
     """Their names, and each one's pickle: that much runs no code from the file."""
+    data = storage.read(where / SETTINGS)
     try:
-        return dict(unpickling.read(storage.read(where / SETTINGS)))
+        digest.verify(data)
+        found = dict(unpickling.read(data))
+        if not all(isinstance(name, str) and isinstance(each, bytes) for name, each in found.items()):
+            raise CheckpointError("they are not pickles, by name")
+        return found
     except Exception as error:  # whatever a damaged pickle makes of itself
         raise CheckpointError(
             f"{where / SETTINGS} does not hold a trainer's settings, or is damaged ({error})"
@@ -123,7 +152,7 @@ class Record:
         """What an earlier run has written is written anew, whole: its last line may be half of one."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
         storage.write(self.log_dir / RESULTS, "".join(self._unwritten()).encode())
-        storage.write(self.where / SETTINGS, pickle.dumps(dict(settings)))
+        storage.write(self.where / SETTINGS, digest.sealed(pickle.dumps(dict(settings))))
         self._say("running")
 
     def started(self) -> None:
@@ -148,7 +177,7 @@ class Record:
     def _say(self, status: str, error: str = "") -> None:
         state = {"trainer": self.who.trainer, "status": status, "error": error}
         state |= {name: getattr(self.who, name) for name in IDS}
-        storage.write(self.where / STATE, json.dumps(state).encode())
+        storage.write(self.where / STATE, folders.dump_json(state))
 
     def _append(self) -> None:
         with open(self.log_dir / RESULTS, "a", encoding="utf-8") as file:
@@ -158,7 +187,7 @@ class Record:
         """A line for each row that is in no file yet."""
         new = zip(self.rows[self._written :], self._numbers[self._written :], strict=True)
         self._written = len(self.rows)
-        return [json.dumps(_keyed({"metrics": row, "checkpoint": at}), default=as_json) + "\n" for row, at in new]
+        return [_written(_keyed({"metrics": row, "checkpoint": at})) for row, at in new]
 
     def _send(self) -> None:
         if self.where != self.log_dir and (self.log_dir / RESULTS).exists():
@@ -191,6 +220,12 @@ class Record:
         }
         self._last = now
         return row
+
+
+def _written(row: dict[str, Any]) -> str:
+    """A line, with a digest of the rest of it."""
+    plain_row = json.loads(json.dumps(row, default=as_json))
+    return json.dumps({**plain_row, "digest": folders.json_digest(plain_row)}) + "\n"
 
 
 def _lines(path: Any) -> list[bytes]:

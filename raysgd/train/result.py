@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from raysgd.errors import ConfigError, TrainingFailedError
-from raysgd.storage import Place, Uri, place
+from raysgd.masking import mask
+from raysgd.storage import Place, Uri, place, text_of
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.records import Past
@@ -26,7 +27,7 @@ class Result:
     checkpoint        the newest one; None if there was none
     best_checkpoints  those that were kept, with what was reported beside each: (checkpoint, metrics), oldest first
     error             what ended the run, when it is read back with `Result.from_path`; `fit()` raises it
-    path              where the run is stored
+    path              where the run is stored: the URI as it was given, with any password in it (`repr` shows `***`)
     log_dir           its directory on this machine, where callbacks write
     return_values     what the function returned on each rank
     """
@@ -35,7 +36,7 @@ class Result:
     checkpoint: Checkpoint | None = None
     best_checkpoints: Sequence[tuple[Checkpoint, dict[str, Any]]] = ()
     error: BaseException | None = None
-    path: str = ""
+    path: str = field(default="", repr=False)
     log_dir: Path = Path()
     history: Sequence[dict[str, Any]] = field(default=(), repr=False)
     return_values: Sequence[Any] = field(default=(), repr=False)
@@ -71,10 +72,14 @@ class Result:
             metrics=dict(rows[-1]) if rows else {},
             checkpoint=newest,
             best_checkpoints=[(Checkpoint(each.path, trusted=trusted), dict(each.metrics)) for each in kept],
-            path=str(where),
+            path=text_of(where),
             history=rows,
             **more,
         )
+
+    def __repr__(self) -> str:
+        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.repr} | {"path": mask(self.path)}
+        return f"Result({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def metrics_dataframe(self) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.errors import ConfigError
+from raysgd.masking import mask
 from raysgd.train.hints import hints
 from raysgd.train.strategy import CheckpointConfig
 
@@ -125,6 +126,15 @@ class RunConfig:
             given = getattr(self, name)
             if given is not None and not isinstance(given, kind):
                 raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {given!r}")
+
+    def to_store(self) -> RunConfig:
+        """Without callbacks, and without the secrets of a URI: a run that is restored is told where it is."""
+        shown = mask(self.storage_path) if isinstance(self.storage_path, str) else self.storage_path
+        return replace(self, callbacks=None, storage_path=shown)
+
+    def __repr__(self) -> str:
+        shown = {**vars(self), "storage_path": self.to_store().storage_path}
+        return f"RunConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def completed(self, stored: RunConfig) -> RunConfig:
         """With what an earlier run was given, where this says nothing."""

@@ -160,7 +160,9 @@ def test_training_functions(ray_cluster: None, tmp_path: Path) -> None:
             lambda: trainer.worker_group.execute(time.time),
         ]
         for call in others:
-            with pytest.raises(TrainerBusyError, match=r"function 'slow_function' has been running for .*'the other_0'"):
+            with pytest.raises(
+                TrainerBusyError, match=r"function 'slow_function' has been running for .*'the other_0'"
+            ):
                 call()
         assert trainer.recoveries == [] and "running" in repr(trainer)
         assert running.result(timeout=60) == [30]
