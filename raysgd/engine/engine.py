@@ -18,7 +18,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -210,6 +211,19 @@ class Engine:
         self._snapshot_is_stale = True
         if replaced:
             self._crew.snapshots.forget()
+
+    @contextmanager
+    def state_replaced_by_hand(self) -> Iterator[None]:
+        """The newest snapshot is void from the beginning on, as workers may send one of what they take; unless the
+        replacement fails."""
+        kept = self._crew.snapshots.latest()
+        self.state_changed_by_hand(replaced=True)
+        try:
+            yield
+        except BaseException:
+            if kept is not None:
+                self._crew.snapshots.offer(kept)
+            raise
 
     # -- calls ----------------------------------------------------------------------------------------
 

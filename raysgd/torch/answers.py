@@ -9,9 +9,8 @@ import copy
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
-from raysgd.torch import shard_files, states
+from raysgd.torch import manifest, shard_files, states
+from raysgd.torch.checks import check_fits
 from raysgd.torch.files import SeenFile
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.sharded import gathered
@@ -80,7 +79,7 @@ def save(replica: Holder, sink: Any, ranks: list[Any], blocking: bool) -> None:
     if state is None or replica.rank != 0:
         return
     if blocking:
-        sink.send(lambda file: torch.save(state, file))
+        sink.send(lambda file: states.write(state, file))
     else:
         replica.snapshots.send(sink, state, in_shards=replica.in_shards)
 
@@ -91,7 +90,7 @@ def _complete(replica: Holder, ranks: list[Any]) -> dict[str, Any] | None:
 
 
 def check(replica: Holder, data: Any, trusted: bool) -> None:
-    states.check(replica.operator, states.parse(data.data, trusted=trusted))
+    check_fits(replica.operator, states.parse(data.data, trusted=trusted))
 
 
 def restore(replica: Holder, data: Any, trusted: bool, loads: int) -> None:
@@ -103,7 +102,7 @@ def check_file(replica: Holder, file: SeenFile, trusted: bool) -> bool:
     """Whether this rank can read the file itself; what does not fit is an error."""
     state = states.outline(file, trusted=trusted) if file.here else None
     if state is not None:
-        states.check(replica.operator, state)
+        check_fits(replica.operator, state)
     return state is not None
 
 
@@ -112,16 +111,25 @@ def restore_file(replica: Holder, file: SeenFile, trusted: bool, loads: int) -> 
     replica.take_over(states.read(file, trusted=trusted), loads)
 
 
-def save_shards(replica: Holder, folder: str, ranks: list[Any]) -> None:
-    shard_files.write(folder, {**replica.whole(raw=True), "rng": ranks})
+def save_shards(replica: Holder, folder: str, ranks: list[Any]) -> dict[str, Any]:
+    """Write this rank's part. Return the sizes and digests of the files that it wrote."""
+    return shard_files.write(folder, {**replica.whole(raw=True), "rng": ranks})
+
+
+def verify_shards(replica: Holder, folder: str, files: dict[str, Any]) -> None:
+    """Compare the files' digests; each rank looks at some of them."""
+    mine = sorted(files)[replica.rank :: replica.operator.world_size]
+    manifest.verify(folder, {name: files[name] for name in mine})
 
 
 def check_shards(replica: Holder, folder: str) -> None:
-    states.check(replica.operator, states.shaped(shard_files.read_outline(folder)))
+    check_fits(replica.operator, states.shaped(shard_files.read_outline(folder)), hollow=True)
 
 
 def restore_shards(replica: Holder, folder: str, loads: int) -> None:
-    replica.take_over(shard_files.read(folder, replica.operator), loads)
+    state = shard_files.read(folder, replica.operator)
+    check_fits(replica.operator, state)
+    replica.take_over(state, loads)
 
 
 ANSWERS: dict[str, Callable[..., Any]] = {
@@ -139,6 +147,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
         check_file,
         restore_file,
         save_shards,
+        verify_shards,
         check_shards,
         restore_shards,
     )

@@ -16,8 +16,8 @@ from typing import Any
 from raysgd import storage
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.torch import states
-from raysgd.torch.files import SeenFile, UnseenError, is_archive
+from raysgd.torch import manifest, shard_files, states
+from raysgd.torch.files import SeenFile, UnseenError, is_archive, readable, verified, verified_file
 from raysgd.torch.receiver import FailedOnWorkerError, Receiver
 from raysgd.torch.shard_files import is_sharded
 from raysgd.torch.streams import LocalSink
@@ -101,29 +101,51 @@ class Checkpoints:
     def load(self, path: str | os.PathLike[str], *, trusted: bool) -> None:
         where = storage.place(path)
         try:
-            if isinstance(where, Path) and where.is_dir():
-                self._load_shards(where, trusted=trusted)
-            elif not (isinstance(where, Path) and is_archive(where) and self._load_file(where, trusted=trusted)):
-                self.restore(storage.read(where), trusted=trusted)
+            with readable():
+                folder = where if isinstance(where, Path) and where.is_dir() else None
+            sealed = (
+                self._load_file(where, trusted=trusted)
+                if folder is None
+                else self._load_shards(folder, trusted=trusted)
+            )
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {error}") from error
+        if not sealed:
+            logger.warning(
+                "%s was loaded, but it has no digest, so nobody can tell whether it is damaged: an older version wrote it. "
+                "Save it again with save() to give it one",
+                where,
+            )
 
-    def _load_file(self, path: Path, *, trusted: bool) -> bool:
+    def _load_file(self, where: storage.Place, *, trusted: bool) -> bool:
+        """Return whether it has a digest."""
+        if isinstance(where, Path):
+            file, sealed = verified_file(where, trusted=trusted)
+            if is_archive(where) and self._load_in_workers(file, sealed=sealed, trusted=trusted):
+                return sealed
+        data = storage.read(where)
+        sealed = verified(data, trusted=trusted)
+        self.restore(data, trusted=trusted, sealed=sealed)
+        return sealed
+
+    def _load_in_workers(self, file: SeenFile, *, sealed: bool, trusted: bool) -> bool:
         """Every worker reads it where it lies; False when one of them cannot."""
-        file = SeenFile.of(path)
-        if states.outline(file, trusted=trusted) is None:
+        outline = states.outline(file, trusted=trusted)
+        if outline is None or not file.here:
             return False
+        states.check_sealed(outline, sealed=sealed)
         given = {"file": file, "trusted": trusted}
         if not all(self._engine.run(Job("check_file", given))[-1].values):
             return False
         try:
             self._put(given, kind="_file")
         except UnseenError:
-            return False  # a recruit on another machine; the others, if they have taken it, take it once more
+            return False  # a recruit on another machine; the others have put back what they had
         return True
 
-    def restore(self, data: Any, *, trusted: bool) -> None:
-        states.parse(data, trusted=trusted)  # what is damaged or foreign never reaches a worker
+    def restore(self, data: Any, *, trusted: bool, sealed: bool = True) -> None:
+        # What is damaged or foreign never reaches a worker.
+        states.check_sealed(states.parse(data, trusted=trusted), sealed=sealed)
         self._take({"data": Blob(data), "trusted": trusted})
 
     def raise_failed(self) -> None:
@@ -178,20 +200,31 @@ class Checkpoints:
         draft = target.parent.absolute() / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
         draft.mkdir(parents=True)
         try:
-            self._engine.run(Job("save_shards", {"folder": str(draft), "ranks": self._random_states()}))
+            job = Job("save_shards", {"folder": str(draft), "ranks": self._random_states()})
+            written = self._engine.run(job)[-1].values
+            manifest.write(draft, {name: known for files in written for name, known in files.items()})
             storage.put_folder(draft, target)
         except BaseException:
             _remove(draft)
             raise
         return str(where)
 
-    def _load_shards(self, folder: Path, *, trusted: bool) -> None:
+    def _load_shards(self, folder: Path, *, trusted: bool) -> bool:
+        """Return whether it has digests."""
         if not trusted:
             raise CheckpointError(
                 "this is a directory, as save(sharded=True) writes it: torch keeps a pickled index in it, and reading "
                 "that can run code. If you made it yourself, pass trusted=True"
             )
-        self._take({"folder": str(folder.absolute())}, kind="_shards")
+        with readable():
+            files = manifest.read(folder)
+        if files is None and not shard_files.is_without_manifest(folder):
+            raise CheckpointError(f"this is no whole checkpoint: {manifest.NAME}, which lists its files, is missing")
+        place = {"folder": str(folder.absolute())}
+        if files is not None:
+            self._engine.run(Job("verify_shards", {**place, "files": files}))
+        self._take(place, kind="_shards")
+        return files is not None
 
     def _take(self, given: dict[str, Any], kind: str = "") -> None:
         """Checked on every rank before any of them changes."""
@@ -199,9 +232,9 @@ class Checkpoints:
         self._put(given, kind)
 
     def _put(self, given: dict[str, Any], kind: str) -> None:
-        self._engine.state_changed_by_hand(replaced=True)  # first: workers may send a snapshot of what they take
-        # Counted here: the same number for all, also for one that has taken this load before, in a first try.
-        self._engine.run(Job(f"restore{kind}", {**given, "loads": self._engine.progress.loads + 1}))
+        with self._engine.state_replaced_by_hand():
+            # Counted here: the same number for all, also for one that has taken this load before, in a first try.
+            self._engine.run(Job(f"restore{kind}", {**given, "loads": self._engine.progress.loads + 1}))
 
     def _random_states(self) -> list[Any]:
         return self._engine.run(Job("random_state"))[-1].values

@@ -1,16 +1,22 @@
-"""A checkpoint's file, as the driver names it to its workers: those that see the very same file read it themselves."""
+"""A checkpoint's file: verified by the driver, which then names it to its workers; those that see the very same file
+read it themselves."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-__all__ = ["SeenFile", "UnseenError", "is_archive"]
+from raysgd.digest import verify
+from raysgd.errors import CheckpointError
+from raysgd.torch.archives import check_content
+
+__all__ = ["SeenFile", "UnseenError", "is_archive", "readable", "verified", "verified_file"]
 
 TAIL = 1 << 20
 
@@ -28,6 +34,35 @@ def is_archive(file: Path) -> bool:
             return opened.read(2) == b"PK"
     except OSError:
         return False  # whoever reads it will say what is wrong
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Raise what the system says of a file that cannot be read as a CheckpointError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint at {os.path.abspath(str(error.filename))}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"it cannot be read ({type(error).__name__}: {error})") from error
+
+
+def verified(source: Any, *, trusted: bool) -> bool:
+    """Compare the digest of bytes or of an open file, then look through the content: neither is given to `torch.load`
+    before. Return False when there is no digest."""
+    sealed = verify(source)
+    check_content(source, trusted=trusted)
+    return sealed
+
+
+def verified_file(path: Path, *, trusted: bool) -> tuple[SeenFile, bool]:
+    """Return the file, and whether it has a digest, which is the right one."""
+    with readable():
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CheckpointError("it is not a regular file, but a device or a pipe")
+        with open(path, "rb") as opened:
+            seen = SeenFile._of(opened, str(path.absolute()))
+            return seen, verified(opened, trusted=trusted)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from raysgd import storage
+from raysgd.digest import is_sealed, sealed
 from raysgd.errors import CheckpointError
-from raysgd.torch import states
+from raysgd.torch import manifest, states
 from raysgd.torch.base import OperatorBase
 
-__all__ = ["is_sharded", "read", "read_outline", "write"]
+__all__ = ["is_sharded", "is_without_manifest", "read", "read_outline", "write"]
 
 OUTLINE = "outline.pt"
 INDEX = ".metadata"  # torch's
@@ -31,8 +32,9 @@ def is_sharded(folder: Path) -> bool:
     return not names or not names.isdisjoint({OUTLINE, INDEX})
 
 
-def write(folder: str, state: dict[str, Any]) -> None:
-    """Tensors of models and optimizers go into the parts; all else into the outline, with where each tensor belongs."""
+def write(folder: str, state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of models and optimizers go into the parts; all else into the outline, with where each tensor belongs.
+    Returns what the manifest says of this rank's files."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     path = Path(folder)
@@ -50,27 +52,45 @@ def write(folder: str, state: dict[str, Any]) -> None:
     outline = {**state, **{part: _mapped(state[part], part, take_out) for part in PARTS}}
     with _own_errors(folder):
         save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        storage.write(path / OUTLINE, states.dump(outline))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0:
+        storage.write(path / OUTLINE, sealed(states.dump(outline)))
+    mine = {name for name in os.listdir(path) if name.startswith(f"__{rank}_")}
+    return manifest.described(path, mine | ({OUTLINE, INDEX} if rank == 0 else set()))
+
+
+def is_without_manifest(folder: Path) -> bool:
+    """Return whether this folder was written before there were manifests. Those with one have a digest in the outline."""
+    try:
+        with open(folder / OUTLINE, "rb") as file:
+            return not is_sealed(file)
+    except OSError as error:
+        raise CheckpointError(f"this is no whole checkpoint in parts: it has no {OUTLINE} ({error})") from error
 
 
 def read_outline(folder: str) -> dict[str, Any]:
     """The state with empty tensors on no device: what is needed to tell whether it fits."""
-    outline = states.parse(storage.read(Path(folder) / OUTLINE), trusted=True)
-    known = _index(folder)
+    outline, known = _outline(folder), _index(folder)
+    used: set[str] = set()
 
     def empty(key: str) -> torch.Tensor:
+        if key not in known:
+            raise CheckpointError(f"this is no whole checkpoint in parts: its index has no tensor {key!r:.80}")
+        used.add(key)
         return torch.empty(known[key].size, dtype=known[key].properties.dtype, device="meta")
 
-    return {**outline, **{part: _filled(outline[part], empty) for part in PARTS}}
+    state = {**outline, **{part: _filled(outline[part], empty) for part in PARTS}}
+    if used != known.keys():
+        surplus = sorted(known.keys() - used)[:4]
+        raise CheckpointError(f"this is no whole checkpoint in parts: its index has unknown tensors {surplus}")
+    return state
 
 
 def read(folder: str, operator: OperatorBase) -> dict[str, Any]:
     """The state, each tensor cut as this worker needs it. For an operator that it fits."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    outline = states.parse(storage.read(Path(folder) / OUTLINE), trusted=True)
-    known = _index(folder)
+    outline, known = _outline(folder), _index(folder)
     owners = _owners(outline, operator)
     tensors: dict[str, torch.Tensor] = {}
     for key, place in known.items():
@@ -79,8 +99,11 @@ def read(folder: str, operator: OperatorBase) -> dict[str, Any]:
             tensors[key] = torch.zeros_like(owner, dtype=dtype, requires_grad=False)
         else:
             tensors[key] = torch.zeros(size, dtype=dtype)
-    with _own_errors(folder):
-        load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    try:
+        with _own_errors(folder):
+            load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    except OSError as error:
+        raise CheckpointError(f"the tensors in {folder} cannot be read ({error})") from error
     return {**outline, **{part: _filled(outline[part], tensors.__getitem__) for part in PARTS}}
 
 
@@ -102,11 +125,22 @@ def _own_errors(folder: str) -> Iterator[None]:
         ) from error
 
 
+def _outline(folder: str) -> dict[str, Any]:
+    outline = states.parse(storage.read(Path(folder) / OUTLINE), trusted=True)
+    if not isinstance(outline.get("optimizers"), list):
+        raise CheckpointError(f"this is no whole checkpoint in parts: {OUTLINE} lists no optimizers")
+    return outline
+
+
 def _index(folder: str) -> dict[str, Any]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     try:
-        return dict(FileSystemReader(folder).read_metadata().state_dict_metadata)
+        known: dict[str, Any] = dict(FileSystemReader(folder).read_metadata().state_dict_metadata)
+        for entry in known.values():
+            if not isinstance(entry.size, torch.Size) or not isinstance(entry.properties.dtype, torch.dtype):
+                raise TypeError(f"an entry is a {type(entry).__name__}")
+        return known
     except Exception as error:
         raise CheckpointError(f"this is no whole checkpoint in parts: its index cannot be read ({error})") from error
 

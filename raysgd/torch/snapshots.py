@@ -95,7 +95,7 @@ class Snapshotter:
 
         def write() -> None:
             try:
-                stream.send(lambda file: torch.save(kept, file))
+                stream.send(lambda file: states.write(kept, file))
             except Exception:
                 logger.warning("a save in the background failed", exc_info=True)  # the driver has been told
 
