@@ -13,7 +13,7 @@ import torch
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.meters import AverageMeterCollection
 from raysgd.metrics import COMMITTED, SKIPPED
-from raysgd.outcomes import Interrupted
+from raysgd.outcomes import DataLoaderFailure, Interrupted
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Seat
 from raysgd.torch import states
@@ -89,6 +89,9 @@ class TorchReplica:
         self._control.phase = method
         try:
             return run(**arguments)
+        except DataLoaderFailure as failure:
+            name = "validation_loader" if method == "validate" else "train_loader"
+            return failure.interrupted(name, self.partial(), self.progress)
         finally:
             self._control.phase = "idle"
 
