@@ -25,7 +25,9 @@ __all__ = [
     "decide",
 ]
 
-Reason = Literal["worker death", "node loss", "hang", "network", "preemption", "growth", "shrink", "restart"]
+Reason = Literal[
+    "worker death", "node loss", "hang", "network", "data loader", "preemption", "growth", "shrink", "restart"
+]
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,9 @@ class Recovery:
 class Observation:
     """What the outcomes of one call on one generation amount to.
 
-    kind: "done" everybody finished; "user_error" somebody's own code raised; "broken" members were lost or
-    the network failed; "paused" everybody stopped because they were asked to.
+    kind: "done" everybody finished; "user_error" somebody's own code raised; "broken" members were lost, the network
+    failed or a data loader did; "paused" everybody stopped because they were asked to. `culprit` is the worker whose
+    code raised, or whose data loader failed.
     """
 
     kind: Literal["done", "user_error", "broken", "paused"]
@@ -64,7 +67,7 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
 
     A user's error wins over everything that it caused in others: peers that fall out of a collective are
     `Interrupted`, never `Failed`. A loss wins over a pause. Interrupted ranks with nobody lost and nobody
-    asking are a network fault.
+    asking are a network fault, unless one of them names another reason.
     """
     lost = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, Lost))
     failed = [worker for worker, outcome in outcomes.items() if isinstance(outcome, Failed)]
@@ -74,8 +77,11 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
         first = outcomes[lost[0]]
         assert isinstance(first, Lost)
         return Observation("broken", lost=lost, reason=first.reason, detail=first.cause)
-    interrupted = [outcome for outcome in outcomes.values() if isinstance(outcome, Interrupted)]
-    unasked = [outcome for outcome in interrupted if not outcome.asked]
+    interrupted = {worker: outcome for worker, outcome in outcomes.items() if isinstance(outcome, Interrupted)}
+    for worker, outcome in interrupted.items():
+        if outcome.reason:
+            return Observation("broken", culprit=worker, reason=outcome.reason, detail=outcome.cause)
+    unasked = [outcome for outcome in interrupted.values() if not outcome.asked]
     if unasked:
         return Observation("broken", reason="network", detail=unasked[0].cause)
     if interrupted:

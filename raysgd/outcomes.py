@@ -7,7 +7,9 @@ from typing import Any
 
 from raysgd.progress import Progress
 
-__all__ = ["Failed", "Interrupted", "Lost", "Ok", "Outcome"]
+__all__ = ["DATA_LOADER", "DataLoaderFailure", "Failed", "Interrupted", "Lost", "Ok", "Outcome"]
+
+DATA_LOADER = "data loader"
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,14 @@ class Failed:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The rank is fine but had to stop: a peer left, or it was asked to. `value` is what it had so far."""
+    """The rank is fine but had to stop: a peer left, or it was asked to. `value` is what it had so far; `reason` is set
+    when the cause lies in this rank itself."""
 
     value: Any = None
     cause: str = ""
     progress: Progress = field(default_factory=Progress)
     asked: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,17 @@ class Lost:
     reason: str = "worker death"
     value: Any = None
     progress: Progress = field(default_factory=Progress)
+
+
+class DataLoaderFailure(BaseException):
+    """Raised on a worker when a process of a data loader died: the rank is fine, and goes on with a new loader.
+
+    Not an Exception, so that a loop that handles errors of its batches lets it pass.
+    """
+
+    def interrupted(self, where: str, value: Any, progress: Progress) -> Interrupted:
+        """Return the outcome of a call that ended by it; `where` names the loader."""
+        return Interrupted(value, f"{where}: {self}", progress, reason=DATA_LOADER)
 
 
 Outcome = Ok | Failed | Interrupted | Lost

@@ -7,9 +7,15 @@ from typing import NoReturn
 from raysgd.elastic import Recovery
 from raysgd.engine.crew import Member
 from raysgd.errors import RemoteTraceback, TrainingFailedError
-from raysgd.outcomes import Failed
+from raysgd.outcomes import DATA_LOADER, Failed
 
 __all__ = ["raise_user_error", "story_of"]
+
+LOADER_HINT = (
+    "The usual cause of a loader process's death is memory. Use fewer loader processes (num_workers of the DataLoader), "
+    "smaller batches or a smaller prefetch_factor, or a machine or container with more memory. After SIGBUS, enlarge the "
+    "shared memory (docker run --shm-size=..., or an emptyDir with medium: Memory at /dev/shm in Kubernetes)."
+)
 
 
 def raise_user_error(outcome: Failed, member: Member) -> NoReturn:
@@ -35,6 +41,8 @@ def story_of(why: str, recoveries: list[Recovery]) -> TrainingFailedError:
             f"  {recovery.reason} in epoch {recovery.epoch}, batch {recovery.batch}, ranks lost: {ranks}"
             f" ({recovery.world_size_before} -> {recovery.world_size_after} workers): {recovery.detail}"
         )
+    if any(recovery.reason == DATA_LOADER for recovery in recoveries):
+        lines.append(LOADER_HINT)
     lines.append(
         "Give train() a larger max_retries (-1 for no bound) if losses like these are normal here; "
         "the same batch each time points to the batch or the code."

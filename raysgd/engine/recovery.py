@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from raysgd.config import ElasticConfig, Limits
@@ -15,6 +15,7 @@ from raysgd.engine.ledger import PLANNED, Ledger
 from raysgd.engine.membership import Membership
 from raysgd.engine.recruiter import Recruiter
 from raysgd.engine.standing import Standing
+from raysgd.outcomes import DATA_LOADER
 from raysgd.progress import Progress, most_advanced
 from raysgd.snapshot import Snapshot
 from raysgd.workers.blob import Blob
@@ -53,6 +54,9 @@ class Recoverer:
         """Returns the snapshot that training goes on from, or None when survivors carry on in place."""
         seated = [self._crew.members[worker] for worker in self._crew.seated()]
         furthest = max((member.progress for member in seated), key=lambda p: p.order, default=Progress())
+        if seen.culprit is not None:
+            culprit = self._crew.members[seen.culprit]
+            seen = replace(seen, detail=f"rank {culprit.rank} on node {culprit.node[:8]}: {seen.detail}")
         case = _Case(seen, furthest, len(seated) if world is None else world, since, mark)
         self._standing.up = False
         self._recruiter.failure = None
@@ -107,8 +111,15 @@ class Recoverer:
             if member.seated and member.rank is not None:
                 case.lost.add(member.rank)
             self._crew.dismiss(member.worker)
-        if not case.said:
-            case.said = True
+        if not case.said and case.seen.reason == DATA_LOADER:
+            logger.warning(
+                "data loader failure in epoch %d, batch %d: %s. Restarting this loader and going on after the last "
+                "committed batch",
+                case.furthest.epoch,
+                case.furthest.batches,
+                case.seen.detail,
+            )
+        elif not case.said:
             logger.warning(
                 "%s in epoch %d, batch %d: lost rank(s) %s of %d (%s)",
                 case.seen.reason,
@@ -118,6 +129,7 @@ class Recoverer:
                 case.world,
                 case.seen.detail,
             )
+        case.said = True
 
     def _survivors(self) -> list[str]:
         """Members that can go on in place; a backend that cannot rejoin leaves only their state."""

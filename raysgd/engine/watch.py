@@ -95,7 +95,7 @@ class Watch:
             outcome = self._crew.reply(self._calls[worker])
             if outcome is None:
                 continue
-            if self._hurried and isinstance(outcome, Interrupted):
+            if self._hurried and isinstance(outcome, Interrupted) and not outcome.reason:
                 outcome = replace(outcome, asked=True)
             self.outcomes[worker] = outcome
             fell = isinstance(outcome, (Lost, Failed)) or (isinstance(outcome, Interrupted) and not outcome.asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from raysgd.data.rows import RayData
+from raysgd.outcomes import DataLoaderFailure
 from raysgd.plan import Deal
 from raysgd.rendezvous import Seat
 from raysgd.torch.cursor import Cursor
+from raysgd.torch.loading import LoaderIterator
 from raysgd.torch.sampling import (
     Order,
     Picker,
@@ -27,7 +30,7 @@ from raysgd.torch.sampling import (
     set_epoch,
     unit_size,
 )
-from raysgd.torch.sharding import shard_live
+from raysgd.torch.sharding import sharded_live
 
 __all__ = ["Drawn", "LiveSource", "PlannedSource", "RowSource", "Source", "StreamSource", "close"]
 
@@ -89,10 +92,14 @@ class PlannedSource:
         if self._pad and self._own_batches and self._global_batch is None:
             self.order = evened(self.order, seat.world_size, offset)
         self._picker.follow(self.order, self._deal(seat), seat.world_rank, offset)
-        for (after, share), batch in zip(self._picker.steps(), self._twin, strict=True):
-            assert self._open is not None
-            self._open = (seat, after, self._open[2])
-            yield Drawn(batch, after, share.fresh)
+        try:
+            for (after, share), batch in zip(self._picker.steps(), LoaderIterator(self._twin), strict=True):
+                assert self._open is not None
+                self._open = (seat, after, self._open[2])
+                yield Drawn(batch, after, share.fresh)
+        except (Exception, DataLoaderFailure):
+            self._open = None  # a generator that raised has no more batches, and the epoch has
+            raise
         self._open = None
 
     def steps_left(self, seat: Seat, offset: int) -> int:
@@ -114,7 +121,8 @@ class PlannedSource:
 class LiveSource:
     """Anything that is iterated: an IterableDataset's loader, a list of batches, a generator, a user's own sharding.
 
-    Its position is its own live iterator's. When `together`, an epoch ends on all ranks with the shortest share.
+    Its position is its own live iterator's. When `together`, an epoch ends on all ranks with the shortest share. After a
+    `DataLoaderFailure` the stream is begun again as it was begun before, and the batches that it gave then are skipped.
     """
 
     counts_samples = False
@@ -124,16 +132,19 @@ class LiveSource:
         self._live: Iterator[Any] | None = None
         self._kept: deque[Drawn] = deque(maxlen=keep)
         self._votes: Any = None
+        self._given = 0
+        self._randomness: list[torch.Tensor] = []
 
     def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
         set_epoch(self.loader, epoch)
         self._live = None
+        self._given = 0
         self._kept.clear()
 
     def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
         """What was drawn before a peer was lost, and not committed, has its turn again."""
         if self._live is None:
-            self._live = shard_live(self.loader, seat) if self._shard else iter(self.loader)
+            self._live = self._opened(seat)
         vote = self._vote if self._together and seat.world_size > 1 else _mine
         again = [drawn for drawn in self._kept if drawn.offset > offset]
         while True:
@@ -141,13 +152,41 @@ class LiveSource:
             if again:
                 drawn = again.pop(0)
             else:
-                drawn = Drawn(next(self._live, _END), offset)
+                drawn = Drawn(self._next(), offset)
                 self._kept.append(drawn)  # before the vote, which a lost peer may break
             if not vote(drawn.batch is not _END):
                 self._live = None
                 self._kept.clear()
                 return
             yield drawn
+
+    def _opened(self, seat: Seat) -> Iterator[Any]:
+        """A new iterator; of an epoch that was begun before, behind the batches that it has given."""
+        sources = [torch.default_generator]
+        if isinstance(self.loader, DataLoader):
+            sources += random_sources(self.loader)
+        now = [source.get_state() for source in sources]
+        if self._given:
+            for source, begun in zip(sources, self._randomness, strict=True):
+                source.set_state(begun)
+        else:
+            self._randomness = now
+        live = LoaderIterator(sharded_live(self.loader, seat) if self._shard else self.loader)
+        if self._given:
+            deque(islice(live, self._given), maxlen=0)
+            for source, state in zip(sources, now, strict=True):
+                source.set_state(state)
+        return live
+
+    def _next(self) -> Any:
+        assert self._live is not None
+        try:
+            batch = next(self._live, _END)
+        except DataLoaderFailure:
+            self._live = None
+            raise
+        self._given += 1
+        return batch
 
     def state(self) -> dict[str, Any]:
         """A live iterator's place cannot travel."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from raysgd.errors import ConfigError
+from raysgd.outcomes import DataLoaderFailure
 from raysgd.progress import Control
 from raysgd.rendezvous import Seat
 from raysgd.torch.cursor import Cursor
@@ -56,6 +57,7 @@ class Feed:
         self._closing = True
         self._stepped = False
         self._empty_epochs = 0
+        self._failure: DataLoaderFailure | None = None
         self._counts_samples = source.counts_samples
         self.fresh = True
         self.epoch_ended = False
@@ -65,6 +67,8 @@ class Feed:
         return self
 
     def __next__(self) -> Any:
+        if self._failure is not None:
+            raise self._failure  # the loop caught it, but there is no next batch without a new loader
         self._done()
         control, cursor = self._control, self._cursor
         if self.stopped or cursor.call_done:
@@ -77,7 +81,11 @@ class Feed:
             self._window.clear()
             self._stop()
         control.phase = "loading data"
-        drawn = self._draw()
+        try:
+            drawn = self._draw()
+        except DataLoaderFailure as failure:
+            self._failure = failure
+            raise
         if drawn is None:
             raise StopIteration
         control.phase = "a batch"
@@ -121,6 +129,8 @@ class Feed:
     def leave(self) -> None:
         """The loop ended by itself. One that left before the feed's end has done the batch it was in; batches that
         still wait for their common step will be dealt again."""
+        if self._failure is not None:
+            raise self._failure
         self._done()
         self._window.clear()
 

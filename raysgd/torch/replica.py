@@ -13,7 +13,7 @@ import torch
 from raysgd.errors import ConfigError, TrainingFailedError, shown
 from raysgd.meters import AverageMeterCollection
 from raysgd.metrics import COMMITTED, SKIPPED, check_metrics
-from raysgd.outcomes import Interrupted
+from raysgd.outcomes import DataLoaderFailure, Interrupted
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Seat
 from raysgd.torch import states
@@ -90,6 +90,9 @@ class TorchReplica:
         self._control.phase = method
         try:
             return run(**arguments)
+        except DataLoaderFailure as failure:
+            name = "validation_loader" if method == "validate" else "train_loader"
+            return failure.interrupted(name, self.partial(), self.progress)
         finally:
             self._control.phase = "idle"
 

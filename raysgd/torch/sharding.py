@@ -11,24 +11,24 @@ from torch.utils.data._utils import worker as torch_worker
 
 from raysgd.rendezvous import Seat
 
-__all__ = ["RankShard", "shard_live"]
+__all__ = ["RankShard", "sharded_live"]
 
 
-def shard_live(loader: Iterable[Any], seat: Seat) -> Iterator[Any]:
-    """One rank's iterator. A data set with `shard(rank, world_size)` is told; another one sees its rank through
+def sharded_live(loader: Iterable[Any], seat: Seat) -> Iterable[Any]:
+    """One rank's loader. A data set with `shard(rank, world_size)` is told; another one sees its rank through
     `torch.utils.data.get_worker_info()`, as if every rank's loader processes were workers of one loader."""
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or seat.world_size == 1:
-        return iter(loader)
+        return loader
     hook = getattr(dataset, "shard", None)
     if callable(hook):
         hook(seat.world_rank, seat.world_size)
-        return iter(loader)
+        return loader
     twin = copy.copy(loader)
     twin.__dict__.update(dataset=RankShard(dataset, seat.world_rank, seat.world_size), _iterator=None)
     if loader.worker_init_fn is not None:
         twin.__dict__["worker_init_fn"] = RankInit(loader.worker_init_fn)
-    return iter(twin)
+    return twin
 
 
 class RankInit:

@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.errors import ConfigError
 from raysgd.rendezvous import Seat
 from raysgd.torch.data import PlannedSource
+from raysgd.torch.loading import LoaderIterator
 from raysgd.torch.parts import move
 from raysgd.torch.sampling import is_planned
 
@@ -46,7 +47,8 @@ def distributed(loader: DataLoader[Any], seat: Seat) -> DataLoader[Any]:
 
 
 class PreparedLoader:
-    """A loader whose batches are on the device. A new epoch is a new order, also when nobody calls `set_epoch`."""
+    """A loader whose batches are on the device. A new epoch is a new order, also when nobody calls `set_epoch`. The
+    function runs again when a process of the loader dies."""
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
         self.loader, self._device = loader, device
@@ -57,7 +59,7 @@ class PreparedLoader:
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(max(self._epoch, sampler.epoch))
             self._epoch = sampler.epoch + 1
-        for batch in self.loader:
+        for batch in LoaderIterator(self.loader):
             yield batch if self._device is None else move(batch, self._device)
 
     def __len__(self) -> int:

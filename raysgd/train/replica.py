@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from raysgd.outcomes import Interrupted
+from raysgd.outcomes import DataLoaderFailure, Interrupted
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Seat
 from raysgd.train.elastic_state import Committed
@@ -100,6 +100,8 @@ class FunctionReplica:
                 return self._factory.dumps(self._call(*task))
         except Stopped as stop:
             return Interrupted(None, "the function was stopped", self.progress, asked=stop.asked)
+        except DataLoaderFailure as failure:
+            return failure.interrupted("the function's data loader", None, self.progress)
         except KeyboardInterrupt:
             if not self._control.interrupted:
                 raise

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from raysgd.rendezvous import Seat
 from raysgd.torch.data import LiveSource
-from raysgd.torch.sharding import shard_live
+from raysgd.torch.sharding import sharded_live
 
 
 class Stream(IterableDataset[int]):
@@ -68,7 +68,7 @@ def split(worker_id: int) -> None:
 def shares(loader: Any, world: int) -> list[list[int]]:
     taken = []
     for rank in range(world):
-        batches = shard_live(loader, Seat(world_rank=rank, world_size=world))
+        batches = iter(sharded_live(loader, Seat(world_rank=rank, world_size=world)))
         taken.append([number for batch in batches for number in torch.as_tensor(batch).flatten().tolist()])
     return taken
 
