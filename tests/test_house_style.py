@@ -1,18 +1,16 @@
-"""Small files, small classes, small functions: what must be read in one go, can be."""
+"""Functions are short, and files are not endless. A cohesive class may be as long as it needs to be."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("raysgd", "operators", "examples", "tests")
 FILES = sorted({path.resolve() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} | {ROOT / "setup.py"})
-LIMITS = {ast.ClassDef: 300, ast.FunctionDef: 40, ast.AsyncFunctionDef: 40}
+LONGEST_FUNCTION, LONGEST_FILE = 40, 600
 
 
-def lines_of_code(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def lines_of_code(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines from `def` to the end, less the docstring: explaining is not held against anybody."""
     whole = (node.end_lineno or node.lineno) - node.lineno + 1
     first = node.body[0]
@@ -23,16 +21,12 @@ def lines_of_code(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -
 
 def too_long(path: Path) -> Iterator[str]:
     text = path.read_text(encoding="utf-8")
-    length = text.count("\n")
-    if length >= 400:
-        yield f"{path.name} has {length} lines; a file stays under 400"
+    if text.count("\n") >= LONGEST_FILE:
+        yield f"{path}: has {text.count(chr(10))} lines; a file stays under {LONGEST_FILE}"
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            lines, limit = lines_of_code(node), LIMITS[type(node)]
-            if lines >= limit:
-                yield f"{path.name}:{node.lineno} {node.name} has {lines} lines; the limit is {limit}"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines_of_code(node) >= LONGEST_FUNCTION:
+            yield f"{path}:{node.lineno} {node.name} has {lines_of_code(node)} lines; the limit is {LONGEST_FUNCTION}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_sizes(path: Path) -> None:
-    assert not list(too_long(path))
+def test_sizes() -> None:
+    assert not [finding for path in FILES for finding in too_long(path)]
