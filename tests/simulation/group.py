@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from raysgd.outcomes import Outcome
@@ -61,6 +62,7 @@ class SimLine(Line):
     def __init__(self, worker: Worker) -> None:
         self._worker_process, self._worker = worker, worker.name
         self._abort, self._open = worker.backend.abort, True
+        self._room: Any = SimpleNamespace(select=lambda timeout: True)  # the driver always reads
         self.generation = self.call = -1
         self._turning = threading.Lock()
         self.control = Control(self._publish, clock=worker.world.clock, changed=Condition(worker))  # type: ignore[arg-type]
