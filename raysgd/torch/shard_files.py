@@ -3,9 +3,7 @@ workers. All functions are called on all ranks together."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +15,16 @@ from raysgd.errors import CheckpointError
 from raysgd.torch import states
 from raysgd.torch.base import OperatorBase
 
-__all__ = ["is_sharded", "read", "read_outline", "write"]
+__all__ = ["is_replaceable", "read", "read_outline", "write"]
 
 OUTLINE = "outline.pt"
-INDEX = ".metadata"  # torch's
 TENSOR = "__tensor__"
 PARTS = ("models", "optimizers")
 
 
-def is_sharded(folder: Path) -> bool:
-    """Is it a directory that holds nothing, or a checkpoint, perhaps a damaged one, as `write` makes them?"""
-    names = set(os.listdir(folder)) if folder.is_dir() else {""}
-    return not names or not names.isdisjoint({OUTLINE, INDEX})
-
-
 def write(folder: str, state: dict[str, Any]) -> None:
     """Tensors of models and optimizers go into the parts; all else into the outline, with where each tensor belongs."""
-    from torch.distributed.checkpoint.state_dict_saver import save
+    from raysgd.torch.shard_writer import write_parts
 
     path = Path(folder)
     if not path.is_dir():
@@ -48,8 +39,7 @@ def write(folder: str, state: dict[str, Any]) -> None:
         return {TENSOR: key}
 
     outline = {**state, **{part: _mapped(state[part], part, take_out) for part in PARTS}}
-    with _own_errors(folder):
-        save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    write_parts(tensors, folder)
     if not dist.is_initialized() or dist.get_rank() == 0:
         storage.write(path / OUTLINE, states.dump(outline))
 
@@ -79,27 +69,14 @@ def read(folder: str, operator: OperatorBase) -> dict[str, Any]:
             tensors[key] = torch.zeros_like(owner, dtype=dtype, requires_grad=False)
         else:
             tensors[key] = torch.zeros(size, dtype=dtype)
-    with _own_errors(folder):
-        load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
     return {**outline, **{part: _filled(outline[part], tensors.__getitem__) for part in PARTS}}
 
 
-@contextlib.contextmanager
-def _own_errors(folder: str) -> Iterator[None]:
-    """torch raises a BaseException, on all ranks, with the errors of those that failed. What the system says, such as a full
-    disk, is raised as it is; anything else as a CheckpointError."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as failed:
-        rank, error = min((rank, each[0]) for rank, each in failed.failures.items())
-        system = next((each[0] for each in failed.failures.values() if isinstance(each[0], OSError)), None)
-        if system is not None and system.errno is not None:
-            raise OSError(system.errno, system.strerror or str(system), folder) from system
-        raise CheckpointError(
-            f"rank {rank} failed on the checkpoint's part in {folder}: {type(error).__name__}: {error}"
-        ) from error
+def is_replaceable(folder: Path) -> bool:
+    """Return whether this is a directory that holds nothing, or a checkpoint as `write` makes it, perhaps a damaged one."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
+    return not names or not names.isdisjoint({OUTLINE, ".metadata"})
 
 
 def _index(folder: str) -> dict[str, Any]:
