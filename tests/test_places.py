@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -261,6 +263,38 @@ def test_a_writer_that_is_killed_leaves_no_folder_on_s3(s3: str, cut: str) -> No
     assert not where.exists()
     with pytest.raises(CheckpointError, match="never finished"), storage.folder(where):
         pass
+
+
+def test_a_store_that_takes_nothing_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "STALLED_S", 0.3)
+    stuck = threading.Event()
+    monkeypatch.setattr(Shelf, "pipe_file", lambda *_, **__: stuck.wait(20))
+    monkeypatch.setattr(Shelf, "put_file", lambda *_, **__: stuck.wait(20))
+    writers: list[Callable[[], Any]] = [
+        lambda: storage.write(f"shelf://{tmp_path}/a", b"1"),
+        lambda: storage.Draft(f"shelf://{tmp_path}/a").keep(),
+    ]
+    for write in writers:
+        with pytest.raises(CheckpointError, match=r"the store has taken nothing for 0\.3 s"):
+            write()
+    stuck.set()
+    assert storage.names(place(f"shelf://{tmp_path}")) == []
+
+
+def test_a_store_that_is_slow_has_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "STALLED_S", 1.0)
+
+    def slowly(self: Any, source: str, target: str, callback: Any, **_: Any) -> None:
+        for _ in range(8):
+            time.sleep(0.25)
+            callback.relative_update(1)
+        Path(target).write_bytes(Path(source).read_bytes())
+
+    monkeypatch.setattr(Shelf, "put_file", slowly)
+    draft = storage.Draft(f"shelf://{tmp_path}/a")
+    draft.file.write(b"1")
+    draft.keep()
+    assert storage.read(f"shelf://{tmp_path}/a") == b"1"
 
 
 # -- names --------------------------------------------------------------------------------------------

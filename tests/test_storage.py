@@ -1,13 +1,15 @@
 """A file is complete or absent, whatever happens while it is written."""
 
 import os
+import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raysgd import CheckpointError, storage
+from raysgd import CheckpointError, ConfigError, storage
 
 
 def explode(*_: Any) -> None:
@@ -77,3 +79,99 @@ def test_reading_what_is_no_file(tmp_path: Path, name: str, says: str) -> None:
     with pytest.raises(CheckpointError, match=says) as caught:
         storage.read(tmp_path / name)
     assert str(tmp_path) in str(caught.value)
+
+
+# -- links are followed, and what is no file is left alone ---------------------------------------------
+
+
+@pytest.mark.parametrize("old", [b"old", None], ids=["there", "dangling"])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_link_stays_and_its_file_is_written(tmp_path: Path, old: bytes | None, absolute: bool) -> None:
+    aim = tmp_path / "elsewhere" / "real.pt"
+    (tmp_path / "links").mkdir()
+    if old is not None:
+        aim.parent.mkdir()
+        aim.write_bytes(old)
+    (tmp_path / "links" / "first").symlink_to(aim if absolute else "../elsewhere/real.pt")
+    link = tmp_path / "links" / "second"
+    link.symlink_to("first")
+    assert storage.write(link, b"new") == link
+    assert link.is_symlink() and (tmp_path / "links" / "first").is_symlink()
+    assert aim.read_bytes() == b"new" and not aim.is_symlink()
+    assert os.listdir(aim.parent) == ["real.pt"] and sorted(os.listdir(link.parent)) == ["first", "second"]
+
+
+def test_a_failure_leaves_the_link_and_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("real")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", explode)
+        with pytest.raises(OSError, match="no space"):
+            storage.write(tmp_path / "link", b"new")
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_bytes() == b"old"
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "socket": make_socket,
+    "link to a pipe": lambda path: (os.mkfifo(path.parent / "pipe"), path.symlink_to("pipe"))[1],
+    "link to a device": lambda path: path.symlink_to("/dev/null"),
+    "link to a folder": lambda path: path.symlink_to(path.parent, target_is_directory=True),
+    "link to itself": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_file_is_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's name must be short
+    SPECIAL[kind](Path("x").absolute() if kind != "socket" else Path("x"))
+    before = {name: os.lstat(name).st_mode for name in os.listdir()}
+    with pytest.raises((ConfigError, OSError)) as caught:
+        storage.write(tmp_path / "x", b"new")
+    assert str(tmp_path / "x") in str(caught.value)
+    assert {name: os.lstat(name).st_mode for name in os.listdir()} == before
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "link to a pipe", "link to a device"])
+def test_what_is_no_folder_is_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    SPECIAL[kind](Path("x").absolute() if kind != "socket" else Path("x"))
+    before = {name: os.lstat(name).st_mode for name in os.listdir()}
+    with pytest.raises(ConfigError, match="name a folder"), storage.draft_folder(tmp_path / "x"):
+        pass
+    assert {name: os.lstat(name).st_mode for name in os.listdir()} == before
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_to_a_folder_stays_and_the_folder_is_written(tmp_path: Path, there: bool) -> None:
+    if there:
+        (tmp_path / "real").mkdir()
+        (tmp_path / "real" / "old").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("real")
+    with storage.draft_folder(tmp_path / "link") as draft:
+        (draft / "new").write_bytes(b"new")
+    assert (tmp_path / "link").is_symlink() and os.listdir(tmp_path / "real") == ["new"]
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+
+
+def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with storage.draft_folder(tmp_path / "folder") as draft:
+        (draft / "old").write_bytes(b"old")
+    real = os.replace
+
+    def fails_for_the_draft(source: Any, target: Any) -> None:
+        if str(source).endswith(".tmp"):
+            explode()
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fails_for_the_draft)
+        with pytest.raises(OSError, match="no space"), storage.draft_folder(tmp_path / "folder") as draft:
+            (draft / "new").write_bytes(b"new")
+    assert os.listdir(tmp_path) == ["folder"] and os.listdir(tmp_path / "folder") == ["old"]

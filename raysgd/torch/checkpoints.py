@@ -19,7 +19,7 @@ from raysgd.errors import CheckpointError, ConfigError
 from raysgd.torch import manifest, shard_files, states
 from raysgd.torch.files import SeenFile, UnseenError, is_archive, readable, verified, verified_file
 from raysgd.torch.receiver import FailedOnWorkerError, Receiver
-from raysgd.torch.shard_files import is_sharded
+from raysgd.torch.shard_files import is_replaceable
 from raysgd.torch.streams import LocalSink
 from raysgd.workers.blob import Blob
 from raysgd.workers.inline import InlineGroup
@@ -191,7 +191,7 @@ class Checkpoints:
     def _save_shards(self, where: Path) -> str:
         target = storage.check_folder(where)
         assert target is not None
-        if os.path.lexists(target) and not is_sharded(target):
+        if os.path.lexists(target) and not is_replaceable(target):
             raise ConfigError(
                 f"{where} is there already, and holds something else: save(sharded=True) replaces a directory that it wrote "
                 "before, or an empty one; name one of those, or one that does not exist yet"

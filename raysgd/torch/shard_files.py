@@ -3,9 +3,8 @@ workers. All functions are called on all ranks together."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,17 @@ from raysgd.errors import CheckpointError
 from raysgd.torch import manifest, states
 from raysgd.torch.base import OperatorBase
 
-__all__ = ["is_sharded", "is_without_manifest", "read", "read_outline", "write"]
+__all__ = ["is_replaceable", "is_without_manifest", "read", "read_outline", "write"]
 
-OUTLINE = "outline.pt"
-INDEX = ".metadata"  # torch's
+OUTLINE, INDEX = "outline.pt", ".metadata"
 TENSOR = "__tensor__"
 PARTS = ("models", "optimizers")
-
-
-def is_sharded(folder: Path) -> bool:
-    """Is it a directory that holds nothing, or a checkpoint, perhaps a damaged one, as `write` makes them?"""
-    names = set(os.listdir(folder)) if folder.is_dir() else {""}
-    return not names or not names.isdisjoint({OUTLINE, INDEX})
 
 
 def write(folder: str, state: dict[str, Any]) -> dict[str, Any]:
     """Tensors of models and optimizers go into the parts; all else into the outline, with where each tensor belongs.
     Returns what the manifest says of this rank's files."""
-    from torch.distributed.checkpoint.state_dict_saver import save
+    from raysgd.torch.shard_writer import write_parts
 
     path = Path(folder)
     if not path.is_dir():
@@ -50,8 +42,7 @@ def write(folder: str, state: dict[str, Any]) -> dict[str, Any]:
         return {TENSOR: key}
 
     outline = {**state, **{part: _mapped(state[part], part, take_out) for part in PARTS}}
-    with _own_errors(folder):
-        save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    write_parts(tensors, folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0:
         storage.write(path / OUTLINE, sealed(states.dump(outline)))
@@ -88,6 +79,7 @@ def read_outline(folder: str) -> dict[str, Any]:
 
 def read(folder: str, operator: OperatorBase) -> dict[str, Any]:
     """The state, each tensor cut as this worker needs it. For an operator that it fits."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
     outline, known = _outline(folder), _index(folder)
@@ -100,29 +92,23 @@ def read(folder: str, operator: OperatorBase) -> dict[str, Any]:
         else:
             tensors[key] = torch.zeros(size, dtype=dtype)
     try:
-        with _own_errors(folder):
-            load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    except OSError as error:
-        raise CheckpointError(f"the tensors in {folder} cannot be read ({error})") from error
+        load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    except CheckpointException as error:  # torch's own, on all ranks; it is no Exception
+        raise CheckpointError(f"the tensors cannot be read: {_reason(error)}") from error
     return {**outline, **{part: _filled(outline[part], tensors.__getitem__) for part in PARTS}}
 
 
-@contextlib.contextmanager
-def _own_errors(folder: str) -> Iterator[None]:
-    """torch raises a BaseException, on all ranks, with the errors of those that failed. What the system says, such as a full
-    disk, is raised as it is; anything else as a CheckpointError."""
-    from torch.distributed.checkpoint.api import CheckpointException
+def _reason(error: Any) -> str:
+    """Return the first rank's error: torch's text has all of them, with their tracebacks."""
+    for rank, (cause, _) in sorted(error.failures.items()):
+        return f"{type(cause).__name__} on rank {rank}: {cause}"
+    return str(error)
 
-    try:
-        yield
-    except CheckpointException as failed:
-        rank, error = min((rank, each[0]) for rank, each in failed.failures.items())
-        system = next((each[0] for each in failed.failures.values() if isinstance(each[0], OSError)), None)
-        if system is not None and system.errno is not None:
-            raise OSError(system.errno, system.strerror or str(system), folder) from system
-        raise CheckpointError(
-            f"rank {rank} failed on the checkpoint's part in {folder}: {type(error).__name__}: {error}"
-        ) from error
+
+def is_replaceable(folder: Path) -> bool:
+    """Return whether this is a directory that holds nothing, or a checkpoint as `write` makes it, perhaps a damaged one."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
+    return not names or not names.isdisjoint({OUTLINE, INDEX})
 
 
 def _outline(folder: str) -> dict[str, Any]:

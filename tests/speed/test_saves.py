@@ -1,5 +1,6 @@
 """Saves in the background: what was there when save was called, a handle that tells, and no copy too many."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd import CheckpointError, ConfigError
-from raysgd.torch import TorchTrainer
+from raysgd import CheckpointError, ConfigError, ElasticConfig, NotActiveError
+from raysgd.torch import TorchTrainer, checkpoints
 from raysgd.torch.checkpoints import SaveHandle
 from tests.torch.small import Line, inline, weights
 
@@ -131,6 +132,58 @@ def test_shutdown_tells_each_failure(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert [record.getMessage().split(":")[0] for record in caplog.records if record.levelname == "ERROR"] == [
         f"the save to {tmp_path / 'b.pt'} in the background failed"
     ]
+
+
+def test_shutdown_does_not_wait_for_ever(
+    where: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All saves together have one limit. What was there before them is unharmed, and the workers are ended."""
+    monkeypatch.setattr(checkpoints, "SHUTDOWN_S", 0.5)
+    for name in ("a.pt", "b.pt"):
+        (tmp_path / name).write_bytes(b"the old one")
+    trainer = inline(Extra, config={"slow": (30.0, False)}, **where)
+    handles = [trainer.save(tmp_path / name, blocking=False) for name in ("a.pt", "b.pt")]
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"a\.pt in the background failed: the save was given up"):
+        trainer.shutdown()
+    assert time.monotonic() - began < 20
+    for name, handle in zip(("a.pt", "b.pt"), handles, strict=True):
+        assert isinstance(handle, SaveHandle) and isinstance(handle.exception(), CheckpointError)
+        assert (tmp_path / name).read_bytes() == b"the old one"
+        (said,) = (
+            m for m in caplog.messages if m.startswith(f"the save to {tmp_path / name} in the background was given")
+        )
+        assert "not complete 0.5 s after shutdown" in said and "unharmed" in said
+    with pytest.raises(NotActiveError):
+        trainer.train()
+    if where:  # of this process's own thread, the drafts go when it comes to its end
+        assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
+
+
+def test_a_shutdown_by_force_gives_saves_up(
+    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.pt").write_bytes(b"the old one")
+    trainer = inline(Extra, config={"slow": (30.0, False)}, use_ray=True)
+    handle = trainer.save(tmp_path / "a.pt", blocking=False)
+    trainer.shutdown(force=True)
+    assert isinstance(handle, SaveHandle) and isinstance(handle.exception(20), CheckpointError)
+    assert os.listdir(tmp_path) == ["a.pt"] and (tmp_path / "a.pt").read_bytes() == b"the old one"
+
+
+def test_a_worker_that_stands_still_in_a_save_is_given_up(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "STALL_AT_LEAST_S", 1.0)
+    (tmp_path / "a.pt").write_bytes(b"the old one")
+    with inline(
+        Extra, config={"slow": (30.0, False)}, use_ray=True, elastic=ElasticConfig(hang_timeout_s=1)
+    ) as trainer:
+        handle = trainer.save(tmp_path / "a.pt", blocking=False)
+        assert isinstance(handle, SaveHandle)
+        with pytest.raises(CheckpointError, match="nothing of it has moved for 1 s"):
+            handle.result(25)
+        assert os.listdir(tmp_path) == ["a.pt"] and (tmp_path / "a.pt").read_bytes() == b"the old one"
 
 
 def test_what_is_in_parts_blocks(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from raysgd.errors import CheckpointError
+from raysgd.train import scribe
 from raysgd.train.errors import ReportMismatchError
 from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.rounds import Report, Rounds, checkpoint_of
@@ -198,3 +200,17 @@ def test_checkpoints_that_wait_to_be_stored_are_few(tmp_path: Path) -> None:
     driver.run.closed()
     assert done == [0, 1, 2, 3]
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_store_that_stands_still_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scribe, "LIMIT_S", 0.3)
+    driver, keeper = slow(tmp_path)
+    for epoch in range(3):  # one more than there is room for
+        driver.say(0, checkpoint={"epoch": epoch})
+    (error,) = driver.failed
+    assert isinstance(error, CheckpointError) and "could not be stored within 0.3 s" in str(error)
+    driver.run.closed()
+    assert isinstance(driver.run.error, CheckpointError)
+    assert driver.run.next_round(0) is None
+    assert list(tmp_path.iterdir()) == []
+    keeper.let.set()

@@ -1,0 +1,267 @@
+"""A save that fails leaves the file that was there before, and nothing else: no room on the disk, a worker that is killed while
+it writes, a place that is no file. The limits are those of the processes themselves (RLIMIT_FSIZE), so no test needs root."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raysgd import CheckpointError, ConfigError, TorchTrainer
+from raysgd.torch import receiver, streams
+from raysgd.train import Checkpoint
+from tests.torch.small import Line, inline, weights
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it takes Linux's limits of processes")
+
+ROOM = 1 << 20
+
+
+class Wide(Line):
+    """A state of 12 MB. Each epoch makes other weights, the same on all ranks."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        torch.manual_seed(1)
+        model = nn.Linear(1000, 3000)
+        self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train_epoch(self, iterator: Any, info: Any) -> dict[str, Any]:
+        with torch.no_grad():
+            for parameter in self._parts.models[0].parameters():
+                parameter.add_(1.0)
+        return {}
+
+    def state_dict(self) -> Any:
+        if "asked" in self.config:
+            Path(self.config["asked"]).touch()
+        return None
+
+
+def limit(room: int, deadly: bool = False) -> None:
+    """From now on this process cannot write files of more than `room` bytes; or the kernel kills it when it does."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL if deadly else signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def limit_rank_0(operator: Any, deadly: bool = False) -> None:
+    if operator.world_rank == 0:
+        limit(ROOM, deadly)
+
+
+no_limit = functools.partial(limit, resource.RLIM_INFINITY)
+
+
+@pytest.fixture(scope="module")
+def pair(ray_cluster: None) -> Iterator[TorchTrainer]:
+    with TorchTrainer(training_operator_cls=Wide, num_workers=2, use_gpu=False) as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def saved(pair: TorchTrainer, tmp_path: Path) -> Iterator[torch.Tensor]:
+    """The weights in an older checkpoint, of which there is a file and a directory; the trainer has others by now."""
+    pair.save(tmp_path / "x.pt")
+    pair.save(tmp_path / "parts", sharded=True)
+    older = weights(pair)
+    pair.train()
+    yield older
+    no_limit()
+    pair.apply_all_workers(no_limit)
+
+
+def stored(path: Path) -> torch.Tensor:
+    """The weights in a checkpoint's file or directory, read by a trainer of its own."""
+    with inline(Wide) as reader:
+        reader.load(path, trusted=path.is_dir())
+        return weights(reader)
+
+
+def assert_only(folder: Path, expected: torch.Tensor) -> None:
+    """Nothing but the two checkpoints is there, and they hold these weights."""
+    assert sorted(os.listdir(folder)) == ["parts", "x.pt"]
+    for name in ("parts", "x.pt"):
+        assert torch.equal(stored(folder / name), expected)
+
+
+def save_again(trainer: TorchTrainer, folder: Path) -> None:
+    """What failed once works when there is room."""
+    for name in ("x.pt", "parts"):
+        trainer.save(folder / name, sharded=name == "parts")
+    assert_only(folder, weights(trainer))
+
+
+# -- no room ------------------------------------------------------------------------------------------
+
+
+def test_no_room_for_the_worker(pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path) -> None:
+    pair.apply_all_workers(functools.partial(limit, ROOM))
+    with pytest.raises(OSError, match="File too large") as caught:
+        pair.save(tmp_path / "x.pt")
+    assert caught.value.errno == errno.EFBIG
+    handle = pair.save(tmp_path / "x.pt", blocking=False)
+    assert not isinstance(handle, str)
+    with pytest.raises(CheckpointError, match="File too large"):
+        handle.result(60)
+    assert_only(tmp_path, saved)
+    pair.apply_all_workers(no_limit)
+    save_again(pair, tmp_path)
+
+
+def test_no_room_for_parts(pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path) -> None:
+    pair.apply_all_workers(functools.partial(limit, ROOM))
+    with pytest.raises(OSError, match="File too large") as caught:
+        pair.save(tmp_path / "parts", sharded=True)
+    assert caught.value.errno == errno.EFBIG
+    assert_only(tmp_path, saved)
+    pair.apply_all_workers(no_limit)
+    save_again(pair, tmp_path)
+
+
+def test_no_room_for_parts_of_one_worker(tmp_path: Path) -> None:
+    with inline(Wide) as trainer:
+        trainer.save(tmp_path / "parts", sharded=True)
+        before = weights(trainer)
+        trainer.train()
+        limit(ROOM)
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                trainer.save(tmp_path / "parts", sharded=True)
+        finally:
+            no_limit()
+    assert os.listdir(tmp_path) == ["parts"] and torch.equal(stored(tmp_path / "parts"), before)
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
+def test_no_room_for_the_driver(
+    pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path, blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker is on another machine, as far as it can see."""
+    monkeypatch.setattr(receiver, "StreamSink", functools.partial(streams.StreamSink, shared=False))
+    limit(ROOM)
+    with pytest.raises(OSError, match="File too large") as caught:
+        done = pair.save(tmp_path / "x.pt", blocking=blocking)
+        assert not isinstance(done, str)
+        done.result(60)
+    assert caught.value.errno == errno.EFBIG
+    no_limit()
+    assert_only(tmp_path, saved)
+    save_again(pair, tmp_path)
+
+
+# -- a worker that is killed while it writes ----------------------------------------------------------
+
+
+@pytest.mark.elastic
+@pytest.mark.parametrize("name", ["x.pt", "parts"])
+def test_a_worker_that_is_killed_while_it_writes(
+    pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path, name: str
+) -> None:
+    """The save is done by those that are left."""
+    recoveries = len(pair.recoveries)
+    pair.apply_all_operators(functools.partial(limit_rank_0, deadly=True))
+    pair.save(tmp_path / name, sharded=name == "parts")
+    assert len(pair.recoveries) > recoveries
+    assert torch.equal(stored(tmp_path / name), weights(pair))
+    assert sorted(os.listdir(tmp_path)) == ["parts", "x.pt"]
+    pair.resize(2)
+
+
+@pytest.mark.elastic
+def test_a_worker_that_is_killed_while_it_writes_in_the_background(
+    pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path
+) -> None:
+    pair.apply_all_operators(functools.partial(limit_rank_0, deadly=True))
+    handle = pair.save(tmp_path / "x.pt", blocking=False)
+    assert not isinstance(handle, str)
+    with pytest.raises(CheckpointError, match="was lost"):
+        handle.result(60)
+    assert_only(tmp_path, saved)
+    pair.resize(2)
+    save_again(pair, tmp_path)
+
+
+# -- places that are no files -------------------------------------------------------------------------
+
+
+def torch_save(path: Path, **given: Any) -> Any:
+    """Also: nothing was asked of a worker before the refusal."""
+    asked = path.parent.parent / "asked"
+    with inline(Wide, config={"asked": str(asked)}) as trainer:
+        try:
+            done = trainer.save(path, **given)
+        except BaseException:
+            assert not asked.exists()
+            raise
+        return done if isinstance(done, str) else done.result(60)
+
+
+def checkpoint_folder(path: Path) -> Any:
+    folder = path.parent.parent / "files"
+    folder.mkdir(exist_ok=True)
+    (folder / "a").write_bytes(b"1")
+    return Checkpoint.from_directory(folder).to_uri(path)
+
+
+FILE_SAVERS: dict[str, Callable[[Path], Any]] = {
+    "TorchTrainer": torch_save,
+    "TorchTrainer in the background": functools.partial(torch_save, blocking=False),
+    "Checkpoint of a dictionary": lambda path: Checkpoint.from_dict({"a": 1}).to_uri(path),
+}
+FOLDER_SAVERS: dict[str, Callable[[Path], Any]] = {
+    "TorchTrainer, sharded": functools.partial(torch_save, sharded=True),
+    "Checkpoint of files": checkpoint_folder,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+@pytest.mark.parametrize("saver", FILE_SAVERS | FOLDER_SAVERS)
+def test_pipes_and_devices_are_refused_before_anything_happens(saver: str, folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    (folder / "null").symlink_to("/dev/null")
+    before = {name: os.lstat(folder / name).st_ino for name in os.listdir(folder)}
+    for name, kind in (("pipe", "a named pipe"), ("null", "a character device")):
+        with pytest.raises(ConfigError, match=f"{name} is {kind}"):
+            (FILE_SAVERS | FOLDER_SAVERS)[saver](folder / name)
+    assert {name: os.lstat(folder / name).st_ino for name in os.listdir(folder)} == before
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["there", "dangling"])
+@pytest.mark.parametrize("saver", FILE_SAVERS | FOLDER_SAVERS)
+def test_links_stay_and_what_they_lead_to_is_written(saver: str, there: bool, folder: Path) -> None:
+    (folder / "link").symlink_to("real")
+    if there and saver in FILE_SAVERS:
+        (folder / "real").write_bytes(b"old")
+    elif there:
+        (folder / "real").mkdir()
+    assert (FILE_SAVERS | FOLDER_SAVERS)[saver](folder / "link") == str(folder / "link")
+    assert (folder / "link").is_symlink() and not (folder / "real").is_symlink()
+    assert sorted(os.listdir(folder)) == ["link", "real"]
+    real = folder / "real"
+    assert real.is_file() and real.stat().st_size > 3 if saver in FILE_SAVERS else any(real.iterdir())
+
+
+def test_a_directory_that_holds_something_else_is_not_replaced_by_parts(folder: Path) -> None:
+    (folder / "photos").mkdir()
+    (folder / "photos" / "me.jpg").write_bytes(b"1")
+    (folder / "file").write_bytes(b"1")
+    for name in ("photos", "file"):
+        with pytest.raises(ConfigError, match="holds something else"):
+            torch_save(folder / name, sharded=True)
+    assert sorted(os.listdir(folder)) == ["file", "photos"]
+    assert os.listdir(folder / "photos") == ["me.jpg"] and (folder / "file").read_bytes() == b"1"
