@@ -6,7 +6,6 @@ One worker's result of one piece of work is a dict: `num_samples`, `batch_count`
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence, Set
@@ -18,7 +17,6 @@ from raysgd.errors import shown
 __all__ = [
     "COMMITTED",
     "SKIPPED",
-    "brief",
     "check_metric",
     "check_metrics",
     "completed",
@@ -102,33 +100,6 @@ def plain(value: Any) -> Any:
         return number.item() if hasattr(number, "item") else value
     except Exception:  # whatever an object of the user's makes of these questions: it is no number
         return value
-
-
-LONGEST_TEXT, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
-
-
-def brief(result: Mapping[str, Any] | None) -> Result | None:
-    """Return what progress messages carry of a result: its counts, and numbers and short strings up to 64 kB in all.
-
-    Everything else (long strings, tables, more metrics than that) reaches the driver with the call's own result.
-    """
-    if result is None:
-        return None
-    kept: Result = {}
-    size = 0
-    for name in dict.fromkeys(("epoch", BATCHES, SAMPLES, SKIPPED, COMMITTED, *result)):
-        if name in result and isinstance(name, str) and _is_brief(name) and _is_brief(result[name]):
-            size += len(json.dumps({name: result[name]}))
-            if size > LONGEST_BRIEF:
-                break
-            kept[name] = result[name]
-    return {name: kept[name] for name in result if name in kept}
-
-
-def _is_brief(value: Any) -> bool:
-    if isinstance(value, int):
-        return value.bit_length() <= LARGEST_INT_BITS
-    return isinstance(value, float) or (isinstance(value, str) and len(value) <= LONGEST_TEXT)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """The line between a worker and its driver: frames, tokens, orders, and what its end means."""
 
+import json
 import mmap
 import os
 import pickle
@@ -20,7 +21,7 @@ from raysgd.workers.blob import Blob
 from raysgd.workers.body import Body
 from raysgd.workers.events import Arrived, Event, Gone, Heard
 from raysgd.workers.frames import ADMITTED, PREFIX, FrameReader, packed, receive, send
-from raysgd.workers.line import Line, LineAddress
+from raysgd.workers.line import Line, LineAddress, brief
 from raysgd.workers.switchboard import Switchboard
 
 
@@ -348,3 +349,13 @@ def test_a_machine_that_falls_silent_is_asked_for(desk: Desk) -> None:
         if hasattr(socket, name):
             assert server_end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value, name
     desk.board.hang_up("w")
+
+
+def test_progress_messages_carry_short_values_only() -> None:
+    assert brief(None) is None
+    plain = {"epoch": 3, "loss": 0.5, "note": "fine", "done": True, "batch_count": 7, "num_samples": 28}
+    other = {"long": "x" * 10_000, "nested": [[1]], "large": 2**70, 5: 1.0, "n" * 300: 1.0, "none": None}
+    assert brief({**plain, **other}) == plain
+    many = brief({**{f"metric-{n}": float(n) for n in range(100_000)}, **plain})
+    assert many is not None and len(json.dumps(many)) < 70_000 and len(many) > 1000
+    assert (many["epoch"], many["batch_count"], many["num_samples"]) == (3, 7, 28), "counts always go"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import selectors
@@ -15,11 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from raysgd.metrics import brief
+from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
+from raysgd.metrics import COMMITTED, SKIPPED
 from raysgd.progress import Control, Progress
 from raysgd.workers.frames import ADMITTED, RECEIVED, FrameReader, packed, receive, send, send_body
 
-__all__ = ["Line", "LineAddress"]
+__all__ = ["Line", "LineAddress", "brief"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,9 @@ CONNECT_S = 30.0
 SEND_S, BULK_S = 60.0, 600.0
 # A greeting can be refused without this worker's fault, when the driver is flooded with connections.
 TRIES_AGAIN_S = (0.1, 0.3, 1.0, 3.0)
+
+# What a progress message carries of the metrics: text of this many characters, this many bytes in all.
+LONGEST_TEXT, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
 
 
 @dataclass(frozen=True)
@@ -189,3 +194,27 @@ class Line:
         if self._open:
             self.on_end()
             os._exit(DRIVER_GONE)  # nobody is left to answer to, and the main thread may be stuck in a collective
+
+
+def brief(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return what progress messages carry of a result: its counts, and numbers and short strings up to 64 kB in all.
+
+    Everything else (long strings, tables, more metrics than that) reaches the driver with the call's own result.
+    """
+    if result is None:
+        return None
+    kept: dict[str, Any] = {}
+    size = 0
+    for name in dict.fromkeys(("epoch", BATCH_COUNT, NUM_SAMPLES, SKIPPED, COMMITTED, *result)):
+        if name in result and isinstance(name, str) and _is_brief(name) and _is_brief(result[name]):
+            size += len(json.dumps({name: result[name]}))
+            if size > LONGEST_BRIEF:
+                break
+            kept[name] = result[name]
+    return {name: kept[name] for name in result if name in kept}
+
+
+def _is_brief(value: Any) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() <= LARGEST_INT_BITS
+    return isinstance(value, float) or (isinstance(value, str) and len(value) <= LONGEST_TEXT)
