@@ -5,19 +5,16 @@ from __future__ import annotations
 import http.client
 import os
 import socket
-import socketserver
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raysgd.horovod.board_server import GONE, OK, OVER, BoardServer
 from raysgd.rendezvous import Seat
 
 __all__ = ["Board", "MeetingPlace", "enter", "interface_towards", "places", "say_over"]
 
-OVER = "raysgd-over"
 BOARD = "raysgd-board"
-OK, GONE = 200, 410
 ALONE = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 INTERFACE = "HOROVOD_GLOO_IFACE"
@@ -52,7 +49,7 @@ class MeetingPlace:
 
     def __init__(self, host: str, *, wait_s: float) -> None:
         self._host, self._wait_s = host, wait_s
-        self._server: Any = None
+        self._server: BoardServer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_server": None}
@@ -63,11 +60,13 @@ class MeetingPlace:
         if not seats:
             return []
         given = places(seats)
-        self._server = _serve(self._host, given)
+        self._server = BoardServer(self._host, _sizes(given))
+        port = self._server.port
         address = {
             **ALONE,
-            ADDRESS: self._host,
-            PORT: str(self._server.server_address[1]),
+            # Horovod puts this between "http://" and its own path, and so sends the secret with every request.
+            ADDRESS: f"{self._host}:{port}/{self._server.secret}",
+            PORT: str(port),
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self._wait_s))),
         }
         return [{**place, **address} for place in given]
@@ -75,8 +74,17 @@ class MeetingPlace:
     def close(self) -> None:
         server, self._server = self._server, None
         if server is not None:
-            server.shutdown()
-            server.server_close()
+            server.close()
+
+
+def _sizes(given: Sequence[Mapping[str, str]]) -> dict[str, int]:
+    """How many ranks there are in each of Horovod's scopes."""
+    found: dict[str, int] = {}
+    for place in given:
+        found["global"] = int(place["HOROVOD_SIZE"])
+        found[f"local_{place['HOROVOD_HOSTNAME']}"] = int(place["HOROVOD_LOCAL_SIZE"])
+        found[f"cross_{place['HOROVOD_LOCAL_RANK']}"] = int(place["HOROVOD_CROSS_SIZE"])
+    return found
 
 
 def enter(environment: Mapping[str, str], *, interface: str | None = None) -> None:
@@ -87,7 +95,7 @@ def enter(environment: Mapping[str, str], *, interface: str | None = None) -> No
     # That a peer is gone is told by the trainer; Horovod would print it once more, on every rank.
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
     if environment and (INTERFACE not in os.environ or interface is not None):
-        os.environ[INTERFACE] = interface or interface_towards(environment[ADDRESS], int(environment[PORT]))
+        os.environ[INTERFACE] = interface or interface_towards(_host(environment), int(environment[PORT]))
 
 
 def interface_towards(host: str, port: int) -> str:
@@ -135,49 +143,24 @@ class Board:
             if status == GONE:
                 break
             time.sleep(0.05)
-        raise ConnectionError(f"no rank has said {key} at the meeting place at {self._environment[ADDRESS]}")
+        raise ConnectionError(f"no rank has said {key} at the meeting place at {_host(self._environment)}")
 
 
 def _note(key: str) -> str:
     return f"{BOARD}/{key.replace('/', '-')}"
 
 
+def _host(environment: Mapping[str, str]) -> str:
+    return environment[ADDRESS].partition("/")[0].partition(":")[0]
+
+
 def _ask(environment: Mapping[str, str], method: str, path: str, content: str | None = None) -> tuple[int, bytes]:
     """Directly: a proxy for the web has no business here."""
-    connection = http.client.HTTPConnection(environment[ADDRESS], int(environment[PORT]), timeout=5)
+    secret = environment[ADDRESS].partition("/")[2]
+    connection = http.client.HTTPConnection(_host(environment), int(environment[PORT]), timeout=5)
     try:
-        connection.request(method, f"/{path}", body=content)
+        connection.request(method, f"/{secret}/{path}", body=content)
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
         connection.close()
-
-
-def _serve(host: str, given: Sequence[Mapping[str, str]]) -> Any:
-    """Horovod's own server, on a port that the system gives."""
-    from horovod.runner.common.util.hosts import SlotInfo
-    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
-    class Handler(RendezvousHandler):  # type: ignore[misc]
-        def do_GET(self) -> None:
-            if OVER in self.server.cache:
-                self.send_status_code(GONE)
-            else:
-                super().do_GET()
-
-    class Server(RendezvousHTTPServer):  # type: ignore[misc]
-        daemon_threads = True
-
-        def server_bind(self) -> None:
-            """Without asking a name server for this machine's name, which can take seconds."""
-            socketserver.TCPServer.server_bind(self)
-            self.server_name, self.server_port = self.server_address[:2]
-
-    def slot(place: Mapping[str, str]) -> Any:
-        words = ("RANK", "LOCAL_RANK", "CROSS_RANK", "SIZE", "LOCAL_SIZE", "CROSS_SIZE")
-        return SlotInfo(place["HOROVOD_HOSTNAME"], *(int(place[f"HOROVOD_{word}"]) for word in words))
-
-    server = Server((host, 0), Handler, 0)
-    server.init([slot(place) for place in given])
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    return server

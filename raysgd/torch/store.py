@@ -24,6 +24,7 @@ logger = logging.getLogger("raysgd")
 SECRET_BYTES = 16
 BACKLOG = 1024
 FIRST_TRY_S = 5.0
+SECOND_CLIENT_S = (1.0, 2.0)  # a second one after a second, a third one two seconds later
 
 
 # -- driver -------------------------------------------------------------------------------------------
@@ -47,7 +48,7 @@ def _listen(host: str, limit: datetime.timedelta) -> Any:
         listener = _bound(host) if bound else None
         if bound and listener is None:
             continue
-        place = {"master_listen_fd": listener.fileno()} if listener is not None else {}
+        place: dict[str, Any] = {"master_listen_fd": listener.fileno()} if listener is not None else {}
         port = listener.getsockname()[1] if listener is not None else 0
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -85,8 +86,8 @@ def enter(settings: Mapping[str, Any], *, limit_s: float) -> Any:
 
     The driver opens the store before it tells any rank, and closes it when the generation is over. torch's client does
     not know that: it would try to reach a closed store until its time is up. So a connection of our own watches the
-    store meanwhile. When it ends, the generation is over, and this rank is free at once. The client itself has time
-    enough for a machine whose cores are all busy.
+    store meanwhile. When it ends, the generation is over, and this rank is free at once. No try is given up because it
+    takes long, as it may on a machine whose cores are all busy.
     """
     deadline = time.monotonic() + limit_s
     over = "the rendezvous of this generation is over, or its store cannot be reached"
@@ -94,55 +95,69 @@ def enter(settings: Mapping[str, Any], *, limit_s: float) -> Any:
         watch = socket.create_connection((settings["host"], settings["port"]), timeout=limit_s)
     except OSError as error:
         raise dist.DistNetworkError(f"{over}: {error}") from error
-    with watch, _Client(settings, deadline) as client:
-        select.select([watch, client.done], [], [], max(deadline - time.monotonic(), 0.0))
-        store = client.result()
+    with watch, _Clients(settings, deadline) as clients:
+        for until_next_s in (*SECOND_CLIENT_S, limit_s):
+            clients.add()
+            left_s = max(deadline - time.monotonic(), 0.0)
+            if select.select([watch, clients.done], [], [], min(until_next_s, left_s))[0]:
+                break
+        store = clients.first()
     if store is None:
         raise dist.DistNetworkError(over)
     store.set_timeout(datetime.timedelta(seconds=limit_s))
     return dist.PrefixStore(settings["secret"], store)  # type: ignore[attr-defined]
 
 
-class _Client:
-    """Owns the thread in which torch's client connects. `done` becomes readable when it has, or has failed."""
+class _Clients:
+    """Owns the threads in which clients of torch's connect. `done` becomes readable when one has, or has failed.
+
+    torch's client asks the name server for the host's name, only to log it. An answer that gets lost costs 5 seconds,
+    so a second client overtakes one that is slow.
+    """
 
     def __init__(self, settings: Mapping[str, Any], deadline: float) -> None:
         self._settings, self._deadline = settings, deadline
         self._store: Any = None
         self._error: Exception | None = None
         self._wanted = True
-        self.done, self._finished = socket.socketpair()
-        threading.Thread(target=self._connect, name="raysgd-store", daemon=True).start()
+        self.done, self._said = socket.socketpair()
 
-    def __enter__(self) -> _Client:
+    def __enter__(self) -> _Clients:
         return self
 
     def __exit__(self, *problem: object) -> None:
         self._wanted = False
         self.done.close()
 
-    def result(self) -> Any:
-        """Return the store, None if it has not been reached yet; raise what prevented it."""
-        if self._error is not None:
+    def add(self) -> None:
+        threading.Thread(target=self._connect, name="raysgd-store", daemon=True).start()
+
+    def first(self) -> Any:
+        """Return the first store that was reached, or None; raise what prevented it."""
+        if self._store is None and self._error is not None:
             raise self._error
         return self._store
 
     def _connect(self) -> None:
-        """Try until it works, the time is up, or nobody wants the store any more. A try ends by itself, so that this
+        """Try until it works, the time is up, or nobody needs this client any more. Each try ends by itself, so that the
         thread does not stay for long after the generation is over."""
         try_s = FIRST_TRY_S
-        with self._finished:
-            while self._wanted and self._store is None and self._error is None:
-                left_s = max(self._deadline - time.monotonic(), 1.0)
-                timeout = datetime.timedelta(seconds=min(try_s, left_s))
-                try:
-                    self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                        self._settings["host"], self._settings["port"], None, False, timeout=timeout
-                    )
-                except Exception as error:  # raised in the thread that waits
-                    if not isinstance(error, dist.DistNetworkError) or time.monotonic() > self._deadline:
-                        self._error = error
-                    try_s *= 2
+        while self._wanted and self._store is None:
+            timeout = datetime.timedelta(seconds=min(try_s, max(self._deadline - time.monotonic(), 1.0)))
+            try:
+                store = dist.TCPStore(  # type: ignore[attr-defined]
+                    self._settings["host"], self._settings["port"], None, False, timeout=timeout
+                )
+            except Exception as error:  # raised in the thread that waits
+                try_s *= 2
+                if isinstance(error, dist.DistNetworkError) and time.monotonic() < self._deadline:
+                    continue
+                self._error = error
+            else:
+                self._store = self._store or store
+            with contextlib.suppress(OSError):  # the waiting thread may be gone, with its end
+                self._said.send(b".")
+            return
 
 
 def wait_for_all(store: Any, seat: Seat, *, limit_s: float) -> None:

@@ -1,13 +1,18 @@
 """Where ranks sit in Horovod's words, which errors are whose, and how the library says that Horovod is missing."""
 
+import contextlib
 import http.client
 import importlib.util
 import os
+import socket
 import sys
+import threading
 import types
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
+import psutil
 import pytest
 
 from raysgd import ConfigError, TorchTrainer
@@ -77,8 +82,6 @@ def test_without_horovod_no_error_is_horovods(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_leaving_cuts_the_connections_of_whoever_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     freed = threading.Event()
     done: list[bool] = []
     horovod = types.SimpleNamespace(shutdown=lambda: done.append(freed.wait(20)))
@@ -142,23 +145,20 @@ def test_horovod_for_another_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         check_installed("torch")
 
 
-@pytest.mark.horovod
-def test_a_meeting_place_is_closed_and_can_be_called_off(tmp_path: Path) -> None:
+def test_a_meeting_place_is_closed_and_can_be_called_off() -> None:
     place = MeetingPlace("127.0.0.1", wait_s=5)
     first, _ = place.open(assign_seats(["a", "b"]))
-    port = int(first["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-    assert asked(port) == 404, "nobody is there yet"
+    assert asked(first, "GET", "global/0")[0] == 404, "nobody is there yet"
     say_over(first)
-    assert asked(port) == 410
+    assert asked(first, "GET", "global/0")[0] == 410
     (again, _) = place.open(assign_seats(["a", "b"]))
     assert again["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "5"
     with pytest.raises(ConnectionRefusedError):
-        asked(port)
+        asked(first, "GET", "global/0")
     say_over(first)  # too late: there is nobody to hear it
     assert place.open([]) == []
 
 
-@pytest.mark.horovod
 def test_workers_of_a_node_learn_of_each_others_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     seats = assign_seats(["a", "a", "b"])
     place = MeetingPlace("127.0.0.1", wait_s=1)
@@ -172,11 +172,123 @@ def test_workers_of_a_node_learn_of_each_others_gpus(monkeypatch: pytest.MonkeyP
     place.close()
 
 
-def asked(port: int) -> int:
-    """For the first rank's address, as Horovod asks."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+def test_when_all_ranks_have_finished_the_next_init_finds_an_empty_board() -> None:
+    place = MeetingPlace("127.0.0.1", wait_s=5)
+    environment = place.open(assign_seats(["a", "b"]))[0]
+    for rank in ("0", "1"):
+        assert asked(environment, "PUT", f"global/{rank}", b"address")[0] == 200
+    for again in ("0", "0"):  # one rank asks twice: its first answer was lost
+        assert asked(environment, "DELETE", f"global/{again}")[0] == 200
+    assert asked(environment, "GET", "global/1") == (200, b"address")
+    asked(environment, "DELETE", "global/1")
+    assert asked(environment, "GET", "global/1")[0] == 404
+    place.close()
+
+
+# -- strangers ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def board() -> Iterator[dict[str, str]]:
+    """The environment of rank 0; rank 1 has left its address."""
+    place = MeetingPlace("127.0.0.1", wait_s=5)
+    environment = place.open(assign_seats(["a", "b"]))[0]
+    asked(environment, "PUT", "global/1", b"address")
+    yield environment
+    place.close()
+
+
+@pytest.mark.parametrize("secret", ["", "/" + "0" * 32, "/" + "0" * 32 + ":80", "//"])
+def test_a_stranger_can_neither_read_nor_change_what_is_on_the_board(board: dict[str, str], secret: str) -> None:
+    where = board["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition(":")[0]
+    theirs = {**board, "HOROVOD_GLOO_RENDEZVOUS_ADDR": where + secret}
+    for method, path in (
+        ("GET", "global/1"),
+        ("PUT", "global/1"),
+        ("PUT", "raysgd-over/1"),
+        ("DELETE", "global/0"),
+        ("DELETE", "global/1"),
+    ):
+        status, content = asked(theirs, method, path, b"evil" if method == "PUT" else b"")
+        assert status >= 400 and content == b""
+    assert asked(board, "GET", "global/1") == (200, b"address")
+
+
+def test_what_a_stranger_sends_is_not_kept(board: dict[str, str]) -> None:
+    """Neither is a body read that is announced, nor a head that never ends. Two rounds: what a process takes once for
+    its work is no leak."""
+    address = ("127.0.0.1", int(board["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
+
+    def send(head: bytes, count: int) -> None:
+        with socket.create_connection(address, timeout=10) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(head)
+            for _ in range(count):
+                stranger.sendall(b"x" * (1 << 20))
+
+    before = psutil.Process().memory_info().rss
+    for _ in range(3):
+        send(b"PUT /global/1 HTTP/1.1\r\nContent-Length: 200000000\r\n\r\n", 100)
+        send(b"GET /", 100)
+    assert psutil.Process().memory_info().rss - before < 50 << 20
+    assert asked(board, "GET", "global/1") == (200, b"address")
+
+
+def test_a_rank_cannot_fill_the_drivers_memory_either(board: dict[str, str]) -> None:
+    with contextlib.suppress(ConnectionError):  # the server may hang up before it has read all
+        assert asked(board, "PUT", "global/2", b"x" * (1 << 20))[0] == 413
+    assert asked(board, "GET", "global/2")[0] == 404
+
+
+def test_three_hundred_silent_and_slow_clients_do_not_keep_ranks_from_the_board(board: dict[str, str]) -> None:
+    address = ("127.0.0.1", int(board["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
+    threads = threading.active_count()
+    with ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(300)]
+        for client in clients[::3]:
+            with contextlib.suppress(OSError):
+                client.sendall(b"GET /gl")
+        for _ in range(3):
+            assert asked(board, "GET", "global/1") == (200, b"address")
+        assert threading.active_count() <= threads + 1
+        last = clients[-1]
+        last.settimeout(60)
+        assert last.recv(1) == b"", "who says nothing is shown out"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        b"\x00" * 64,
+        b"\xff" * 64,
+        b"\r\n\r\n",
+        b"[" * 2000 + b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"PUT /%SECRET/global/1 HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"PUT /%SECRET/global/1 HTTP/1.1\r\nContent-Length: " + b"9" * 3000 + b"\r\n\r\n",
+        b"PUT /%SECRET/global/1 HTTP/1.1\r\nContent-Length: \xb2\r\n\r\n",
+        b"POST /%SECRET/global/1 HTTP/1.1\r\n\r\n",
+        b"PUT /%SECRET/global/1/2/3 HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_what_is_no_request_of_horovods_changes_nothing(board: dict[str, str], what: bytes) -> None:
+    secret = board["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition("/")[2].encode()
+    address = ("127.0.0.1", int(board["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
+    with socket.create_connection(address, timeout=30) as stranger:
+        stranger.sendall(what.replace(b"%SECRET", secret))
+        stranger.shutdown(socket.SHUT_WR)
+        assert not stranger.recv(4096).startswith(b"HTTP/1.0 200")
+    assert asked(board, "GET", "global/1") == (200, b"address")
+
+
+def asked(environment: dict[str, str], method: str, path: str, content: bytes = b"") -> tuple[int, bytes]:
+    """What Horovod's own client gets: it puts the address before the port and its path."""
+    where, port = environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"], environment["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+    url = f"{where}:{port}/{path}"
+    target = url[url.index("/") :]
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=10)
     try:
-        connection.request("GET", "/global/0")
-        return connection.getresponse().status
+        connection.request(method, target, body=content or None)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
     finally:
         connection.close()

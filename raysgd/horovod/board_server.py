@@ -1,0 +1,154 @@
+"""The driver's small HTTP server, at which Horovod's ranks leave their addresses for each other. Driver."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Mapping
+from http import HTTPStatus
+
+__all__ = ["GONE", "OK", "OVER", "BoardServer"]
+
+logger = logging.getLogger("raysgd")
+
+OVER = "raysgd-over"
+OK, BAD_REQUEST, FORBIDDEN, NOT_FOUND, TOO_LARGE, GONE = 200, 400, 403, 404, 413, 410
+SECRET_BYTES = 16
+HEAD_BYTES = 4096
+BODY_BYTES, BODY_BYTES_PER_RANK = 1 << 16, 1 << 10
+REQUEST_S = 5.0
+OPEN_AT_MOST = 256
+
+
+class Refused(Exception):
+    """Ends a request with a status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(str(status))
+        self.status = status
+
+
+class BoardServer:
+    """Owns one port, one thread, and the entries of one generation, in the form of Horovod's own rendezvous server.
+
+    Every path begins with the generation's secret, which is checked before anything is read or kept. A request has 5
+    seconds, whatever the client does, and of more than 256 connections the oldest is closed.
+    `sizes`: how many ranks finish with each scope before its entries are removed.
+    """
+
+    def __init__(self, host: str, sizes: Mapping[str, int]) -> None:
+        self.secret = secrets.token_hex(SECRET_BYTES)
+        self._sizes = dict(sizes)
+        self._body_bytes = BODY_BYTES + BODY_BYTES_PER_RANK * max(self._sizes.values(), default=1)
+        self._entries: dict[str, dict[str, bytes]] = {}
+        self._finished: dict[str, set[str]] = {}
+        self._open: dict[asyncio.StreamWriter, None] = {}
+        self._listener = _listen(host)
+        self.port: int = self._listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._closed = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="raysgd-horovod-board", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._closed.set_result, None)
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve_until_closed())
+        finally:
+            self._loop.close()
+
+    async def _serve_until_closed(self) -> None:
+        server = await asyncio.start_server(self._serve, sock=self._listener, limit=HEAD_BYTES)
+        await self._closed
+        server.close()
+        requests = asyncio.all_tasks() - {asyncio.current_task()}
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open[writer] = None
+        if len(self._open) > OPEN_AT_MOST:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        try:
+            await asyncio.wait_for(self._exchange(reader, writer), REQUEST_S)
+        except (asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
+            logger.debug("refused a connection to Horovod's board: %r", error)
+        finally:
+            self._open.pop(writer, None)
+            writer.transport.abort()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            status, content = await self._request(reader)
+        except Refused as refused:
+            status, content = refused.status, b""
+        line = f"HTTP/1.0 {status} {HTTPStatus(status).phrase}"
+        writer.write(f"{line}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content)
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    async def _request(self, reader: asyncio.StreamReader) -> tuple[int, bytes]:
+        """Carry out one request. Nothing but the head is read before the secret is checked."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, _, rest = head[0].partition(" ")
+        parts = rest.partition(" ")[0].split("/")
+        # Horovod's client adds ":PORT" to what it takes for the end of the address.
+        if len(parts) != 4 or not hmac.compare_digest(parts[1].partition(":")[0].encode(), self.secret.encode()):
+            raise Refused(FORBIDDEN)
+        _, _, scope, key = parts
+        content = await reader.readexactly(self._length(head))
+        if method == "GET":
+            return self._get(scope, key)
+        if method == "PUT":
+            self._entries.setdefault(scope, {})[key] = content
+            return OK, b""
+        if method == "DELETE":
+            self._finish(scope, key)
+            return OK, b""
+        raise Refused(BAD_REQUEST)
+
+    def _length(self, head: list[str]) -> int:
+        fields = [line.partition(":") for line in head[1:]]
+        text = next((value.strip() for name, _, value in fields if name.strip().lower() == "content-length"), "0")
+        if not text.isascii() or not text.isdecimal():
+            raise Refused(BAD_REQUEST)
+        if len(text) > 18 or int(text) > self._body_bytes:
+            raise Refused(TOO_LARGE)
+        return int(text)
+
+    def _get(self, scope: str, key: str) -> tuple[int, bytes]:
+        if OVER in self._entries:
+            return GONE, b""
+        content = self._entries.get(scope, {}).get(key)
+        return (NOT_FOUND, b"") if content is None else (OK, content)
+
+    def _finish(self, scope: str, key: str) -> None:
+        """A rank is connected to all others of this scope. When all are, the next `hvd.init()` may begin. A scope that
+        Horovod made later, for a set of processes, loses only the rank's own entry."""
+        if scope not in self._sizes:
+            self._entries.get(scope, {}).pop(key, None)
+            return
+        finished = self._finished.setdefault(scope, set())
+        finished.add(key)
+        if len(finished) == self._sizes[scope]:
+            self._entries.pop(scope, None)
+            finished.clear()
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        return socket.create_server((host, 0), backlog=1024)
+    except OSError as error:  # the address by which others know this machine is not one of its own (NAT)
+        logger.info("Horovod's board listens on all addresses, because %s cannot be bound: %s", host, error)
+        return socket.create_server(("", 0), backlog=1024)
