@@ -11,11 +11,12 @@ from typing import NoReturn
 from raysgd.config import ElasticConfig, Limits
 from raysgd.elastic import GiveUp, Observation, Rejoin, Restart, Situation, backoff, decide
 from raysgd.engine.crew import Crew, Member
-from raysgd.engine.failure import raise_user_error, story_of
+from raysgd.engine.failure import raise_user_error, story_of, unfinished_story
 from raysgd.engine.ledger import PLANNED, Ledger
 from raysgd.engine.membership import Membership
 from raysgd.engine.recruiter import Recruiter
 from raysgd.engine.standing import Standing
+from raysgd.errors import WorkerStartError
 from raysgd.progress import Progress, most_advanced
 from raysgd.snapshot import Snapshot
 from raysgd.workers.blob import Blob
@@ -55,7 +56,7 @@ class Recoverer:
         furthest = max((member.progress for member in seated), key=lambda p: p.order, default=Progress())
         case = _Case(seen, furthest, len(seated) if world is None else world, since, mark)
         self._standing.up = False
-        self._recruiter.failure = None
+        self._recruiter.failure, self._recruiter.stuck = None, ""
         while not self._standing.up:
             self._bury(case)
             survivors = self._survivors()
@@ -98,6 +99,8 @@ class Recoverer:
         failure, alone = self._recruiter.failure, not survivors and not self._recruiter.ready
         if failure is not None and alone and self._recruiter.starting == 0:
             raise_user_error(failure, Member("a fresh worker"))
+        if self._recruiter.stuck and alone and self._recruiter.starting == 0:
+            raise WorkerStartError(unfinished_story([self._recruiter.stuck]))
         if case.tries > self._elastic.max_attempts:
             self._give_up(f"{case.tries} tries to form a group again failed, one after the other", case)
 
