@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["Report", "culprits", "describe", "in_collective"]
+__all__ = ["Report", "culprits", "describe", "in_collective", "unfinished"]
 
 # Where a rank stands when it waits for its peers: (end of the file's path, function), innermost frame first.
 COLLECTIVE_FRAMES = (
@@ -30,7 +31,7 @@ class Report:
     """What one rank that does not move said when it was asked. `stack` is None when it did not answer at all, and it
     has not said a word for `silent_s`."""
 
-    rank: int
+    rank: int | None
     node: str = ""
     phase: str = ""
     batch: int = 0
@@ -75,3 +76,29 @@ def describe(report: Report) -> str:
     if report.stack is None:
         return f"{where}: does not answer (stopped, or its machine is gone)"
     return "\n    ".join([f"{where}, at", *report.stack[:6]])
+
+
+# What of the user's a verb calls, for messages.
+USERS_PART = {
+    "prepare": "the initialization hook",
+    "build": "its set-up (importing the class, `__init__`, `setup`)",
+    "warm": "its set-up (the initialization hook, importing the class, `__init__`, `setup`)",
+}
+MOST_FRAMES = 20
+PACKAGE, RAY = str(Path(__file__).resolve().parent), "-packages/ray/"
+
+
+def unfinished(report: Report, verb: str, limit_s: float) -> str:
+    """Say what a rank did not finish within a limit, and where it is: its own frames, innermost first."""
+    rank = "a replacement worker" if report.rank is None else f"rank {report.rank}"
+    where = f"{rank} on node {report.node or '?'}"
+    what = USERS_PART.get(verb, f"'{verb}'")
+    if report.stack is None:
+        return (
+            f"{where} does not answer in {what}, since {max(report.silent_s, limit_s):.0f} s (limit {limit_s:g} s): its process is "
+            "stopped, or native code holds Python's global interpreter lock. So its stack cannot be shown"
+        )
+    frames = [frame for frame in report.stack if not frame.startswith("<frozen ")] or list(report.stack)
+    while len(frames) > 1 and (frames[-1].startswith(PACKAGE) or RAY in frames[-1]):
+        frames.pop()  # what called the user's code
+    return "\n    ".join([f"{where} did not finish {what} within {limit_s:g} s. It is at", *frames[:MOST_FRAMES]])

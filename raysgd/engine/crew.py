@@ -6,10 +6,11 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from raysgd.hang import Report, culprits, unfinished
 from raysgd.outcomes import Failed, Lost, Ok, Outcome
 from raysgd.progress import Progress
 from raysgd.snapshot import Snapshot, SnapshotKeeper
@@ -176,16 +177,52 @@ class Crew:
     def end_if_silent(self, worker: str, verb: str) -> None:
         """A process that is stopped does not even say "alive", which a long set-up does beside its work."""
         if worker not in self.blame and self.group.silent_for(worker) > self.silent_s:
-            self.kill(worker, "hang", f"was stopped in '{verb}': it has not said a word for {self.silent_s:g} s")
+            report = self._report(worker, None)
+            self.kill(worker, "hang", unfinished(report, verb, self.silent_s))
 
     def _end_the_late(self, late: Iterable[str], verb: str, limit_s: float) -> None:
         """Those that do not even say "alive"; all, when all do. Who was killed before, and is not gone, is given up."""
         late = list(late)
         for worker in [w for w in late if w in self.blame]:
             self.members[worker].gone = Gone(worker, "it was killed, and its end was never told")
+        late = [worker for worker in late if worker not in self.blame]
         silent = [worker for worker in late if self.group.silent_for(worker) > SILENT_S]
-        for worker in silent or late:
-            self.kill(worker, "hang", f"did not finish '{verb}' within {limit_s:g} s")
+        for worker, story in self.stuck(silent or late, verb, limit_s).items():
+            self.kill(worker, "hang", story)
+
+    def stuck(self, workers: Sequence[str], verb: str, limit_s: float) -> dict[str, str]:
+        """Return, for each of these that is still busy, what it did not finish in time, and where it is. Those that keep the
+        others waiting come first."""
+        stacks = self._stacks(workers)
+        reports = {w: self._report(w, stacks.get(w)) for w in workers if self.members[w].busy is not None}
+        guilty = culprits(reports) or list(reports)
+        waiting = [worker for worker in reports if worker not in guilty]
+        first = ", ".join(f"rank {reports[worker].rank}" for worker in guilty)
+        told = {worker: unfinished(reports[worker], verb, limit_s) for worker in guilty}
+        return told | {worker: f"waited for {first} in '{verb}' for {limit_s:g} s" for worker in waiting}
+
+    def _report(self, worker: str, said: Mapping[str, Any] | None) -> Report:
+        member = self.members[worker]
+        return Report(
+            rank=member.rank,
+            node=member.node[:8],
+            stack=None if said is None else tuple(said["frames"]),
+            silent_s=self.group.silent_for(worker),
+        )
+
+    def _stacks(self, workers: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+        """Ask where these are, and wait a little: their listeners answer at once, unless the whole process is stopped."""
+        number = next(self.rounds)
+        for worker in workers:
+            self.group.tell(worker, {"t": "stack", "id": number})
+        found: dict[str, Mapping[str, Any]] = {}
+        deadline = self.clock() + SILENT_S
+        while len(found) < len(workers) and self.clock() < deadline:
+            self.pump(0.05)
+            for answer in [a for a in self.answers if a.message["t"] == "stack" and a.message["id"] == number]:
+                self.answers.remove(answer)
+                found[answer.worker] = answer.message
+        return found
 
     def forget(self, calls: Iterable[int]) -> None:
         """These calls' outcomes are of no interest any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from raysgd.elastic import Recovery
@@ -9,7 +10,7 @@ from raysgd.engine.crew import Member
 from raysgd.errors import RemoteTraceback, TrainingFailedError
 from raysgd.outcomes import DATA_LOADER, Failed
 
-__all__ = ["raise_user_error", "story_of"]
+__all__ = ["raise_user_error", "story_of", "unfinished_story"]
 
 LOADER_HINT = (
     "The usual cause of a loader process's death is memory. Use fewer loader processes (num_workers of the DataLoader), "
@@ -30,6 +31,17 @@ def raise_user_error(outcome: Failed, member: Member) -> NoReturn:
         raise error
     where = f"on {rank} (process {member.pid} on node {member.node[:8]}):"
     raise error from RemoteTraceback(f"{where}\n{outcome.traceback}")
+
+
+def unfinished_story(stories: Sequence[str]) -> str:
+    """Return the text of the error about workers whose set-up did not end."""
+    return "\n".join(
+        [
+            *stories,
+            "If it only needs more time, raise the limit: elastic=ElasticConfig(hang_timeout_s=...). It was not tried again, "
+            "since it would take as long again.",
+        ]
+    )
 
 
 def story_of(why: str, recoveries: list[Recovery]) -> TrainingFailedError:

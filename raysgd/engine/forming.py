@@ -11,8 +11,9 @@ from typing import Any
 
 from raysgd.config import Limits
 from raysgd.engine.crew import Crew
-from raysgd.engine.failure import raise_user_error
-from raysgd.outcomes import Failed, Ok, Outcome
+from raysgd.engine.failure import raise_user_error, unfinished_story
+from raysgd.errors import WorkerStartError
+from raysgd.outcomes import Failed, Lost, Ok, Outcome
 from raysgd.progress import most_advanced
 from raysgd.protocols import Backend
 from raysgd.rendezvous import assign_seats
@@ -102,7 +103,15 @@ class Former:
             limit_s=self._limits.setup_s,
             generation=self.generation,
         )
+        self._refuse_unfinished(outcomes)
         return self._all_ok(outcomes)
+
+    def _refuse_unfinished(self, outcomes: dict[str, Outcome]) -> None:
+        """User code that does not end while workers are set up is not tried twice: it would take as long again."""
+        stories = [each.cause for each in outcomes.values() if isinstance(each, Lost) and each.reason == "hang"]
+        guilty = [story for story in stories if not story.startswith("waited")]
+        if guilty:
+            raise WorkerStartError(unfinished_story(guilty))
 
     def _meet(self, workers: Sequence[str]) -> bool:
         self.generation += 1
@@ -136,6 +145,7 @@ class Former:
             generation=self.generation,
             on_trouble=lambda: self.interrupt(fresh),
         )
+        self._refuse_unfinished(outcomes)
         return self._all_ok(outcomes)
 
     def _ask(self, workers: Sequence[str], verb: str, arguments: dict[str, Any], limit_s: float) -> dict[str, Outcome]:

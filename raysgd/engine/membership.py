@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from raysgd.config import ElasticConfig, Limits
 from raysgd.engine.crew import Crew
+from raysgd.engine.failure import unfinished_story
 from raysgd.engine.ledger import Ledger
 from raysgd.engine.recruiter import Recruiter
 from raysgd.engine.standing import Standing
-from raysgd.errors import ResourceError
+from raysgd.errors import ResourceError, WorkerStartError
 from raysgd.outcomes import Ok
 from raysgd.snapshot import Snapshot
 from raysgd.workers.blob import Blob
@@ -67,7 +68,7 @@ class Membership:
             self._recruiter.dismiss_all()
         self._recruiter.look_at_once()
         started = self._crew.clock()
-        said = False
+        said, self._recruiter.stuck = False, ""
         while len(self._recruiter.ready) < self.missing:
             self._recruiter.look(self.missing)
             self._crew.pump(0.1)
@@ -75,6 +76,9 @@ class Membership:
             lacking = self.missing - len(self._recruiter.ready)
             if lacking <= 0:
                 break
+            if self._recruiter.stuck and self._recruiter.starting == 0:
+                self._crew.target = len(seated)
+                raise WorkerStartError(unfinished_story([self._recruiter.stuck]))
             if waited > self._limits.start_s:
                 story = self._standing.shortage(lacking)
                 self._crew.target = len(seated)

@@ -10,11 +10,12 @@ from typing import NoReturn
 from raysgd.config import ElasticConfig, Limits
 from raysgd.elastic import GiveUp, Observation, Rejoin, Restart, Situation, backoff, decide
 from raysgd.engine.crew import Crew, Member
-from raysgd.engine.failure import raise_user_error, story_of
+from raysgd.engine.failure import raise_user_error, story_of, unfinished_story
 from raysgd.engine.ledger import PLANNED, Ledger
 from raysgd.engine.membership import Membership
 from raysgd.engine.recruiter import Recruiter
 from raysgd.engine.standing import Standing
+from raysgd.errors import WorkerStartError
 from raysgd.outcomes import DATA_LOADER
 from raysgd.progress import Progress, most_advanced
 from raysgd.snapshot import Snapshot
@@ -59,7 +60,7 @@ class Recoverer:
             seen = replace(seen, detail=f"rank {culprit.rank} on node {culprit.node[:8]}: {seen.detail}")
         case = _Case(seen, furthest, len(seated) if world is None else world, since, mark)
         self._standing.up = False
-        self._recruiter.failure = None
+        self._recruiter.failure, self._recruiter.stuck = None, ""
         while not self._standing.up:
             self._bury(case)
             survivors = self._survivors()
@@ -102,6 +103,8 @@ class Recoverer:
         failure, alone = self._recruiter.failure, not survivors and not self._recruiter.ready
         if failure is not None and alone and self._recruiter.starting == 0:
             raise_user_error(failure, Member("a fresh worker"))
+        if self._recruiter.stuck and alone and self._recruiter.starting == 0:
+            raise WorkerStartError(unfinished_story([self._recruiter.stuck]))
         if case.tries > self._elastic.max_attempts:
             self._give_up(f"{case.tries} tries to form a group again failed, one after the other", case)
 

@@ -38,6 +38,7 @@ class Recruiter:
         self._warming: dict[str, int] = {}
         self.ready: list[str] = []
         self.failure: Failed | None = None
+        self.stuck = ""  # of the newest one whose set-up did not end
         self._ready_at = 0.0
         self._look_at = 0.0
         self._pause_s = LOOK_EVERY_S
@@ -75,7 +76,7 @@ class Recruiter:
             self._launched[worker] = self._crew.clock()
         if not self._in_place:
             self._ready_at = self._crew.clock()
-        self.failure = None
+        self.failure, self.stuck = None, ""
 
     def tick(self) -> None:
         for worker in [*self._launched, *self._doubted, *self._warming, *self.ready]:
@@ -105,7 +106,8 @@ class Recruiter:
                 self.failure = outcome if isinstance(outcome, Failed) else None
                 self._drop(worker, f"its set-up failed: {story}")
             elif self._crew.clock() - self._crew.members[worker].moved_at > self._setup_s:
-                self._drop(worker, f"its set-up did not end within {self._setup_s:.0f} s")
+                self.stuck = next(iter(self._crew.stuck([worker], "warm", self._setup_s).values()), "")
+                self._drop(worker, self.stuck or "it finished its set-up only after the limit")
             else:
                 self._crew.end_if_silent(worker, "warm")
 

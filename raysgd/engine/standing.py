@@ -54,11 +54,12 @@ class Standing:
             workers = self._crew.launch(count)
             if self._arrive(workers, lacking) and self.form(workers):
                 return
-            logger.warning("a worker died during start-up (attempt %d of %d)", attempt, ATTEMPTS)
+            causes = [self._crew.lost(m).cause for m in self._crew.fallen() if m.worker in workers]
+            logger.warning("a worker died during start-up (attempt %d of %d): %s", attempt, ATTEMPTS, "; ".join(causes))
             for worker in workers:
                 self._crew.dismiss(worker)
         raise WorkerStartError(
-            f"workers died {ATTEMPTS} times during start-up, before or in `setup`; "
+            f"workers died {ATTEMPTS} times during start-up, before or in `setup` ({'; '.join(causes)}); "
             "their last words are in Ray's logs (out of memory, or a crash in native code?)"
         )
 

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 DRIVER_GONE = 78
+DEEPEST = 100  # frames of a stack: an import alone can have dozens
 
 CONNECT_S = 30.0
 # For the driver to take a control message, or any few MB of a larger one: it may be suspended for a while.
@@ -177,7 +178,7 @@ class Line:
     def _stack(self) -> list[str]:
         """The training thread's frames, innermost first."""
         frame = sys._current_frames().get(self._main)
-        return [f"{f.filename}:{f.lineno} {f.name}" for f in reversed(traceback.extract_stack(frame))][:20]
+        return [f"{f.filename}:{f.lineno} {f.name}" for f in reversed(traceback.extract_stack(frame))][:DEEPEST]
 
     def _where(self) -> dict[str, Any]:
         return {"phase": self.control.phase, "batch": self.control.batch}

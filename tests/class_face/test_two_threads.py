@@ -100,7 +100,7 @@ def test_many_threads_at_once_never_share_an_epoch(trainer: TorchTrainer) -> Non
 
 
 def test_a_call_that_failed_leaves_the_trainer_free(trainer: TorchTrainer) -> None:
-    with pytest.raises(Exception, match="lambda|cannot|broken|division"):
+    with pytest.raises(Exception, match="division by zero"):
         trainer.apply_all_operators(lambda operator: 1 / 0)
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(trainer.train).result(timeout=60)["num_samples"] == 2 * BATCHES

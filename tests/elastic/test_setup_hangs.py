@@ -1,0 +1,210 @@
+"""A set-up that does not end is named with its limit, rank, node and stack, and is not tried twice; one of a replacement
+does not stop the others."""
+
+import ctypes
+import logging
+import os
+import signal
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import ElasticConfig, WorkerStartError
+from raysgd.torch import TorchTrainer
+from raysgd.train import Trainer
+from raysgd.train import elastic as elastic_state
+from tests.faults import Ground, LedgerOperator
+from tests.torch.small import Line
+
+pytestmark = pytest.mark.elastic
+
+# What needs a whole set-up of torch gets more time: its imports alone can take many seconds on a busy machine.
+LIMIT_S, SHORT_S = 20.0, 3.0
+SHORT = ElasticConfig(hang_timeout_s=SHORT_S)
+SOAK = bool(os.environ.get("RAYSGD_SOAK"))
+
+
+def note(folder: str, what: str) -> None:
+    (Path(folder) / f"{what}-{uuid.uuid4().hex[:8]}").touch()
+
+
+def noted(folder: Path, what: str) -> int:
+    return len(list(folder.glob(f"{what}-*")))
+
+
+def never_ends() -> None:
+    time.sleep(3600)
+
+
+def holds_the_interpreter() -> None:
+    """As native code does that forgets to give Python's lock away."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
+class Stuck(Line):
+    """Its set-up does not end on rank 1."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        note(config["notes"], f"rank{self.world_rank}")
+        if self.world_rank == 1:
+            config["wait"]()
+        torch.distributed.barrier()
+
+
+class Unpickled:
+    """Takes for ever to be made again, as a class does whose module takes for ever to be imported."""
+
+    def __reduce__(self) -> Any:
+        return never_ends, ()
+
+
+def start(notes: Path, limit_s: float = SHORT_S, **arguments: Any) -> str:
+    """The error of a trainer that cannot start."""
+    config = {"notes": str(notes), **arguments.pop("config", {})}
+    given: dict[str, Any] = {"training_operator_cls": Line, "num_workers": 2, "timeout_s": limit_s, "elastic": SHORT}
+    began = time.monotonic()
+    with pytest.raises(WorkerStartError) as caught:
+        TorchTrainer(**{**given, **arguments}, config=config)
+    assert time.monotonic() - began > SHORT_S
+    return str(caught.value)
+
+
+def check(text: str, function: str, *, rank: int = 1, limit_s: float = SHORT_S) -> None:
+    assert f"rank {rank} on node " in text and f"within {limit_s:g} s" in text, text
+    assert f"{function}" in text and Path(__file__).name in text, f"the stack of the user's code: {text}"
+    assert "hang_timeout_s" in text and "not tried again" in text, text
+    assert "actor.py" not in text and "body.py" not in text, f"our own frames are left out: {text}"
+
+
+def test_in_setup_of_one_rank(ray_cluster: None, tmp_path: Path) -> None:
+    text = start(tmp_path, training_operator_cls=Stuck, config={"wait": never_ends})
+    check(text, "never_ends")
+    assert "rank 0" not in text, "the rank that only waited for it is not named"
+    assert (noted(tmp_path, "rank0"), noted(tmp_path, "rank1")) == (1, 1), "it was tried twice"
+
+
+def test_in_setup_that_holds_the_interpreter(ray_cluster: None, tmp_path: Path) -> None:
+    text = start(tmp_path, 60.0, training_operator_cls=Stuck, config={"wait": holds_the_interpreter})
+    assert "rank 1 on node " in text and "does not answer" in text and "interpreter lock" in text, text
+    assert noted(tmp_path, "rank1") == 1
+
+
+def test_in_the_initialization_hook(ray_cluster: None, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+
+    def hook() -> None:
+        note(folder, "hook")
+        never_ends()
+
+    text = start(tmp_path, initialization_hook=hook)
+    check(text, "never_ends", rank=0)
+    check(text, "never_ends", rank=1)
+    assert "the initialization hook" in text and noted(tmp_path, "hook") == 2
+
+
+def test_while_the_class_is_imported(ray_cluster: None, tmp_path: Path) -> None:
+    check(start(tmp_path, config={"value": Unpickled()}), "never_ends")
+
+
+class Remote:
+    def __init__(self) -> None:
+        never_ends()
+
+
+def test_of_functions(ray_cluster: None, tmp_path: Path) -> None:
+    for given in ({"train_cls": Remote}, {"initialization_hook": never_ends}):
+        trainer = Trainer("torch", num_workers=1, logdir=tmp_path, elastic=SHORT)
+        with pytest.raises(WorkerStartError) as caught:
+            trainer.start(**given)  # type: ignore[arg-type]
+        check(str(caught.value), "never_ends", rank=0)
+
+
+def until_over(config: dict[str, Any]) -> None:
+    """Commits ten times a second until the file `over` is there."""
+    state = elastic_state({"steps": 0})
+    while not (Path(config["notes"]) / "over").exists():
+        state["steps"] += 1
+        time.sleep(0.1)
+        state.commit()
+
+
+def test_of_a_replacement_it_does_not_stop_a_function(
+    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = str(tmp_path)
+
+    def hook() -> None:
+        note(folder, "hook")
+        if noted(Path(folder), "hook") > 2:
+            never_ends()
+
+    limit_s = 8.0
+    trainer = Trainer("torch", num_workers=2, logdir=tmp_path / "log", elastic=ElasticConfig(hang_timeout_s=limit_s))
+    trainer.start(hook)
+    with trainer, ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING, logger="raysgd"):
+        pids = trainer.worker_group.execute(os.getpid)
+        running = pool.submit(trainer.run, until_over, {"notes": folder})
+        try:
+            time.sleep(1.0)
+            os.kill(pids[1], signal.SIGKILL)
+            deadline = time.monotonic() + 120
+            while not (dropped := [m for m in map(str, caplog.messages) if "did not finish its set-up" in m]):
+                assert time.monotonic() < deadline and not running.done()
+                time.sleep(0.1)
+        finally:
+            (tmp_path / "over").touch()
+        assert running.result(timeout=60) == [None], "the other rank went on"
+        assert [each.reason for each in trainer.recoveries] == ["worker death"]
+    assert "a replacement worker on node" in dropped[0] and f"within {limit_s:g} s" in dropped[0]
+    assert "never_ends" in dropped[0] and Path(__file__).name in dropped[0]
+
+
+class StuckReplacement(LedgerOperator):
+    """Set-ups after the first two never end, as long as the file `stuck` is there."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        note(config["notes"], "setup")
+        if noted(Path(config["notes"]), "setup") > 2 and (Path(config["notes"]) / "stuck").exists():
+            never_ends()
+        super().setup(config)
+
+
+@pytest.mark.skipif(not SOAK, reason="takes minutes; the larger version of the test before")
+def test_of_a_replacement_it_does_not_end_training(
+    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "stuck").touch()
+    config = {"notes": str(tmp_path), "samples": 4000, "pace": 0.1}
+    given = {"num_workers": 2, "timeout_s": LIMIT_S, "elastic": SHORT, "operator": StuckReplacement}
+    ground = Ground(tmp_path / "marks", config=config, **given)
+    trainer = ground.trainer
+    try:
+        os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
+        with caplog.at_level(logging.WARNING, logger="raysgd"):
+            while not any("did not finish its set-up" in message for message in caplog.messages):
+                trainer.train(num_steps=10)
+            trainer.train()
+        ground.assert_epoch_exact()
+        assert [each.reason for each in trainer.recoveries] == ["worker death"]
+        dropped = [r.getMessage() for r in caplog.records if "did not finish its set-up" in r.getMessage()]
+        assert dropped and "a replacement worker on node" in dropped[0] and f"within {LIMIT_S:g} s" in dropped[0]
+        assert "never_ends" in dropped[0] and Path(__file__).name in dropped[0]
+        # Who asks for it gets the same as an error, and the group stays as it was.
+        with pytest.raises(WorkerStartError, match="a replacement worker on node"):
+            trainer.resize(2)
+        assert trainer.world_size == 1 and trainer.validate()["num_samples"] == 50
+        # With nobody left, only the set-up stands in the way: that ends the call, and nothing is lost.
+        os.kill(trainer.apply_all_workers(os.getpid)[0], signal.SIGKILL)
+        with pytest.raises(WorkerStartError, match="a replacement worker on node"):
+            trainer.train()
+        (tmp_path / "stuck").unlink()
+        trainer.apply_all_operators(lambda operator: operator.config.update(pace=0.0))
+        trainer.train()
+        ground.assert_epoch_exact()
+    finally:
+        trainer.shutdown()
