@@ -1,5 +1,5 @@
-"""Files that are on the disk, and not only in the system's memory, when they are said to be; and drafts that a killed
-process left behind."""
+"""Files that are on the disk, and not only in the system's memory, when they are said to be; and the files and folders
+that killed processes left behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import hashlib
 import io
 import logging
 import os
+import shutil
 import time
+import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ try:
 except ImportError:  # not on Windows, where drafts of killed processes stay
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["DurableFile", "host_mark", "open_locked", "remove_abandoned"]
+__all__ = ["DurableFile", "host_mark", "open_locked", "own_folder", "remove_abandoned"]
 
 logger = logging.getLogger("raysgd")
 
@@ -102,39 +104,60 @@ def open_locked(path: Any, flags: int, mode: int) -> int:
     """Create a draft and lock it for as long as it is open. Return its descriptor."""
     while True:
         descriptor = os.open(path, flags, mode)
-        try:
-            if fcntl is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:  # then no other process can lock it either, and none will remove it
-            logger.debug("%s cannot be locked: %s", path, error)
+        if _locked(descriptor, path):
             return descriptor
+        os.close(descriptor)
+
+
+def own_folder(parent: Path, name: str) -> Path:
+    """Create a folder that belongs to this process and its forks. Delete those of processes that have ended."""
+    begin = f"{name}-{host_mark()}-"
+    for found in os.listdir(parent):
+        if found.startswith(begin):
+            _remove_unlocked(parent / found)
+    while True:
+        folder = parent / f"{begin}{uuid.uuid4().hex[:8]}"
+        folder.mkdir(mode=0o700)
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
-                return descriptor
-        os.close(descriptor)  # another process took it for abandoned before it was locked
+            descriptor = os.open(folder, os.O_RDONLY)  # it stays open, and locked, until the process ends
+            if _locked(descriptor, folder):
+                return folder
+            os.close(descriptor)
+
+
+def _locked(descriptor: int, path: Any) -> bool:
+    """Lock what was just created; False if another process took it for abandoned, and deleted it, before."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+    except OSError as error:  # then no other process can lock it either, and none will delete it
+        logger.debug("%s cannot be locked: %s", path, error)
+        return True
 
 
 def remove_abandoned(folder: Path, name: str) -> None:
     """Delete drafts `.name.host.*.tmp` of processes that ended before they could. Such a draft was made on this running
     system, so its lock would show here if its process were alive; and nothing was written to it for an hour."""
-    host = host_mark()
-    if fcntl is None or not host:
-        return
-    begin = f".{name}.{host}."
+    begin = f".{name}.{host_mark()}."
     for found in os.listdir(folder):
         if found.startswith(begin) and found.endswith(".tmp"):
-            _remove_if_abandoned(folder / found)
+            _remove_unlocked(folder / found, older_than_s=ABANDONED_S)
 
 
-def _remove_if_abandoned(draft: Path) -> None:
+def _remove_unlocked(path: Path, *, older_than_s: float = 0.0) -> None:
+    if fcntl is None or not host_mark():
+        return
     try:
-        descriptor = os.open(draft, os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW if path.is_dir() else os.O_RDWR | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.fstat(descriptor).st_mtime > ABANDONED_S:
-                draft.unlink()
-                logger.info("deleted %s, which an earlier process left behind when it was killed", draft)
+            if time.time() - os.fstat(descriptor).st_mtime >= older_than_s:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                logger.info("deleted %s, which an earlier process left behind when it was killed", path)
         finally:
             os.close(descriptor)
     except OSError as error:  # it is in use, or another user's, or was renamed this very moment
-        logger.debug("%s was left where it is: %s", draft, error)
+        logger.debug("%s was left where it is: %s", path, error)

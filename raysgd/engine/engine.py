@@ -103,7 +103,7 @@ class Engine:
         rules: Any = {"elastic": elastic, "limits": limits, "in_place": backend.in_place}
         self._membership = Membership(*tools, self._ledger, **rules)
         self._recoverer = Recoverer(*tools, self._membership, self._ledger, jitter=jitter, **rules)
-        self._active, self._reached = True, Progress()
+        self._active, self._ended, self._reached = True, False, Progress()
         self._guard = CallGuard()
         self._calls = 0
         self._snapshot_is_stale = True
@@ -119,17 +119,33 @@ class Engine:
             raise
 
     def stop(self, *, force: bool = False) -> None:
-        """Ends every worker. A second call is fine; a call that is running in another thread ends with an error."""
-        if not self._active:
+        """End every worker. A second call is fine, and finishes what Ctrl-C kept the first one from doing; a call that is
+        running in another thread ends with an error."""
+        if self._ended:
             return
         self._end_call_elsewhere()
-        self._reached, self._active = self.progress, False
+        if self._active:
+            self._reached, self._active = self.progress, False
+        else:
+            force = True
         try:
             if not force and self._standing.up:
                 self._crew.ask(self._crew.seated(), "close", {}, limit_s=CLOSE_S)
         finally:
+            try:
+                self._end_group(force)
+            except KeyboardInterrupt:  # no worker must stay, because its resources would stay taken
+                self._end_group(force)
+                raise
+
+    def _end_group(self, force: bool) -> None:
+        try:
             self._backend.plan([])
             self.group.stop(force=force)
+        except Exception:
+            self._ended = True
+            raise
+        self._ended = True
 
     def _end_call_elsewhere(self) -> None:
         claim = self._guard.elsewhere()

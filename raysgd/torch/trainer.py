@@ -263,13 +263,15 @@ class TorchTrainer:
 
     def shutdown(self, force: bool = False) -> None:
         """Ends the workers, after saves in the background. A second call is fine; any other call afterwards is an error."""
-        if not force:
-            self._checkpoints.finish()
         try:
-            self._engine.stop(force=force)
-            self._checkpoints.abandon()
-        finally:
-            self._calls.end()
+            if not force:
+                self._checkpoints.finish()
+        finally:  # Ctrl-C may end the wait for the saves
+            try:
+                self._engine.stop(force=force)
+                self._checkpoints.abandon()
+            finally:
+                self._calls.end()
         if not force:
             self._checkpoints.raise_failed()
 

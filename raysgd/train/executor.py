@@ -133,11 +133,12 @@ class BackendExecutor:
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        self._stop_run(engine, InactiveWorkerGroupError("the workers were shut down while the function ran"))
         try:
-            self._backend.on_shutdown(self._group, self._config)
-        except Exception as error:
-            logger.warning("%s.on_shutdown failed: %s", type(self._backend).__name__, error)
+            self._stop_run(engine, InactiveWorkerGroupError("the workers were shut down while the function ran"))
+            try:
+                self._backend.on_shutdown(self._group, self._config)
+            except Exception as error:
+                logger.warning("%s.on_shutdown failed: %s", type(self._backend).__name__, error)
         finally:
             self._group = None
             engine.stop()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing.util
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from raysgd.durable import own_folder
 from raysgd.errors import described
 from raysgd.outcomes import Failed, Ok, Outcome
 from raysgd.protocols import Backend
@@ -36,8 +39,7 @@ class WorkerActor:
         self._line.control.upload = self._line.upload
         self._line.control.deliver = self._line.deliver
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        # Data-loader processes that are forked inherit this process's temporary folder instead of each making its own.
-        os.register_at_fork(before=multiprocessing.util.get_temp_dir)
+        os.register_at_fork(before=_share_temporary_folder)
         self._line.on_end = _remove_temporary_folder
         _end_forks_with_this_process()
 
@@ -70,9 +72,16 @@ class WorkerActor:
         self._line.notice()
 
 
+def _share_temporary_folder() -> None:
+    """Give this process the folder in which `multiprocessing` keeps its sockets; its data-loader processes inherit it. Without
+    it each of them makes one, which Python removes only if that process is not killed."""
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is None:
+        config["tempdir"] = str(own_folder(Path(tempfile.gettempdir()), "raysgd-worker"))
+
+
 def _remove_temporary_folder() -> None:
-    """Remove the folder in which `multiprocessing` keeps its sockets. Python does so only in a process that ends by itself,
-    and this one is about to be killed, its data-loader processes with it."""
+    """Remove that folder: this process is about to be killed, and its data-loader processes with it."""
     folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if folder:
         shutil.rmtree(folder, ignore_errors=True)

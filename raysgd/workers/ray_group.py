@@ -211,13 +211,14 @@ class RayGroup:
 
     def dismiss(self, worker: str, *, force: bool = False) -> None:
         """Ends a worker that is not needed any more. Frees its resources at once."""
-        handle = self._handles.pop(worker, None)
+        handle = self._handles.get(worker)
         if handle is None:
             return
         import ray
 
         self._board.hang_up(worker)
         ray.kill(handle.actor)
+        self._handles.pop(worker, None)  # last, so that Ctrl-C on the way leaves no worker that nobody knows
 
     def stop(self, *, force: bool = False) -> None:
         for worker in list(self._handles):

@@ -5,10 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
+
+from raysgd.errors import CheckpointError
+from tests.faults import Ground, LedgerOperator
 
 pytestmark = pytest.mark.elastic
 
@@ -18,6 +24,7 @@ import ray
 ray.init(address='local', num_cpus=4, include_dashboard=False, log_to_driver=False)
 from collections import Counter
 from pathlib import Path
+from raysgd.errors import CheckpointError
 from tests.faults import Ground
 
 ground = Ground(Path(sys.argv[1]), num_workers=2, config={"samples": 2000, "pace": 0.02})
@@ -72,3 +79,61 @@ def _alive(pid: int) -> bool:
         return b"State:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
     except FileNotFoundError:
         return False
+
+
+def test_ctrl_c_in_a_shutdown_leaves_no_worker(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script lives on, as a notebook does: workers that stayed would hold their CPUs until it ends."""
+    ground = Ground(tmp_path / "marks", num_workers=2)
+    pids = ground.trainer.apply_all_workers(os.getpid)
+    kill, calls = ray.kill, []
+
+    def pressed(actor: object) -> None:
+        calls.append(actor)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        kill(actor)
+
+    monkeypatch.setattr(ray, "kill", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        ground.trainer.shutdown()
+    _await_end(pids)
+    ground.trainer.shutdown()
+
+
+def test_ctrl_c_in_the_wait_for_a_save_ends_the_workers(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ground = Ground(tmp_path / "marks", num_workers=2, operator=SlowToSave)
+    pids = ground.trainer.apply_all_workers(os.getpid)
+    ground.trainer.save(tmp_path / "a.pt", blocking=False)
+    with pytest.raises(KeyboardInterrupt), ground.trainer:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    _await_end(pids)
+    with pytest.raises(CheckpointError, match=r"the save to .*a.pt in the background failed"):
+        ground.trainer.shutdown()
+    assert not [path.name for path in tmp_path.iterdir() if path.name != "marks"]
+
+
+class Slow:
+    """Takes its time to be written."""
+
+    def __deepcopy__(self, memo: object) -> "Slow":
+        return self
+
+    def __reduce__(self) -> tuple[type[int], tuple[()]]:
+        time.sleep(30)
+        return int, ()
+
+
+class SlowToSave(LedgerOperator):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": Slow()}
+
+
+def _await_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(_alive(pid) for pid in pids)

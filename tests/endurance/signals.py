@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.faults import Ground
 
-__all__ = ["PHASES", "Ended", "Moment", "disturb", "moments"]
+__all__ = ["ENDS_WITHIN_S", "PHASES", "RAY_AGENTS", "Ended", "Moment", "disturb", "moments"]
 
 DRIVER = Path(__file__).with_name("driver.py")
 PHASES = ("ray", "start", "train", "validate", "save", "background", "growth", "recovery", "shutdown")
@@ -28,6 +28,9 @@ LASTS_S = {"ray": 3.0, "start": 6.0, "train": 1.0, "validate": 0.3, "save": 0.15
 LASTS_S |= {"recovery": 4.0, "shutdown": 1.0}
 STARTS_WITHIN_S = 240.0
 ENDS_WITHIN_S = 60.0
+# Processes of Ray's own. They stay when a signal ends the driver while Ray itself shuts down, also without raysgd.
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+AGENTS_S = 10.0
 MARK = "RAYSGD_TEST_RUN"
 
 
@@ -168,9 +171,12 @@ class _Processes:
         self._thread.join()
         began = time.monotonic()
         while (alive := self.alive()) and time.monotonic() - began < ENDS_WITHIN_S:
+            waited = time.monotonic() - began
+            if waited > AGENTS_S and all(name.startswith(RAY_AGENTS) for name in alive.values()):
+                break
             time.sleep(0.1)
         ended.all_s = ended.seconds + time.monotonic() - began
-        ended.left = sorted(alive.values())
+        ended.left = sorted(name.strip() for name in alive.values())
         for process in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.background import Background
-from tests.endurance.signals import ENDS_WITHIN_S, Ended, Moment, disturb, moments
+from tests.endurance.signals import ENDS_WITHIN_S, RAY_AGENTS, Ended, Moment, disturb, moments
 
 pytestmark = [pytest.mark.elastic, pytest.mark.slow]
 
@@ -24,11 +24,21 @@ def run(background: Background, moment: Moment) -> Ended:
 def test_nothing_is_left(outcome: Callable[[], Ended], moment: Moment) -> None:
     ended = outcome()
     assert ended.status is not None, f"the driver did not end within {ENDS_WITHIN_S:g} s: {ended}"
-    assert not ended.left, ended
-    assert not ended.drafts and not ended.temporary and not ended.shared_memory, ended
+    left = ended.left
+    if "DONE" in ended.output:  # the signal came in Ray's own shutdown, which may leave these
+        left = [name for name in left if not name.startswith(RAY_AGENTS)]
+    assert not left, ended
+    assert not ended.drafts and not ended.shared_memory, ended
+    # A worker that is killed leaves one folder, which the next worker on that machine removes. Ray kills them when the driver
+    # ends without a shutdown, and the driver itself kills one in its last round.
+    shut_down = moment.number == signal.SIGINT and moment.again_s is None
+    killed = not shut_down or moment.phase in ("recovery", "shutdown")
+    assert all(killed and name.startswith("raysgd-worker-") for name in ended.temporary), ended
     if "SAVED" in ended.output:
         assert ended.checkpoint == "exact", ended
     else:
         assert ended.checkpoint in ("none", "exact"), ended
+    if moment.number == signal.SIGINT and ended.status != 0:
+        assert "KeyboardInterrupt" in ended.errors or ended.status == -signal.SIGINT, ended
     if "CAUGHT" in ended.output:
         assert "USABLE" in ended.output.splitlines(), ended

@@ -1,0 +1,58 @@
+"""Create, train, save, lose a worker, shut down, again and again in one driver: nothing grows."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.background import Background
+
+pytestmark = [pytest.mark.elastic, pytest.mark.slow]
+
+SOAK = bool(os.environ.get("RAYSGD_SOAK"))
+SCRIPT = Path(__file__).with_name("cycles.py")
+SETTLED = (
+    10 if SOAK else 3
+)  # cycles until what is made once is there: Ray's connections, imports, the allocator's memory
+KINDS = ["torch:100", "function:20", "tensorflow:5"] if SOAK else ["torch:8", "function:4"]
+# Ray itself keeps some 50 kB for each actor that has lived, and the C library does not give all freed memory back.
+MEMORY_KB = 400.0 if SOAK else 8000.0
+
+Row = dict[str, Any]
+
+
+def run(background: Background) -> list[Row]:
+    done = background.run(str(SCRIPT), *KINDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.script(run=run)
+def test_nothing_grows(outcome: Callable[[], list[Row]]) -> None:
+    rows = outcome()
+    for row in rows:
+        assert (row["workers"], row["actors"], row["objects"], row["shared_memory"]) == (0, 0, {}, []), row
+        # Of the worker that the cycle itself killed; the next one on that machine removes it.
+        assert len(row["temporary"]) <= 1, row
+        assert set(row["files"]) <= {"checkpoint.pt", "checkpoint", "runs"}, row
+    for kind in KINDS:
+        kind, _, count = kind.partition(":")
+        mine = [row for row in rows if row["kind"] == kind]
+        assert len(mine) == int(count)
+        early, late = mine[:SETTLED], mine[SETTLED:]
+        for name in ("descriptors", "sockets", "listening", "threads") if late else ():
+            most = max(row[name] for row in early)
+            # Ray's own threads and connections come and go, so one or two more are no growth.
+            assert late[-1][name] <= most + 2, (kind, name, [row[name] for row in mine])
+    memory = [row["rss_kb"] for row in rows if row["kind"] == "torch"][SETTLED:]
+    assert slope(memory) < MEMORY_KB, memory
+
+
+def slope(values: list[float]) -> float:
+    """Of the line through them that has the least squares."""
+    middle, mean = (len(values) - 1) / 2, sum(values) / len(values)
+    over = sum((at - middle) * (value - mean) for at, value in enumerate(values))
+    return over / sum((at - middle) ** 2 for at in range(len(values)))

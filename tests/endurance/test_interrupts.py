@@ -1,0 +1,30 @@
+"""Ctrl-C at any moment of a trainer's call reaches the script, and the trainer can be used afterwards: no sample is lost or doubled."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.background import Background
+
+pytestmark = [pytest.mark.elastic, pytest.mark.slow]
+
+SCRIPT = Path(__file__).with_name("interrupts.py")
+COUNT, SEED = ("300", "7") if os.environ.get("RAYSGD_SOAK") else ("20", "1")
+
+
+def run(background: Background) -> tuple[dict[str, Any], str]:
+    done = background.run(str(SCRIPT), str(background.folder()), COUNT, SEED)
+    facts = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
+    assert facts, done.stdout + done.stderr
+    return json.loads(facts[0].removeprefix("FACTS ")), done.stdout
+
+
+@pytest.mark.script(run=run)
+def test_the_trainer_stays_usable(outcome: Callable[[], tuple[dict[str, Any], str]]) -> None:
+    facts, output = outcome()
+    assert facts["hits"] >= int(COUNT) // 5, output
+    assert (facts["wrong"], facts["failures"], facts["left"]) == (0, [], []), output
