@@ -23,12 +23,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+S = TypeVar("S")
+
+
+def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Let one thread at a time be in the methods that have this decorator, of one trainer. Others get a TrainerBusyError."""
 
     @functools.wraps(method)
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._engine.claim(f"{method.__name__}()"):
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        trainer: Any = self
+        with trainer._engine.claim(f"{method.__name__}()"):
             return method(self, *args, **kwargs)
 
     return call

@@ -193,7 +193,8 @@ def _formatted(error: BaseException) -> str:
 
 def portable(error: BaseException) -> BaseException:
     """Return the error itself if it survives a journey; else one of its type that does; else a RuntimeError about it."""
-    for make in (lambda: error, lambda: Remade(error)):
+    makers: list[Callable[[], BaseException]] = [lambda: error, lambda: Remade(error)]
+    for make in makers:
         try:
             candidate = make()
         except Exception as raised:
