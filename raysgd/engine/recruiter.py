@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from raysgd.config import Limits
-from raysgd.engine.crew import Crew
+from raysgd.engine.crew import SILENT_S, Crew
 from raysgd.outcomes import Failed, Ok
 
 __all__ = ["Recruiter"]
@@ -106,8 +106,10 @@ class Recruiter:
                 self.failure = outcome if isinstance(outcome, Failed) else None
                 self._drop(worker, f"its set-up failed: {story}")
             elif self._crew.clock() - self._crew.members[worker].moved_at > self._setup_s:
-                self.stuck = next(iter(self._crew.stuck([worker], "warm", self._setup_s).values()), "")
-                self._drop(worker, self.stuck or "it finished its set-up only after the limit")
+                story = next(iter(self._crew.stuck([worker], "warm", self._setup_s).values()), "")
+                if self._crew.group.silent_for(worker) <= SILENT_S:
+                    self.stuck = story  # its code is stuck, and would be again; a stopped process says nothing of that
+                self._drop(worker, story or "it finished its set-up only after the limit")
             else:
                 self._crew.end_if_silent(worker, "warm")
 
