@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from raysgd import storage
 from raysgd.digest import is_sealed, sealed
@@ -80,6 +79,7 @@ def read_outline(folder: str) -> dict[str, Any]:
 
 def read(folder: str, operator: OperatorBase) -> dict[str, Any]:
     """The state, each tensor cut as this worker needs it. For an operator that it fits."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
     outline, known = _outline(folder), _index(folder)
@@ -98,7 +98,7 @@ def read(folder: str, operator: OperatorBase) -> dict[str, Any]:
     return {**outline, **{part: _filled(outline[part], tensors.__getitem__) for part in PARTS}}
 
 
-def _reason(error: CheckpointException) -> str:
+def _reason(error: Any) -> str:
     """The first rank's error: torch's text has all of them, with their tracebacks."""
     for rank, (cause, _) in sorted(error.failures.items()):
         return f"{type(cause).__name__} on rank {rank}: {cause}"
