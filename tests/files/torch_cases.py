@@ -168,13 +168,13 @@ class Bench:
     quickly: list[int]
     tally: Counter[str] = field(default_factory=Counter)
 
-    def try_file(self, data: bytes, *, trusted: bool = False) -> str:
+    def try_file(self, data: bytes, *, trusted: bool = False, gives: Any = None) -> str:
         """Load a file: what became of it. Puts the trainer back where it was when the file was taken."""
         path = self.folder / "tried.pt"
         path.write_bytes(data)
-        return self.try_path(path, trusted=trusted)
+        return self.try_path(path, trusted=trusted, gives=gives)
 
-    def try_path(self, path: Path, *, trusted: bool = False) -> str:
+    def try_path(self, path: Path, *, trusted: bool = False, gives: Any = None) -> str:
         self.tally["tried"] += 1
         try:
             self.trainer.load(path, trusted=trusted)
@@ -187,7 +187,7 @@ class Bench:
             return str(error)
         now = complete(self.trainer)
         self.back()
-        outcome = "identical" if same(now, self.after) else "silent difference"
+        outcome = "identical" if same(now, gives or self.after) else "silent difference"
         self.tally[outcome] += 1
         if outcome != "identical":  # a value of a name that nobody knows stays
             self.refresh()
