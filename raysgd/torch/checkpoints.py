@@ -219,7 +219,9 @@ class Checkpoints:
         with readable():
             files = manifest.read(folder)
         if files is None and not shard_files.is_without_manifest(folder):
-            raise CheckpointError(f"this is no whole checkpoint: {manifest.NAME}, which lists its files, is missing")
+            raise CheckpointError(
+                f"this is no whole checkpoint in parts: {manifest.NAME}, which lists its files, is missing"
+            )
         place = {"folder": str(folder.absolute())}
         if files is not None:
             self._engine.run(Job("verify_shards", {**place, "files": files}))

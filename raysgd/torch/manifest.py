@@ -49,7 +49,7 @@ def read(folder: Path) -> Files | None:
     missing, unknown = sorted(files.keys() - names), sorted(names - files.keys())
     if missing or unknown:
         raise CheckpointError(
-            f"this is no whole checkpoint: the folder has other files than {NAME} lists: missing {missing[:4] or 'none'}, "
+            f"this is no whole checkpoint in parts: the folder has other files than {NAME} lists: missing {missing[:4] or 'none'}, "
             f"unknown {unknown[:4] or 'none'}"
         )
     for name, known in files.items():

@@ -29,7 +29,7 @@ from raysgd.torch.settings import ReplicaSettings
 from raysgd.torch.sharded import gathered
 from raysgd.torch.snapshots import Snapshotter
 from raysgd.torch.tolerant import call_with
-from raysgd.torch.undo import Undo, raise_if_any_failed
+from raysgd.torch.undo import Undo
 
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
 
@@ -332,12 +332,9 @@ class TorchReplica:
     def take_over(self, state: dict[str, Any], loads: int) -> None:
         """A checkpoint's content, which fits; the user's load of that number: on all ranks, or on none. Random states are
         each rank's own."""
-        undo = self._undo()
-        try:
-            raise_if_any_failed(self._tried(state), ranks=self._seat.world_size)
-        except BaseException:
-            undo()
-            raise
+        with Undo(self).unless_all_succeed():
+            self._train = None
+            self._adopt(state)
         # The call that the checkpoint was taken in is not one of ours; and this state outranks all that was before.
         self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads
         self._val_cursor.call, self._val_cursor.ended = -1, True
@@ -345,28 +342,6 @@ class TorchReplica:
         ranks = state.get("rng") or []
         if self.rank < len(ranks):
             states.restore_random(ranks[self.rank])
-
-    def _tried(self, state: dict[str, Any]) -> Exception | None:
-        try:
-            self._train = None
-            self._adopt(state)
-        except Exception as error:
-            return error
-        return None
-
-    def _undo(self) -> Callable[[], None]:
-        """What puts all back as it is now."""
-        undo, train, feed = Undo(self.operator), self._train, self._feed
-        places = self._cursor.as_dict(), self._val_cursor.as_dict()
-        began = self._validation_began
-
-        def put_back() -> None:
-            self._train, self._feed, self._validation_began = train, feed, began
-            self._cursor.adopt(places[0])
-            self._val_cursor.adopt(places[1])
-            undo()
-
-        return put_back
 
     def seated(self, seat: Seat) -> None:
         """A new generation: fresh wrappers, a fresh deal; who was cut short forgets the batch in work."""

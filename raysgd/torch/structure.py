@@ -60,10 +60,10 @@ class _Measured:
                 parts = sum(self._unfolded[id(each)] for each in _containers(container))
                 self._unfolded[id(container)] = len(container) + 1 + parts
             elif id(inner) in open_ids:
-                raise CheckpointError("it contains itself")
+                raise CheckpointError("it has a list or dictionary that contains itself")
             elif id(inner) not in self._unfolded:
                 if len(path) >= DEEPEST:
-                    raise CheckpointError(f"it is nested in more than {DEEPEST} levels")
+                    raise CheckpointError(f"its lists and dictionaries are nested in more than {DEEPEST} levels")
                 path.append((inner, self._inner(inner)))
                 open_ids.add(id(inner))
         return self._unfolded[id(state)]

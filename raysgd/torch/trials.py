@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import types
 import warnings
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from raysgd.torch.states import completed
 
 __all__ = ["is_torchs", "try_optimizer", "try_scheduler"]
 
+logger = logging.getLogger(__name__)
+
 # Choices of how a step is computed, not of what: those of a copy without weights are its own.
 HOW = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
@@ -29,33 +32,40 @@ def is_torchs(thing: Any, package: str) -> bool:
 
 
 def try_optimizer(number: int, optimizer: Any, saved: dict[str, Any]) -> bool:
-    """Return False when this kind of optimizer cannot be tried. Raises CheckpointError when a step fails with the saved
-    state, or when the state is of other shapes than the optimizer's own."""
+    """Return whether the shapes of the state could be compared. Raises CheckpointError when they are not the optimizer's own,
+    or when a step with the saved options and state fails."""
     if not is_torchs(optimizer, "torch.optim"):
         return False
     saved = completed(saved, optimizer)
     chosen = list(_chosen(optimizer, saved))
+    parameters, states = [each for each, _ in chosen], [state for _, state in chosen]
     with _quiet():
-        try:
-            twin = _twin(optimizer, [group for group, _ in chosen], optimizer.param_groups)
-            _step(twin)
-        except Exception:
-            return False  # it needs a closure, sparse gradients, or values of tensors
-        try:
-            twin = _twin(optimizer, [group for group, _ in chosen], saved["param_groups"])
-            _step(twin)
-            expected = [dict(twin.state[parameter]) for group in twin.param_groups for parameter in group["params"]]
-            states = [state for _, state in chosen]
+        expected = _after_a_step(optimizer, parameters, saved["param_groups"], device="meta")
+        if expected is not None:
             _compare(number, expected, states)
-            _load(twin, states)
-            _step(twin)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"optimizer {number}: a step with the checkpoint's options and state fails ({type(error).__name__}: {error})"
-            ) from error
-    return True
+        if _after_a_step(optimizer, parameters, optimizer.param_groups, device="cpu") is not None:
+            try:
+                twin = _twin(optimizer, parameters, saved["param_groups"], device="cpu")
+                _load(twin, states)
+                _step(twin)
+            except Exception as error:
+                raise CheckpointError(
+                    f"optimizer {number}: a step with the checkpoint's options and state fails "
+                    f"({type(error).__name__}: {error})"
+                ) from error
+    return expected is not None
+
+
+def _after_a_step(optimizer: Any, parameters: list[Any], groups: list[Any], device: str) -> list[dict[str, Any]] | None:
+    """The state that each parameter has then; None for an optimizer that cannot be tried: it needs a closure, sparse
+    gradients, or values where there are none."""
+    try:
+        twin = _twin(optimizer, parameters, groups, device=device)
+        _step(twin)
+        return [dict(twin.state[parameter]) for group in twin.param_groups for parameter in group["params"]]
+    except Exception as error:
+        logger.debug("%s cannot be tried on a copy: %r", type(optimizer).__name__, error)
+        return None
 
 
 def _chosen(optimizer: Any, saved: dict[str, Any]) -> Iterator[tuple[tuple[int, Any], Any]]:
@@ -79,24 +89,29 @@ def _signature(state: Any) -> Any:
     )
 
 
-def _twin(optimizer: Any, chosen: list[tuple[int, Any]], groups: list[dict[str, Any]]) -> Any:
-    """An optimizer of the same class over parameters without memory, with these groups' options."""
+def _twin(optimizer: Any, chosen: list[tuple[int, Any]], groups: list[Any], device: str) -> Any:
+    """An optimizer of the same class with these groups' options: over parameters without memory, or of one value each."""
     made = []
     for place in sorted({place for place, _ in chosen}):
         options = {name: copy.deepcopy(value) for name, value in groups[place].items() if name != "params"}
         options |= {name: value for name, value in HOW.items() if name in options}
         options.pop("param_names", None)
         like = [parameter for where, parameter in chosen if where == place]
-        made.append({**options, "params": [_hollow(parameter) for parameter in like]})
+        made.append({**options, "params": [_stand_in(parameter, device) for parameter in like]})
     known = inspect.signature(type(optimizer).__init__).parameters
     defaults = {name: value for name, value in optimizer.defaults.items() if name in known and name not in HOW}
     return type(optimizer)(made, **defaults)
 
 
-def _hollow(parameter: Any) -> torch.nn.Parameter:
-    hollow = torch.nn.Parameter(torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta"))
-    hollow.grad = torch.empty_like(hollow)
-    return hollow
+def _stand_in(parameter: Any, device: str) -> torch.nn.Parameter:
+    shape = tuple(parameter.shape) if device == "meta" else _tiny(parameter.shape)
+    made = torch.nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device))
+    made.grad = torch.zeros_like(made)
+    return made
+
+
+def _tiny(shape: Any) -> tuple[int, ...]:
+    return tuple(min(length, 1) for length in shape)
 
 
 def _step(twin: Any) -> None:
@@ -106,18 +121,20 @@ def _step(twin: Any) -> None:
 def _load(twin: Any, states: list[Any]) -> None:
     content = twin.state_dict()
     content["state"] = {
-        number: {name: _weightless(value) for name, value in state.items()}
+        number: {name: _small(value) for name, value in state.items()}
         for number, state in enumerate(states)
         if state is not None
     }
     twin.load_state_dict(content)
 
 
-def _weightless(value: Any) -> Any:
-    """Without its memory, unless it is a single value."""
-    if isinstance(value, torch.Tensor) and (value.numel() != 1 or hasattr(value, "full_tensor")):
-        return torch.empty(tuple(value.shape), dtype=value.dtype, device="meta")
-    return value
+def _small(value: Any) -> Any:
+    """A single value as a copy, as the step will change it; of others, one in each dimension."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() == 1 and not hasattr(value, "full_tensor"):
+        return value.detach().clone()
+    return torch.zeros(_tiny(value.shape), dtype=value.dtype)
 
 
 def _compare(number: int, expected: list[dict[str, Any]], states: list[Any]) -> None:
@@ -155,8 +172,9 @@ def try_scheduler(number: int, scheduler: Any, saved: Any) -> None:
     with _quiet():
         try:
             _scheduler_step(_scheduler_twin(scheduler))
-        except Exception:
-            return  # it cannot be copied, or has come to its end
+        except Exception as error:  # it cannot be copied, or has come to its end
+            logger.debug("%s cannot be tried on a copy: %r", type(scheduler).__name__, error)
+            return
         try:
             twin = _scheduler_twin(scheduler)
             twin.load_state_dict(copy.deepcopy(saved))

@@ -6,29 +6,44 @@ import functools
 import os
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from raysgd.errors import CheckpointError
 from raysgd.torch import states
-from raysgd.torch.base import OperatorBase
+from raysgd.torch.cursor import Cursor
+from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.sampling import is_planned, random_sources
 from raysgd.torch.snapshots import copied
 
-__all__ = ["Undo", "raise_if_any_failed"]
+__all__ = ["Undo"]
 
 Step = Callable[[], Any]
 
 
+class Taker(Protocol):
+    """What is asked of the replica. `_train`, `_feed` and `_validation_began` are exchanged by a load, not changed."""
+
+    operator: TrainingOperator
+    _cursor: Cursor
+    _val_cursor: Cursor
+
+
+EXCHANGED = ("_train", "_feed", "_validation_began")
+
+
 class Undo:
-    """Owns a copy of the models and of the small parts of an operator's state. An optimizer's tensors are kept, not copied:
+    """Owns a copy of the models and of the small parts of a replica's state. An optimizer's tensors are kept, not copied:
     loading replaces them."""
 
-    def __init__(self, operator: OperatorBase) -> None:
+    def __init__(self, replica: Taker) -> None:
+        operator = replica.operator
         parts, precision = operator._parts, operator._precision
+        self._ranks = operator.world_size
         self._steps: list[Step] = []
         for model in parts.models:
             self._steps.append(functools.partial(model.load_state_dict, _kept_model(model.state_dict())))
@@ -39,15 +54,32 @@ class Undo:
         scaler = copied(precision.state())
         if scaler:
             self._steps.append(functools.partial(precision.load, scaler))
-        self._steps.append(_attributes(operator))
-        self._steps.append(_through_state_dict(operator))
+        self._steps += [_attributes(operator), _through_state_dict(operator)]
         if is_planned(parts.train_loader):
             for source in random_sources(parts.train_loader):
                 self._steps.append(functools.partial(source.set_state, source.get_state()))
+        for cursor in (replica._cursor, replica._val_cursor):
+            self._steps.append(functools.partial(cursor.adopt, cursor.as_dict()))
+        kept = {name: getattr(replica, name) for name in EXCHANGED}
+        self._steps.append(lambda: vars(replica).update(kept))
         self._steps.append(functools.partial(states.restore_random, states.random_state()))
 
-    def __call__(self) -> None:
-        """Put everything back. One part that fails does not keep the others from it."""
+    @contextmanager
+    def unless_all_succeed(self) -> Iterator[None]:
+        """Put everything back when what is done in here fails, on this rank or on another one. All ranks must come by."""
+        error: Exception | None = None
+        try:
+            try:
+                yield
+            except Exception as caught:
+                error = caught
+            _raise_if_any_failed(error, ranks=self._ranks)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
+        """One part that fails does not keep the others from it."""
         failed: Exception | None = None
         for step in self._steps:
             try:
@@ -61,12 +93,11 @@ class Undo:
             ) from failed
 
 
-def raise_if_any_failed(error: Exception | None, *, ranks: int) -> None:
-    """Raise on all ranks when one of them could not take the state. All of them must ask."""
+def _raise_if_any_failed(error: Exception | None, *, ranks: int) -> None:
     said: list[Any] = [None if error is None else _said(error)]
     if ranks > 1:
-        said = [None] * ranks
-        dist.all_gather_object(said, None if error is None else _said(error))
+        mine, said = said[0], [None] * ranks
+        dist.all_gather_object(said, mine)
     failed = [rank for rank, text in enumerate(said) if text is not None]
     if failed:
         where = f"rank {failed[0]}: " if ranks > 1 else ""

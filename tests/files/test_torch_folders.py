@@ -1,0 +1,248 @@
+"""Sharded checkpoints of TorchTrainer: every file in the folder is verified before the first of them is read."""
+
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import CheckpointError, digest
+from tests.files.test_torch_contents import put, reshaped, without
+from tests.files.torch_cases import SOAK, Bench, bench, complete, flipped, rich, same, seed_all, weights
+
+MANIFEST, OUTLINE, INDEX = "raysgd.json", "outline.pt", ".metadata"
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    for made in bench(tmp_path_factory.mktemp("folders")):
+        made.trainer.load(made.folder / "good.pt")
+        made.trainer.save(made.folder / "parts", sharded=True)
+        made.back()
+        assert made.try_path(made.folder / "parts", trusted=True) == "identical"
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def counts(here: Bench, request: pytest.FixtureRequest) -> Iterator[None]:
+    here.tally.clear()
+    yield
+    print("\n" + here.report(request.node.name))
+    assert not here.tally["silent difference"]
+
+
+def tried(here: Bench, change: Callable[[Path], None]) -> str:
+    """A copy of the folder, changed."""
+    folder = here.folder / "tried"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(here.folder / "parts", folder)
+    change(folder)
+    return here.try_path(folder, trusted=True)
+
+
+def names(here: Bench) -> list[str]:
+    return sorted(path.name for path in (here.folder / "parts").iterdir())
+
+
+def test_there_is_a_manifest_of_every_file(here: Bench) -> None:
+    manifest = json.loads((here.folder / "parts" / MANIFEST).read_text())
+    assert sorted([*manifest["files"], MANIFEST]) == names(here)
+    for name, known in manifest["files"].items():
+        with open(here.folder / "parts" / name, "rb") as file:
+            assert known == {"size": os.fstat(file.fileno()).st_size, "sha256": digest.file_digest(file)}
+    assert INDEX in manifest["files"] and any(name.endswith(".distcp") for name in manifest["files"])
+
+
+def test_any_flipped_bit_is_noticed_and_its_file_named(here: Bench) -> None:
+    chance = random.Random(4)
+    for name in names(here):
+        for _ in range(700 if SOAK else 60):
+
+            def flip(folder: Path, name: str = name) -> None:
+                data = (folder / name).read_bytes()
+                (folder / name).write_bytes(flipped(data, chance.randrange(8 * len(data))))
+
+            assert name in tried(here, flip) or name == MANIFEST
+    assert here.tally["rejected"] == here.tally["tried"]
+    here.next_steps_are_right()
+
+
+def test_missing_short_and_foreign_files_are_noticed(here: Bench) -> None:
+    chance = random.Random(5)
+    for name in names(here):
+        assert name in tried(here, lambda folder, name=name: (folder / name).unlink())  # type: ignore[misc]
+        assert name in tried(here, lambda folder, name=name: (folder / name).rename(folder / "x")) or name == MANIFEST  # type: ignore[misc]
+        for _ in range(20 if SOAK else 4):
+
+            def cut(folder: Path, name: str = name) -> None:
+                os.truncate(folder / name, chance.randrange((folder / name).stat().st_size))
+
+            assert name in tried(here, cut)
+    assert "unknown" in tried(here, lambda folder: (folder / "note.txt").write_text("x") and None)
+    assert "unknown" in tried(here, lambda folder: (folder / "__9_0.distcp").write_text("x") and None)
+    assert here.tally["rejected"] == here.tally["tried"]
+    here.next_steps_are_right()
+
+
+def linked(folder: Path, name: str) -> None:
+    (folder / name).rename(folder.parent / "elsewhere")
+    (folder / name).symlink_to(folder.parent / "elsewhere")
+
+
+def test_links_and_devices_in_the_folder_are_refused(here: Bench) -> None:
+    for name in names(here):
+        assert f"{name} in the folder is a link" in tried(here, lambda folder, name=name: linked(folder, name))  # type: ignore[misc]
+    assert "link" in tried(here, lambda folder: (folder / "more").symlink_to("/etc/passwd"))
+    assert "folder" in tried(here, lambda folder: (folder / "more").mkdir())
+    assert "device" in tried(here, lambda folder: os.mkfifo(folder / "more"))
+    assert here.tally["rejected"] == here.tally["tried"]
+    (here.folder / "latest").symlink_to(here.folder / "parts")
+    assert here.try_path(here.folder / "latest", trusted=True) == "identical", "the folder itself may be linked"
+
+
+WRONG_MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda manifest: [1],
+    "of another format": lambda manifest: {**manifest, "format": "x"},
+    "of a newer version": lambda manifest: {**manifest, "version": 2},
+    "without files": lambda manifest: {**manifest, "files": None},
+    "with numbers": lambda manifest: {**manifest, "files": {name: 3 for name in manifest["files"]}},
+    "without digests": lambda manifest: {**manifest, "files": {n: {"size": 1} for n in manifest["files"]}},
+    "of a parent": lambda manifest: {
+        **manifest,
+        "files": {**manifest["files"], "../good.pt": {"size": 1, "sha256": ""}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRONG_MANIFESTS)
+def test_wrong_manifests_are_refused(here: Bench, name: str) -> None:
+    def change(folder: Path) -> None:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        (folder / MANIFEST).write_text(json.dumps(WRONG_MANIFESTS[name](manifest)))
+
+    assert MANIFEST in tried(here, change)
+    assert here.tally["rejected"] == 1
+
+
+def test_deep_json_is_refused(here: Bench) -> None:
+    assert MANIFEST in tried(here, lambda folder: (folder / MANIFEST).write_text("[" * 200_000) and None)
+
+
+def described_anew(folder: Path) -> None:
+    """A manifest that is right for what is there now."""
+    files = {}
+    for path in folder.iterdir():
+        if path.name != MANIFEST:
+            with open(path, "rb") as file:
+                files[path.name] = {"size": path.stat().st_size, "sha256": digest.file_digest(file)}
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}))
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "no models": without("models"),
+    "optimizers: a number": put("optimizers")(3),
+    "a tensor that is not there": put("models", 0, "weight")({"__tensor__": "models/9/x"}),
+    "a tensor by a number": put("models", 0, "weight")({"__tensor__": 5}),
+    "a tensor less": put("models", 0, "weight")(torch.ones(3, 2)),
+    "another tensor": put("models", 0, "weight")({"__tensor__": "models/0/bias"}),
+    "exp_avg: another": put("optimizers", 0, "state", 0, "exp_avg")({"__tensor__": "optimizers/0/state/1/exp_avg"}),
+    "lr: text": put("optimizers", 0, "param_groups", 0, "lr")("x"),
+    "last_epoch: text": put("schedulers", 0, "last_epoch")("x"),
+    "offset: negative": put("position", "offset")(-1),
+    "rng: too short": reshaped("rng", 0, "torch"),
+    "operator: none": put("operator")(None),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_contents_are_refused(here: Bench, name: str) -> None:
+    def change(folder: Path) -> None:
+        outline = torch.load(folder / OUTLINE, weights_only=True)
+        torch.save(WRONG[name](outline), folder / OUTLINE)
+        described_anew(folder)
+
+    tried(here, change)
+    assert here.tally["rejected"] == 1
+    here.next_steps_are_right()
+
+
+@pytest.mark.parametrize("name", [INDEX, OUTLINE, "__0_0.distcp"])
+def test_nonsense_with_the_right_digest_is_refused(here: Bench, name: str) -> None:
+    for content in (b"", b"nonsense", bytes(5_000), (here.folder / "parts" / OUTLINE).read_bytes()):
+        if name == OUTLINE and len(content) > 5_000:
+            continue
+
+        def change(folder: Path, content: bytes = content) -> None:
+            (folder / name).write_bytes(content)
+            described_anew(folder)
+
+        tried(here, change)
+    assert here.tally["rejected"] == here.tally["tried"]
+    here.next_steps_are_right()
+
+
+def test_nothing_is_unpickled_before_all_is_verified(here: Bench, tmp_path: Path) -> None:
+    import pickle
+
+    from tests.files.test_torch_hostile import Touches
+
+    bomb = pickle.dumps(Touches("open", tmp_path / "trace"))
+    tried(here, lambda folder: (folder / INDEX).write_bytes(bomb) and None)
+    assert here.tally["rejected"] == 1 and not (tmp_path / "trace").exists()
+    with pytest.raises(CheckpointError, match="trusted=True"):
+        here.trainer.load(here.folder / "parts")
+
+
+def test_a_folder_of_before_loads_with_one_warning(here: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    folder = here.folder / "older"
+    shutil.copytree(here.folder / "parts", folder)
+    (folder / MANIFEST).unlink()
+    outline = (folder / OUTLINE).read_bytes()
+    (folder / OUTLINE).write_bytes(outline[: -digest.SEAL_BYTES - 2] + b"\0\0")
+    with caplog.at_level(logging.WARNING, "raysgd"):
+        here.trainer.load(folder, trusted=True)
+    assert same(complete(here.trainer), here.after)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and str(folder) in said[0] and "no digest" in said[0]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "raysgd"):
+        here.trainer.load(here.folder / "parts", trusted=True)
+    assert not caplog.records
+    here.back()
+
+
+def test_on_two_workers(ray_cluster: None, tmp_path: Path) -> None:
+    """Each has written a part, and each verifies some of the files."""
+    from tests.speed.test_fsdp import Layers
+
+    seed_all(1)
+    arguments: dict[str, Any] = {"operator": Layers, "parallel": "fsdp", "config": {"batch": 6}}
+    with rich(num_workers=2, scheduler_step_freq=None, **arguments) as two:
+        two.train(num_steps=2)
+        saved, folder = two.get_model().state_dict(), tmp_path / "parts"
+        two.save(folder, sharded=True)
+        two.train(num_steps=1)
+        after = two.state_dict()
+        parts = sorted(path.name for path in folder.iterdir() if path.suffix == ".distcp")
+        assert len(parts) == 2
+        for name in [*parts, INDEX, OUTLINE]:
+            whole = (folder / name).read_bytes()
+            (folder / name).write_bytes(flipped(whole, 8 * (len(whole) // 2)))
+            with pytest.raises(CheckpointError, match=f"{name} is damaged"):
+                two.load(folder, trusted=True)
+            (folder / name).write_bytes(whole)
+        now = two.state_dict()
+        assert same(
+            [now["models"], now["optimizers"], now["rng"]], [after["models"], after["optimizers"], after["rng"]]
+        )
+        two.load(folder, trusted=True)
+        assert same(dict(two.get_model().state_dict()), dict(saved))
+        assert two.train(num_steps=1)["batch_count"] == 1
+    assert weights is not None

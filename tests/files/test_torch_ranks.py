@@ -1,0 +1,146 @@
+"""Files that cannot be taken, on two workers: what one rank refuses changes none, and training goes on on both."""
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import CheckpointError
+from raysgd.torch import TorchTrainer
+from tests.files.test_torch_contents import WRONG
+from tests.files.torch_cases import (
+    SOAK,
+    Bench,
+    Rich,
+    bench,
+    complete,
+    flipped,
+    replaced,
+    rich,
+    same,
+    seed_all,
+    stored,
+    weights,
+)
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Picky(Rich):
+    """Rank 1 does not take what says so, or does not survive taking it the first time."""
+
+    def load_state_dict(self, state: Any) -> None:
+        notes = state["notes"]
+        if notes[0] == "dies" and self.world_rank == 1 and not os.path.exists(notes[1]):
+            Path(notes[1]).touch()
+            os._exit(1)
+        if notes[0] == "not on rank 1":
+            self.best = -1.0
+            with torch.no_grad():
+                self.models[0].module.weight.fill_(7.0)
+            self.optimizers[0].param_groups[0]["lr"] = 7.0
+            random.random()
+            if self.world_rank == 1:
+                raise KeyError("no")
+        super().load_state_dict({**state, "notes": ["a"] if notes[0] != "b" else notes})
+
+
+@pytest.fixture(scope="module")
+def pair(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    yield from bench(tmp_path_factory.mktemp("pair"), num_workers=2, operator=Picky)
+
+
+@pytest.fixture(autouse=True)
+def counts(pair: Bench, request: pytest.FixtureRequest) -> Iterator[None]:
+    pair.tally.clear()
+    yield
+    print("\n" + pair.report(request.node.name))
+    assert not pair.tally["silent difference"]
+
+
+def test_the_whole_file_is_taken(pair: Bench) -> None:
+    assert pair.try_path(pair.folder / "good.pt") == "identical"
+    pair.next_steps_are_right()
+
+
+def test_damage_is_noticed_by_the_driver(pair: Bench) -> None:
+    chance = random.Random(3)
+    for _ in range(1_000 if SOAK else 30):
+        pair.try_file(flipped(pair.good, chance.randrange(8 * (len(pair.good) - 1))))
+    for cut in (0, 1, 100, len(pair.good) // 2, len(pair.good) - 1):
+        pair.try_file(pair.good[:cut])
+    assert pair.tally["rejected"] == pair.tally["tried"]
+    pair.next_steps_are_right()
+
+
+SOME = ["weight: another shape", "exp_avg: another shape", "lr: text", "last_epoch: text", "offset: negative"]
+SOME += ["torch: too short", "order: samples that are not here", "operator: half"]
+
+
+def test_wrong_contents_change_no_rank(pair: Bench) -> None:
+    for name in WRONG if SOAK else SOME:
+        pair.try_file(stored(WRONG[name](pair.start)))
+    assert pair.tally["rejected"] == pair.tally["tried"]
+    pair.next_steps_are_right()
+
+
+def test_the_random_states_of_each_rank_are_checked(pair: Bench) -> None:
+    pair.try_file(stored(replaced(pair.start, ("rng", 1, "torch"), torch.zeros(3, dtype=torch.uint8))))
+    assert pair.tally["rejected"] == 1
+    pair.next_steps_are_right()
+
+
+def test_what_one_rank_cannot_take_is_put_back_on_all(pair: Bench) -> None:
+    said = pair.try_file(stored(replaced(pair.start, ("operator", "notes"), ["not on rank 1"])))
+    assert "rank 1" in said and "KeyError" in said and "load_state_dict" in said
+    pair.next_steps_are_right()
+
+
+@pytest.mark.elastic
+def test_a_worker_that_is_lost_in_a_load_does_not_divide_the_others(ray_cluster: None, tmp_path: Path) -> None:
+    """The load is done again; in the end every rank has the same state, which is the file's."""
+    seed_all(5)
+    with rich(num_workers=2, operator=Picky) as trainer:
+        trainer.train(num_steps=3)
+        saved = weights(trainer)
+        content = trainer.state_dict()
+        trainer.train(num_steps=2)
+        (tmp_path / "x.pt").write_bytes(
+            stored(replaced(content, ("operator", "notes"), ["dies", str(tmp_path / "died")]))
+        )
+        trainer.load(tmp_path / "x.pt")
+        assert (tmp_path / "died").exists() and len(trainer.recoveries) >= 1
+        assert torch.equal(weights(trainer), saved)
+        views = trainer.apply_all_operators(lambda op: [m.state_dict() for m in op._parts.models])
+        assert all(same(view, views[0]) for view in views)
+        assert trainer.train(num_steps=1)["batch_count"] == 1
+
+
+def test_a_load_that_fails_keeps_the_snapshot(ray_cluster: None, tmp_path: Path) -> None:
+    """If all workers die right after it, training goes on from what there was."""
+    seed_all(5)
+    with rich(num_workers=2, operator=Picky) as trainer:
+        trainer.train()
+        before = weights(trainer)
+        content = trainer.state_dict()
+        (tmp_path / "x.pt").write_bytes(stored(replaced(content, ("operator", "notes"), ["not on rank 1"])))
+        with pytest.raises(CheckpointError):
+            trainer.load(tmp_path / "x.pt")
+        assert torch.equal(weights(trainer), before)
+        mark = tmp_path / "all died"
+        all_die_once(trainer, mark)
+        assert torch.equal(weights(trainer), before)
+
+
+def all_die_once(trainer: TorchTrainer, mark: Path) -> None:
+    def die(operator: Any) -> None:
+        if not os.path.exists(f"{mark}{operator.world_rank}"):
+            Path(f"{mark}{operator.world_rank}").touch()
+            os._exit(1)
+
+    trainer.apply_all_operators(die)
+    assert complete(trainer)

@@ -1,0 +1,267 @@
+"""What the file suite for TorchTrainer loads into, and how it tells whether a load changed anything."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import CheckpointError, digest
+from raysgd.torch import TorchTrainer, TrainingOperator
+
+SOAK = bool(os.environ.get("RAYSGD_SOAK"))
+STEPS = 5
+
+
+class Rich(TrainingOperator):
+    """Something of everything that a checkpoint holds: buffers, two kinds of optimizers, groups, schedulers, a generator
+    for the order of samples, batches that depend on all random states, and a state of its own."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(config.get("seed", 3))
+        first, second = nn.Linear(2, 3), nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+        adam = torch.optim.Adam(
+            [{"params": [first.weight], "lr": 0.02}, {"params": [first.bias], "lr": 0.03, "weight_decay": 0.1}]
+        )
+        sgd = torch.optim.SGD(second.parameters(), lr=0.05, momentum=0.8)
+        self.models, self.optimizers, self.criterion, self.schedulers = self.register(
+            models=[first, second],
+            optimizers=[adam, sgd],
+            criterion=nn.MSELoss(),
+            schedulers=[StepLR(adam, 2), ReduceLROnPlateau(sgd)],
+        )
+        x = torch.randn(24, 2, generator=torch.Generator().manual_seed(1))
+        generator = torch.Generator().manual_seed(7)
+        data = TensorDataset(x, x.sum(1, keepdim=True))
+        self.register_data(train_loader=DataLoader(data, batch_size=4, shuffle=True, generator=generator))
+        self.best: Any = None
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        x, y = batch
+        noise = 0.01 * (random.random() + float(numpy.random.rand()))
+        loss = self.criterion(self.models[1](self.models[0](x + noise * torch.rand(x.shape))), y)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.backward(loss)
+        for optimizer in self.optimizers:
+            self.step(optimizer)
+        self.schedulers[0].step()
+        self.schedulers[1].step(1.0)
+        self.best = min(float(loss.detach()), 1e9 if self.best is None else self.best)
+        return {"num_samples": len(x), "loss": loss.detach()}
+
+    def state_dict(self) -> Any:
+        return {"best": self.best, "notes": ["a", 1.5]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.best = state["best"]
+        if not (self.best is None or isinstance(self.best, float)) or state["notes"][0] != "a":
+            raise ValueError("this is no state of mine")
+
+
+def rich(**arguments: Any) -> TorchTrainer:
+    given: dict[str, Any] = {"use_gpu": False, "scheduler_step_freq": "manual", **arguments}
+    return TorchTrainer(training_operator_cls=given.pop("operator", Rich), **given)
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def of_this_rank(operator: Any) -> Any:
+    """All that a load may change in one worker."""
+    version, internal, gauss = random.getstate()
+    kind, keys, *rest = numpy.random.get_state()
+    parts = operator._parts
+    return copy.deepcopy(
+        {
+            "models": [model.state_dict() for model in parts.models],
+            "optimizers": [optimizer.state_dict() for optimizer in parts.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in parts.schedulers],
+            "own": operator.state_dict(),
+            "global_step": operator.global_step,
+            "random": [version, list(internal), gauss, torch.get_rng_state(), kind, torch.from_numpy(keys * 1.0), rest],
+        }
+    )
+
+
+PLACE = ("step", "applied", "epoch", "offset", "ended", "stream", "parked")
+
+
+def complete(trainer: TorchTrainer) -> Any:
+    """The checkpoint's content, and each worker's own view. Without the numbers of calls, which are the trainer's own."""
+    content = trainer.state_dict()
+    for name in ("position", "validation_position", "validation_began"):
+        content[name] = {key: content[name][key] for key in PLACE}
+    return [content, *trainer.apply_all_operators(of_this_rank)]
+
+
+def fingerprint(operator: Any) -> int:
+    """The same, in one number: quick, for after each of thousands of files."""
+    parts = operator._parts
+    tensors = [value for model in parts.models for value in model.state_dict().values()]
+    values: list[Any] = [operator.global_step, operator.best, random.getstate()]
+    for optimizer in parts.optimizers:
+        saved = optimizer.state_dict()
+        values.append(repr(saved["param_groups"]))
+        tensors += [value for state in saved["state"].values() for value in state.values()]
+    for scheduler in parts.schedulers:
+        values.append(repr(scheduler.state_dict()))
+    tensors += [torch.get_rng_state(), torch.from_numpy(numpy.random.get_state()[1].astype("int64"))]
+    return hash((*values, b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)))
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        equal = isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape
+        return equal and bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, Mapping):
+        return isinstance(other, Mapping) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and (one == other or one != one)
+
+
+def weights(trainer: TorchTrainer) -> torch.Tensor:
+    return torch.cat([nn.utils.parameters_to_vector(model.parameters()) for model in trainer.get_model()]).detach()
+
+
+def stored(state: Any, *, seal: bool = True) -> bytes:
+    """A well-formed file with this content."""
+    buffer = io.BytesIO()
+    torch.save({**state, "sealed": True} if seal and isinstance(state, dict) else state, buffer)
+    return digest.sealed(buffer.getvalue()) if seal else buffer.getvalue()
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@dataclass
+class Bench:
+    """A trainer that files are tried on. `before` is its state, which a refused file must not change; `good` is the
+    file that was saved, and `after` the state that it gives. `expected` are the weights after each further step."""
+
+    trainer: TorchTrainer
+    folder: Path
+    start: dict[str, Any]
+    good: bytes
+    before: Any
+    after: Any
+    expected: list[torch.Tensor]
+    quickly: list[int]
+    tally: Counter[str] = field(default_factory=Counter)
+
+    def try_file(self, data: bytes, *, trusted: bool = False, gives: Any = None) -> str:
+        """Load a file: what became of it. Puts the trainer back where it was when the file was taken."""
+        path = self.folder / "tried.pt"
+        path.write_bytes(data)
+        return self.try_path(path, trusted=trusted, gives=gives)
+
+    def try_path(self, path: Path, *, trusted: bool = False, gives: Any = None) -> str:
+        self.tally["tried"] += 1
+        try:
+            self.trainer.load(path, trusted=trusted)
+        except CheckpointError as error:
+            self.tally["rejected"] += 1
+            assert str(path) in str(error) and len(str(error)) > len(str(path)) + 20, error
+            assert self.quick() == self.quickly, f"refused, but changed: {error}"
+            if self.tally["rejected"] % 10 == 1:
+                assert same(complete(self.trainer), self.before), f"refused, but changed: {error}"
+            return str(error)
+        now = complete(self.trainer)
+        self.back()
+        outcome = "identical" if same(now, gives or self.after) else "silent difference"
+        self.tally[outcome] += 1
+        if outcome != "identical":  # a value of a name that nobody knows stays
+            self.refresh()
+        return outcome
+
+    def refresh(self) -> None:
+        """What the trainer has now is what a refused file must not change."""
+        self.before, self.quickly = complete(self.trainer), self.quick()
+
+    def quick(self) -> list[int]:
+        return self.trainer.apply_all_operators(fingerprint)
+
+    def back(self) -> None:
+        """To the state `before`."""
+        self.trainer.load_state_dict(self.start)
+
+    def next_steps_are_right(self) -> None:
+        """After all that was refused: training goes on as if nothing had been."""
+        for expected in self.expected:
+            self.trainer.train(num_steps=1)
+            assert torch.equal(weights(self.trainer), expected)
+        self.back()
+
+    def report(self, what: str) -> str:
+        counts = {name: self.tally[name] for name in ("tried", "rejected", "identical", "silent difference")}
+        return f"{what}: " + ", ".join(f"{name} {count}" for name, count in counts.items()) + ", raw errors 0"
+
+
+def bench(folder: Path, **arguments: Any) -> Iterator[Bench]:
+    """Trains, saves, trains on, and knows what comes then."""
+    seed_all(5)
+    with rich(**arguments) as trainer:
+        trainer.train(num_steps=STEPS)
+        good = Path(trainer.save(folder / "good.pt")).read_bytes()
+        saved = complete(trainer)
+        trainer.train(num_steps=3)
+        start = trainer.state_dict()
+        trainer.load(folder / "good.pt")
+        after = complete(trainer)
+        assert same(after, saved)
+        trainer.load_state_dict(start)
+        before = complete(trainer)
+        expected = []
+        for _ in range(3):
+            trainer.train(num_steps=1)
+            expected.append(weights(trainer))
+        trainer.load_state_dict(start)
+        made = Bench(trainer, folder, start, good, before, after, expected, [])
+        assert same(complete(trainer), before)
+        made.quickly = made.quick()
+        yield made
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths to all values inside; also to the containers."""
+    yield path
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from leaves(value[key], (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for place, each in enumerate(value):
+            yield from leaves(each, (*path, place))
+
+
+def at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A copy with another value at the path. Ordered dictionaries keep their attributes."""
+    if not path:
+        return new
+    changed = list(value) if isinstance(value, tuple) else copy.copy(value)
+    changed[path[0]] = replaced(value[path[0]], path[1:], new) if path[1:] else new
+    return tuple(changed) if isinstance(value, tuple) else changed
