@@ -334,7 +334,10 @@ def check_random(ranks: Any) -> None:
     for rank, state in enumerate(ranks or []):
         try:
             python, numpy = _generators(state)
-            random.Random().setstate(python)
+            trial = random.Random()
+            trial.setstate(python)
+            if trial.getstate() != python:  # it takes numbers that are too large by their last bits
+                raise ValueError("Python's is not as Python writes it")
             np.random.RandomState().set_state(numpy)
             # numpy believes the position, and the numbers behind it are somebody else's memory.
             if len(numpy[1]) != 624 or type(numpy[2]) is not int or not 0 <= numpy[2] <= 624:
