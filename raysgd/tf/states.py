@@ -32,7 +32,7 @@ __all__ = [
     "read",
     "restore",
     "restore_random",
-    "take_back",
+    "restore_variables",
 ]
 
 FORMAT = "raysgd-tensorflow"
@@ -104,18 +104,12 @@ def _difference(name: str, here: list[Any], there: list[Any]) -> str:
 
 def restore(operator: Any, state: dict[str, Any]) -> None:
     """Takes a checked state. The operator's own part, which only the operator can check, comes last."""
-    _restore_variables(operator, state)
+    restore_variables(operator, state)
     operator.load_state_dict(state.get("operator"))
 
 
-def take_back(operator: Any, state: dict[str, Any]) -> None:
-    """Takes what `gather` gave before an operator refused its own part of a state."""
-    _restore_variables(operator, state)
-    if state["operator"] is not None:
-        operator.load_state_dict(state["operator"])
-
-
-def _restore_variables(operator: Any, state: dict[str, Any]) -> None:
+def restore_variables(operator: Any, state: dict[str, Any]) -> None:
+    """Takes all but the operator's own part."""
     parts = operator._parts
     for model, arrays in zip(parts.models, state["models"], strict=True):
         assign(model.weights, arrays)

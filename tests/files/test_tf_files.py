@@ -33,7 +33,7 @@ class Stateful(Small):
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
         self.best, self.seen = 0.5, [1, 2]
-        self.fails_on = -1
+        self.fails_on, self.once = -1, True
 
     def state_dict(self) -> Any:
         return {"best": self.best, "seen": self.seen, "table": np.arange(4), "half": tf.constant([1.5], tf.bfloat16)}
@@ -41,6 +41,7 @@ class Stateful(Small):
     def load_state_dict(self, state_dict: Any) -> None:
         self.seen.append(state_dict["seen"][0])  # by halves, when what follows fails
         if self.fails_on == self.world_rank:
+            self.fails_on = -1 if self.once else self.fails_on
             raise ZeroDivisionError("planned")
         self.best = float(state_dict["best"])
         self.seen = list(state_dict["seen"])
@@ -375,6 +376,18 @@ def test_training_goes_on_as_if_nothing_had_been_tried(tmp_path: Path, quiet: No
     assert said == also
     for mine, theirs in zip(one, other, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_an_operator_that_takes_nothing_is_told_and_all_else_is_as_before(bench: Bench) -> None:
+    def set_up(operator: Any, rank: int, once: bool) -> None:
+        operator.fails_on, operator.once, operator.seen = rank, once, [1, 2]
+
+    bench.path.write_bytes(bench.data)
+    bench.trainer.apply_all_operators(lambda operator: set_up(operator, 0, once=False))
+    with pytest.raises(CheckpointError, match=r"saved\.ckpt: .*on rank 0. It raised again .*all else is as it was"):
+        bench.load()
+    bench.trainer.apply_all_operators(lambda operator: set_up(operator, -1, once=True))
+    assert of(bench.trainer) == bench.now
 
 
 def test_a_dictionary_in_memory_is_checked_too(bench: Bench) -> None:
