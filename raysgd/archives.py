@@ -83,7 +83,7 @@ def unpack(data: Any, target: Path) -> None:
 def _members(view: memoryview) -> Iterator[_Member]:
     """Yield what a tar archive holds. tarfile itself waits for ever on some damaged ones, and believes their sizes."""
     place = 0
-    records: dict[str, str] = {}
+    records: dict[str, str] | None = None  # of the header that comes before a member's own, where there is one
     while True:
         block = bytes(view[place : place + BLOCK])
         if len(block) < BLOCK:
@@ -93,29 +93,30 @@ def _members(view: memoryview) -> Iterator[_Member]:
         place += BLOCK
         if _number(block[148:156]) != sum(block) - sum(block[148:156]) + 8 * ord(" "):
             _damaged("a header does not have its checksum")
-        kind = block[156:157]
-        size = _number(records.get("size", "").encode(), 10) if "size" in records else _number(block[124:136])
+        kind, said = block[156:157], records or {}
+        size = _number(said["size"].encode(), 10) if "size" in said else _number(block[124:136])
         if size > len(view) - place:
             _damaged(f"a member claims {size} bytes, and {len(view) - place} follow")
         if kind == tarfile.XHDTYPE:
-            if size > HEADER_BYTES:
-                _damaged(f"a header claims {size} bytes")
+            if size > HEADER_BYTES or records is not None:
+                _damaged(f"a header claims {size} bytes, or follows another one")
             records = _records(bytes(view[place : place + size]))
         else:
             above = _text(block[345:500]) if block[257:263] == b"ustar\0" else ""  # GNU's has other things there
-            name = records.get("path") or (f"{above}/" if above else "") + _text(block[:100])
+            name = said.get("path") or (f"{above}/" if above else "") + _text(block[:100])
             kind = tarfile.REGTYPE if kind == tarfile.AREGTYPE else kind
             name = _checked_name(name, kind)
             if name != ".":  # of the folder itself there is nothing to be done
                 yield _Member(name, kind, _number(block[100:108]), _time(block), place, size)
-            records = {}
+            records = None
         place += -(-size // BLOCK) * BLOCK
 
 
 def _checked_name(given: str, kind: bytes) -> str:
     if kind not in (tarfile.REGTYPE, tarfile.DIRTYPE):
         raise CheckpointError(
-            f"a checkpoint must hold plain files and directories only, not {given!r}, which is a link, a device or the like"
+            f"a checkpoint must hold plain files and directories only, not {given!r:.300}, which is a link, a device or "
+            "the like"
         )
     name = PurePosixPath(given.removeprefix("./")).as_posix() if given else ""
     if not (is_name(name) or (name == "." and kind == tarfile.DIRTYPE)):
@@ -132,7 +133,7 @@ def _records(data: bytes) -> dict[str, str]:
         key, equals, value = data[len(digits) + 1 : length - 1].partition(b"=")
         if length > len(data) or data[length - 1 : length] != b"\n" or not equals or key.startswith(b"GNU.sparse"):
             _damaged("a header cannot be read")
-        found[_text(key)] = _text(value)
+        found[_text(key)] = value.decode("utf-8", "surrogateescape")
         data = data[length:]
     return found
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from urllib.parse import quote, unquote
 
-__all__ = ["cause_of", "mask", "mask_message", "without_secrets"]
+__all__ = ["cause_of", "mask", "mask_message", "split_query", "without_secrets"]
 
 SHOWN = "***"
 CHAIN = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*(?:://|::))")
@@ -31,11 +31,19 @@ def without_secrets(uri: str) -> str:
     """Return a URI without user, password and parameters."""
     parts = []
     for part in CHAIN.split(uri):
-        scheme, rest = _split(part)
-        end = _end_of_user(rest)
-        query = r"[?#]" if scheme[:-3].lower() in TOKENS else r"[?#](?=[^/]*=)"
-        parts.append(scheme + re.split(query, rest[end:].removeprefix("@"), maxsplit=1)[0])
+        scheme, rest = _split(split_query(part)[0])
+        parts.append(scheme + rest[_end_of_user(rest) :].removeprefix("@"))
     return "::".join(parts)
+
+
+def split_query(uri: str) -> tuple[str, str]:
+    """Return a URI without its last parameters, and these. Elsewhere than on the web "?" can be part of a name."""
+    *above, part = CHAIN.split(uri)
+    scheme, rest = _split(part)
+    end = _end_of_user(rest)
+    found = re.search(r"[?#]" if scheme[:-3].lower() in TOKENS else r"[?#](?=[^/]*=)", rest[end:])
+    at = len(rest) if found is None else end + found.start()
+    return "::".join([*above, scheme + rest[:at]]), rest[at:]
 
 
 def mask_message(message: str, uri: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from raysgd import folders
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.folders import MARKER, Entry
-from raysgd.masking import cause_of, mask, mask_message, without_secrets
+from raysgd.masking import cause_of, mask, mask_message, split_query, without_secrets
 
 __all__ = ["MARKER", "Uri", "delete", "mirror", "names", "probe", "read_folder", "upload", "write", "write_folder"]
 
@@ -52,10 +52,11 @@ class Uri:
     @property
     def parent(self) -> Uri:
         head, path = self._split()
-        return Uri(head + path.rpartition("/")[0])
+        return Uri(head + path.rpartition("/")[0] + split_query(self.text)[1])
 
     def __truediv__(self, name: str) -> Uri:
-        return Uri(f"{self.text.rstrip('/')}/{name}")
+        place, query = split_query(self.text)
+        return Uri(f"{place.rstrip('/')}/{name}{query}")
 
     def __str__(self) -> str:
         return mask(self.text)
@@ -80,9 +81,10 @@ class Uri:
             return bytes(system.cat_file(path))
 
     def _split(self) -> tuple[str, str]:
-        head = SCHEME.match(self.text)
+        place, _ = split_query(self.text)
+        head = SCHEME.match(place)
         assert head is not None
-        return head.group(), self.text[head.end() :].rstrip("/")
+        return head.group(), place[head.end() :].rstrip("/")
 
 
 # -- single objects -----------------------------------------------------------------------------------

@@ -263,8 +263,8 @@ class TFReplica:
         """The whole checkpoint as bytes, on rank 0; `ranks` are the random states of all."""
         return states.dump({**self.whole(), "rng": ranks}, sealed=True) if self._seat.world_rank == 0 else None
 
-    def _run_check(self, data: Any) -> str | None:
-        """What does not fit. An answer and no error, since an error of one rank ends the group of all."""
+    def _run_check(self, data: Any) -> str:
+        """What does not fit; nothing, where all fits. An answer and no error, since an error of one rank ends the group of all."""
         try:
             state = states.parse(data.data)
             states.check(self.operator, state)
@@ -273,36 +273,42 @@ class TFReplica:
             Cursor.check(state.get("validation_position") or {}, "validation_position")
         except CheckpointError as error:
             return str(error)
-        return None
+        return ""
 
-    def _run_restore(self, data: Any) -> tuple[str, str] | None:
-        """Takes a checked state; or answers with what the operator's own `load_state_dict` raised, and its traceback."""
+    def _run_restore(self, data: Any) -> tuple[str, ...]:
+        """Takes a checked state; or answers with what the operator's own `load_state_dict` raised, and its traceback. Then
+        `take_back` must follow, on every rank."""
         state, loads = states.parse(data.data), self._cursor.loads
         self._undo = states.dump({**self.whole(), "rng": [states.random_state()]})
         try:
             self._adopt(state)
         except Exception as error:
-            self._run_take_back()
             return f"{type(error).__name__}: {error}", traceback.format_exc()
         # The call that the checkpoint was taken in is not one of ours; and this state outranks all that was before.
         self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads + 1
         ranks = state.get("rng") or []
         if self._seat.world_rank < len(ranks):
             states.restore_random(ranks[self._seat.world_rank])
-        return None
+        return ()
 
-    def _run_take_back(self) -> None:
-        """As it was before `restore`, on every rank, when the operator of one of them could not take the state."""
+    def _run_take_back(self) -> str:
+        """As it was before `restore`, when the operator of some rank could not take the state. Answers with what the
+        operator raised, if it does not take its own part back either."""
         undo, self._undo = self._undo, None
         if undo is None:
-            return
+            return ""
         state = states.parse(undo)
+        states.restore_variables(self.operator, state)
+        self._cursor.adopt(state["position"])
+        self._val_cursor.adopt(state["validation_position"])
         try:
-            states.take_back(self.operator, state)
+            if state["operator"] is not None:
+                self.operator.load_state_dict(state["operator"])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
         finally:
-            self._cursor.adopt(state["position"])
-            self._val_cursor.adopt(state["validation_position"])
             states.restore_random(state["rng"][0])
+        return ""
 
     # -- state ----------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ __all__ = [
     "read",
     "restore",
     "restore_random",
-    "take_back",
+    "restore_variables",
 ]
 
 FORMAT = "raysgd-tensorflow"
@@ -104,18 +104,12 @@ def _difference(name: str, here: list[Any], there: list[Any]) -> str:
 
 def restore(operator: Any, state: dict[str, Any]) -> None:
     """Takes a checked state. The operator's own part, which only the operator can check, comes last."""
-    _restore_variables(operator, state)
+    restore_variables(operator, state)
     operator.load_state_dict(state.get("operator"))
 
 
-def take_back(operator: Any, state: dict[str, Any]) -> None:
-    """Takes what `gather` gave before an operator refused its own part of a state."""
-    _restore_variables(operator, state)
-    if state["operator"] is not None:
-        operator.load_state_dict(state["operator"])
-
-
-def _restore_variables(operator: Any, state: dict[str, Any]) -> None:
+def restore_variables(operator: Any, state: dict[str, Any]) -> None:
+    """Takes all but the operator's own part."""
     parts = operator._parts
     for model, arrays in zip(parts.models, state["models"], strict=True):
         assign(model.weights, arrays)
@@ -334,7 +328,10 @@ def check_random(ranks: Any) -> None:
     for rank, state in enumerate(ranks or []):
         try:
             python, numpy = _generators(state)
-            random.Random().setstate(python)
+            trial = random.Random()
+            trial.setstate(python)
+            if trial.getstate() != python:  # it takes numbers that are too large by their last bits
+                raise ValueError("Python's is not as Python writes it")
             np.random.RandomState().set_state(numpy)
             # numpy believes the position, and the numbers behind it are somebody else's memory.
             if len(numpy[1]) != 624 or type(numpy[2]) is not int or not 0 <= numpy[2] <= 624:

@@ -227,16 +227,22 @@ class TFTrainer:
 
     def _restore(self, data: Any) -> None:
         for problem in self._engine.run(Job("check", {"data": Blob(data)}))[-1].values:
-            if problem is not None:
+            if problem:
                 raise CheckpointError(problem)
         for rank, refused in enumerate(self._engine.run(Job("restore", {"data": Blob(data)}))[-1].values):
-            if refused is not None:
-                said, trace = refused
-                self._engine.run(Job("take_back"))
-                raise CheckpointError(
-                    f"the operator's load_state_dict raised {said}, on rank {rank}. The state is as it was before"
-                ) from RemoteTraceback(trace)
+            if refused:
+                self._take_back(rank, *refused)
         self._engine.state_changed_by_hand(replaced=True)
+
+    def _take_back(self, rank: int, said: str, trace: str) -> None:
+        """All ranks are as they were before, as one of them could not take a state."""
+        again = [each for each in self._engine.run(Job("take_back"))[-1].values if each]
+        after = "The state is as it was before"
+        if again:
+            after = f"It raised again when it was given its old part back ({again[0]}); all else is as it was before"
+        raise CheckpointError(
+            f"the operator's load_state_dict raised {said}, on rank {rank}. {after}"
+        ) from RemoteTraceback(trace)
 
     def _first(self, method: str, **given: Any) -> Any:
         return self._engine.run(Job(method, given))[-1].values[0]

@@ -40,6 +40,12 @@ MOVES = {"numpy._core.": "numpy.core.", "pathlib._local": "pathlib"}  # newer na
 MOVED = re.compile("|".join(f"^{re.escape(each)}" for each in MOVES))
 
 
+def _newer(module: str) -> str:
+    """Older names of numpy's work, with a warning."""
+    numpy_2 = module.startswith("numpy.core.") and int(_numpy().__version__.partition(".")[0]) >= 2
+    return module.replace("numpy.core.", "numpy._core.") if numpy_2 else module
+
+
 class _Function:
     """What a pickle gets for a function that it names: it can be called as the rule says, and not be altered."""
 
@@ -84,7 +90,11 @@ class _Reader(_Python):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Any:
         full = f"{MOVED.sub(lambda match: MOVES[match.group()], module)}.{name}"
         if full in FUNCTIONS:
-            real = _storage_of if full == "torch.storage._load_from_bytes" else getattr(import_module(module), name)
+            real = (
+                _storage_of
+                if full == "torch.storage._load_from_bytes"
+                else getattr(import_module(_newer(module)), name)
+            )
             self._functions.append(_Function(full, real, FUNCTIONS[full]))
             return self._functions[-1]
         if name in CLASSES.get(module, ()) or name in PLAIN_FACTORIES.get(module, ()):
@@ -112,9 +122,8 @@ class _Reader(_Python):  # type: ignore[misc]
             self._spend(function.rule(*args))
             function.called, function = True, function.function
         elif isinstance(function, type):
-            rule = rule_of(function)
+            self._spend(rule_of(function)(*args))
             check_keys(args[0] if args and function in (set, frozenset) else ())
-            self._spend(rule(*args))
         else:
             raise Refused(f"a call of a {type(function).__name__}")
         self.stack[-1] = function(*args)
@@ -145,6 +154,12 @@ class _Reader(_Python):  # type: ignore[misc]
             raise pickle.UnpicklingError(f"it ends in the middle of {size} bytes")
         self.append(bytearray(content))
 
+    def load_frame(self) -> None:
+        (size,) = struct.unpack("<Q", self.read(8))
+        if size > self._size:
+            raise pickle.UnpicklingError(f"it ends in the middle of {size} bytes")
+        self._unframer.load_frame(size)
+
     def _adding(self, target: Any, kinds: tuple[type, ...], keys: Any) -> None:
         if type(target) not in kinds:
             raise Refused(f"values for a {type(target).__name__}")
@@ -170,6 +185,7 @@ _Reader.dispatch |= {
     pickle.REDUCE[0]: _Reader.load_reduce,
     pickle.BUILD[0]: _Reader.load_build,
     pickle.BYTEARRAY8[0]: _Reader.load_bytearray8,
+    pickle.FRAME[0]: _Reader.load_frame,
 }
 for _name in ("INST", "OBJ", "NEWOBJ", "NEWOBJ_EX"):
     _Reader.dispatch[getattr(pickle, _name)[0]] = functools.partial(_Reader._refuse_making, how=_name)

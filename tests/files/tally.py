@@ -1,0 +1,99 @@
+"""Damage for files, and a count of what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from raysgd import CheckpointError
+
+SOAK = bool(os.environ.get("RAYSGD_SOAK"))
+
+
+def flips(size: int, count: int, seed: int = 0) -> Iterator[tuple[int, int]]:
+    """Bytes and bits to flip, across the whole file."""
+    chance = random.Random(seed)
+    for _ in range(count):
+        yield chance.randrange(size), chance.randrange(8)
+
+
+def flipped(data: bytes, place: int, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[place] ^= 1 << bit
+    return bytes(changed)
+
+
+def lengths(size: int) -> list[int]:
+    """Every length class of a truncation: nothing, a few bytes, blocks, the middle, all but the digest or a part of it."""
+    classes = {0, 1, 2, 10, 57, 64, 100, 257, 512, 513, 1024, size // 4, size // 2, size // 2 + 1, 3 * size // 4}
+    classes |= {size - back for back in (1, 2, 3, 22, 40, 64, 80, 81, 82, 83, 84, 90, 104, 105, 200, 512, 513, 1024)}
+    return sorted(length for length in classes if 0 <= length < size)
+
+
+@dataclass
+class Tally:
+    """Of one format: each damaged file is refused by name, or loaded as it was saved."""
+
+    name: str
+    tried: int = 0
+    rejected: int = 0
+    identical: int = 0
+    silent: list[str] = field(default_factory=list)
+    raw: list[str] = field(default_factory=list)
+    unclear: list[str] = field(default_factory=list)
+
+    def attempt(self, what: str, load: Callable[[], Any], same: Callable[[Any], bool], *named: str) -> None:
+        """Loads a damaged file. `same`: is the result what was saved? `named`: what an error must name."""
+        self.tried += 1
+        try:
+            found = load()
+        except CheckpointError as error:
+            self.rejected += 1
+            if not all(name in str(error) for name in named) or len(str(error)) < 20:
+                self.unclear.append(f"{what}: {error}")
+        except Exception as error:
+            self.raw.append(f"{what}: {type(error).__name__}: {error}"[:300])
+        else:
+            if same(found):
+                self.identical += 1
+            else:
+                self.silent.append(what)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.tried} tried, {self.rejected} rejected, {self.identical} loaded identically, "
+            f"{len(self.silent)} silent differences, {len(self.raw)} raw errors"
+        )
+
+    def check(self) -> None:
+        assert not self.silent, f"{self}: {self.silent[:5]}"
+        assert not self.raw, f"{self}: {self.raw[:5]}"
+        assert not self.unclear, f"{self}; unclear errors: {self.unclear[:5]}"
+
+
+class Tallies:
+    """All tallies of one file of tests; their summary is shown at its end."""
+
+    def __init__(self) -> None:
+        self.found: list[Tally] = []
+
+    @contextlib.contextmanager
+    def of(self, name: str) -> Iterator[Tally]:
+        tally = Tally(name)
+        self.found.append(tally)
+        yield tally
+        tally.check()
+
+
+def shown(request: pytest.FixtureRequest, tallies: Tallies) -> None:
+    reporter: Any = request.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line("")
+        for tally in tallies.found:
+            reporter.write_line(str(tally))
