@@ -140,17 +140,22 @@ class Receiver:
 
     def __init__(self, path: Place, host: str, *, again: bool) -> None:
         self.done: Future[str] = Future()
-        self._draft, self._again = Draft(path), again
-        self._listener = _listen(host)
-        self._listener.settimeout(0.5)
-        self._token = secrets.token_hex(TOKEN_BYTES // 2)
-        self._mark = secrets.token_bytes(16)
-        self._draft.file.write(self._mark)
-        self.sink = StreamSink(
-            host, self._listener.getsockname()[1], self._token, str(self._draft.temporary.absolute()), self._mark
-        )
-        self._closed = False
-        threading.Thread(target=self._serve, name="raysgd-save", daemon=True).start()
+        self._again, self._closed = again, False
+        with contextlib.ExitStack() as undo:  # Ctrl-C can come at any line, and nobody would close this
+            self._draft = Draft(path)
+            undo.callback(self._draft.drop)
+            self._listener = _listen(host)
+            undo.callback(self._listener.close)
+            self._listener.settimeout(0.5)
+            self._token = secrets.token_hex(TOKEN_BYTES // 2)
+            self._mark = secrets.token_bytes(16)
+            self._draft.file.write(self._mark)
+            self.sink = StreamSink(
+                host, self._listener.getsockname()[1], self._token, str(self._draft.temporary.absolute()), self._mark
+            )
+            undo.callback(self.close)
+            threading.Thread(target=self._serve, name="raysgd-save", daemon=True).start()
+            undo.pop_all()
 
     def close(self) -> None:
         """Nobody will send any more."""
