@@ -60,15 +60,24 @@ class Receiver:
         self._path, self._stall_s = path, stall_s
         self._result = SaveResult()
         self.done = self._result.future
-        self._spare: Draft | None = Draft(path)  # where no file can be made is told now
         self._writer: Writer | None = None
         self._writing: threading.Thread | None = None
         self._ended_at: float | None = None
         self._given_up: BaseException | None = None
-        self._admission = Admission(host)
-        self.sink = StreamSink(host, self._admission.address[1], self._admission.token, stall_s)
-        self._thread = threading.Thread(target=self._serve, name="raysgd-save", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:  # Ctrl-C can come at any line, and nobody would close this
+            draft = Draft(path)  # where no file can be made is reported now
+            undo.callback(draft.drop)
+            self._spare: Draft | None = draft
+            self._admission = Admission(host)
+            undo.callback(self._admission.close)
+            self.sink = StreamSink(host, self._admission.address[1], self._admission.token, stall_s)
+            self._thread = threading.Thread(target=self._serve, name="raysgd-save", daemon=True)
+            undo.callback(self._end, CheckpointError("the save was interrupted as it began"))
+            self._thread.start()
+            undo.pop_all()
+
+    def _end(self, error: BaseException) -> None:
+        self._given_up = error
 
     def call_ended(self) -> None:
         """The call of the workers has ended well: the one that is let in by now is the last."""

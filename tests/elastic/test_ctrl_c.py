@@ -116,6 +116,31 @@ def test_ctrl_c_in_the_wait_for_a_save_ends_the_workers(
     assert not [path.name for path in tmp_path.iterdir() if path.name != "marks"]
 
 
+def test_ctrl_c_at_the_begin_of_a_save_leaves_nothing(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the start of a thread, which waits for it, and so is where Ctrl-C often comes."""
+    ground = Ground(tmp_path / "marks", num_workers=2)
+    start, before, pressed = threading.Thread.start, threading.active_count(), []
+
+    def start_then_press(thread: threading.Thread) -> None:
+        start(thread)
+        if not pressed and threading.current_thread() is threading.main_thread():
+            pressed.append(thread)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start_then_press)
+    with pytest.raises(KeyboardInterrupt):
+        ground.trainer.save(tmp_path / "a.pt")
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert threading.active_count() <= before
+    assert [path.name for path in tmp_path.iterdir()] == ["marks"]
+    ground.trainer.save(tmp_path / "a.pt")
+    ground.trainer.shutdown()
+
+
 class Slow:
     """Takes its time to be written."""
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -22,14 +23,22 @@ def main() -> None:
     say("PHASE ray")
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     say("PHASE start")
-    from tests.faults import Ground
+    import torch
+
+    from tests.faults import Ground, LedgerOperator
+
+    class Heavy(LedgerOperator):
+        """Its checkpoints take a while to write."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "ballast": torch.zeros(12_000_000)}
 
     config = {"samples": 240, "pace": 0.01, "loader": {"num_workers": 1}}
-    ground = Ground(folder / "marks", num_workers=2, config=config)
+    ground = Ground(folder / "marks", num_workers=2, config=config, operator=Heavy)
     with ground.trainer as trainer:
         try:
             for number in range(ROUNDS):
-                one_round(ground, folder / "checkpoint.pt", number)
+                one_round(trainer, folder / "checkpoint.pt", number)
         except KeyboardInterrupt:
             if not catches:
                 raise
@@ -43,8 +52,7 @@ def main() -> None:
     say("DONE")
 
 
-def one_round(ground: object, path: Path, number: int) -> None:
-    trainer = ground.trainer  # type: ignore[attr-defined]
+def one_round(trainer: Any, path: Path, number: int) -> None:
     say("PHASE train")
     trainer.train()
     say("PHASE validate")
