@@ -27,7 +27,7 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
     """Let one thread at a time be in the methods that have this decorator, of one trainer. Others get a TrainerBusyError."""
 
     @functools.wraps(method)
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._engine.claim(f"{method.__name__}()"):
             return method(self, *args, **kwargs)
 
