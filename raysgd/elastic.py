@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from raysgd.outcomes import Failed, Interrupted, Lost, Ok, Outcome
+from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Lost, Ok, Outcome
 
 __all__ = [
+    "OUT_OF_STEP",
     "Decision",
     "GiveUp",
     "Observation",
@@ -23,11 +24,22 @@ __all__ = [
     "backoff",
     "classify",
     "decide",
+    "different_calls",
 ]
 
 Reason = Literal[
-    "worker death", "node loss", "hang", "network", "data loader", "preemption", "growth", "shrink", "restart"
+    "worker death",
+    "node loss",
+    "hang",
+    "network",
+    "data loader",
+    "preemption",
+    "growth",
+    "shrink",
+    "restart",
+    "out of step",
 ]
+OUT_OF_STEP = "out of step"
 
 
 @dataclass(frozen=True)
@@ -51,11 +63,12 @@ class Observation:
     """What the outcomes of one call on one generation amount to.
 
     kind: "done" everybody finished; "user_error" somebody's own code raised; "broken" members were lost, the network
-    failed or a data loader did; "paused" everybody stopped because they were asked to. `culprit` is the worker whose
-    code raised, or whose data loader failed.
+    failed or a data loader did; "paused" everybody stopped because they were asked to; "out_of_step" the ranks did not
+    make the same collective calls, which is an error in the user's code. `culprit` is the worker whose code raised, or
+    whose data loader failed.
     """
 
-    kind: Literal["done", "user_error", "broken", "paused"]
+    kind: Literal["done", "user_error", "broken", "paused", "out_of_step"]
     lost: tuple[str, ...] = ()
     culprit: str | None = None
     reason: str = ""
@@ -67,12 +80,16 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
 
     A user's error wins over everything that it caused in others: peers that fall out of a collective are
     `Interrupted`, never `Failed`. A loss wins over a pause. Interrupted ranks with nobody lost and nobody
-    asking are a network fault, unless one of them names another reason.
+    asking are a network fault, unless one of them names another reason, or they were in collective calls that cannot
+    belong together.
     """
     lost = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, Lost))
     failed = [worker for worker, outcome in outcomes.items() if isinstance(outcome, Failed)]
     if failed:
         return Observation("user_error", lost=lost, culprit=failed[0])
+    apart = different_calls(outcomes)
+    if apart:
+        return Observation("out_of_step", lost=lost, reason=OUT_OF_STEP, detail=apart)
     if lost:
         first = outcomes[lost[0]]
         assert isinstance(first, Lost)
@@ -88,6 +105,69 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
         return Observation("paused")
     assert all(isinstance(outcome, Ok) for outcome in outcomes.values())
     return Observation("done")
+
+
+def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> str:
+    """Return what shows that the ranks did not make the same collective calls, "" if nothing does.
+
+    Each of these is certain, as every rank's n-th call must be the same one: a backend found data of another size; a rank
+    is in a call beyond the last one of a rank that has finished; two ranks are in their n-th call, and it is not the same;
+    two ranks began the same batch after different numbers of calls; two ranks are at the same line of the same batch, and one
+    of them has made more calls in it than in the batch before. With `again` (nobody was lost, and it is the second
+    time at this place) different lines of the user's code are enough.
+    """
+    ranks = list(enumerate(outcomes.values()))
+    sized = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, Lost) and o.reason == OUT_OF_STEP]
+    waiting = {r: o.place for r, o in ranks if isinstance(o, Interrupted) and not o.asked and o.place.name}
+    counted = {r: place for r, place in waiting.items() if place.count >= 0}
+    finished = {r: o.collectives for r, o in ranks if isinstance(o, Ok) and o.collectives >= 0}
+    beyond = max((place.count for place in counted.values()), default=-1) > min(finished.values(), default=1 << 62)
+    same = any(
+        one.count == other.count and one.name != other.name for one in counted.values() for other in counted.values()
+    )
+    lines = {(place.name, place.line) for place in waiting.values()}
+    drifted = _drifted({r: o.place for r, o in ranks if isinstance(o, Interrupted)}) or _more_calls(counted)
+    if not (sized or beyond or same or drifted or (again and len(lines) > 1)):
+        return ""
+    stories = [
+        f"rank {rank} is in {place.name}, {_nth(place.count)}called at {place.line or 'an unknown line'}"
+        for rank, place in waiting.items()
+    ]
+    stories += [f"rank {rank} has finished, after {count} collective call(s)" for rank, count in finished.items()]
+    return "; ".join([*sized, *stories, *([drifted] if drifted else [])])
+
+
+def _drifted(places: Mapping[int, CollectivePlace]) -> str:
+    """Return which ranks began the first batch that all know of after different numbers of collective calls."""
+    known = [dict(place.begun) for place in places.values()]
+    for step in sorted(set.intersection(*map(set, known))) if known else []:
+        counts = {rank: begun[step] for rank, begun in zip(places, known, strict=True)}
+        if len(set(counts.values())) > 1 and min(counts.values()) >= 0:
+            told = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+            return f"before step {step} there had been {told} collective calls"
+    return ""
+
+
+def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:
+    """Return which ranks are at the same line, in the same batch, after different numbers of calls in it: more, on one of
+    them, than in the batch before."""
+    found: dict[tuple[int, int, str, str], dict[int, int]] = {}
+    for rank, place in waiting.items():
+        if len(place.begun) > 1:
+            (before, earlier), (step, at) = place.begun[-2:]
+            usual = at - earlier if step == before + 1 else 1 << 62
+            found.setdefault((step, usual, place.name, place.line), {})[rank] = place.count - at
+    for (step, usual, name, _), counts in found.items():
+        if len(set(counts.values())) > 1 and max(counts.values()) > usual:
+            told = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+            return (
+                f"in step {step} there were, up to this {name}, {told} collective calls, and {usual} in the step before"
+            )
+    return ""
+
+
+def _nth(count: int) -> str:
+    return f"its collective call number {count}, " if count >= 0 else ""
 
 
 @dataclass(frozen=True)

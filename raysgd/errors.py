@@ -7,6 +7,7 @@
       CheckpointError (RuntimeError)      a file or state that cannot be loaded, and why
       TrainerBusyError (RuntimeError)     a call in one thread while a call in another one is running
       TrainingFailedError (RuntimeError)  losses went past the bound, or there is nobody left to go on
+      OutOfStepError (TrainingFailedError) ranks made different collective calls
       HangError (RuntimeError)            nothing moved for longer than the limit, and nobody could be blamed
       WorkerStartError (RuntimeError)     a worker process died or stalled before it was ready
 
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "HangError",
     "NotActiveError",
+    "OutOfStepError",
     "RaysgdError",
     "RemoteTraceback",
     "ResourceError",
@@ -65,6 +67,10 @@ class TrainingFailedError(RaysgdError, RuntimeError):
 
 class HangError(TrainingFailedError):
     """Nothing moved for longer than the limit."""
+
+
+class OutOfStepError(TrainingFailedError):
+    """Some ranks made a collective call that others did not make; the message names them. It is never retried."""
 
 
 class WorkerStartError(RaysgdError, RuntimeError):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Report", "culprits", "describe", "in_collective", "unfinished"]
+__all__ = ["Report", "collective_in", "culprits", "describe", "in_collective", "is_users", "unfinished"]
 
 # Where a rank stands when it waits for its peers: (end of the file's path, function), innermost frame first.
 COLLECTIVE_FRAMES = (
@@ -22,6 +22,7 @@ COLLECTIVE_FRAMES = (
 # Frames of these packages may lie further inside than the collective (logging and timing wrappers); anybody else's
 # code, called from there (a hook in the backward pass), is where the rank really is.
 FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
+PACKAGE, RAY = str(Path(__file__).resolve().parent), "-packages/ray/"
 # Who fell silent within so long of each other, did so together: a listener speaks every second.
 TOGETHER_S = 2.5
 
@@ -49,6 +50,35 @@ def in_collective(stack: Sequence[str]) -> bool:
         if not any(framework in path for framework in FRAMEWORKS):
             return False
     return False
+
+
+# Between two ranks only: these need not be the same on all.
+BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "monitored_barrier")
+
+
+def collective_in(stack: Sequence[str]) -> str:
+    """Return the name of the collective call in which a stack is ("path:line function" lines, innermost first), "" if it is
+    in none that all ranks must make."""
+    if not in_collective(stack):
+        return ""
+    found = ""
+    for frame in stack:  # the outermost function of the library that a user calls: all_gather_object, not all_gather
+        place, _, function = frame.rpartition(" ")
+        path = place.rpartition(":")[0].replace("\\", "/")
+        if path.endswith("torch/distributed/distributed_c10d.py"):
+            found = function
+        elif any(path.endswith(end) and name in ("", function) for end, name in COLLECTIVE_FRAMES):
+            found = found or "backward" if function == "_engine_run_backward" else found or function
+        elif is_users(frame):
+            break
+    return "" if found in BETWEEN_TWO else found
+
+
+def is_users(frame: str) -> bool:
+    """Return whether a line of a stack is neither of a framework, nor of raysgd, nor of Python's own."""
+    path = frame.replace("\\", "/")
+    inside = path.startswith((PACKAGE, "<")) or RAY in path
+    return not inside and not any(framework in path for framework in FRAMEWORKS)
 
 
 def culprits(reports: Mapping[str, Report], *, still_s: float = 0.0, others_fell: bool = False) -> list[str]:
@@ -85,7 +115,6 @@ USERS_PART = {
     "warm": "its set-up (the initialization hook, importing the class, `__init__`, `setup`)",
 }
 MOST_FRAMES = 20
-PACKAGE, RAY = str(Path(__file__).resolve().parent), "-packages/ray/"
 
 
 def unfinished(report: Report, verb: str, limit_s: float) -> str:

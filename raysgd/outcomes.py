@@ -7,17 +7,34 @@ from typing import Any
 
 from raysgd.progress import Progress
 
-__all__ = ["DATA_LOADER", "DataLoaderFailure", "Failed", "Interrupted", "Lost", "Ok", "Outcome"]
+__all__ = ["DATA_LOADER", "CollectivePlace", "DataLoaderFailure", "Failed", "Interrupted", "Lost", "Ok", "Outcome"]
 
 DATA_LOADER = "data loader"
 
 
 @dataclass(frozen=True)
+class CollectivePlace:
+    """Where a rank was when its call was cut short.
+
+    count    how many collective calls it had begun in this generation; -1 where the backend does not count
+    name     the one that it was in, such as "barrier"; empty when it was in none
+    line     the user's line that called it: "file:line function"
+    begun    (step, number of collective calls that were made before it), for the newest steps
+    """
+
+    count: int = -1
+    name: str = ""
+    line: str = ""
+    begun: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class Ok:
-    """The call ended as it should."""
+    """The call ended as it should, after so many collective calls (-1: not counted)."""
 
     value: Any = None
     progress: Progress = field(default_factory=Progress)
+    collectives: int = -1
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,7 @@ class Interrupted:
     progress: Progress = field(default_factory=Progress)
     asked: bool = False
     reason: str = ""
+    place: CollectivePlace = field(default_factory=CollectivePlace)
 
 
 @dataclass(frozen=True)

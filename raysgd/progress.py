@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,6 +47,7 @@ def most_advanced(progress: dict[str, Progress]) -> str:
     return max(progress, key=lambda worker: progress[worker].order)
 
 
+REMEMBERED = 16
 OFTEN_S, SELDOM_S, REPORTS_PER_S = 0.1, 0.5, 40
 
 Uploader = Callable[[dict[str, Any], Any], None]
@@ -65,7 +67,8 @@ class Control:
 
     Owns: the stop signs of one worker, its phase (for a hang's report) and the last published progress. `upload`
     sends a snapshot to the driver, where there is one that wants it; `deliver` sends a message that must not be lost,
-    and returns when the driver has it; `on_interrupt` is called on the listener's thread. Never blocks the listener, and costs
+    and returns when the driver has it; `on_interrupt` is called on the listener's thread. `begun_after` says of the newest
+    steps how many collective calls had been made when each began, by `collectives`. Never blocks the listener, and costs
     the training thread one attribute read per batch while nothing is asked of it.
 
     A planned stop is agreed on in two phases. The listener sets `stop_at` and then reads `begun`; the trainer
@@ -90,6 +93,8 @@ class Control:
         self.upload: Uploader | None = None
         self.deliver: Uploader = _unheard
         self.on_interrupt: Callable[[], None] = lambda: None
+        self.collectives: Callable[[], int] = lambda: -1
+        self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
         self._publish = publish
         self._interval_s = interval_s
         self._next_publish = 0.0
@@ -131,6 +136,7 @@ class Control:
         """A new call or generation begins: old signs mean nothing any more."""
         with self._changed:
             self._stop_at, self._confirmed, self._interrupted, self.attention = None, False, False, False
+            self.begun_after.clear()
 
     @property
     def interrupted(self) -> bool:
@@ -140,6 +146,7 @@ class Control:
 
     def begin(self, step: int) -> bool:
         """Called before each batch with its step number; False means: do not begin it, leave the loop."""
+        self.begun_after.append((step, self.collectives()))
         self.begun = step
         if not self.attention:
             return True

@@ -31,6 +31,9 @@ class Backend(Protocol):
     def abort(self) -> None:
         """Worker, listener thread: make a collective that waits fail now."""
 
+    def collectives(self) -> int:
+        """Worker: how many collective calls this rank has begun in this generation; -1 where nobody counts them."""
+
     def is_interruption(self, error: BaseException) -> bool:
         """Worker: does this error say that a peer or the network went away?"""
 

@@ -63,5 +63,8 @@ class Alone:
     def abort(self) -> None:
         """No collective to end."""
 
+    def collectives(self) -> int:
+        return 0
+
     def is_interruption(self, error: BaseException) -> bool:
         return False

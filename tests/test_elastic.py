@@ -1,9 +1,11 @@
 """What a set of outcomes amounts to, and what to do about it: tables, since both are pure."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from raysgd.elastic import GiveUp, Rejoin, Restart, Situation, Wait, backoff, classify, decide
-from raysgd.outcomes import Failed, Interrupted, Lost, Ok
+from raysgd.elastic import GiveUp, Rejoin, Restart, Situation, Wait, backoff, classify, decide, different_calls
+from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Lost, Ok
 
 OK, PAUSED = Ok(1), Interrupted(asked=True)
 CUT = Interrupted(cause="RuntimeError: Connection closed by peer")
@@ -88,3 +90,78 @@ def test_giving_up_says_why() -> None:
     decision = decide(situation(survivors=1, min_workers=3, attempts=10), wait_s=1)
     assert isinstance(decision, GiveUp)
     assert all(word in decision.why for word in ("10 waits", "min_workers=3", "standing=1"))
+
+
+def cut(count: int, name: str = "", line: str = "model.py:3 train_batch") -> Interrupted:
+    return Interrupted(cause="RuntimeError: Timed out", place=CollectivePlace(count, name, line))
+
+
+def begun(*steps: tuple[int, int]) -> Interrupted:
+    return Interrupted(cause="RuntimeError: Timed out", place=CollectivePlace(9, "backward", "model.py:3", steps))
+
+
+def made(count: int, usual: int = 1) -> Interrupted:
+    steps = ((6, 50), (7, 50 + usual))
+    return Interrupted(cause="Timed out", place=CollectivePlace(50 + usual + count, "backward", "model.py:3", steps))
+
+
+APART = {
+    "different calls, both the ninth": [cut(9, "barrier"), cut(9, "backward")],
+    "a call beyond the last one of a rank that has finished": [Ok(1, collectives=13), cut(14, "backward")],
+    "one received data of another size": [cut(9, "backward"), Lost("preamble", "out of step")],
+    "the same call, and one call too many before": [begun((7, 12), (8, 14)), begun((8, 15), (9, 16))],
+    "one call more in this batch": [made(1), made(2)],
+    "one of three": [cut(9, "all_reduce"), cut(9, "all_reduce"), cut(9, "broadcast")],
+}
+TOGETHER = {
+    "the same call": [cut(9, "backward"), cut(9, "backward")],
+    "one is a call ahead": [cut(9, "backward"), cut(10, "all_gather_object")],
+    "the same numbers before each step": [begun((7, 12), (8, 14)), begun((8, 14), (9, 16))],
+    "many calls from one line": [made(3, usual=10), made(4, usual=10)],
+    "no step in common": [begun((7, 12)), begun((8, 14))],
+    "one was computing": [cut(9, "backward"), cut(9)],
+    "one has finished, and the other is in its last call": [Ok(1, collectives=13), cut(13, "backward")],
+    "a backend that does not count": [Ok(1), cut(-1, "backward"), cut(-1, "barrier")],
+    "a death": [cut(9, "backward"), DEAD],
+    "stopped as asked": [PAUSED, PAUSED],
+}
+
+
+@pytest.mark.parametrize("outcomes", APART.values(), ids=APART)
+def test_ranks_that_made_different_collective_calls(outcomes: list) -> None:
+    seen = classify({f"w{rank}": outcome for rank, outcome in enumerate(outcomes)})
+    assert (seen.kind, seen.reason) == ("out_of_step", "out of step") and "rank 0" in seen.detail
+
+
+@pytest.mark.parametrize("outcomes", TOGETHER.values(), ids=TOGETHER)
+def test_ranks_that_may_have_made_the_same_calls(outcomes: list) -> None:
+    assert classify({f"w{rank}": outcome for rank, outcome in enumerate(outcomes)}).kind in ("broken", "paused")
+
+
+def test_a_second_time_different_lines_are_enough() -> None:
+    outcomes = {"a": cut(9, "backward", "model.py:3 train_batch"), "b": cut(11, "barrier", "model.py:9 train_batch")}
+    assert different_calls(outcomes) == ""
+    assert "rank 1 is in barrier" in different_calls(outcomes, again=True)
+    same = {"a": cut(9, "backward"), "b": cut(9, "backward")}
+    assert different_calls(same, again=True) == "", "this is the network, or a machine"
+
+
+@given(
+    st.permutations(
+        [
+            Ok(1, collectives=9),
+            Ok(1),
+            cut(9, "backward"),
+            cut(8, "barrier"),
+            DEAD,
+            ERROR,
+            PAUSED,
+            CUT,
+            Lost("x", "out of step"),
+        ]
+    ),
+    st.integers(1, 9),
+)
+def test_a_users_error_always_wins(outcomes: list, count: int) -> None:
+    named = {f"w{rank}": outcome for rank, outcome in enumerate(outcomes[:count])}
+    assert (classify(named).kind == "user_error") == any(isinstance(o, Failed) for o in named.values())

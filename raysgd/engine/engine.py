@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from raysgd.config import ElasticConfig, Limits
-from raysgd.elastic import Observation, Recovery, classify
+from raysgd.elastic import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.engine.crew import Crew, Group, Member
-from raysgd.engine.failure import raise_user_error
+from raysgd.engine.failure import out_of_step_error, raise_user_error
 from raysgd.engine.guard import CallGuard, Claim
 from raysgd.engine.hanging import HangGuard
 from raysgd.engine.ledger import Ledger
@@ -260,10 +260,18 @@ class Engine:
         if job.again == "resume" and self._membership.due():
             self._change(job, mark)
         pieces: list[Piece] = []
+        cut_at: Progress | None = None  # where the newest network fault was, with all workers alive
         while True:
             watch, seen = self._fan_out(job)
             if seen.kind == "user_error":
                 self._raise_user_error(watch, seen)
+            if seen.reason == "network" and not seen.lost:
+                again = cut_at is not None and self.progress.order <= cut_at.order
+                detail = different_calls(watch.outcomes, again=again)
+                cut_at = self.progress
+                seen = Observation("out_of_step", reason=OUT_OF_STEP, detail=detail) if detail else seen
+            if seen.kind == "out_of_step":
+                self._raise_out_of_step(watch, seen)
             piece = Piece(tuple(watch.outcomes.values()))
             pieces = [*pieces, piece] if job.again == "resume" else [piece]
             if seen.kind == "done":
@@ -322,6 +330,27 @@ class Engine:
         outcome = watch.outcomes[seen.culprit]
         assert isinstance(outcome, Failed)
         raise_user_error(outcome, self._crew.members[seen.culprit])
+
+    def _raise_out_of_step(self, watch: Watch, seen: Observation) -> NoReturn:
+        """As with any error of the user's, the workers that are alive stay; the next call begins without the others."""
+        at, before = self.progress, len(self._crew.seated())
+        self._standing.up = False
+        fallen = self._crew.fallen()
+        ranks = tuple(sorted(member.rank or 0 for member in fallen if member.seated))
+        for member in fallen:
+            self._crew.dismiss(member.worker)
+        self._ledger.note(
+            OUT_OF_STEP,
+            lost=ranks,
+            before=before,
+            after=before - len(ranks),
+            in_place=True,
+            since=watch.troubled_at or time.monotonic(),
+            at=at,
+            detail=seen.detail,
+            goes_on=False,
+        )
+        raise out_of_step_error(seen.detail, at)
 
     def _be_ready(self, job: Job, mark: int) -> None:
         """A whole generation stands before a call: what died while idle is a loss like any other."""

@@ -7,10 +7,11 @@ from typing import NoReturn
 
 from raysgd.elastic import Recovery
 from raysgd.engine.crew import Member
-from raysgd.errors import RemoteTraceback, TrainingFailedError
+from raysgd.errors import OutOfStepError, RemoteTraceback, TrainingFailedError
 from raysgd.outcomes import DATA_LOADER, Failed
+from raysgd.progress import Progress
 
-__all__ = ["raise_user_error", "story_of", "unfinished_story"]
+__all__ = ["out_of_step_error", "raise_user_error", "story_of", "unfinished_story"]
 
 LOADER_HINT = (
     "The usual cause of a loader process's death is memory. Use fewer loader processes (num_workers of the DataLoader), "
@@ -41,6 +42,17 @@ def unfinished_story(stories: Sequence[str]) -> str:
             "If it only needs more time, raise the limit: elastic=ElasticConfig(hang_timeout_s=...). It was not tried again, "
             "since it would take as long again.",
         ]
+    )
+
+
+def out_of_step_error(detail: str, at: Progress) -> OutOfStepError:
+    """Return the error about ranks that did not make the same collective calls."""
+    return OutOfStepError(
+        f"the ranks are out of step in epoch {at.epoch}, batch {at.batches + 1}: {detail}. Most likely some ranks make a "
+        "collective call (all_reduce, barrier, broadcast, all_gather, ...) that others do not make, for example under "
+        "`if rank == 0:`, or make it in another order or with tensors of another size. Every rank must make the same "
+        "calls in the same order. It was not retried. What was summed up since then may be wrong: after mending it, load "
+        "the newest checkpoint"
     )
 
 

@@ -42,6 +42,7 @@ class Ledger:
         at: Progress,
         redone: int = 0,
         detail: str = "",
+        goes_on: bool = True,
     ) -> None:
         recovery = Recovery(
             reason=reason,
@@ -56,13 +57,20 @@ class Ledger:
             detail=detail,
         )
         self.recoveries.append(recovery)
-        logger.warning(
-            "%s: training goes on with %d worker(s) (were %d), %s, %d batch(es) redone, after %.2f s",
-            reason,
-            after,
-            before,
-            "in place" if in_place else "from a snapshot",
-            redone,
-            recovery.seconds,
-        )
+        if goes_on:
+            _say(recovery)
+        else:
+            logger.error("%s: the call ends with an error, and %d worker(s) stay (were %d)", reason, after, before)
         self._on_recovery(recovery)
+
+
+def _say(recovery: Recovery) -> None:
+    logger.warning(
+        "%s: training goes on with %d worker(s) (were %d), %s, %d batch(es) redone, after %.2f s",
+        recovery.reason,
+        recovery.world_size_after,
+        recovery.world_size_before,
+        "in place" if recovery.in_place else "from a snapshot",
+        recovery.batches_redone,
+        recovery.seconds,
+    )

@@ -55,6 +55,9 @@ class HorovodBackend:
         self._connections.shut()
         self._control.abort()
 
+    def collectives(self) -> int:
+        return -1  # most of them are Horovod's, which does not count
+
     def is_interruption(self, error: BaseException) -> bool:
         return is_interruption(error) or self._control.is_interruption(error)
 

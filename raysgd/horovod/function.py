@@ -56,6 +56,9 @@ class HorovodMeeting:
         if self._environment:
             threading.Thread(target=say_over, args=(self._environment,), daemon=True).start()
 
+    def collectives(self) -> int:
+        return -1  # Horovod does not count
+
     def is_interruption(self, error: BaseException) -> bool:
         return is_interruption(error)
 

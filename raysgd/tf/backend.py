@@ -108,6 +108,9 @@ class TensorFlowBackend:
             self._aborted = True
             context.context().abort_collective_ops(UNAVAILABLE, "a peer left this generation")
 
+    def collectives(self) -> int:
+        return -1  # they are inside of graph functions, and nobody counts them
+
     def is_interruption(self, error: BaseException) -> bool:
         """By type, and then by the runtime's own words; also while a user's exception was raised in handling one."""
         seen: BaseException | None = error

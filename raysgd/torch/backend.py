@@ -118,6 +118,15 @@ class TorchBackend:
         if dist.is_initialized():
             self._standing = list(dist.distributed_c10d._world.pg_map)
 
+    def collectives(self) -> int:
+        """Of the default group: torch numbers them, from the same beginning on every rank."""
+        if not dist.is_initialized():
+            return -1
+        try:
+            return int(dist.distributed_c10d._get_default_group()._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        except RuntimeError:  # a backend without such numbers
+            return -1
+
     def is_interruption(self, error: BaseException) -> bool:
         """By type where torch gives one; a user's exception that was raised while handling one counts too."""
         seen: BaseException | None = error

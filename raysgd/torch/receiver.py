@@ -72,12 +72,9 @@ class Receiver:
             undo.callback(self._admission.close)
             self.sink = StreamSink(host, self._admission.address[1], self._admission.token, stall_s)
             self._thread = threading.Thread(target=self._serve, name="raysgd-save", daemon=True)
-            undo.callback(self._end, CheckpointError("the save was interrupted as it began"))
+            undo.callback(setattr, self, "_given_up", CheckpointError("the save was interrupted as it began"))
             self._thread.start()
             undo.pop_all()
-
-    def _end(self, error: BaseException) -> None:
-        self._given_up = error
 
     def call_ended(self) -> None:
         """The call of the workers has ended well: the one that is let in by now is the last."""

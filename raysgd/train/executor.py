@@ -213,15 +213,14 @@ class BackendExecutor:
                 initial=payload_of(checkpoint, dumps),
             )
             keeper.check_storage()
-            decode = type(self._backend).decode_data
-            packed = engine.pack(task)
+            decode, packed = type(self._backend).decode_data, engine.pack(task)
             self._recoveries_before = len(engine.recoveries)
             ready()
             self._run = run = Run(next(self._numbers), keeper, fail=engine.cancel, decode=decode, options=options)
             self._running = claim
             engine.state_changed_by_hand(replaced=True)
-            given = (engine, run, packed)
-            self._thread = threading.Thread(target=self._perform, args=given, name="raysgd-run", daemon=True)
+            work = functools.partial(self._perform, engine, run, packed)
+            self._thread = threading.Thread(target=work, name="raysgd-run", daemon=True)
             self._thread.start()
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
@@ -279,11 +278,10 @@ class BackendExecutor:
 
     def _check_free(self) -> None:
         """One run at a time; its own thread may use the workers (in the backend's hooks), nobody else."""
-        thread = self._thread
-        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
-            assert self._running is not None
+        thread, running = self._thread, self._running
+        if running and thread is not None and thread.is_alive() and thread is not threading.current_thread():
             raise TrainingRunningError(
-                f"a training function is running on these workers: {self._running.described()}. Wait for its end "
+                f"a training function is running on these workers: {running.described()}. Wait for its end "
                 "(finish_training, or get_final_results(force=True) of its iterator) before you use them for something "
                 "else, or use another trainer"
             )

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.errors import described, shown, text_of
-from raysgd.outcomes import Failed, Interrupted, Ok, Outcome
+from raysgd.hang import collective_in, is_users
+from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Backend, Replica, ReplicaFactory
 from raysgd.rendezvous import Seat
@@ -50,6 +51,7 @@ class Body:
         self._travels = travels
         self._replica: Replica | None = None
         self._rank: int | None = None
+        control.collectives = backend.collectives
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
         try:
@@ -62,7 +64,7 @@ class Body:
             return self._fell(error, _called(verb, arguments))
         if isinstance(value, Interrupted):
             return value
-        return Ok(value, self._progress)
+        return Ok(value, self._progress, self._backend.collectives() if verb == "run" else -1)
 
     @property
     def _progress(self) -> Progress:
@@ -70,13 +72,14 @@ class Body:
 
     def _fell(self, error: BaseException, called: str) -> Outcome:
         interrupted = self._is_interruption(error)
+        place = _collective_of(error, self._backend.collectives(), tuple(self._control.begun_after))
         self._backend.leave()
         if interrupted:
             try:
                 partial = self._replica.partial() if self._replica is not None else None
             except Exception as raised:  # the user's metrics
                 return self._failed(raised, called)
-            return Interrupted(partial, described(error), self._progress)
+            return Interrupted(partial, described(error), self._progress, place=place)
         return self._failed(error, called)
 
     def _is_interruption(self, error: BaseException) -> bool:
@@ -181,6 +184,16 @@ def _users_frame(error: BaseException) -> tuple[str, str]:
             name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
             return name.rpartition("<locals>.")[2], f"{file}:{line}"
     return "", "its place is unknown"
+
+
+def _collective_of(error: BaseException, count: int, begun: tuple[tuple[int, int], ...]) -> CollectivePlace:
+    """Return which collective call the error came out of, and the line of the user's that called it."""
+    frames = [
+        f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ][::-1]
+    users = [frame for frame in frames if is_users(frame)]
+    return CollectivePlace(count, collective_in(frames), users[0] if users else "", begun)
 
 
 def _formatted(error: BaseException) -> str:

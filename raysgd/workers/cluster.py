@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from raysgd.config import WorkerResources
@@ -19,6 +20,7 @@ __all__ = [
     "ensure_cluster",
     "free_by_node",
     "holds_at_most",
+    "last_words",
     "node_lives",
     "placement",
     "room_for",
@@ -27,6 +29,7 @@ __all__ = [
 logger = logging.getLogger("raysgd")
 
 PROBE_S = 0.3
+LAST_WORDS = 1 << 14
 
 
 def ensure_cluster() -> None:
@@ -112,6 +115,20 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
     leaving = draining_nodes()
     free: dict[str, Mapping[str, float]] = available_resources_per_node()
     return {node: resources for node, resources in free.items() if node not in leaving}
+
+
+def last_words(pid: int) -> str:
+    """Return the end of what a process of Ray's on this machine wrote to its standard error; "" where that is not kept."""
+    from ray._private.worker import _global_node
+
+    if _global_node is None or not pid:
+        return ""
+    files = sorted(Path(_global_node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"), key=os.path.getmtime)
+    if not files:
+        return ""
+    with open(files[-1], "rb") as file:
+        file.seek(max(os.path.getsize(files[-1]) - LAST_WORDS, 0))
+        return file.read().decode(errors="replace")
 
 
 def draining_nodes() -> set[str]:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import queue
+import re
 import signal
 import uuid
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from raysgd.config import WorkerResources
+from raysgd.elastic import OUT_OF_STEP
 from raysgd.outcomes import Failed, Outcome
 from raysgd.protocols import Backend
 from raysgd.workers import cluster
@@ -32,6 +34,8 @@ __all__ = ["RayGroup"]
 logger = logging.getLogger("raysgd")
 
 SMALL = 1 << 16
+# What gloo says when it ends a process because the ranks are in different collective calls.
+MISMATCH = re.compile(r"(?P<library>gloo)\S*\] (?P<what>op\.preamble[^\n]*collective mismatch[^\n]*)")
 
 
 @dataclass
@@ -138,7 +142,19 @@ class RayGroup:
                 events.append(self._events.get_nowait())
         except queue.Empty:
             pass
-        return [event for event in events if self._fresh(event)]
+        return [self._explained(event) for event in events if self._fresh(event)]
+
+    def _explained(self, event: Event) -> Event:
+        """Of a process that ended itself because a peer sent data of another size than it waited for, its own words say so."""
+        if not isinstance(event, Gone) or event.reason != "worker death":
+            return event
+        handle = self._handles[event.worker]
+        words = cluster.last_words(handle.pid) if handle.node == self._here else ""
+        found = MISMATCH.search(words)
+        if found is None:
+            return event
+        cause = f"its process was ended by {found['library']} ({found['what']})"
+        return Gone(event.worker, cause, OUT_OF_STEP)
 
     def _fresh(self, event: Event) -> bool:
         handle = self._handles.get(event.worker)

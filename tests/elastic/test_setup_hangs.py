@@ -160,6 +160,10 @@ def test_of_a_replacement_it_does_not_stop_a_function(
             (tmp_path / "over").touch()
         assert running.result(timeout=60) == [None], "the other rank went on"
         assert [each.reason for each in trainer.recoveries] == ["worker death"]
+        # With nobody left, only the set-up stands in the way: that ends the call.
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerStartError, match="a replacement worker on node"):
+            trainer.run(until_over, {"notes": folder})
     assert "a replacement worker on node" in dropped[0] and f"within {limit_s:g} s" in dropped[0]
     assert "never_ends" in dropped[0] and Path(__file__).name in dropped[0]
 
@@ -179,7 +183,7 @@ def test_of_a_replacement_it_does_not_end_training(
     ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "stuck").touch()
-    config = {"notes": str(tmp_path), "samples": 4000, "pace": 0.1}
+    config = {"notes": str(tmp_path), "samples": 4000}
     given = {"num_workers": 2, "timeout_s": LIMIT_S, "elastic": SHORT, "operator": StuckReplacement}
     ground = Ground(tmp_path / "marks", config=config, **given)
     trainer = ground.trainer
@@ -187,7 +191,8 @@ def test_of_a_replacement_it_does_not_end_training(
         os.kill(trainer.apply_all_workers(os.getpid)[1], signal.SIGKILL)
         with caplog.at_level(logging.WARNING, logger="raysgd"):
             while not any("did not finish its set-up" in message for message in caplog.messages):
-                trainer.train(num_steps=10)
+                trainer.train(num_steps=1)
+                time.sleep(0.2)
             trainer.train()
         ground.assert_epoch_exact()
         assert [each.reason for each in trainer.recoveries] == ["worker death"]
@@ -203,7 +208,6 @@ def test_of_a_replacement_it_does_not_end_training(
         with pytest.raises(WorkerStartError, match="a replacement worker on node"):
             trainer.train()
         (tmp_path / "stuck").unlink()
-        trainer.apply_all_operators(lambda operator: operator.config.update(pace=0.0))
         trainer.train()
         ground.assert_epoch_exact()
     finally:
