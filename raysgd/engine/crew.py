@@ -85,6 +85,9 @@ class Crew:
         self.on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None
         self.cancelled_by: BaseException | None = None
         self.blame: dict[str, str] = {}
+        self.unfinished: dict[
+            str, str
+        ] = {}  # workers whose own code did not end in time, which a stopped process does not show
         self.rounds = itertools.count(1)
         self._inbox: deque[Event] = deque()
         self._replies: dict[int, Outcome] = {}
@@ -199,6 +202,7 @@ class Crew:
         waiting = [worker for worker in reports if worker not in guilty]
         first = ", ".join(f"rank {reports[worker].rank}" for worker in guilty)
         told = {worker: unfinished(reports[worker], verb, limit_s) for worker in guilty}
+        self.unfinished |= {worker: told[worker] for worker in guilty if reports[worker].stack is not None}
         return told | {worker: f"waited for {first} in '{verb}' for {limit_s:g} s" for worker in waiting}
 
     def _report(self, worker: str, said: Mapping[str, Any] | None) -> Report:

@@ -27,6 +27,7 @@ class Former:
     def __init__(self, crew: Crew, backend: Backend, limits: Limits) -> None:
         self._crew, self._backend, self._limits = crew, backend, limits
         self.generation = 0
+        self._has_formed = False
 
     def interrupt(self, workers: Sequence[str]) -> None:
         """The generation that stands is over: whoever waits for a peer in it is freed."""
@@ -62,6 +63,7 @@ class Former:
             return False
         for rank, member in enumerate(members):
             member.rank, member.seated, member.built, member.holds_state = rank, True, True, True
+        self._has_formed = True
         return True
 
     def give(self, workers: Sequence[str], state: Any) -> bool:
@@ -107,9 +109,12 @@ class Former:
         return self._all_ok(outcomes)
 
     def _refuse_unfinished(self, outcomes: dict[str, Outcome]) -> None:
-        """User code that does not end while workers are set up is not tried twice: it would take as long again."""
-        stories = [each.cause for each in outcomes.values() if isinstance(each, Lost) and each.reason == "hang"]
-        guilty = [story for story in stories if not story.startswith("waited")]
+        """User code that does not end while workers are set up is not tried twice: it would take as long again. A process that
+        does not answer can be a stopped one: after the first generation, that is a failed worker like any other."""
+        hanging = {w: o for w, o in outcomes.items() if isinstance(o, Lost) and o.reason == "hang"}
+        guilty = [self._crew.unfinished[worker] for worker in hanging if worker in self._crew.unfinished]
+        if hanging and not guilty and not self._has_formed:
+            guilty = [outcome.cause for outcome in hanging.values()]
         if guilty:
             raise WorkerStartError(unfinished_story(guilty))
 

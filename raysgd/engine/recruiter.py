@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from raysgd.config import Limits
-from raysgd.engine.crew import SILENT_S, Crew
+from raysgd.engine.crew import Crew
 from raysgd.outcomes import Failed, Ok
 
 __all__ = ["Recruiter"]
@@ -107,8 +107,7 @@ class Recruiter:
                 self._drop(worker, f"its set-up failed: {story}")
             elif self._crew.clock() - self._crew.members[worker].moved_at > self._setup_s:
                 story = next(iter(self._crew.stuck([worker], "warm", self._setup_s).values()), "")
-                if self._crew.group.silent_for(worker) <= SILENT_S:
-                    self.stuck = story  # its code is stuck, and would be again; a stopped process says nothing of that
+                self.stuck = self._crew.unfinished.get(worker, "")
                 self._drop(worker, story or "it finished its set-up only after the limit")
             else:
                 self._crew.end_if_silent(worker, "warm")

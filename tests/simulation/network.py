@@ -58,6 +58,10 @@ class ProcessGroup:
             raise NetworkError(f"the collective {how}")
         return [current.values[each] for each in self.members]
 
+    def begun(self, member: Process) -> int:
+        """Return how many collectives this member has begun."""
+        return self._turn[member]
+
     def waits(self, member: Process) -> bool:
         return any(member in each.waiting for each in self._collectives.values())
 
@@ -166,6 +170,9 @@ class SimBackend:
         if self.group is not None:
             self.group.leave(self._member)
             self.group = None
+
+    def collectives(self) -> int:
+        return -1 if self.group is None else self.group.begun(self._member)
 
     def is_interruption(self, error: BaseException) -> bool:
         return isinstance(error, NetworkError)
