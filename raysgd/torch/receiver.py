@@ -238,9 +238,9 @@ class Writer:
             ThreadPoolExecutor(THREADS, thread_name_prefix="raysgd-digest") as pool,
             open(self.draft.temporary, "rb", buffering=0) as file,
         ):
-            digest, seen = Digest(pool), 0
+            digest, seen, buffer = Digest(pool), 0, memoryview(bytearray(READ_AT_ONCE))
             while (length := self._next()) == AT:
-                seen += self._read(file, seen, number(self._connection), digest)
+                seen += self._read(file, seen, number(self._connection), digest, buffer)
             size, sent = self._ending(length)
             # Another machine's file system may have shown less, or something older, until the worker closed the file.
             with open(self.draft.temporary, "rb", buffering=0) as file:
@@ -250,17 +250,17 @@ class Writer:
                     with contextlib.suppress(OSError):  # it is advice: what was read for this is not read again soon
                         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _read(self, file: Any, start: int, end: int, digest: Digest) -> int:
+    def _read(self, file: Any, start: int, end: int, digest: Digest, buffer: memoryview) -> int:
         """Add what is there of this part to the digest. Return its length."""
-        read = 0
-        while start + read < end:
-            piece = os.pread(file.fileno(), min(end - start - read, READ_AT_ONCE), start + read)
-            if not piece:
+        at = start
+        while at < end:
+            count = os.preadv(file.fileno(), [buffer[: end - at]], at)
+            if not count:
                 break
-            digest.update(piece)
-            read += len(piece)
+            digest.update(buffer[:count])
+            at += count
             self.moved_at = time.monotonic()
-        return read
+        return at - start
 
     def _next(self) -> int:
         told = number(self._connection)

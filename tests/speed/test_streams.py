@@ -202,12 +202,22 @@ def test_a_file_system_that_shows_late_what_was_written(
     receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver sees nothing, or something older, until the worker has closed the file."""
-    seen = iter([b"", b"\0" * 4_000_000])
-    real = os.pread
-    monkeypatch.setattr(receiving.os, "pread", lambda *given: next(seen, None) or real(*given))
+    real, calls = os.preadv, []
+
+    def late(descriptor: int, buffers: Any, at: int) -> int:
+        calls.append(at)
+        if len(calls) == 1:
+            return 0
+        count = real(descriptor, buffers, at)
+        if len(calls) == 2:
+            buffers[0][:10] = b"something!"
+        return count
+
+    monkeypatch.setattr(receiving.os, "preadv", late)
     receiver.sink.send(write)
     receiver.done.result(20)
     assert_new(tmp_path)
+    assert len(calls) > 1
 
 
 # -- a full disk --------------------------------------------------------------------------------------
