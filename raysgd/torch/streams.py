@@ -16,7 +16,7 @@ import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.durable import DurableFile
@@ -70,9 +70,9 @@ class StreamSink:
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
     draft: str
-    mark: bytes
+    mark: bytes = field(repr=False)
 
     def connect(self) -> Stream:
         connection = socket.create_connection((self.host, self.port), timeout=60)

@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from raysgd.progress import Control, Progress
@@ -30,7 +30,7 @@ class LineAddress:
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
 
 
 class Line:
