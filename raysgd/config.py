@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raysgd.errors import ConfigError
 
-__all__ = ["ElasticConfig", "Limits", "WorkerResources", "check_call", "check_trainer"]
+__all__ = [
+    "ElasticConfig",
+    "Limits",
+    "WorkerResources",
+    "check_call",
+    "check_trainer",
+    "flag_from_environment",
+    "seconds_from_environment",
+    "start_limit_s",
+]
 
 # A process group meets within seconds or not at all; what takes longer is a wrong address or a firewall.
 UNREACHABLE_AT_MOST_S = 60.0
 JOIN_AT_MOST_S = 60.0
 SILENT_AT_LEAST_S = 10.0  # an import can keep all threads of its process waiting for a while
+
+
+def seconds_from_environment(name: str, default: int) -> int:
+    """Return the whole number of seconds that an environment variable sets; `default` if it is unset or empty."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0):
+        raise ConfigError(
+            f"the environment variable {name} is {text!r}; it must be a whole number of seconds above 0. "
+            f"Correct it, or unset it for the default of {default}."
+        )
+    return int(text)
+
+
+def flag_from_environment(name: str) -> bool:
+    """Return whether an environment variable switches something on; unset and empty mean no."""
+    text = os.environ.get(name, "").strip().lower()
+    if text not in ("", "0", "1", "false", "true"):
+        raise ConfigError(f"the environment variable {name} is {text!r}; it must be 0 or 1. Correct it, or unset it.")
+    return text in ("1", "true")
+
+
+def start_limit_s() -> float:
+    """Return how long the start of workers may wait for room in the cluster."""
+    return float(seconds_from_environment("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100))
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,8 @@ class Engine:
             self._be_ready(Job("resize", max_losses=-1), len(self.recoveries))
             self._membership.resize(count)
             if self._membership.due():
-                self._change(Job("resize", max_losses=-1), len(self.recoveries))
+                with self.group.releasing():
+                    self._change(Job("resize", max_losses=-1), len(self.recoveries))
 
     def remove(self, ranks: Sequence[int]) -> None:
         """Exactly these leave; the others move up."""
@@ -216,7 +217,8 @@ class Engine:
             self._be_ready(job, len(self.recoveries))
             seated = self._crew.seated()
             self._membership.let_go([seated[rank] for rank in ranks])
-            self._change(job, len(self.recoveries))
+            with self.group.releasing():
+                self._change(job, len(self.recoveries))
 
     def refer(self, rank: int, verb: str, arguments: dict[str, Any]) -> Any:
         """A Ray reference to a call on one rank, for the user to wait for. Losses are the user's to deal with."""

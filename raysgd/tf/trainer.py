@@ -13,7 +13,7 @@ from raysgd.callbacks.base import Callback, Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
 from raysgd.calls import Calls, exclusive
-from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call
+from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call, start_limit_s
 from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
@@ -297,8 +297,7 @@ class TFTrainer:
 
 
 def _limits(timeout_s: float, elastic: ElasticConfig) -> Limits:
-    start_s = float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100))
-    return Limits.derive(timeout_s=timeout_s, hang_timeout_s=elastic.hang_timeout_s, start_s=start_s)
+    return Limits.derive(timeout_s=timeout_s, hang_timeout_s=elastic.hang_timeout_s, start_s=start_limit_s())
 
 
 def _settings(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 import warnings
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.calls import Calls
-from raysgd.config import ElasticConfig, Limits, WorkerResources, check_trainer
+from raysgd.config import ElasticConfig, Limits, WorkerResources, check_trainer, start_limit_s
 from raysgd.data.rows import RayData
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError
@@ -110,7 +109,7 @@ def plan(given: TrainerArguments) -> Plan:
         limits=Limits.derive(
             timeout_s=given.timeout_s,
             hang_timeout_s=elastic.hang_timeout_s,
-            start_s=float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)),
+            start_s=start_limit_s(),
         ),
         way=way,
         remote=remote,

@@ -6,9 +6,9 @@ for as `constants.NAME`; `from ... import NAME` keeps the value of that moment.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
+from raysgd.config import seconds_from_environment
 from raysgd.constants import (
     BATCH_COUNT,
     BATCH_SIZE,
@@ -47,15 +47,7 @@ _DEFAULT_SECONDS = {"NCCL_TIMEOUT_S": 1800, "SGD_PLACEMENT_GROUP_TIMEOUT_S": 100
 def __getattr__(name: str) -> int:
     if name not in _DEFAULT_SECONDS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    text = os.environ.get(name, "")
-    if not text:
-        return _DEFAULT_SECONDS[name]
-    if not text.strip().isdecimal() or int(text) == 0:
-        raise ValueError(
-            f"the environment variable {name} is {text!r}; it must be a whole number of seconds above 0. "
-            f"Correct it, or unset it for the default of {_DEFAULT_SECONDS[name]}."
-        )
-    return int(text)
+    return seconds_from_environment(name, _DEFAULT_SECONDS[name])
 
 
 def __dir__() -> list[str]:

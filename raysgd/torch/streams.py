@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.digest import HashingWriter
@@ -113,7 +113,7 @@ class StreamSink:
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
     stall_s: float
     shared: bool = True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import pickle
 import queue
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from raysgd.config import flag_from_environment
 from raysgd.errors import ConfigError
 from raysgd.storage import Uri, place
 from raysgd.train.checkpoint import Checkpoint
@@ -67,6 +67,7 @@ class Run:
         self.number, self.keeper = number, keeper
         self._fail, self._decode = fail, decode
         self._options = options or RunOptions()
+        self._detailed = flag_from_environment(DETAILED)
         self._attempt = 0
         self._reports = 0
         self._rounds = Rounds(0)
@@ -91,7 +92,7 @@ class Run:
             metadata=dict(self._options.metadata),
             trial=dict(self._options.trial),
             shards=tuple(shards),
-            detailed=bool(int(os.environ.get(DETAILED, "0") or "0")),
+            detailed=self._detailed,
         )
 
     def take(self, message: dict[str, Any], body: Any) -> None:

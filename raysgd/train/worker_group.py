@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from raysgd.config import ElasticConfig, Limits, WorkerResources
+from raysgd.config import ElasticConfig, Limits, WorkerResources, start_limit_s
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.rendezvous import Alone
@@ -23,8 +22,7 @@ PATIENCE_S = 5.0
 
 def limits_for(*, join_s: float = 60.0, collective_s: float = 1800.0, hang_s: float = 1800.0) -> Limits:
     """Every wait's limit, for functions: nobody knows when a function's batch is done, so a hang is told late."""
-    start_s = float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100))
-    return Limits(start_s=start_s, setup_s=hang_s, join_s=join_s, collective_s=collective_s, hang_s=hang_s)
+    return Limits(start_s=start_limit_s(), setup_s=hang_s, join_s=join_s, collective_s=collective_s, hang_s=hang_s)
 
 
 def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> WorkerResources:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from raysgd.config import WorkerResources
 from raysgd.errors import ConfigError
@@ -24,12 +26,22 @@ __all__ = [
     "node_lives",
     "placement",
     "room_for",
+    "wait_for_room",
+    "within",
 ]
 
 logger = logging.getLogger("raysgd")
 
+T = TypeVar("T")
+
 PROBE_S = 0.3
 LAST_WORDS = 1 << 14
+LOOK_S = 0.02
+ENDED_S, FREED_S = 2.0, 0.5
+THROUGH_CLIENT = (
+    "and workers cannot reach it there. Run it on the cluster (for example with `ray job submit`), or connect with "
+    "ray.init(address='auto')"
+)
 
 
 def ensure_cluster() -> None:
@@ -38,12 +50,9 @@ def ensure_cluster() -> None:
 
     if ray.is_initialized():
         if ray.util.client.ray.is_connected():
-            raise ConfigError(
-                "this script is connected through Ray Client (ray://), and workers cannot reach it there. "
-                "Run it on the cluster (for example with `ray job submit`), or connect with ray.init(address='auto')"
-            )
+            raise ConfigError(f"this script is connected through Ray Client (ray://), {THROUGH_CLIENT}")
         return
-    address = os.environ.get("RAY_ADDRESS") or _running_here()
+    address = _given_address() or _running_here()
     if address != "local":
         context: Any = ray.init(address=address, logging_level=logging.WARNING)
         logger.info("connected to the Ray cluster at %s", context.address_info.get("gcs_address", address))
@@ -52,6 +61,22 @@ def ensure_cluster() -> None:
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     cpus = ray.cluster_resources().get("CPU", 0)
     logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
+
+
+def _given_address() -> str:
+    """Return what RAY_ADDRESS says, checked: Ray itself says little about a wrong one, or starts with a long wait."""
+    text = os.environ.get("RAY_ADDRESS", "").strip()
+    if text.startswith("ray://"):
+        raise ConfigError(
+            f"the environment variable RAY_ADDRESS is {text!r}, an address of Ray Client, {THROUGH_CLIENT}"
+        )
+    host, _, port = text.rpartition(":")
+    if text in ("", "auto", "local") or "://" in text or (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        return text
+    raise ConfigError(
+        f"the environment variable RAY_ADDRESS is {text!r}; it must be 'auto', 'local' or HOST:PORT. Correct it, or unset "
+        "it to use the cluster that runs on this machine, or a new one"
+    )
 
 
 def _running_here() -> str:
@@ -170,3 +195,33 @@ def _held(free: Mapping[str, float]) -> Mapping[str, float]:
 def holds_at_most(resources: WorkerResources) -> int:
     """How many workers the whole cluster could hold if it were empty."""
     return sum(resources.fits(total) for total in alive_nodes().values())
+
+
+def within(limit_s: float, ask: Callable[[], T]) -> T | None:
+    """Return what `ask` returns, or None if it fails or takes longer: a Ray that is gone answers after a minute, if ever."""
+    found: list[T] = []
+
+    def run() -> None:
+        try:
+            found.append(ask())
+        except Exception as error:
+            logger.debug("Ray did not answer: %s", error)
+
+    thread = threading.Thread(target=run, name="raysgd-ask", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return found[0] if found else None
+
+
+def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -> None:
+    """Wait until these actors have ended and there is room for so many workers again, 2.5 s at most. Others may take the
+    room before this process sees it, so that the wait for it is short once the actors have ended."""
+    import ray
+
+    def wait() -> None:
+        ray.wait([actor.__ray_ready__.remote() for actor in ended], num_returns=len(ended), timeout=ENDED_S)
+        until = time.monotonic() + FREED_S
+        while room_for(resources) < room and time.monotonic() < until:
+            time.sleep(LOOK_S)
+
+    within(ENDED_S + FREED_S, wait)

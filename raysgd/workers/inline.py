@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +92,10 @@ class InlineGroup:
 
     def set_patience(self, unreachable_s: float) -> None:
         """This process can always be reached."""
+
+    def releasing(self) -> contextlib.AbstractContextManager[None]:
+        """It holds nothing of a cluster."""
+        return contextlib.nullcontext()
 
     def stop(self, *, force: bool = False) -> None:
         if self._launched:

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
@@ -45,7 +45,7 @@ class LineAddress:
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
 
 
 class Line:

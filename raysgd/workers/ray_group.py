@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -9,7 +10,7 @@ import queue
 import re
 import signal
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,7 @@ logger = logging.getLogger("raysgd")
 SMALL = 1 << 16
 # What gloo says when it ends a process because the ranks are in different collective calls.
 MISMATCH = re.compile(r"(?P<library>gloo)\S*\] (?P<what>op\.preamble[^\n]*collective mismatch[^\n]*)")
+ANSWER_S = 1.0
 
 
 @dataclass
@@ -66,6 +68,7 @@ class RayGroup:
         self._actor_class = ray.remote(WorkerActor)
         self._dealers: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
+        self._mark = uuid.uuid4().hex[:8]  # in names of actors, which everybody in the cluster can list
 
     # -- members --------------------------------------------------------------------------------------
 
@@ -178,7 +181,7 @@ class RayGroup:
         """The way to the rows of a Ray Dataset of the user's; the same one for the same data set."""
         from ray import cloudpickle
 
-        name = f"{DEALER}-{self._board.token[:8]}-given-{id(dataset)}"
+        name = f"{DEALER}-{self._mark}-given-{id(dataset)}"
         self._given[name] = dataset  # as long as it is held, no other object has its id
         self._deal(name, cloudpickle.dumps(dataset) if name not in self._dealers else b"")
         return Rows(RemoteDealer(name))
@@ -236,9 +239,21 @@ class RayGroup:
         ray.kill(handle.actor)
         self._handles.pop(worker, None)  # last, so that Ctrl-C on the way leaves no worker that nobody knows
 
+    @contextlib.contextmanager
+    def releasing(self) -> Iterator[None]:
+        """Wait at the end until Ray shows as free what the workers held that were dismissed meanwhile: the next line of the
+        user's script may ask for it."""
+        held = {worker: h.actor for worker, h in self._handles.items() if h.node and not h.gone}
+        room = cluster.within(ANSWER_S, self.room) if held and self._resources.as_dict() else None
+        yield
+        ended = [actor for worker, actor in held.items() if worker not in self._handles]
+        if room is not None and ended:
+            cluster.wait_for_room(self._resources, room + len(ended), ended)
+
     def stop(self, *, force: bool = False) -> None:
-        for worker in list(self._handles):
-            self.dismiss(worker, force=force)
+        with self.releasing():
+            for worker in list(self._handles):
+                self.dismiss(worker, force=force)
         self._board.close()
         for dealer in self._dealers.values():
             cluster.end_actor(dealer)
