@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import deque
@@ -300,6 +301,9 @@ class SimGroup:
             self.checker.dismissed(process)
             process.given_up = True
             self.world.at(self.world.between(0.0005, 0.05), lambda: process.die("dismissed"))
+
+    def releasing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         raise NotImplementedError("nothing in the simulation asks for a reference")
