@@ -1,4 +1,4 @@
-"""Functions are short, and files are not endless. A cohesive class may be as long as it needs to be."""
+"""Functions are short. A cohesive class, or a file with one subject, may be as long as it needs to be."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("raysgd", "operators", "examples", "tests")
 FILES = sorted({path.resolve() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} | {ROOT / "setup.py"})
-LONGEST_FUNCTION, LONGEST_FILE = 40, 600
+LONGEST, LONGEST_IN_TESTS = 40, 60  # a test may hold a table
 
 
 def lines_of_code(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -20,12 +20,10 @@ def lines_of_code(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def too_long(path: Path) -> Iterator[str]:
-    text = path.read_text(encoding="utf-8")
-    if text.count("\n") >= LONGEST_FILE:
-        yield f"{path}: has {text.count(chr(10))} lines; a file stays under {LONGEST_FILE}"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines_of_code(node) >= LONGEST_FUNCTION:
-            yield f"{path}:{node.lineno} {node.name} has {lines_of_code(node)} lines; the limit is {LONGEST_FUNCTION}"
+    limit = LONGEST_IN_TESTS if path.is_relative_to(ROOT / "tests") else LONGEST
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines_of_code(node) >= limit:
+            yield f"{path}:{node.lineno} {node.name} has {lines_of_code(node)} lines; the limit is {limit}"
 
 
 def test_sizes() -> None:
