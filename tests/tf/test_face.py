@@ -1,6 +1,7 @@
 """TFTrainer with one worker, in this process: what it computes, reports, keeps and refuses."""
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,16 @@ def test_several_models_in_a_batch_of_ones_own_in_any_precision(policy: str) -> 
     assert result["num_samples"] == ROWS and np.isfinite(result["loss"])
     moved = [float(np.abs(new[0] - old[0]).max()) for old, new in zip(start, end, strict=True)]
     assert moved[0] > 0.01 and moved[1] == 0
+
+
+def test_save_follows_a_link_and_refuses_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "link.ckpt").symlink_to("real.ckpt")
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    with of_creators() as trainer:
+        trainer.save(tmp_path / "link.ckpt")
+        assert (tmp_path / "link.ckpt").is_symlink() and not (tmp_path / "real.ckpt").is_symlink()
+        trainer.load(tmp_path / "link.ckpt")
+        with pytest.raises(ConfigError, match="is a named pipe"):
+            trainer.save(tmp_path / "pipe.ckpt")
+    assert (tmp_path / "pipe.ckpt").is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.ckpt", "pipe.ckpt", "real.ckpt"]
