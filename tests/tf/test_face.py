@@ -2,6 +2,9 @@
 
 import importlib
 import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from raysgd.constants import BATCH_SIZE  # noqa: E402
-from raysgd.errors import CheckpointError, ConfigError  # noqa: E402
+from raysgd.errors import CheckpointError, ConfigError, TrainerBusyError  # noqa: E402
 from raysgd.tf import TFTrainer, TrainingOperator  # noqa: E402
 from tests.tf import small  # noqa: E402
 from tests.tf.small import ROWS, Small, arrays, data_creator, model_creator  # noqa: E402
@@ -206,3 +209,68 @@ def test_save_follows_a_link_and_refuses_a_pipe(tmp_path: Path) -> None:
             trainer.save(tmp_path / "pipe.ckpt")
     assert (tmp_path / "pipe.ckpt").is_fifo()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.ckpt", "pipe.ckpt", "real.ckpt"]
+
+
+class Returning(Small):
+    """Returns, or does, what the test wants."""
+
+    returned: Any = {}
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        if callable(self.returned):
+            return self.returned()
+        return {**super().train_batch(batch, batch_info), **self.returned}
+
+
+def returning(what: Any) -> TFTrainer:
+    trainer = TFTrainer(training_operator_cls=Returning, config={})
+    trainer.get_local_operator().returned = what  # type: ignore[attr-defined]
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("metrics", "kind", "text"),
+    [
+        ({1: 1.0}, TypeError, "name of a metric must be a string, got 1"),
+        ({"m": 10**400}, ValueError, "the metric 'm' is a number of"),
+        ({"num_samples": "x"}, ValueError, "num_samples, the number of samples"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_a_metric_is_refused_by_name(metrics: Any, kind: type[Exception], text: str) -> None:
+    with returning(metrics) as trainer, pytest.raises(kind, match=rf"Returning\.train_batch .*{text}"):
+        trainer.train()
+
+
+def test_other_values_are_in_the_result() -> None:
+    values = {"nan": float("nan"), "scalar": tf.constant(2.0), "half": np.float16(2), "vector": tf.ones(3), "no": None}
+    with returning(values) as trainer:
+        result = trainer.train()
+    assert (result["scalar"], result["half"], result["no"]) == (2.0, 2.0, None)
+    assert np.isnan(result["nan"]) and list(result["vector"]) == [1.0, 1.0, 1.0]
+
+
+def test_what_is_no_exception_arrives_too() -> None:
+    def leave() -> None:
+        sys.exit(3)
+
+    def give_up() -> None:
+        raise GeneratorExit
+
+    with returning(leave) as trainer, pytest.raises(RuntimeError, match=r"leave called sys\.exit\(3\) on rank 0"):
+        trainer.train()
+    with returning(give_up) as trainer, pytest.raises(GeneratorExit) as caught:
+        trainer.train()
+    assert caught.value.raysgd_rank == 0  # type: ignore[attr-defined]
+
+
+def test_a_second_thread_is_refused(tmp_path: Path) -> None:
+    trainer = TFTrainer(training_operator_cls=Small, config={"pause": 0.1})
+    with trainer, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(trainer.train)
+        time.sleep(0.3)
+        for call in (trainer.train, trainer.validate, trainer.state_dict, lambda: trainer.save(tmp_path / "x")):
+            with pytest.raises(TrainerBusyError, match=r"train\(\) has been running for"):
+                call()
+        assert running.result(timeout=120)["num_samples"] == ROWS
+        assert trainer.validate()["num_samples"] == ROWS
