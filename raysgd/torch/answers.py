@@ -6,17 +6,20 @@ Each function is one call of the trainer's, on every rank. A replica looks them 
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from raysgd.errors import CheckpointError
 from raysgd.torch import manifest, shard_files, states
 from raysgd.torch.checks import check_fits
-from raysgd.torch.files import SeenFile
+from raysgd.torch.files import SeenFile, UnseenError
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.sharded import gathered
 from raysgd.torch.snapshots import Snapshotter
 
-__all__ = ["ANSWERS", "Holder"]
+__all__ = ["ANSWERS", "Holder", "Refused"]
 
 
 class Holder(Protocol):
@@ -35,7 +38,7 @@ class Holder(Protocol):
 
     def whole(self, *, raw: bool = False) -> dict[str, Any]: ...
 
-    def take_over(self, state: dict[str, Any], loads: int) -> None: ...
+    def take_over(self, read: Callable[[], dict[str, Any]], loads: int) -> None: ...
 
 
 def apply_operator(replica: Holder, function: Callable[[Any], Any]) -> Any:
@@ -89,26 +92,49 @@ def _complete(replica: Holder, ranks: list[Any]) -> dict[str, Any] | None:
     return {**replica.whole(), "rng": ranks} if replica.rank == 0 or replica.in_shards else None
 
 
-def check(replica: Holder, data: Any, trusted: bool) -> None:
-    check_fits(replica.operator, states.parse(data.data, trusted=trusted))
+@dataclass(frozen=True)
+class Refused:
+    """Why a checkpoint is not taken. It is an answer like others, so that the generation goes on; `unseen`: a rank does not
+    see the file, and the driver has to send it."""
+
+    why: str
+    trace: str = ""
+    unseen: bool = False
 
 
-def restore(replica: Holder, data: Any, trusted: bool, loads: int) -> None:
+def _or_refused(answer: Callable[[], None]) -> Refused | None:
+    try:
+        answer()
+        return None
+    except UnseenError:
+        return Refused("a worker does not see the file", unseen=True)
+    except CheckpointError as error:
+        return Refused(str(error), traceback.format_exc())
+
+
+def check(replica: Holder, data: Any, trusted: bool) -> Refused | None:
+    return _or_refused(lambda: check_fits(replica.operator, states.parse(data.data, trusted=trusted)))
+
+
+def restore(replica: Holder, data: Any, trusted: bool, loads: int) -> Refused | None:
     """`loads` counts the user's loads; each rank that takes this one has the same number after it."""
-    replica.take_over(states.parse(data.data, trusted=trusted), loads)
+    return _or_refused(lambda: replica.take_over(lambda: states.parse(data.data, trusted=trusted), loads))
 
 
-def check_file(replica: Holder, file: SeenFile, trusted: bool) -> bool:
-    """Whether this rank can read the file itself; what does not fit is an error."""
-    state = states.outline(file, trusted=trusted) if file.here else None
-    if state is not None:
+def check_file(replica: Holder, file: SeenFile, trusted: bool) -> Refused | None:
+    """Whether this rank can read the file itself, and whether it fits."""
+
+    def look() -> None:
+        state = states.outline(file, trusted=trusted) if file.here else None
+        if state is None:
+            raise UnseenError
         check_fits(replica.operator, state)
-    return state is not None
+
+    return _or_refused(look)
 
 
-def restore_file(replica: Holder, file: SeenFile, trusted: bool, loads: int) -> None:
-    """`UnseenError` is no answer, since the others may be waiting for this rank."""
-    replica.take_over(states.read(file, trusted=trusted), loads)
+def restore_file(replica: Holder, file: SeenFile, trusted: bool, loads: int) -> Refused | None:
+    return _or_refused(lambda: replica.take_over(lambda: states.read(file, trusted=trusted), loads))
 
 
 def save_shards(replica: Holder, folder: str, ranks: list[Any]) -> dict[str, Any]:
@@ -116,20 +142,22 @@ def save_shards(replica: Holder, folder: str, ranks: list[Any]) -> dict[str, Any
     return shard_files.write(folder, {**replica.whole(raw=True), "rng": ranks})
 
 
-def verify_shards(replica: Holder, folder: str, files: dict[str, Any]) -> None:
+def verify_shards(replica: Holder, folder: str, files: dict[str, Any]) -> Refused | None:
     """Compare the files' digests; each rank looks at some of them."""
     mine = sorted(files)[replica.rank :: replica.operator.world_size]
-    manifest.verify(folder, {name: files[name] for name in mine})
+    return _or_refused(lambda: manifest.verify(folder, {name: files[name] for name in mine}))
 
 
-def check_shards(replica: Holder, folder: str) -> None:
-    check_fits(replica.operator, states.shaped(shard_files.read_outline(folder)), hollow=True)
+def check_shards(replica: Holder, folder: str) -> Refused | None:
+    def look() -> None:
+        check_fits(replica.operator, states.shaped(shard_files.read_outline(folder)), hollow=True)
+
+    return _or_refused(look)
 
 
-def restore_shards(replica: Holder, folder: str, loads: int) -> None:
-    state = shard_files.read(folder, replica.operator)
-    check_fits(replica.operator, state)
-    replica.take_over(state, loads)
+def restore_shards(replica: Holder, folder: str, loads: int) -> Refused | None:
+    state = shard_files.read(folder, replica.operator)  # with the other ranks, so an error here must free them
+    return _or_refused(lambda: replica.take_over(lambda: state, loads))
 
 
 ANSWERS: dict[str, Callable[..., Any]] = {

@@ -15,8 +15,9 @@ from typing import Any
 
 from raysgd import storage
 from raysgd.engine.engine import Engine, Job
-from raysgd.errors import CheckpointError, ConfigError
+from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.torch import manifest, shard_files, states
+from raysgd.torch.answers import Refused
 from raysgd.torch.files import SeenFile, UnseenError, is_archive, readable, verified, verified_file
 from raysgd.torch.receiver import FailedOnWorkerError, Receiver
 from raysgd.torch.shard_files import is_replaceable
@@ -134,13 +135,10 @@ class Checkpoints:
         if outline is None or not file.here:
             return False
         states.check_sealed(outline, sealed=sealed)
-        given = {"file": file, "trusted": trusted}
-        if not all(self._engine.run(Job("check_file", given))[-1].values):
-            return False
         try:
-            self._put(given, kind="_file")
+            self._take({"file": file, "trusted": trusted}, kind="_file")
         except UnseenError:
-            return False  # a recruit on another machine; the others have put back what they had
+            return False
         return True
 
     def restore(self, data: Any, *, trusted: bool, sealed: bool = True) -> None:
@@ -224,19 +222,24 @@ class Checkpoints:
             )
         place = {"folder": str(folder.absolute())}
         if files is not None:
-            self._engine.run(Job("verify_shards", {**place, "files": files}))
+            self._ask("verify_shards", {**place, "files": files})
         self._take(place, kind="_shards")
         return files is not None
 
     def _take(self, given: dict[str, Any], kind: str = "") -> None:
         """Checked on every rank before any of them changes."""
-        self._engine.run(Job(f"check{kind}", given))
-        self._put(given, kind)
-
-    def _put(self, given: dict[str, Any], kind: str) -> None:
+        self._ask(f"check{kind}", given)
         with self._engine.state_replaced_by_hand():
             # Counted here: the same number for all, also for one that has taken this load before, in a first try.
-            self._engine.run(Job(f"restore{kind}", {**given, "loads": self._engine.progress.loads + 1}))
+            self._ask(f"restore{kind}", {**given, "loads": self._engine.progress.loads + 1})
+
+    def _ask(self, method: str, given: dict[str, Any]) -> None:
+        """Ask all ranks; raise what one of them refuses."""
+        refused = [value for value in self._engine.run(Job(method, given))[-1].values if isinstance(value, Refused)]
+        if any(value.unseen for value in refused):
+            raise UnseenError
+        if refused:
+            raise CheckpointError(refused[0].why) from RemoteTraceback(refused[0].trace)
 
     def _random_states(self) -> list[Any]:
         return self._engine.run(Job("random_state"))[-1].values

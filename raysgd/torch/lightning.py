@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.constants import NUM_SAMPLES
-from raysgd.errors import ConfigError
+from raysgd.errors import CheckpointError, ConfigError
 from raysgd.meters import AverageMeterCollection
 from raysgd.torch import lightning_module as modules
 from raysgd.torch.gradients import samples_in
@@ -325,6 +325,7 @@ class LightningOperator(TrainingOperator):
     def load_state_dict(self, state_dict: Any) -> None:
         if not state_dict:
             return
+        _check_state(state_dict, schedules=len(self._schedules.all))
         if state_dict["epoch"] != self._epoch:
             self._greeted = None  # another epoch: its start has not been told in this process
         self._epoch, self._batch_idx, self._open = (state_dict[name] for name in ("epoch", "batch_idx", "open"))
@@ -332,6 +333,15 @@ class LightningOperator(TrainingOperator):
         for schedule, due in zip(self._schedules.all, state_dict["due"], strict=True):
             schedule.due = due
         self.module.on_load_checkpoint(state_dict["module"])
+
+
+def _check_state(state: Any, *, schedules: int) -> None:
+    """Raise CheckpointError unless this is what `state_dict` returns. What the module adds is for the module to check."""
+    kinds = {"epoch": int, "batch_idx": int, "open": bool, "due": list, "module": dict}
+    if not isinstance(state, dict) or not all(type(state.get(name)) is kind for name, kind in kinds.items()):
+        raise CheckpointError("the operator's state is not that of a LightningModule")
+    if state["epoch"] < -1 or state["batch_idx"] < 0 or [type(due) for due in state["due"]] != [bool] * schedules:
+        raise CheckpointError("the operator's state has counters or schedules that do not fit this LightningModule")
 
 
 class _TrainingStep(nn.Module):

@@ -18,6 +18,7 @@ from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Seat
 from raysgd.torch import states
 from raysgd.torch.answers import ANSWERS
+from raysgd.torch.checks import check_fits
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import Source, close
 from raysgd.torch.feed import Feed, MembershipChange
@@ -329,10 +330,12 @@ class TorchReplica:
                 self._train = self._opener.registered(loader, self._cursor, training=True)
             self._train.load(place)
 
-    def take_over(self, state: dict[str, Any], loads: int) -> None:
-        """A checkpoint's content, which fits; the user's load of that number: on all ranks, or on none. Random states are
+    def take_over(self, read: Callable[[], dict[str, Any]], loads: int) -> None:
+        """A checkpoint's content, if it fits; the user's load of that number: on all ranks, or on none. Random states are
         each rank's own."""
         with Undo(self).unless_all_succeed():
+            state = read()
+            check_fits(self.operator, state)
             self._train = None
             self._adopt(state)
         # The call that the checkpoint was taken in is not one of ours; and this state outranks all that was before.

@@ -25,6 +25,7 @@ __all__ = [
     "check_sealed",
     "completed",
     "dump",
+    "dump_given",
     "gather",
     "numpy_or_none",
     "outline",
@@ -70,6 +71,16 @@ def dump(state: dict[str, Any]) -> memoryview:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getbuffer()
+
+
+def dump_given(state: Any) -> memoryview:
+    """Return a dictionary that the user passed as bytes. Raises CheckpointError when it is no checkpoint's content, or
+    cannot be pickled."""
+    given = shaped(dict(state) if isinstance(state, Mapping) else state)
+    try:
+        return dump(given)
+    except Exception as error:
+        raise CheckpointError(f"this state cannot be pickled ({type(error).__name__}: {error})") from error
 
 
 def write(state: dict[str, Any], file: Any) -> None:

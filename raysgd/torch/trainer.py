@@ -194,7 +194,7 @@ class TorchTrainer:
         """Takes what `state_dict` gave, of any number of workers. Checked on every worker first: a state that does
         not fit raises, and changes nothing. (It always blocks; `blocking` is there for v1's sake.)"""
         self._checkpoints.raise_failed()
-        self._checkpoints.restore(states.dump(states.shaped(dict(state_dict))), trusted=True)
+        self._checkpoints.restore(states.dump_given(state_dict), trusted=True)
 
     @exclusive
     def save(

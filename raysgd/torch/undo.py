@@ -16,6 +16,7 @@ import torch.distributed as dist
 from raysgd.errors import CheckpointError
 from raysgd.torch import states
 from raysgd.torch.cursor import Cursor
+from raysgd.torch.files import UnseenError
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.sampling import is_planned, random_sources
 from raysgd.torch.snapshots import copied
@@ -33,6 +34,7 @@ class Taker(Protocol):
     _val_cursor: Cursor
 
 
+UNSEEN = "the file is not to be seen"
 EXCHANGED = ("_train", "_feed", "_validation_began")
 
 
@@ -66,7 +68,8 @@ class Undo:
 
     @contextmanager
     def unless_all_succeed(self) -> Iterator[None]:
-        """Put everything back when what is done in here fails, on this rank or on another one. All ranks must come by."""
+        """Put everything back when what is done in here fails, on this rank or on another one; raise CheckpointError (or
+        UnseenError) then, on all ranks alike. All ranks must come by."""
         error: Exception | None = None
         try:
             try:
@@ -99,12 +102,16 @@ def _raise_if_any_failed(error: Exception | None, *, ranks: int) -> None:
         mine, said = said[0], [None] * ranks
         dist.all_gather_object(said, mine)
     failed = [rank for rank, text in enumerate(said) if text is not None]
+    if any(said[rank] == UNSEEN for rank in failed):
+        raise UnseenError from error
     if failed:
         where = f"rank {failed[0]}: " if ranks > 1 else ""
         raise CheckpointError(f"{where}{said[failed[0]]}. Nothing was changed") from error
 
 
 def _said(error: Exception) -> str:
+    if isinstance(error, UnseenError):
+        return UNSEEN
     if isinstance(error, CheckpointError):
         return str(error)
     place = traceback.extract_tb(error.__traceback__)[-1]

@@ -227,7 +227,7 @@ def bench(folder: Path, **arguments: Any) -> Iterator[Bench]:
         start = trainer.state_dict()
         trainer.load(folder / "good.pt")
         after = complete(trainer)
-        assert same(after, saved)
+        assert same(after[:2], saved[:2]), "other ranks' buffers and own states are not in the file"
         trainer.load_state_dict(start)
         before = complete(trainer)
         expected = []
