@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,9 +93,41 @@ class Tallies:
         tally.check()
 
 
-def shown(request: pytest.FixtureRequest, tallies: Tallies) -> None:
-    reporter: Any = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line("")
-        for tally in tallies.found:
-            reporter.write_line(str(tally))
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def megabytes_of(call: Callable[[], Any]) -> float:
+    """How much memory this process held at most during a call, more than before it."""
+    if not STATUS.exists():
+        pytest.skip("only Linux says how much memory a process has held")
+    RESET.write_text("5")  # the peak is what is held now
+    before = _held("VmRSS")
+    call()
+    return max(_held("VmHWM") - before, 0.0)
+
+
+def _held(name: str) -> float:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) / 1024
+
+
+def show(request: pytest.FixtureRequest, *lines: Any) -> None:
+    """Figures are worth a look, also where all is well."""
+    plugins = request.config.pluginmanager
+    reporter: Any = plugins.get_plugin("terminalreporter")
+    capture: Any = plugins.get_plugin("capturemanager")
+    if reporter is not None and capture is not None:
+        with capture.global_and_fixture_disabled():
+            reporter.write_line("")
+            for line in lines:
+                reporter.write_line(str(line))
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Without the warnings of files that have no digest."""
+    logger = logging.getLogger("raysgd")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)

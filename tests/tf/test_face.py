@@ -214,12 +214,12 @@ def test_save_follows_a_link_and_refuses_a_pipe(tmp_path: Path) -> None:
 class Returning(Small):
     """Returns, or does, what the test wants."""
 
-    returned: Any = {}
+    returned: Any = None
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         if callable(self.returned):
             return self.returned()
-        return {**super().train_batch(batch, batch_info), **self.returned}
+        return {**super().train_batch(batch, batch_info), **(self.returned or {})}
 
 
 def returning(what: Any) -> TFTrainer:

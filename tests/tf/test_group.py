@@ -109,6 +109,6 @@ class StuckInSetup(Small):
 @pytest.mark.skipif(not os.environ.get("RAYSGD_SOAK"), reason="tests/elastic/test_setup_hangs.py has the quick ones")
 def test_a_set_up_that_does_not_end_is_named(ray_cluster: None) -> None:
     given = {"num_workers": 2, "timeout_s": 40.0, "elastic": ElasticConfig(hang_timeout_s=40)}
-    with pytest.raises(WorkerStartError, match="rank 1 on node .* within 40 s") as caught:
+    with pytest.raises(WorkerStartError, match=r"rank 1 on node .* within 40 s") as caught:
         TFTrainer(training_operator_cls=StuckInSetup, config={}, **given)
     assert "test_group.py" in str(caught.value) and "rank 0" not in str(caught.value)

@@ -1,0 +1,208 @@
+"""What is planted in a folder of files, or in its archive, is neither followed nor believed."""
+
+import io
+import os
+import pickle
+import socket
+import tarfile
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import CheckpointError, digest, storage
+from raysgd.train import Checkpoint
+from tests.files.archives import ARCHIVES, member, tar_of
+from tests.files.function_cases import FOLDER_WAYS, files_of, make_source
+from tests.files.tally import quiet
+
+__all__ = ["quiet"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_source(tmp_path / "source")
+
+
+# -- links, devices and FIFOs -------------------------------------------------------------------------
+
+SECRET = b"a private key"
+
+
+def private(tmp_path: Path) -> Path:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_bytes(SECRET)
+    return tmp_path / "private"
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, 0o666 | 0o020000, os.makedev(1, 5))  # /dev/zero
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+def listening(path: Path) -> None:
+    socket.socket(socket.AF_UNIX).bind(str(path))
+
+
+PLANTED: dict[str, Callable[[Path, Path], Any]] = {
+    "a link to a file": lambda folder, secret: (folder / "bad").symlink_to(secret / "key"),
+    "a relative link": lambda folder, secret: (folder / "bad").symlink_to(f"../{secret.name}/key"),
+    "a link to a directory": lambda folder, secret: (folder / "bad").symlink_to(secret),
+    "a link to a link": lambda folder, secret: [
+        (secret / "step").symlink_to("key"),
+        (folder / "bad").symlink_to(secret / "step"),
+    ],
+    "a link through a directory": lambda folder, secret: [
+        (folder / "bad").symlink_to("sub/../../private/key"),
+    ],
+    "a link to nothing": lambda folder, secret: (folder / "bad").symlink_to("nothing"),
+    "a link to itself": lambda folder, secret: (folder / "bad").symlink_to("bad"),
+    "a circle": lambda folder, secret: (folder / "sub" / "bad").symlink_to(".."),
+    "a FIFO": lambda folder, secret: os.mkfifo(folder / "bad"),
+    "a link to a device": lambda folder, secret: (folder / "bad").symlink_to("/dev/zero"),
+    "a device": lambda folder, secret: device(folder / "bad"),
+    "a socket": lambda folder, secret: listening(folder / "bad"),
+}
+
+COPIES: dict[str, Callable[[Checkpoint, Path], Any]] = {
+    "to_bytes": lambda checkpoint, new: checkpoint.to_bytes(),
+    "to_directory": lambda checkpoint, new: checkpoint.to_directory(new),
+    "to_uri, a path": lambda checkpoint, new: checkpoint.to_uri(new),
+    "to_uri": lambda checkpoint, new: checkpoint.to_uri(f"memory://{new.name}{uuid.uuid4().hex}"),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_is_planted_in_a_folder_is_not_followed(
+    tmp_path: Path, planted: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    make_source(Path("source"))
+    PLANTED[planted](Path("source"), private(tmp_path))
+    caught: list[BaseException] = []
+
+    def copy() -> None:
+        try:
+            COPIES[way](Checkpoint.from_directory(tmp_path / "source"), tmp_path / "new")
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it hangs"
+    assert len(caught) == 1 and isinstance(caught[0], CheckpointError), caught
+    assert "bad is " in str(caught[0])
+    copied = [path.read_bytes() for path in (tmp_path / "new").rglob("*") if path.is_file()]
+    assert SECRET not in copied
+    if way.startswith("to_uri"):
+        assert not (tmp_path / "new").exists()
+
+
+def test_links_inside_a_folder_are_followed(source: Path, tmp_path: Path) -> None:
+    (source / "link").symlink_to("weights.bin")
+    (source / "sub" / "up").symlink_to("../weights.bin")
+    (source / "directory").symlink_to("sub")
+    (tmp_path / "by link").symlink_to(source)
+    for number, way in enumerate(FOLDER_WAYS.values()):
+        found, _ = way(tmp_path / "by link", tmp_path / f"new{number}")
+        assert found["link"] == found["weights.bin"] == found["sub/up"]
+    assert not any(path.is_symlink() for path in (tmp_path / "new1").rglob("*"))
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pkl", ".metadata.json"])
+def test_a_file_with_a_meaning_is_no_link_to_another_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    target = tmp_path / "other.json"
+    target.write_bytes(pickle.dumps({"key": 1}) if name.endswith("pkl") else b'{"key": 1}')
+    before = target.read_bytes()
+    (tmp_path / "folder" / name).symlink_to(target)
+    checkpoint = Checkpoint.from_directory(tmp_path / "folder")
+    for load in (checkpoint.to_dict, checkpoint.get_metadata, lambda: checkpoint.set_metadata({"a": 1})):
+        if name.endswith("json") or load == checkpoint.to_dict:
+            with pytest.raises(CheckpointError):
+                load()
+    assert target.read_bytes() == before
+
+
+def test_a_checkpoint_that_is_a_device_or_a_fifo_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        for load in (Checkpoint(path).to_dict, Checkpoint(path).to_bytes):
+            with pytest.raises(CheckpointError, match=f"{path} is a device, a FIFO"):
+                load()
+
+
+def test_a_folder_is_not_copied_over_itself(source: Path) -> None:
+    expected = files_of(source)
+    for target in (source, source / "sub" / "deeper"):
+        with pytest.raises(CheckpointError, match="into itself"):
+            Checkpoint.from_directory(source).to_directory(target)
+    assert files_of(source) == expected
+
+
+def test_logs_are_copied_without_what_they_link_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("fsspec")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a.txt").write_bytes(b"1")
+    (tmp_path / "logs" / "key").symlink_to(private(tmp_path) / "key")
+    os.mkfifo(tmp_path / "logs" / "fifo")
+    where = storage.place(f"memory://{uuid.uuid4().hex}")
+    storage.copy_logs(tmp_path / "logs", where)
+    assert storage.names(where) == ["a.txt"]
+    assert sorted(message.split(" is not copied")[0][-4:] for message in caplog.messages) == ["/key", "fifo"]
+
+
+# -- hostile archives ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sealed", [True, False], ids=["with its digest", "without"])
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_a_hostile_archive_is_refused(tmp_path: Path, quiet: None, name: str, sealed: bool) -> None:
+    data = digest.sealed(ARCHIVES[name]) if sealed else ARCHIVES[name]
+    before = set(os.listdir("/tmp"))
+    with pytest.raises(CheckpointError):
+        Checkpoint.from_bytes(data)
+    assert not Path("/tmp/raysgd-hostile").exists() and not Path("/tmp/raysgd-hostile-x").exists()
+    assert not (set(os.listdir("/tmp")) - before) & {"a", "b"}
+
+
+def test_no_owner_and_no_special_bit_is_taken_from_an_archive() -> None:
+    data = tar_of(
+        member("a", mode=0o6777, uid=12345, gid=12345),
+        member("b", mode=0o400),
+        member("c", tarfile.DIRTYPE, mode=0o1777),
+    )
+    with Checkpoint.from_bytes(digest.sealed(data)).as_directory() as folder:
+        for name in "abc":
+            found = Path(folder, name).stat()
+            assert found.st_uid == os.getuid() and found.st_mode & 0o7000 == 0
+        assert Path(folder, "a").stat().st_mode & 0o100 and not Path(folder, "b").stat().st_mode & 0o111
+
+
+def test_special_bits_of_a_folder_do_not_travel(source: Path, tmp_path: Path) -> None:
+    (source / "weights.bin").chmod(0o6755)
+    for number, way in enumerate(list(FOLDER_WAYS.values())[1:]):
+        way(source, tmp_path / f"new{number}")
+        assert (tmp_path / f"new{number}" / "weights.bin").stat().st_mode & 0o7000 == 0
+
+
+def test_archives_of_other_versions_are_read(source: Path, quiet: None) -> None:
+    for kind in (tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT):
+        stream = io.BytesIO()
+        with tarfile.open(fileobj=stream, mode="w", format=kind) as archive:
+            archive.add(source, arcname=".")
+        with Checkpoint.from_bytes(stream.getvalue()).as_directory() as folder:
+            assert files_of(folder) == files_of(source)
+    deep = "deep/" * 40 + "a" * 120
+    (source / deep).parent.mkdir(parents=True)
+    (source / deep).write_bytes(b"1")
+    with Checkpoint.from_bytes(Checkpoint.from_directory(source).to_bytes()).as_directory() as folder:
+        assert files_of(folder) == files_of(source)
