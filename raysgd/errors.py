@@ -4,6 +4,7 @@
       ConfigError (ValueError)            an argument: what was passed, what is legal, what to do
       NotActiveError (RuntimeError)       a call on a trainer that was shut down
       ResourceError (TimeoutError)        the cluster cannot hold what was asked for
+      ClusterError (ConnectionError)      Ray itself does not answer any more
       CheckpointError (RuntimeError)      a file or state that cannot be loaded, and why
       TrainingFailedError (RuntimeError)  losses went past the bound, or there is nobody left to go on
       HangError (RuntimeError)            nothing moved for longer than the limit, and nobody could be blamed
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "ClusterError",
     "ConfigError",
     "HangError",
     "NotActiveError",
@@ -42,6 +44,10 @@ class NotActiveError(RaysgdError, RuntimeError):
 
 class ResourceError(RaysgdError, TimeoutError):
     """The cluster did not offer what was asked for within the limit."""
+
+
+class ClusterError(RaysgdError, ConnectionError):
+    """Ray's control service (GCS) did not answer within the limit."""
 
 
 class CheckpointError(RaysgdError, RuntimeError):

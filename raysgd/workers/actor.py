@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -18,6 +19,8 @@ from raysgd.workers.line import Line, LineAddress
 __all__ = ["WorkerActor"]
 
 PR_SET_PDEATHSIG = 1
+# The driver has Ray end a worker that it dismissed, which takes milliseconds. Ray can be gone, though.
+LEAVE_S = 3.0
 
 
 class WorkerActor:
@@ -28,7 +31,7 @@ class WorkerActor:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        self._line = Line(address, worker, node, backend.abort)
+        self._line = Line(address, worker, node, backend.abort, _leave)
         self._body = Body(backend, self._line.control)
         self._line.control.upload = self._line.upload
         self._line.control.deliver = self._line.deliver
@@ -58,6 +61,12 @@ class WorkerActor:
         if self._line.control.notice:
             os._exit(128 + signum)
         self._line.notice()
+
+
+def _leave() -> None:
+    """End this process, if nobody else does: the driver does not need it any more, and cannot reach it."""
+    time.sleep(LEAVE_S)
+    os._exit(0)
 
 
 def _die_with_parent() -> None:

@@ -36,9 +36,16 @@ class LineAddress:
 class Line:
     """Owns one socket and one thread. Knows the control desk and how to abort a collective; nothing of training."""
 
-    def __init__(self, address: LineAddress, worker: str, node: str, abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        address: LineAddress,
+        worker: str,
+        node: str,
+        abort: Callable[[], None],
+        dismissed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._address, self._worker = address, worker
-        self._abort = abort
+        self._abort, self._dismissed = abort, dismissed
         self._sending = threading.Lock()
         self._socket = socket.create_connection((address.host, address.port), timeout=30)
         self._socket.settimeout(HEARTBEAT_S)
@@ -127,6 +134,7 @@ class Line:
             self._kill(message["pid"])
         elif kind == "bye":
             self._open = False
+            self._dismissed()
 
     def _stack(self) -> list[str]:
         """The training thread's frames, innermost first."""

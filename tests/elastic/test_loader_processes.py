@@ -360,5 +360,3 @@ def test_a_functions_own_loader_is_the_users(functions: Trainer, tmp_path: Path)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         functions.run(one_epoch, {"marks": str(tmp_path), "kind": "plain"})
     assert functions.recoveries[before:] == []
-
-
