@@ -12,6 +12,7 @@ from raysgd.config import ElasticConfig
 from raysgd.elastic import Recovery
 from raysgd.errors import (
     CheckpointError,
+    ClusterError,
     ConfigError,
     HangError,
     NotActiveError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "ClusterError",
     "ConfigError",
     "CreatorOperator",
     "ElasticConfig",

@@ -4,6 +4,7 @@
       ConfigError (ValueError)            an argument: what was passed, what is legal, what to do
       NotActiveError (RuntimeError)       a call on a trainer that was shut down
       ResourceError (TimeoutError)        the cluster cannot hold what was asked for
+      ClusterError (ConnectionError)      Ray itself does not answer any more
       CheckpointError (RuntimeError)      a file or state that cannot be loaded, and why
       TrainerBusyError (RuntimeError)     a call in one thread while a call in another one is running
       TrainingFailedError (RuntimeError)  losses went past the bound, or there is nobody left to go on
@@ -21,6 +22,7 @@ from typing import Any
 
 __all__ = [
     "CheckpointError",
+    "ClusterError",
     "ConfigError",
     "HangError",
     "NotActiveError",
@@ -51,6 +53,10 @@ class NotActiveError(RaysgdError, RuntimeError):
 
 class ResourceError(RaysgdError, TimeoutError):
     """The cluster did not offer what was asked for within the limit."""
+
+
+class ClusterError(RaysgdError, ConnectionError):
+    """Ray's control service (GCS) did not answer within the limit."""
 
 
 class CheckpointError(RaysgdError, RuntimeError):

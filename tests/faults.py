@@ -7,6 +7,7 @@ weights; what it holds at the end of an epoch is what the weights have seen.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -28,8 +29,9 @@ from raysgd.torch.backend import TorchBackend
 
 @dataclass(frozen=True)
 class Fault:
-    """At global step `step`, the worker with `rank` does `kind`: kill, exit, stop, term, raise, sleep,
-    or cut (its connections to the other ranks). `others` are processes that a kill takes along."""
+    """At global step `step`, the worker with `rank` does `kind`: kill, exit, stop, term, raise, sleep, gil (sleep in
+    native code that holds Python's interpreter lock), or cut (its connections to the other ranks). `others` are
+    processes that a kill takes along."""
 
     rank: int
     step: int
@@ -62,6 +64,8 @@ class Fault:
             raise ZeroDivisionError(f"planned in {self.name}")
         elif self.kind == "sleep":
             time.sleep(self.seconds)
+        elif self.kind == "gil":
+            ctypes.PyDLL(None).usleep(int(self.seconds * 1e6))
         elif self.kind == "cut":
             for backend in [each for each in gc.get_objects() if isinstance(each, TorchBackend)]:
                 backend.abort()

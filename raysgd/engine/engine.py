@@ -36,7 +36,7 @@ from raysgd.engine.recovery import Recoverer
 from raysgd.engine.recruiter import Recruiter
 from raysgd.engine.standing import Standing
 from raysgd.engine.watch import Watch
-from raysgd.errors import NotActiveError
+from raysgd.errors import ClusterError, NotActiveError
 from raysgd.outcomes import Failed, Ok, Outcome
 from raysgd.progress import Progress, most_advanced
 from raysgd.protocols import Backend
@@ -107,6 +107,7 @@ class Engine:
         self._guard = CallGuard()
         self._calls = 0
         self._snapshot_is_stale = True
+        self._unreachable = False  # Ray: that was reported
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -131,6 +132,8 @@ class Engine:
         try:
             if not force and self._standing.up:
                 self._crew.ask(self._crew.seated(), "close", {}, limit_s=CLOSE_S)
+        except (ClusterError, NotActiveError) as error:
+            logger.warning("the workers are ended without closing them first: %s", error)
         finally:
             try:
                 self._end_group(force)
@@ -300,7 +303,7 @@ class Engine:
         watch = Watch(
             self._crew,
             HangGuard(self._crew, self.limits.hang_s, on_deadlock),
-            wants_border=lambda: job.again == "resume" and self._membership.wants_border(),
+            wants_border=lambda: self._wants_border(job),
             on_trouble=lambda: self._standing.former.interrupt(workers),
             lead=job.lead,
             hurry_s=job.hurry_s,
@@ -316,6 +319,19 @@ class Engine:
         if newest is not None and newest.call == self._calls:
             self._snapshot_is_stale = False
         return watch, classify(watch.outcomes)
+
+    def _wants_border(self, job: Job) -> bool:
+        """Looks for leavers in every call, as that also notices that Ray does not answer any more. Without Ray, training
+        is an error; other calls raise it once for each outage, so that `save` works after that."""
+        try:
+            self._membership.look_for_leavers()
+            self._unreachable = False
+        except ClusterError:
+            if self._unreachable and job.again != "resume":
+                return False
+            self._unreachable = True
+            raise
+        return job.again == "resume" and self._membership.wants_border()
 
     def _cut_short(self, watch: Watch, workers: list[str], error: BaseException) -> None:
         """Stops the call at the next border. The trainer stays usable; ranks that do not stop in time are ended."""
@@ -347,7 +363,7 @@ class Engine:
             before=before,
             after=before - len(ranks),
             in_place=True,
-            since=watch.troubled_at or time.monotonic(),
+            since=watch.troubled_at or self._crew.clock(),
             at=at,
             detail=seen.detail,
             goes_on=False,

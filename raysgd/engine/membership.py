@@ -17,8 +17,6 @@ from raysgd.workers.blob import Blob
 
 __all__ = ["Membership"]
 
-DRAIN_LOOK_S = 2.0
-
 
 class Membership:
     """Owns who is to leave. Asks nobody to stop by itself: the watch asks it whether there is a reason to."""
@@ -37,7 +35,6 @@ class Membership:
         self._crew, self._standing, self._recruiter, self._ledger = crew, standing, recruiter, ledger
         self._elastic, self._limits, self._in_place = elastic, limits, in_place
         self._leaving: dict[str, str] = {}
-        self._drain_look_at = 0.0
 
     @property
     def missing(self) -> int:
@@ -47,7 +44,7 @@ class Membership:
         """Before a call: is there a change to be made right away?"""
         if self._elastic.grow and self._crew.group.elastic:
             self._recruiter.look(self.missing)
-        self._look_for_leavers()
+        self.look_for_leavers()
         return bool(self._recruiter.ready) or bool(self._leaving)
 
     def wants_border(self) -> bool:
@@ -56,7 +53,7 @@ class Membership:
             return False
         if self._elastic.grow is True:
             self._recruiter.look(self.missing)
-        self._look_for_leavers()
+        self.look_for_leavers()
         return bool(self._leaving) or (self._elastic.grow is True and self._recruiter.gathered())
 
     def resize(self, count: int) -> None:
@@ -146,11 +143,10 @@ class Membership:
             return
         self._standing.former.give(newcomers, Blob(snapshot.data))
 
-    def _look_for_leavers(self) -> None:
-        now = self._crew.clock()
+    def look_for_leavers(self) -> None:
+        """Several times a second. Raise `ClusterError` when Ray has not answered for too long."""
         seated = [self._crew.members[worker] for worker in self._crew.seated()]
         self._leaving |= {m.worker: "preemption" for m in seated if m.notice}
-        if self._crew.group.elastic and now >= self._drain_look_at:
-            self._drain_look_at = now + DRAIN_LOOK_S
+        if self._crew.group.elastic:
             draining = self._crew.group.draining()
             self._leaving |= {m.worker: "preemption" for m in seated if m.node in draining}

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +25,8 @@ from raysgd.workers.line import Line, LineAddress
 __all__ = ["WorkerActor"]
 
 PR_SET_PDEATHSIG = 1
+# The driver has Ray end a worker that it dismissed, which takes milliseconds. Ray can be gone, though.
+LEAVE_S = 3.0
 
 
 class WorkerActor:
@@ -34,7 +37,7 @@ class WorkerActor:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        self._line = Line(address, worker, node, backend.abort)
+        self._line = Line(address, worker, node, backend.abort, _leave)
         self._body = Body(backend, self._line.control)
         self._line.control.upload = self._line.upload
         self._line.control.deliver = self._line.deliver
@@ -120,3 +123,9 @@ def _end_forks_with_this_process() -> None:
         end_if_orphaned()  # the parent may have ended before the system was asked to report it
 
     os.register_at_fork(before=remember_parent, after_in_child=end_with_parent)
+
+
+def _leave() -> None:
+    """End this process, if nobody else does: the driver does not need it any more, and cannot reach it."""
+    time.sleep(LEAVE_S)
+    os._exit(0)

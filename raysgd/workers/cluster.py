@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raysgd.config import WorkerResources
-from raysgd.errors import ConfigError
+from raysgd.errors import ClusterError, ConfigError
+from raysgd.workers.asking import ask
 
 __all__ = [
     "alive_nodes",
@@ -42,6 +43,7 @@ THROUGH_CLIENT = (
     "and workers cannot reach it there. Run it on the cluster (for example with `ray job submit`), or connect with "
     "ray.init(address='auto')"
 )
+LIVES_S = 2.0
 
 
 def ensure_cluster() -> None:
@@ -52,6 +54,36 @@ def ensure_cluster() -> None:
         if ray.util.client.ray.is_connected():
             raise ConfigError(f"this script is connected through Ray Client (ray://), {THROUGH_CLIENT}")
         return
+    if threading.current_thread() is threading.main_thread():
+        _connect()
+    else:
+        _connect_on_a_lasting_thread()
+
+
+def _connect_on_a_lasting_thread() -> None:
+    """Ray has the system end the processes that it starts together with the thread that starts them."""
+    error: list[BaseException] = []
+    connected = threading.Event()
+
+    def connect() -> None:
+        try:
+            _connect()
+        except BaseException as raised:  # raised where the cluster is wanted
+            error.append(raised)
+            return
+        finally:
+            connected.set()
+        threading.Event().wait()
+
+    threading.Thread(target=connect, name="raysgd-ray", daemon=True).start()
+    connected.wait()
+    if error:
+        raise error[0]
+
+
+def _connect() -> None:
+    import ray
+
     address = _given_address() or _running_here()
     if address != "local":
         context: Any = ray.init(address=address, logging_level=logging.WARNING)
@@ -116,14 +148,20 @@ def alive_nodes() -> dict[str, Mapping[str, float]]:
     """Total resources of every node that is alive, by node id."""
     import ray
 
-    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    return {node["NodeID"]: node["Resources"] for node in ask(ray.nodes) if node["Alive"]}
 
 
 def node_lives(node: str) -> bool:
-    """Does its node manager still take connections? Ray itself knows of a node's death only seconds later."""
+    """Does its node manager still take connections? Ray itself knows of a node's death only seconds later. True also
+    when Ray does not answer: nothing is known of the node then."""
     import ray
 
-    for each in ray.nodes():
+    try:
+        nodes = ask(ray.nodes, limit_s=LIVES_S)
+    except ClusterError as error:
+        logger.debug("whether node %s is alive is not known: %s", node, error)
+        return True
+    for each in nodes:
         if each["NodeID"] == node and each["Alive"]:
             try:
                 socket.create_connection((each["NodeManagerAddress"], each["NodeManagerPort"]), timeout=PROBE_S).close()
@@ -137,8 +175,8 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
     """Free resources of every node that is alive and not draining."""
     from ray._private.state import available_resources_per_node
 
-    leaving = draining_nodes()
-    free: dict[str, Mapping[str, float]] = available_resources_per_node()
+    leaving = ask(draining_nodes)
+    free: dict[str, Mapping[str, float]] = ask(available_resources_per_node)
     return {node: resources for node, resources in free.items() if node not in leaving}
 
 
@@ -157,7 +195,7 @@ def last_words(pid: int) -> str:
 
 
 def draining_nodes() -> set[str]:
-    """Nodes that Ray was told will go away soon (preemption, downscaling)."""
+    """Nodes that Ray was told will go away soon (preemption, downscaling). Waits for the GCS: see `asking`."""
     import ray
 
     try:

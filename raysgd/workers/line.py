@@ -51,9 +51,16 @@ class LineAddress:
 class Line:
     """Owns one socket and one thread. Knows the control desk and how to abort a collective; nothing of training."""
 
-    def __init__(self, address: LineAddress, worker: str, node: str, abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        address: LineAddress,
+        worker: str,
+        node: str,
+        abort: Callable[[], None],
+        dismissed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._address, self._worker = address, worker
-        self._abort = abort
+        self._abort, self._dismissed = abort, dismissed
         self._sending = threading.Lock()
         self._socket = self._connect({"t": "hello", "node": node, "pid": os.getpid()})
         self._socket.settimeout(SEND_S)
@@ -174,6 +181,7 @@ class Line:
         elif kind == "bye":
             self._open = False
             self.on_end()
+            self._dismissed()
 
     def _stack(self) -> list[str]:
         """The training thread's frames, innermost first."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import queue
 import re
-import signal
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,14 +17,17 @@ from typing import Any
 
 from raysgd.config import WorkerResources
 from raysgd.elastic import OUT_OF_STEP
+from raysgd.errors import NotActiveError
 from raysgd.outcomes import Failed, Outcome
 from raysgd.protocols import Backend
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
+from raysgd.workers.asking import Question, answer_limit_s, require_ray
 from raysgd.workers.blob import Blob
 from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
 from raysgd.workers.line import LineAddress
 from raysgd.workers.packing import pack
+from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.rows import DEALER, RemoteDealer, Rows, begin_dealer
 from raysgd.workers.shards import no_room_for_data
 from raysgd.workers.switchboard import Switchboard
@@ -40,12 +42,19 @@ MISMATCH = re.compile(r"(?P<library>gloo)\S*\] (?P<what>op\.preamble[^\n]*collec
 ANSWER_S = 1.0
 
 
+# Ray ends a worker within milliseconds. Where it does not, a worker ends itself after LEAVE_S in actor.py.
+LEAVE_S = 8.0
+DRAIN_LOOK_S = 2.0
+UNANSWERED_S = 2.0
+
+
 @dataclass
 class _Handle:
     actor: Any
     node: str = ""
     pid: int = 0
     gone: bool = False
+    process: LocalProcess | None = None
 
 
 class RayGroup:
@@ -69,11 +78,19 @@ class RayGroup:
         self._dealers: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
         self._mark = uuid.uuid4().hex[:8]  # in names of actors, which everybody in the cluster can list
+        self._session = require_ray()
+        self._leaving: list[LocalProcess] = []
+        self._draining: set[str] = set()
+        self._question: Question[set[str]] | None = None
+        self._ask_at = 0.0
 
     # -- members --------------------------------------------------------------------------------------
 
     def launch(self, count: int) -> list[str]:
-        """Asks Ray for `count` processes; each is an `Arrived` event when it is up."""
+        """Asks Ray for `count` processes; each is an `Arrived` event when it is up.
+
+        The actors have no names, as Ray's client would wait for the GCS to register those."""
+        require_ray(self._session)
         address = LineAddress(*self._board.address, self._board.token)
         workers = []
         for _ in range(count):
@@ -85,7 +102,6 @@ class RayGroup:
                 scheduling_strategy=cluster.placement(),
                 max_restarts=0,
                 max_task_retries=0,
-                name=f"raysgd-{worker}",
             ).remote(worker, address, self._backend)
             self._handles[worker] = _Handle(actor)
             # Its only use: it fails when the process ends before its line stands, and nobody else would tell.
@@ -95,6 +111,7 @@ class RayGroup:
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         """Starts one call; its end is a `Replied` (or `Gone`) event with the number returned here."""
+        require_ray(self._session)
         call = next(self._calls)
         shared = {name: self._shared(v) if isinstance(v, Blob) else v for name, v in arguments.items()}
         future = self._handles[worker].actor.perform.remote(call, generation, verb, shared).future()
@@ -103,6 +120,7 @@ class RayGroup:
 
     def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         """A call whose Ray reference the user holds; nobody here waits for it."""
+        require_ray(self._session)
         return self._handles[worker].actor.value.remote(verb, arguments)
 
     def pack(self, value: Any) -> Any:
@@ -162,12 +180,14 @@ class RayGroup:
     def _fresh(self, event: Event) -> bool:
         handle = self._handles.get(event.worker)
         if handle is None:
+            self._board.hang_up(event.worker)  # one that came up after it was given up
             return False
         if isinstance(event, Heard) and event.message.get("kind") == DEALER:
             self._deal(event.message["name"], bytes(event.body))
             return False
         if isinstance(event, Arrived):
             handle.node, handle.pid = event.node, event.pid
+            handle.process = LocalProcess(event.pid) if event.node == self._here else None
         if isinstance(event, Gone):
             if handle.gone:
                 return False
@@ -207,36 +227,40 @@ class RayGroup:
 
     def kill(self, worker: str) -> None:
         """SIGKILL, now: from here or by a neighbour on its node. Ray's own kill asks first, and takes seconds."""
-        import ray
-
         handle = self._handles.get(worker)
         if handle is None:
             return
-        if handle.pid and handle.node == self._here:
-            _kill_process(handle.pid)
+        if handle.process is not None:
+            handle.process.kill()
         elif handle.pid:
             for neighbour, other in self._handles.items():
                 if neighbour != worker and other.node == handle.node and not other.gone:
                     self.tell(neighbour, {"t": "kill", "pid": handle.pid})
-        ray.kill(handle.actor)
+        self._end_actor(handle.actor)
 
     def _end(self, worker: str) -> None:
         """Makes sure that a worker we gave up cannot come back."""
-        import ray
-
         self._board.hang_up(worker)
-        handle = self._handles[worker]
-        ray.kill(handle.actor)
+        self._end_actor(self._handles[worker].actor)
+
+    def _end_actor(self, actor: Any) -> None:
+        """Has Ray end it. A worker that was hung up on ends itself after a while, should Ray be gone."""
+        try:
+            require_ray(self._session)
+        except NotActiveError:
+            return
+        cluster.end_actor(actor)
 
     def dismiss(self, worker: str, *, force: bool = False) -> None:
         """Ends a worker that is not needed any more. Frees its resources at once."""
         handle = self._handles.get(worker)
         if handle is None:
             return
-        import ray
-
         self._board.hang_up(worker)
-        ray.kill(handle.actor)
+        self._end_actor(handle.actor)
+        self._leaving = [process for process in self._leaving if not process.ended]
+        if handle.process is not None:
+            self._leaving.append(handle.process)
         self._handles.pop(worker, None)  # last, so that Ctrl-C on the way leaves no worker that nobody knows
 
     @contextlib.contextmanager
@@ -251,20 +275,26 @@ class RayGroup:
             cluster.wait_for_room(self._resources, room + len(ended), ended)
 
     def stop(self, *, force: bool = False) -> None:
+        """End all workers, and return when those of this machine have ended."""
         with self.releasing():
             for worker in list(self._handles):
                 self.dismiss(worker, force=force)
         self._board.close()
         for dealer in self._dealers.values():
-            cluster.end_actor(dealer)
+            self._end_actor(dealer)
         self._dealers = {}
+        leaving, self._leaving = self._leaving, []
+        for process in end_all(leaving, patience_s=LEAVE_S):
+            logger.warning("worker process %d did not end within %g s: killed it", process.pid, LEAVE_S)
 
     # -- the cluster ----------------------------------------------------------------------------------
 
     def room(self) -> int:
+        self.draining()  # raises at once, when it is known that Ray does not answer
         return cluster.room_for(self._resources)
 
     def holds_at_most(self) -> int:
+        self.draining()
         return cluster.holds_at_most(self._resources)
 
     def wanting(self, count: int) -> str:
@@ -277,18 +307,22 @@ class RayGroup:
         return ", ".join(f"{count * n:g} {name} ({free.get(name, 0):g} free)" for name, n in wanted.items())
 
     def draining(self) -> set[str]:
-        return cluster.draining_nodes()
+        """Return what Ray said last, without waiting. Raise `ClusterError` when it has not answered for too long."""
+        require_ray(self._session)
+        if self._question is None:
+            if time.monotonic() >= self._ask_at:
+                self._question = Question(cluster.draining_nodes)
+        elif self._question.answered or self._question.age_s > answer_limit_s():
+            self._draining = self._question.answer(answer_limit_s())
+            self._question, self._ask_at = None, time.monotonic() + DRAIN_LOOK_S
+        return self._draining
 
     def lives(self, node: str) -> bool:
+        """Return True also when Ray does not answer."""
+        if self._question is not None and not self._question.answered and self._question.age_s > UNANSWERED_S:
+            return True
         return cluster.node_lives(node)
 
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-
-
-def _kill_process(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        logger.debug("process %d was gone already", pid)

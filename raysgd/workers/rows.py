@@ -13,6 +13,7 @@ from typing import Any
 
 from raysgd.errors import ResourceError
 from raysgd.rendezvous import Seat
+from raysgd.workers import asking
 from raysgd.workers.dealing import Ask, Dealer, Dealt
 
 __all__ = ["DEALER", "RemoteDealer", "Rows", "SharedRows", "begin_dealer", "local_rows"]
@@ -206,4 +207,4 @@ def begin_dealer(name: str, packed: bytes) -> Any:
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor: Any = ray.remote(Dealer)
-    return actor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(packed)
+    return asking.ask(lambda: actor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(packed))

@@ -25,7 +25,9 @@ def test_nothing_is_left(outcome: Callable[[], Ended], moment: Moment) -> None:
     ended = outcome()
     assert ended.status is not None, f"the driver did not end within {ENDS_WITHIN_S:g} s: {ended}"
     left = ended.left
-    if "DONE" in ended.output or moment.again_s is not None:  # a signal came in Ray's own shutdown, which may leave these
+    if (
+        "DONE" in ended.output or moment.again_s is not None
+    ):  # a signal came in Ray's own shutdown, which may leave these
         left = [name for name in left if not name.startswith(RAY_AGENTS)]
     assert not left, ended
     assert not ended.shared_memory, ended

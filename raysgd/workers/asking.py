@@ -1,0 +1,101 @@
+"""Ask Ray's control service (GCS), without waiting for ever when it is gone. Both."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from raysgd.errors import ClusterError, NotActiveError
+
+__all__ = ["Question", "answer_limit_s", "ask", "require_ray"]
+
+T = TypeVar("T")
+
+# Ray ends every process of its own, this one too, that has not reached the GCS for this long.
+RAY_SETTING, RAY_DEFAULT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
+
+
+def answer_limit_s() -> float:
+    """Return how long the GCS may not answer: half of the time after which Ray ends this process, so that there is
+    time for `save()`."""
+    return float(os.environ.get(RAY_SETTING, RAY_DEFAULT_S)) / 2
+
+
+def require_ray(session: str | None = None) -> str:
+    """Return the identity of this process's connection to Ray. Raise `NotActiveError` when there is none, or not the
+    one that is given: Ray's own functions would start another Ray then."""
+    import ray
+
+    here = ray.get_runtime_context() if ray.is_initialized() else None
+    # Each connection to one cluster has an id of its own, and each cluster's nodes have theirs.
+    now = f"{here.get_worker_id()} on {here.get_node_id()}" if here is not None else None
+    if now is None or (session is not None and now != session):
+        raise NotActiveError(
+            "this process is not connected to the Ray any more on which the trainer's workers were: ray.shutdown() was "
+            "called, and the workers ended with it. Make a new trainer to go on, and load what you saved"
+        )
+    return now
+
+
+class Question(Generic[T]):
+    """Owns one call to the GCS, on a thread of its own: Ray's client waits for the GCS as long as it takes, and does not
+    even let Ctrl-C through."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        require_ray()
+        self._call = call
+        self._done = threading.Event()
+        self._answer: list[T] = []
+        self._error: BaseException | None = None
+        self._asked_at = time.monotonic()
+        threading.Thread(target=self._ask, name="raysgd-question", daemon=True).start()
+
+    def _ask(self) -> None:
+        try:
+            self._answer.append(self._call())
+        except BaseException as error:  # raised where the answer is wanted
+            self._error = error
+        finally:
+            self._done.set()
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._asked_at
+
+    @property
+    def answered(self) -> bool:
+        return self._done.is_set()
+
+    def answer(self, limit_s: float) -> T:
+        """Wait for it, so long after the question was asked at most. Raise `ClusterError` when it does not come."""
+        if not self._done.wait(max(limit_s - self.age_s, 0.0)):
+            raise ClusterError(_unreachable(self.age_s))
+        if self._error is None:
+            return self._answer[0]
+        if type(self._error).__module__.split(".")[0] in ("ray", "grpc"):
+            raise ClusterError(_unreachable(self.age_s)) from self._error
+        raise self._error
+
+
+def ask(call: Callable[[], T], *, limit_s: float | None = None) -> T:
+    """Return the answer to one question; see `Question`."""
+    return Question(call).answer(answer_limit_s() if limit_s is None else limit_s)
+
+
+def _unreachable(waited_s: float) -> str:
+    where = _address()
+    return (
+        f"Ray's control service (the GCS{f' at {where}' if where else ''}) has not answered for {waited_s:.0f} s. Without "
+        "it no worker can be replaced, and Ray ends every process that has not reached it for "
+        f"{2 * answer_limit_s():.0f} s, this one too ({RAY_SETTING}). If the workers are alive, "
+        "save() still works until then; what was saved before is intact. Restart the cluster, and load into a new trainer"
+    )
+
+
+def _address() -> Any:
+    import ray
+
+    return ray.get_runtime_context().gcs_address if ray.is_initialized() else None

@@ -1,0 +1,167 @@
+"""Several trainers in one script, in turn and in threads of their own: each recovers by itself, and loses nothing."""
+
+import json
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raysgd import ElasticConfig, train
+from raysgd.train import Trainer
+from tests.background import Background
+from tests.elastic.test_loader_processes import Seen
+from tests.faults import Fault, Ground
+from tests.torch.small import inline
+
+pytestmark = pytest.mark.elastic
+
+ELASTIC = ElasticConfig(hang_timeout_s=60, grow=False)
+
+
+@pytest.fixture(scope="module")
+def grounds(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Ground]]:
+    made = [Ground(tmp_path_factory.mktemp("side"), num_workers=2, elastic=ELASTIC) for _ in range(2)]
+    yield made
+    for ground in made:
+        ground.trainer.shutdown()
+
+
+def test_two_trainers_in_turn(grounds: list[Ground]) -> None:
+    for ground in grounds:
+        ground.whole_again(2)
+        ground.trained()
+    grounds[0].arm(Fault(0, 8))
+    grounds[1].arm(Fault(1, 3))
+    before = [len(ground.trainer.recoveries) for ground in grounds]
+    for steps in (5, 5, 5):
+        for ground in grounds:
+            ground.trainer.train(num_steps=steps)
+    for ground in grounds:
+        ground.trainer.train()  # the rest
+        ground.assert_epoch_exact()
+    losses = [ground.trainer.recoveries[mark:] for ground, mark in zip(grounds, before, strict=True)]
+    assert [[loss.lost_ranks for loss in each] for each in losses] == [[(0,)], [(1,)]]
+
+
+def test_two_trainers_at_once_in_threads(grounds: list[Ground]) -> None:
+    def epochs(ground: Ground, rank: int) -> list[tuple[int, ...]]:
+        ground.whole_again(2)
+        ground.trained()
+        before = len(ground.trainer.recoveries)
+        for _ in range(2):
+            ground.trainer.resize(2)
+            ground.arm(Fault(rank, 4, where="backward"))
+            assert ground.trainer.train()["num_samples"] == ground.samples
+            ground.assert_epoch_exact()
+            assert ground.trainer.validate()["num_samples"] == 50
+        return [each.lost_ranks for each in ground.trainer.recoveries[before:] if each.reason != "growth"]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(epochs, grounds, (0, 1))) == [[(0,), (0,)], [(1,), (1,)]]
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Each on a thread of its own, which ends before the next one begins."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def test_a_trainer_that_lives_in_threads(ray_cluster: None, tmp_path: Path) -> None:
+    ground = in_thread(lambda: Ground(tmp_path / "marks", num_workers=2, elastic=ELASTIC))
+    try:
+        in_thread(lambda: ground.arm(Fault(1, 5)))
+        assert in_thread(ground.trainer.train)["num_samples"] == ground.samples
+        in_thread(ground.assert_epoch_exact)
+        path = in_thread(lambda: ground.trainer.save(tmp_path / "saved.pt"))
+        in_thread(lambda: ground.trainer.load(path, trusted=True))
+        ground.trainer.train()  # and on the main thread again
+        assert [loss.reason for loss in ground.trainer.recoveries] == ["worker death"]
+    finally:
+        in_thread(ground.trainer.shutdown)
+
+
+def test_loader_processes_of_a_trainer_in_a_thread(tmp_path: Path) -> None:
+    """Outside the main thread there is no handler of SIGCHLD: torch looks by itself, every five seconds."""
+    (tmp_path / "kill-31").write_text(str(int(signal.SIGKILL)))
+
+    def work() -> tuple[list[int], list[str]]:
+        with inline(Seen, config={"marks": str(tmp_path)}) as trainer:
+            trainer.train()
+            return trainer.get_local_operator().seen, [recovery.reason for recovery in trainer.recoveries]
+
+    seen, reasons = in_thread(work)
+    assert Counter(seen) == Counter(range(60)) and reasons == ["data loader"]
+
+
+def steps(config: dict[str, Any]) -> list[int]:
+    """Count to ten together; a worker dies on the way."""
+    state = train.elastic({"done": []})
+    while len(state["done"]) < 10:
+        for fault in config["faults"]:
+            if fault.rank == train.world_rank() and fault.step <= len(state["done"]):
+                fault.fire(config["marks"])
+        dist.all_reduce(torch.ones(1))
+        state["done"] = [*state["done"], len(state["done"])]
+        state.commit()
+    done: list[int] = state["done"]
+    return done
+
+
+def test_two_function_trainers_at_once_in_threads(ray_cluster: None, tmp_path: Path) -> None:
+    def work(rank: int) -> tuple[list[list[int]], list[tuple[int, ...]]]:
+        marks = tmp_path / str(rank)
+        marks.mkdir()
+        trainer = Trainer("torch", num_workers=2, logdir=tmp_path / f"logs-{rank}", elastic=ELASTIC)
+        trainer.start()
+        try:
+            done = trainer.run(steps, {"faults": [Fault(rank, 4)], "marks": str(marks)})
+            return done, [each.lost_ranks for each in trainer.recoveries]
+        finally:
+            trainer.shutdown()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, (0, 1))) == [([list(range(10))], [(0,)]), ([list(range(10))], [(1,)])]
+
+
+# A Ray that the trainer starts by itself must not end with the thread that made the trainer.
+SCRIPT = """
+import json, sys, threading
+from collections import Counter
+from pathlib import Path
+from tests.faults import Ground
+import ray
+
+found = []
+thread = threading.Thread(target=lambda: found.append(Ground(Path(sys.argv[1]), num_workers=2)))
+thread.start()
+thread.join()
+(ground,) = found
+processes = [each.process for kind in ray._private.worker._global_node.all_processes.values() for each in kind]
+for _ in range(2):
+    ground.trainer.train()
+exact = ground.trained() == Counter({index: 2 for index in range(240)})
+facts = {"exact": exact, "ended": [each.pid for each in processes if each.poll() is not None]}
+print("FACTS", json.dumps({**facts, "recoveries": len(ground.trainer.recoveries)}), flush=True)
+ground.trainer.shutdown()
+"""
+
+
+def run(background: Background) -> dict[str, Any]:
+    folder = background.folder()
+    (folder / "driver.py").write_text(SCRIPT)
+    done = background.run(str(folder / "driver.py"), str(folder / "marks"), RAY_ADDRESS="local")
+    facts = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
+    assert facts and done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    found: dict[str, Any] = json.loads(facts[-1][6:])
+    return found
+
+
+@pytest.mark.script(run=run)
+def test_ray_outlives_the_thread_that_started_it(outcome: Callable[[], dict[str, Any]]) -> None:
+    assert outcome() == {"exact": True, "ended": [], "recoveries": 0}
