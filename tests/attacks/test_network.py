@@ -1,0 +1,254 @@
+"""Clients without a token attack every port that the library opens, while it trains: nothing of it may be noticed.
+
+The ports are found by looking at the processes (driver and workers); Ray's own are left out, as they were there before.
+One trainer goes through all attacks, one after the other and then all at once. With RAYSGD_SOAK=1, all is tried after each
+single attack (a save, a replacement, other numbers of workers), and a table of all attacks is printed.
+"""
+
+import functools
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import ElasticConfig, train
+from raysgd.train import Trainer
+from tests.attacks.attackers import ATTACKS, Storm, listening, note_ports
+from tests.callbacks.listening import Heard
+from tests.faults import Fault, Ground
+
+pytestmark = [
+    pytest.mark.elastic,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc and netlink"),
+]
+
+SOAK = bool(os.environ.get("RAYSGD_SOAK"))
+SHUTDOWN_S = 30.0
+PLANNED = {"growth", "shrink", "resize"}
+# torch's store looks up the name of every client before it serves the next one. Hundreds of them, while ranks look for each
+# other in it, take as long as the name server does; so that is not tried.
+FLOODS = [name for name in ATTACKS if name.endswith("-300")]
+GENTLE = [name for name in ATTACKS if name not in FLOODS]
+PATIENT = ElasticConfig(batch="global", grow=False, hang_timeout_s=120)
+
+
+@dataclass
+class Field:
+    """A folder in which the processes under attack are noted, and what came of the attacks so far."""
+
+    folder: Path
+    name: str
+    rows: list[tuple[str, Storm]] = field(default_factory=list)
+
+    @property
+    def hook(self) -> Callable[[], None]:
+        """For each worker, before the library opens ports in it."""
+        return functools.partial(note_ports, str(self.folder))
+
+    def storm(self, *names: str) -> Storm:
+        import ray
+
+        actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        workers = [name.removeprefix("raysgd-") for name in actors if name.startswith("raysgd-")]
+        storm = Storm(self.folder, names, host=ray.util.get_node_ip_address(), workers=workers)
+        self.rows.append(("+".join(names) if len(names) < 4 else f"{len(names)} at once", storm))
+        return storm
+
+    def check(self) -> None:
+        """The last storm was one, and no process has unpickled what it sent."""
+        report = self.rows[-1][1].report
+        assert report.ports and report.tried > report.unreachable, "no port was attacked"
+        assert not (self.folder / "executed").exists(), "code of an attacker was executed"
+
+    def table(self) -> str:
+        """What was tried, in lines."""
+        lines = [f"{self.name}: attack, ports, connections, closed by us, open to the end, unreachable, MB pushed"]
+        for name, storm in self.rows:
+            report = storm.report
+            counts = (report.tried, report.rejected, report.kept, report.unreachable, report.pushed >> 20)
+            lines.append(f"  {name:20} {len(report.ports):4} " + " ".join(f"{count:6}" for count in counts))
+        return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def ready(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Field]]:
+    fields = []
+
+    def make(name: str) -> Field:
+        fields.append(Field(tmp_path_factory.mktemp(name), name))
+        note_ports(str(fields[-1].folder))
+        return fields[-1]
+
+    yield make
+    if SOAK:
+        print("\n".join(["", *(field.table() for field in fields)]), file=sys.__stderr__)
+
+
+def ended_quickly(shutdown: Callable[[], None]) -> None:
+    began = time.monotonic()
+    shutdown()
+    assert time.monotonic() - began < SHUTDOWN_S
+
+
+# -- classes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Arena:
+    """A trainer of two workers under attack."""
+
+    field: Field
+    ground: Ground
+    planned: Counter[str] = field(default_factory=Counter)
+
+    def epoch(self) -> None:
+        self.ground.trainer.train()
+        self.ground.assert_epoch_exact()
+
+    def save(self) -> None:
+        """What is saved under attack is what is loaded."""
+        trainer = self.ground.trainer
+        path = trainer.save(self.field.folder / "saved.pt")
+        before = trainer.state_dict()
+        trainer.load(path)
+        assert same(trainer.state_dict()["models"], before["models"])
+        assert same(torch.load(path, weights_only=True)["models"], before["models"])
+
+    def replace(self) -> None:
+        """One worker is killed, another one takes its place; a third one comes and goes."""
+        trainer = self.ground.trainer
+        self.ground.arm(Fault(1, 3))
+        self.epoch()
+        assert self.ground.fired() == 1
+        self.planned["worker death"] += 1
+        self.ground.whole_again(2)
+        self.ground.whole_again(3)
+        self.epoch()
+        trainer.resize(2)
+        self.epoch()
+
+    def check(self) -> None:
+        """No worker has failed but those that were killed here."""
+        self.field.check()
+        reasons = Counter(recovery.reason for recovery in self.ground.trainer.recoveries)
+        assert Counter({reason: count for reason, count in reasons.items() if reason not in PLANNED}) == self.planned
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+@pytest.fixture(scope="module", params=["gloo", pytest.param("horovod", marks=pytest.mark.horovod)])
+def arena(ready: Callable[[str], Field], request: pytest.FixtureRequest) -> Iterator[Arena]:
+    chosen = ready(request.param)
+    ground = Ground(
+        chosen.folder / "marks",
+        num_workers=2,
+        backend=request.param,
+        use_gpu=False,
+        elastic=PATIENT,
+        initialization_hook=chosen.hook,
+        config={"samples": 80, "pace": 0.02 if SOAK else 0.005},
+    )
+    yield Arena(chosen, ground)
+    ended_quickly(ground.trainer.shutdown)
+
+
+def test_the_ports_are_those_of_the_library(arena: Arena) -> None:
+    """A worker's processes has as many ports of Ray's as any other actor's; what comes on top is attacked."""
+    import ray
+
+    count = ray.remote(lambda: len(listening([os.getpid()])))
+    noted = [len(Path(arena.field.folder, str(pid)).read_text().split(",")) for pid in arena_pids(arena)]
+    assert noted == [ray.get(count.remote())] * 2
+    with arena.field.storm("silent-1") as storm:
+        arena.epoch()
+    attacked = {pid for pid, _, _ in storm.report.ports}
+    assert os.getpid() in attacked and len(attacked) == 3, "ports of the driver and of both workers"
+
+
+def arena_pids(arena: Arena) -> list[int]:
+    return list(arena.ground.trainer.apply_all_workers(os.getpid))
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_one_attack(arena: Arena, attack: str) -> None:
+    with arena.field.storm(attack):
+        arena.epoch()
+        if SOAK:
+            arena.save()
+        if SOAK and attack in GENTLE:
+            arena.replace()
+    arena.check()
+    if SOAK and attack in FLOODS:
+        arena.replace()
+
+
+def test_all_attacks_at_once(arena: Arena) -> None:
+    with arena.field.storm(*ATTACKS):
+        arena.epoch()
+        arena.save()
+    arena.check()
+    with arena.field.storm(*GENTLE):
+        arena.replace()
+        arena.save()
+    arena.check()
+
+
+def test_the_weights_are_those_of_an_undisturbed_run(arena: Arena, tmp_path: Path) -> None:
+    epochs = arena.ground.trainer.state_dict()["epoch"]
+    alone = Ground(tmp_path, use_gpu=False, elastic=PATIENT, config={"samples": 80, "batch_size": 8})
+    for _ in range(epochs):
+        alone.trainer.train()
+    for got, expected in zip(arena.ground.weights(), alone.weights(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
+
+
+# -- functions ------------------------------------------------------------------------------------------------------
+
+
+def fit(config: dict[str, Any]) -> list[float]:
+    """Trains a linear model, reports each epoch and keeps checkpoints."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    start = train.load_checkpoint() or {"epoch": 0}
+    if "model" in start:
+        model.load_state_dict(start["model"])
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+    for epoch in range(start["epoch"], config["epochs"]):
+        for step in range(5):
+            optimizer.zero_grad()
+            parallel(torch.full((2, 4), train.world_rank() + step + 1.0)).pow(2).mean().backward()
+            optimizer.step()
+            time.sleep(config["pace"])
+        train.report(epoch=epoch, weight=model.weight[0, 0].item())
+        train.save_checkpoint(epoch=epoch + 1, model=model.state_dict())
+    return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
+
+
+def test_functions(ready: Callable[[str], Field], tmp_path: Path) -> None:
+    chosen = ready("functions")
+    trainer = Trainer("torch", num_workers=2, logdir=tmp_path, elastic=PATIENT)
+    trainer.start(initialization_hook=chosen.hook)
+    heard, config = Heard(), {"epochs": 20 if SOAK else 8, "pace": 0.01}
+    undisturbed = trainer.run(fit, {**config, "pace": 0.0})
+    for names in [[name] for name in ATTACKS] if SOAK else [list(ATTACKS)]:
+        with chosen.storm(*names):
+            assert trainer.run(fit, config, callbacks=[heard]) == undisturbed
+        chosen.check()
+        assert not heard.named("recovery")
+        kept = train.Checkpoint(trainer.latest_checkpoint_path).to_dict()
+        assert kept["epoch"] == config["epochs"] and same(kept["model"], trainer.latest_checkpoint["model"])
+    ended_quickly(trainer.shutdown)
