@@ -55,7 +55,7 @@ LONGEST_NAME, LONGEST_PART = 2048, 255
 
 @dataclass(frozen=True)
 class Entry:
-    """A listed file. Lists of raysgd 0.1 have no digests."""
+    """A listed file. Older lists have no digests."""
 
     size: int
     digest: str | None

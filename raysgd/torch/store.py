@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import logging
 import secrets
-import select
+import selectors
 import socket
 import threading
 import time
@@ -95,11 +95,13 @@ def enter(settings: Mapping[str, Any], *, limit_s: float) -> Any:
         watch = socket.create_connection((settings["host"], settings["port"]), timeout=limit_s)
     except OSError as error:
         raise dist.DistNetworkError(f"{over}: {error}") from error
-    with watch, _Clients(settings, deadline) as clients:
+    with watch, _Clients(settings, deadline) as clients, selectors.DefaultSelector() as readable:
+        for each in (watch, clients.done):
+            readable.register(each, selectors.EVENT_READ)
         for until_next_s in (*SECOND_CLIENT_S, limit_s):
             clients.add()
             left_s = max(deadline - time.monotonic(), 0.0)
-            if select.select([watch, clients.done], [], [], min(until_next_s, left_s))[0]:
+            if readable.select(min(until_next_s, left_s)):
                 break
         store = clients.first()
     if store is None:

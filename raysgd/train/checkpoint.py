@@ -19,7 +19,7 @@ from raysgd.masking import mask
 from raysgd.storage import Place, Uri
 from raysgd.train import unpickling
 
-__all__ = ["DICT_FILE", "Checkpoint", "is_directory", "unpack"]
+__all__ = ["DICT_FILE", "Checkpoint", "is_directory", "unlist_metadata", "unpack"]
 
 METADATA_FILE = ".metadata.json"
 METADATA_KEY = "_metadata"
@@ -256,6 +256,14 @@ def _write_listed(folder: Path, name: str, data: bytes) -> None:
     storage.write(folder / folders.MARKER, folders.dump_list(others))
     storage.write(place, data)
     storage.write(folder / folders.MARKER, folders.dump_list({**others, name: folders.entry_of_bytes(data)}))
+
+
+def unlist_metadata(folder: Path) -> None:
+    """Let others write the metadata of a stored folder, who know nothing of its list."""
+    listed = folders.read_list(folder) or {}
+    if METADATA_FILE in listed:
+        others = {name: entry for name, entry in listed.items() if name != METADATA_FILE}
+        storage.write(folder / folders.MARKER, folders.dump_list(others))
 
 
 def _remove(folder: str, process: int) -> None:

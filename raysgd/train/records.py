@@ -72,7 +72,7 @@ class Past:
 
 
 def _state(place: Any) -> dict[str, Any]:
-    """How the run stands. Versions before 0.2 wrote no digest."""
+    """How the run stands. Older versions wrote no digest."""
     state, _ = folders.parse_json(storage.read(place), place)
     texts = [state.get(name) for name in ("trainer", "status", "error")]
     if not all(isinstance(text, str) for text in texts) or state["status"] not in ("running", "finished", "failed"):

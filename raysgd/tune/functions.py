@@ -22,7 +22,7 @@ from typing import Any
 from ray import tune
 from ray.tune.trainable import wrap_function
 
-from raysgd.train.checkpoint import DICT_FILE, Checkpoint
+from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.job import FunctionJob
 from raysgd.train.keeper import CheckpointKeeper
@@ -118,6 +118,7 @@ class Handover:
             folder.mkdir()
             os.replace(stored, folder / DICT_FILE)
             stored = folder
+        unlist_metadata(stored)
         made = tune.Checkpoint.from_directory(str(stored))
         made.update_metadata({NUMBER: number, IS_FILE: is_file})
         return made

@@ -148,7 +148,7 @@ def changed(data: bytes, *keys: Any, to: Any) -> bytes:
 
 
 def without_digest(data: bytes) -> bytes:
-    """As version 0.1 wrote it."""
+    """As older versions wrote it."""
     return changed(data, "version", to=1)
 
 

@@ -106,7 +106,9 @@ def troubled(config: dict[str, Any]) -> None:
         folder = marks / f"rank{train.world_rank()}"
         folder.mkdir(exist_ok=True)
         (folder / "checkpoint.pkl").write_text(str(epoch))  # named as ours is for a dictionary
-        train.report({"epoch": epoch, "start": start}, checkpoint=Checkpoint.from_directory(folder))
+        checkpoint = Checkpoint.from_directory(folder)
+        checkpoint.set_metadata({"mine": epoch})  # Tune's own metadata go into the same file
+        train.report({"epoch": epoch, "start": start}, checkpoint=checkpoint)
         while epoch == 2 and not (marks / "seen").exists():  # Tune has this epoch's checkpoint
             time.sleep(0.05)
 
@@ -140,6 +142,7 @@ def test_a_lost_worker_is_the_trials_business_and_a_killed_trial_comes_back(ray_
     with result.checkpoint.as_directory() as folder:
         assert (Path(folder) / "checkpoint.pkl").read_text() == "4"
     assert result.checkpoint.get_metadata()["_current_checkpoint_id"] == 4, "numbers went on"
+    assert Checkpoint(result.checkpoint.path).get_metadata()["mine"] == 4
     all_is_free()
 
 
