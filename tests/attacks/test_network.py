@@ -45,7 +45,9 @@ class Field:
 
     folder: Path
     name: str
-    workers: list[str] = field(default_factory=list)  # the control channel's names of the live workers, which a forger uses
+    workers: list[str] = field(
+        default_factory=list
+    )  # the control channel's names of the live workers, which a forger uses
     rows: list[tuple[str, Storm]] = field(default_factory=list)
 
     @property
