@@ -162,8 +162,11 @@ class Receiver:
             )
 
     def _end(self, error: BaseException) -> None:
+        """Fail the save, once the draft of its writer is gone."""
         if self._writer is not None:
             self._writer.cancel()
+            if self._writing is not None:
+                self._writing.join(CLOSE_S)
         self._result.fail(error)
 
 

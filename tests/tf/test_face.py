@@ -257,7 +257,10 @@ def test_what_is_no_exception_arrives_too() -> None:
     def give_up() -> None:
         raise GeneratorExit
 
-    with returning(leave) as trainer, pytest.raises(RuntimeError, match=r"leave called sys\.exit\(3\) on rank 0"):
+    with (
+        returning(leave) as trainer,
+        pytest.raises(RuntimeError, match=r"Returning\.train_batch called sys\.exit\(3\) on rank 0"),
+    ):
         trainer.train()
     with returning(give_up) as trainer, pytest.raises(GeneratorExit) as caught:
         trainer.train()
