@@ -12,6 +12,9 @@ from tests.background import Background
 
 pytestmark = [pytest.mark.elastic, pytest.mark.slow]
 
+if not os.environ.get("RAYSGD_SOAK"):
+    pytest.skip("takes many minutes: RAYSGD_SOAK=1 runs it", allow_module_level=True)
+
 SOAK = bool(os.environ.get("RAYSGD_SOAK"))
 SCRIPT = Path(__file__).with_name("cycles.py")
 SETTLED = (

@@ -11,6 +11,9 @@ from tests.endurance.signals import ENDS_WITHIN_S, RAY_AGENTS, Ended, Moment, di
 
 pytestmark = [pytest.mark.elastic, pytest.mark.slow]
 
+if not os.environ.get("RAYSGD_SOAK"):
+    pytest.skip("takes many minutes: RAYSGD_SOAK=1 runs it", allow_module_level=True)
+
 COUNT = 30 if os.environ.get("RAYSGD_SOAK") else 4
 MOMENTS = [*moments(signal.SIGINT, COUNT, seed=1), *moments(signal.SIGTERM, COUNT, seed=2)]
 
