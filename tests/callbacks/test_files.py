@@ -275,6 +275,8 @@ def test_wandb_offline(tmp_path: Path) -> None:
         elif record.WhichOneof("record_type") == "run":
             assert (record.run.project, record.run.display_name) == ("lines", "first")
             config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        elif record.WhichOneof("record_type") == "config":  # what was set while the run's own record was under way
+            config |= {item.key: json.loads(item.value_json) for item in record.config.update}
         elif record.WhichOneof("record_type") == "exit":
             ends.append(record.exit.exit_code)
     assert config["rows"] == 32

@@ -37,9 +37,18 @@ class Summary:
 
 def simulate(first: int, count: int, *, tracing: bool = False) -> Summary:
     """Run the seeds from `first` on."""
-    logging.getLogger("raysgd").setLevel(logging.DEBUG if tracing else logging.CRITICAL)
+    logger = logging.getLogger("raysgd")
+    level = logger.level
+    logger.setLevel(logging.DEBUG if tracing else logging.CRITICAL)
+    try:
+        return _simulated(range(first, first + count), tracing=tracing)
+    finally:
+        logger.setLevel(level)
+
+
+def _simulated(seeds: range, *, tracing: bool) -> Summary:
     summary = Summary()
-    for seed in range(first, first + count):
+    for seed in seeds:
         result, world, error = run(seed, tracing=tracing)
         recovered = Counter(each.reason for each in result.recoveries)
         summary.add(Summary(1, result.steps, result.redone, result.user_errors, result.struck, recovered))
