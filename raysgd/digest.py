@@ -36,7 +36,8 @@ LARGE = 1 << 20  # a piece that is worth a thread
 THREADS = 2
 MAGIC = b"\nraysgd-sha256-1 "
 SEAL_BYTES = len(MAGIC) + 2 * hashlib.sha256().digest_size + 1
-# The last two bytes of a zip archive without a comment: the length of the comment.
+# A zip archive ends with a record of this signature and size, whose last two bytes are the length of a comment after it.
+ZIP_END, ZIP_END_BYTES, LONGEST_COMMENT = b"PK\5\6", 22, 0xFFFF
 NO_COMMENT = b"\0\0"
 
 
@@ -205,6 +206,7 @@ def verify(source: Any) -> bool:
     when it is not the digest of what lies before it."""
     claimed = _claimed(_tail(source))
     if claimed is None:
+        _refuse_damaged_seal(source)
         return False
     actual = _digest_of(source, _size(source) - SEAL_BYTES)
     if actual != claimed:
@@ -213,6 +215,18 @@ def verify(source: Any) -> bool:
             f"read {actual[:16]}...). Use another copy of it, or an older checkpoint"
         )
     return True
+
+
+def _refuse_damaged_seal(source: Any) -> None:
+    """Raise CheckpointError when a zip archive has, or had, a comment: `torch.save` writes none, so it was the digest."""
+    size = _size(source)
+    end = _tail(source, min(ZIP_END_BYTES + LONGEST_COMMENT, size))
+    at = end.rfind(ZIP_END)
+    if at >= 0 and (end[at + ZIP_END_BYTES - len(NO_COMMENT) :] or NO_COMMENT) != NO_COMMENT:
+        raise CheckpointError(
+            "the file is damaged: it was saved with a digest at its end, and that is incomplete or changed. Use another "
+            "copy of it, or an older checkpoint"
+        )
 
 
 def file_digest(file: BinaryIO) -> str:
@@ -250,13 +264,14 @@ def _size(source: Any) -> int:
     return os.fstat(source.fileno()).st_size if hasattr(source, "fileno") else memoryview(source).nbytes
 
 
-def _tail(source: Any) -> bytes:
+def _tail(source: Any, length: int = SEAL_BYTES) -> bytes:
+    """Return the last bytes, or none when there are not that many."""
     size = _size(source)
-    if size < SEAL_BYTES:
+    if size < length:
         return b""
     if hasattr(source, "fileno"):
-        return _read_at(source.fileno(), size - SEAL_BYTES, SEAL_BYTES)
-    return bytes(memoryview(source).cast("B")[-SEAL_BYTES:])
+        return _read_at(source.fileno(), size - length, length)
+    return bytes(memoryview(source).cast("B")[size - length :])
 
 
 def _seal(digest: str) -> bytes:

@@ -122,28 +122,26 @@ class Checkpoints:
         """Return whether it has a digest."""
         if isinstance(where, Path):
             file, sealed = verified_file(where, trusted=trusted)
-            if is_archive(where) and self._load_in_workers(file, sealed=sealed, trusted=trusted):
+            if is_archive(where) and self._load_in_workers(file, trusted=trusted):
                 return sealed
         data = storage.read(where)
         sealed = verified(data, trusted=trusted)
-        self.restore(data, trusted=trusted, sealed=sealed)
+        self.restore(data, trusted=trusted)
         return sealed
 
-    def _load_in_workers(self, file: SeenFile, *, sealed: bool, trusted: bool) -> bool:
+    def _load_in_workers(self, file: SeenFile, *, trusted: bool) -> bool:
         """Every worker reads it where it lies; False when one of them cannot."""
         outline = states.outline(file, trusted=trusted)
         if outline is None or not file.here:
             return False
-        states.check_sealed(outline, sealed=sealed)
         try:
             self._take({"file": file, "trusted": trusted}, kind="_file")
         except UnseenError:
             return False
         return True
 
-    def restore(self, data: Any, *, trusted: bool, sealed: bool = True) -> None:
-        # What is damaged or foreign never reaches a worker.
-        states.check_sealed(states.parse(data, trusted=trusted), sealed=sealed)
+    def restore(self, data: Any, *, trusted: bool) -> None:
+        states.parse(data, trusted=trusted)  # what is damaged or foreign never reaches a worker
         self._take({"data": Blob(data), "trusted": trusted})
 
     def raise_failed(self) -> None:

@@ -22,7 +22,6 @@ from raysgd.torch.sharded import placed, placed_optimizer
 
 __all__ = [
     "FORMAT",
-    "check_sealed",
     "completed",
     "dump",
     "dump_given",
@@ -43,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "raysgd-torch"
 VERSION = 1
-SEALED = "sealed"
 PIECE = 1 << 20
 
 
@@ -84,22 +82,13 @@ def dump_given(state: Any) -> memoryview:
 
 
 def write(state: dict[str, Any], file: Any) -> None:
-    """Write a checkpoint that ends with its digest, and says so in its content, so that a lost digest is noticed."""
+    """Write a checkpoint that ends with its digest."""
     with SealingWriter(file) as sealing:
         buffered = io.BufferedWriter(sealing, PIECE)
-        torch.save({**state, SEALED: True}, buffered)
+        torch.save(state, buffered)
         buffered.flush()
         buffered.detach()  # it would close what is not its own
         sealing.seal()
-
-
-def check_sealed(state: dict[str, Any], *, sealed: bool) -> None:
-    """Raise CheckpointError when this is the content of a file that had a digest, and has none any more."""
-    if SEALED in state and not sealed:
-        raise CheckpointError(
-            "this is no whole checkpoint: it was saved with a digest at its end, and the end is missing or damaged. (If you "
-            "wrote it with torch.save() yourself, pass its content to load_state_dict(torch.load(...)) instead)"
-        )
 
 
 def parse(data: Any, *, trusted: bool) -> dict[str, Any]:

@@ -135,10 +135,24 @@ def tensors(content: Any) -> list[torch.Tensor]:
     ]
 
 
-def test_a_digest_that_was_cut_off_is_missed(here: Bench) -> None:
-    bare = here.good[: -digest.SEAL_BYTES - 2] + b"\0\0"
-    assert torch.load(io.BytesIO(bare), weights_only=True)["sealed"], "an ordinary file of torch's again"
-    assert "its end" in here.try_file(bare) or "the end is missing" in here.try_file(bare)
+def test_a_damaged_digest_is_noticed(here: Bench) -> None:
+    """The archive before it is complete, and other readers would read it."""
+    length = len(here.good)
+    for kept in range(length - digest.SEAL_BYTES, length):
+        assert "the file is damaged" in here.try_file(here.good[:kept])
+    unreadable = here.good[: length - digest.SEAL_BYTES] + bytes(digest.SEAL_BYTES)
+    assert torch.load(io.BytesIO(unreadable), weights_only=True)["epoch"] == here.after[0]["epoch"]
+    assert "the file is damaged" in here.try_file(unreadable)
+    assert "the file is damaged" in here.try_file(here.good + b"more")
+
+
+def test_what_torch_writes_again_loads_with_one_warning(here: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    again = here.folder / "again.pt"
+    torch.save(torch.load(here.folder / "good.pt", weights_only=True), again)
+    (said,) = loaded_with(here.trainer, again, caplog)
+    assert str(again) in said and "no digest" in said
+    assert torch.equal(weights(here.trainer), torch.cat([t.flatten() for t in tensors(here.after[0])]))
+    here.back()
 
 
 def test_other_readers_know_nothing_of_the_digest(here: Bench) -> None:

@@ -143,7 +143,7 @@ def weights(trainer: TorchTrainer) -> torch.Tensor:
 def stored(state: Any, *, seal: bool = True) -> bytes:
     """A well-formed file with this content."""
     buffer = io.BytesIO()
-    torch.save({**state, "sealed": True} if seal and isinstance(state, dict) else state, buffer)
+    torch.save(state, buffer)
     return digest.sealed(buffer.getvalue()) if seal else buffer.getvalue()
 
 
