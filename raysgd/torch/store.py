@@ -132,7 +132,8 @@ class _Clients:
         self.done.close()
 
     def add(self) -> None:
-        threading.Thread(target=self._connect, name="raysgd-store", daemon=True).start()
+        # Not a daemon: Python ends those at exit wherever they are, and inside torch's code that aborts the process.
+        threading.Thread(target=self._connect, name="raysgd-store", daemon=False).start()
 
     def first(self) -> Any:
         """Return the first store that was reached, or None; raise what prevented it."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -261,3 +262,52 @@ def test_functions(ready: Callable[[str], Field], tmp_path: Path) -> None:
         kept = train.Checkpoint(trainer.latest_checkpoint_path).to_dict()
         assert kept["epoch"] == config["epochs"] and same(kept["model"], trainer.latest_checkpoint["model"])
     ended_quickly(trainer.shutdown)
+
+
+# -- TensorFlow -----------------------------------------------------------------------------------------------------
+
+
+def tensorflow_trainer(config: dict[str, Any], **arguments: Any) -> Any:
+    pytest.importorskip("tensorflow")
+    from raysgd.tf import TFTrainer
+    from tests.tf.small import Small
+
+    return TFTrainer(training_operator_cls=Small, config=config, elastic=PATIENT, **arguments)
+
+
+@pytest.mark.slow
+def test_tensorflow(ready: Callable[[str], Field], tmp_path: Path) -> None:
+    """Keras models on two workers under all attacks: training, a save and a load, a worker's death and its replacement."""
+    undisturbed = tensorflow_trainer({}, num_workers=2)
+    undisturbed.train()
+    expected = arrays_of(undisturbed.state_dict())
+    undisturbed.shutdown()
+    chosen = ready("tensorflow")
+    config = {"pause": 0.01, "marks": str(tmp_path)}
+    trainer = tensorflow_trainer(config, num_workers=2, initialization_hook=chosen.hook)
+    with chosen.storm(*ATTACKS):
+        trainer.train()
+        trainer.load(trainer.save(tmp_path / "saved"))
+    chosen.check()
+    assert not trainer.recoveries
+    for one, other in zip(arrays_of(trainer.state_dict()), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    with chosen.storm(*GENTLE):
+        trainer.apply_all_operators(kill_rank_1)
+        trainer.train()
+        trainer.resize(2)
+        trainer.train()
+    chosen.check()
+    assert [each.reason for each in trainer.recoveries if each.reason not in PLANNED] == ["worker death"]
+    assert trainer.world_size == 2
+    ended_quickly(trainer.shutdown)
+
+
+def kill_rank_1(operator: Any) -> None:
+    operator.config["fault"] = (1, operator.global_step + 2, "kill")
+
+
+def arrays_of(state: dict[str, Any]) -> list[Any]:
+    from tests.tf.small import arrays
+
+    return arrays(state)

@@ -38,8 +38,9 @@ def ground(shared: Ground) -> Ground:
         (Fault(1, 5, "stop"), "does not answer"),
         (Fault(2, 5, "sleep"), "faults.py"),
         (Fault(0, 5, "stop", "backward"), "answer"),
+        (Fault(1, 5, "gil"), "does not answer"),
     ],
-    ids=["stopped", "deadlock in user code", "stopped rank 0"],
+    ids=["stopped", "deadlock in user code", "stopped rank 0", "holds the interpreter lock"],
 )
 def test_the_culprit_is_named_and_ended(ground: Ground, fault: Fault, stack: str, caplog: Any) -> None:
     ground.arm(fault)
