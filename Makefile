@@ -22,7 +22,7 @@ TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloadin
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	--constraint constraints.txt
 
-.PHONY: help demo test pure sim check fix docs bench horovod clean
+.PHONY: help demo test pure sim soak check fix docs bench horovod clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make test   run every test; ARGS='-k name' picks some"
 	@echo "make pure   those of them that only decide, in seconds"
 	@echo "make sim    simulate failures in virtual time; SEEDS=2000 says how many schedules of them"
+	@echo "make soak   run every test, also those that take minutes, with larger numbers of cases; ARGS='-k name' picks some"
 	@echo "make check  lint, format, types, docs"
 	@echo "make fix    repair lint and format where that is mechanical"
 	@echo "make docs   build the documentation into docs/_build/html"
@@ -50,6 +51,10 @@ pure: $(VENV)/dev.stamp
 # A seed that failed, with all that happens in it: make sim SEEDS=1 FIRST=seed ARGS=--trace
 sim: $(VENV)/dev.stamp
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) $(ARGS)
+
+# Those tests too that take minutes, and larger numbers in others (hours).
+soak: $(VENV)/dev.stamp
+	@RAYSGD_SOAK=1 $(BIN)/python -m pytest -q --timeout 3600 $(ARGS)
 
 check: $(VENV)/dev.stamp
 	@$(BIN)/ruff check .

@@ -30,7 +30,7 @@ __all__ = ["Background", "Lane", "turn"]
 # A ninth of what the tests in front get where both want a core: little, and yet enough for Ray's own deadlines.
 BEHIND = ("nice", "-n", "10")
 # Behind tests that compute, a script takes long. One that hangs is noticed by its test, which pytest gives its own limit.
-LIMIT_S = 900
+LIMIT_S = 7200 if os.environ.get("RAYSGD_SOAK") else 900
 # A cluster for those scripts that do not care whose they use: starting one takes longer than most of them.
 CLUSTER = """
 import sys, ray

@@ -134,11 +134,11 @@ def test_driver_cost(outcome: Document, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.elastic
-@pytest.mark.script("chaos.py", "--minutes", "2", "--seed", "11", run=whole)
+@pytest.mark.script("chaos.py", "--minutes", "0.7", "--seed", "11", run=whole)
 def test_chaos(outcome: Document) -> None:
     """The first of those with faults, as it takes the longest: the others run beside it."""
     (row,) = outcome()["rows"]
-    assert row["faults"] == sum(row["faults_by_kind"].values()) > 10
+    assert row["faults"] == sum(row["faults_by_kind"].values()) > 3
     assert (row["lost"], row["doubled"], row["left_behind"], row["broken"]) == (0, 0, 0, [])
 
 

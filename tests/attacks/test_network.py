@@ -186,7 +186,13 @@ def arena_pids(arena: Arena) -> list[int]:
     return list(arena.ground.trainer.apply_all_workers(os.getpid))
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+# Horovod's own board is attacked by all of these at once; one by one only where there is time for it.
+ONE_BY_ONE = [("gloo", name) for name in ATTACKS] + [
+    pytest.param("horovod", name, marks=[pytest.mark.horovod, pytest.mark.soak]) for name in ATTACKS
+]
+
+
+@pytest.mark.parametrize(("arena", "attack"), ONE_BY_ONE, indirect=["arena"])
 def test_one_attack(arena: Arena, attack: str) -> None:
     with arena.field.storm(attack):
         arena.epoch()
@@ -275,7 +281,7 @@ def tensorflow_trainer(config: dict[str, Any], **arguments: Any) -> Any:
     return TFTrainer(training_operator_cls=Small, config=config, elastic=PATIENT, **arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_tensorflow(ready: Callable[[str], Field], tmp_path: Path) -> None:
     """Keras models on two workers under all attacks: training, a save and a load, a worker's death and its replacement."""
     undisturbed = tensorflow_trainer({}, num_workers=2)

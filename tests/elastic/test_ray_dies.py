@@ -220,6 +220,7 @@ def test_the_control_service_is_killed(outcome: Outcome) -> None:
     assert facts["left"] == [] and facts["at last"] == []
 
 
+@pytest.mark.soak
 @pytest.mark.script("gcs stopped", run=run)
 def test_the_control_service_pauses(outcome: Outcome) -> None:
     facts = outcome()
@@ -227,6 +228,7 @@ def test_the_control_service_pauses(outcome: Outcome) -> None:
     assert facts["ended"][0] == "" and facts["left"] == [] and facts["at last"] == []
 
 
+@pytest.mark.soak
 @pytest.mark.script("gcs, then a worker", run=run)
 def test_a_worker_dies_after_the_control_service(outcome: Outcome) -> None:
     """Training goes on with the others. What needs new workers is the error."""

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.elastic
 # What needs a whole set-up of torch gets more time: its imports alone can take many seconds on a busy machine.
 LIMIT_S, SHORT_S = 20.0, 3.0
 SHORT = ElasticConfig(hang_timeout_s=SHORT_S)
-SOAK = bool(os.environ.get("RAYSGD_SOAK"))
 
 
 def note(folder: str, what: str) -> None:
@@ -133,6 +132,7 @@ def until_over(config: dict[str, Any]) -> None:
         state.commit()
 
 
+@pytest.mark.soak
 def test_of_a_replacement_it_does_not_stop_a_function(
     ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,7 +178,7 @@ class StuckReplacement(LedgerOperator):
         super().setup(config)
 
 
-@pytest.mark.skipif(not SOAK, reason="takes minutes; the larger version of the test before")
+@pytest.mark.soak
 def test_of_a_replacement_it_does_not_end_training(
     ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,6 @@
 """Create, train, save, lose a worker, shut down, again and again in one driver: nothing grows."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,13 @@ import pytest
 
 from tests.background import Background
 
-pytestmark = [pytest.mark.elastic, pytest.mark.slow]
+pytestmark = [pytest.mark.elastic, pytest.mark.soak]
 
-if not os.environ.get("RAYSGD_SOAK"):
-    pytest.skip("takes many minutes: RAYSGD_SOAK=1 runs it", allow_module_level=True)
-
-SOAK = bool(os.environ.get("RAYSGD_SOAK"))
 SCRIPT = Path(__file__).with_name("cycles.py")
-SETTLED = (
-    10 if SOAK else 3
-)  # cycles until what is made once is there: Ray's connections, imports, the allocator's memory
-KINDS = ["torch:100", "function:20", "tensorflow:5"] if SOAK else ["torch:8", "function:4"]
+SETTLED = 10  # cycles until what is made once is there: Ray's connections, imports, the allocator's memory
+KINDS = ["torch:100", "function:20", "tensorflow:5"]
 # Ray itself keeps some 50 kB for each actor that has lived, and the C library does not give all freed memory back.
-MEMORY_KB = 400.0 if SOAK else 8000.0
+MEMORY_KB = 400.0
 
 Row = dict[str, Any]
 

@@ -1,7 +1,6 @@
 """Ctrl-C at any moment of a trainer's call reaches the script, and the trainer can be used afterwards: no sample is lost or doubled."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,10 @@ import pytest
 
 from tests.background import Background
 
-pytestmark = [pytest.mark.elastic, pytest.mark.slow]
-
-if not os.environ.get("RAYSGD_SOAK"):
-    pytest.skip("takes many minutes: RAYSGD_SOAK=1 runs it", allow_module_level=True)
+pytestmark = [pytest.mark.elastic, pytest.mark.soak]
 
 SCRIPT = Path(__file__).with_name("interrupts.py")
-COUNT, SEED = ("300", "7") if os.environ.get("RAYSGD_SOAK") else ("20", "1")
+COUNT, SEED = "300", "7"
 
 
 def run(background: Background) -> tuple[dict[str, Any], str]:

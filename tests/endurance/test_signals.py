@@ -1,6 +1,5 @@
 """SIGTERM and Ctrl-C end a driver at any moment in bounded time, and leave no process, no half file, no shared memory."""
 
-import os
 import signal
 from collections.abc import Callable
 
@@ -9,12 +8,9 @@ import pytest
 from tests.background import Background
 from tests.endurance.signals import ENDS_WITHIN_S, RAY_AGENTS, Ended, Moment, disturb, moments
 
-pytestmark = [pytest.mark.elastic, pytest.mark.slow]
+pytestmark = [pytest.mark.elastic, pytest.mark.soak]
 
-if not os.environ.get("RAYSGD_SOAK"):
-    pytest.skip("takes many minutes: RAYSGD_SOAK=1 runs it", allow_module_level=True)
-
-COUNT = 30 if os.environ.get("RAYSGD_SOAK") else 4
+COUNT = 30
 MOMENTS = [*moments(signal.SIGINT, COUNT, seed=1), *moments(signal.SIGTERM, COUNT, seed=2)]
 
 
