@@ -13,8 +13,8 @@ from raysgd.callbacks.crowd import Callbacks, checked
 from raysgd.callbacks.history import History
 from raysgd.callbacks.progress_bar import ProgressBar
 from raysgd.elastic import Recovery
-from raysgd.engine.crew import Member
-from raysgd.engine.engine import Engine, Job, Piece
+from raysgd.engine.engine import Engine, Job, PartialResults
+from raysgd.engine.worker_table import WorkerInfo
 from raysgd.progress import Progress
 
 __all__ = ["Calls", "exclusive"]
@@ -57,7 +57,7 @@ class Calls:
 
     # -- the engine's listeners -----------------------------------------------------------------------
 
-    def progressed(self, member: Member) -> None:
+    def progressed(self, member: WorkerInfo) -> None:
         if self._kind is not None:
             figures = {name: value for name, value in (member.partial or {}).items() if name not in self._hidden}
             now = Underway(kind=self._kind, worker=member.worker, progress=member.progress, metrics=figures)
@@ -132,7 +132,7 @@ class Calls:
         kind: Kind,
         result: dict[str, Any],
         rows: list[dict[str, Any]],
-        pieces: list[Piece],
+        pieces: list[PartialResults],
         took: float,
     ) -> Result:
         return Result(

@@ -25,24 +25,24 @@ from typing import Any, Literal, NoReturn
 
 from raysgd.config import ElasticConfig, Limits
 from raysgd.elastic import OUT_OF_STEP, Observation, Recovery, classify, different_calls
-from raysgd.engine.crew import Crew, Group, Member
+from raysgd.engine.call import FanOut
 from raysgd.engine.failure import out_of_step_error, raise_user_error
 from raysgd.engine.guard import CallGuard, Claim
-from raysgd.engine.hanging import HangGuard
-from raysgd.engine.ledger import Ledger
 from raysgd.engine.membership import Membership
-from raysgd.engine.pieces import Piece, pieces_since
-from raysgd.engine.recovery import Recoverer
-from raysgd.engine.recruiter import Recruiter
+from raysgd.engine.partial_results import PartialResults, partial_results_since
+from raysgd.engine.recovery import RecoveryLoop
+from raysgd.engine.recovery_log import RecoveryLog
+from raysgd.engine.replacements import Replacements
 from raysgd.engine.standing import Standing
-from raysgd.engine.watch import Watch
+from raysgd.engine.watchdog import Watchdog
+from raysgd.engine.worker_table import WorkerGroup, WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError
 from raysgd.outcomes import Failed, Ok, Outcome
 from raysgd.progress import Progress, most_advanced
 from raysgd.protocols import Backend
 from raysgd.snapshot import Snapshot
 
-__all__ = ["Engine", "Job", "Piece"]
+__all__ = ["Engine", "Job", "PartialResults"]
 
 logger = logging.getLogger("raysgd")
 
@@ -77,7 +77,7 @@ class Engine:
 
     def __init__(
         self,
-        group: Group,
+        group: WorkerGroup,
         backend: Backend,
         factory: Any,
         *,
@@ -86,7 +86,7 @@ class Engine:
         least: int | None = None,
         elastic: ElasticConfig,
         limits: Limits,
-        on_progress: Callable[[Member], None] = lambda member: None,
+        on_progress: Callable[[WorkerInfo], None] = lambda member: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
         on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None,
         clock: Callable[[], float] = time.monotonic,
@@ -94,15 +94,15 @@ class Engine:
     ) -> None:
         self.group, self.limits, self._backend = group, limits, backend
         group.set_patience(limits.unreachable_s)
-        self._crew = Crew(group, target, silent_s=limits.silent_s, clock=clock)
-        self._crew.on_progress, self._crew.on_message = on_progress, on_message
-        self._ledger = Ledger(on_recovery, clock)
-        self._standing = Standing(self._crew, backend, limits, group.pack(factory), group.pack(hook), least)
-        self._recruiter = Recruiter(self._crew, self._standing.warm, limits=limits, in_place=backend.in_place)
-        tools = (self._crew, self._standing, self._recruiter)
+        self._table = WorkerTable(group, target, silent_s=limits.silent_s, clock=clock)
+        self._table.on_progress, self._table.on_message = on_progress, on_message
+        self._log = RecoveryLog(on_recovery, clock)
+        self._standing = Standing(self._table, backend, limits, group.pack(factory), group.pack(hook), least)
+        self._replacements = Replacements(self._table, self._standing.warm, limits=limits, in_place=backend.in_place)
+        tools = (self._table, self._standing, self._replacements)
         rules: Any = {"elastic": elastic, "limits": limits, "in_place": backend.in_place}
-        self._membership = Membership(*tools, self._ledger, **rules)
-        self._recoverer = Recoverer(*tools, self._membership, self._ledger, jitter=jitter, **rules)
+        self._membership = Membership(*tools, self._log, **rules)
+        self._recovery = RecoveryLoop(*tools, self._membership, self._log, jitter=jitter, **rules)
         self._active, self._ended, self._reached = True, False, Progress()
         self._guard = CallGuard()
         self._calls = 0
@@ -131,7 +131,7 @@ class Engine:
             force = True
         try:
             if not force and self._standing.up:
-                self._crew.ask(self._crew.seated(), "close", {}, limit_s=CLOSE_S)
+                self._table.ask(self._table.seated(), "close", {}, limit_s=CLOSE_S)
         except (ClusterError, NotActiveError) as error:
             logger.warning("the workers are ended without closing them first: %s", error)
         finally:
@@ -167,17 +167,17 @@ class Engine:
 
     @property
     def world_size(self) -> int:
-        return len(self._crew.seated())
+        return len(self._table.seated())
 
     @property
     def target(self) -> int:
         """How many workers there should be."""
-        return self._crew.target
+        return self._table.target
 
     @property
     def nodes(self) -> list[str]:
         """The node of each rank."""
-        return [self._crew.members[worker].node for worker in self._crew.seated()]
+        return [self._table.members[worker].node for worker in self._table.seated()]
 
     @property
     def generation(self) -> int:
@@ -189,7 +189,7 @@ class Engine:
         """Of the rank that is furthest, as far as the driver has heard."""
         if not self._active:
             return self._reached
-        told = {worker: self._crew.members[worker].progress for worker in self._crew.seated()}
+        told = {worker: self._table.members[worker].progress for worker in self._table.seated()}
         return told[most_advanced(told)] if told else Progress()
 
     @property
@@ -198,11 +198,11 @@ class Engine:
 
     def cancel(self, error: BaseException | None) -> None:
         """From any thread: the running call is cut short, and raises `error`. None takes it back."""
-        self._crew.cancelled_by = error
+        self._table.cancelled_by = error
 
     @property
     def recoveries(self) -> list[Recovery]:
-        return self._ledger.recoveries
+        return self._log.recoveries
 
     def resize(self, count: int) -> None:
         """Sets how many workers there should be: too many leave, missing ones are awaited."""
@@ -218,32 +218,32 @@ class Engine:
         job = Job("resize", max_losses=-1)
         with self.claim("remove_workers()"):
             self._be_ready(job, len(self.recoveries))
-            seated = self._crew.seated()
+            seated = self._table.seated()
             self._membership.let_go([seated[rank] for rank in ranks])
             with self.group.releasing():
                 self._change(job, len(self.recoveries))
 
     def refer(self, rank: int, verb: str, arguments: dict[str, Any]) -> Any:
         """A Ray reference to a call on one rank, for the user to wait for. Losses are the user's to deal with."""
-        return self.group.refer(self._crew.seated()[rank], verb, arguments)
+        return self.group.refer(self._table.seated()[rank], verb, arguments)
 
     def state_changed_by_hand(self, *, replaced: bool = False) -> None:
         """The newest snapshot is not the whole truth any more; `replaced`: it is none at all."""
         self._snapshot_is_stale = True
         if replaced:
-            self._crew.snapshots.forget()
+            self._table.snapshots.forget()
 
     @contextmanager
     def state_replaced_by_hand(self) -> Iterator[None]:
         """The newest snapshot is void from the beginning on, as workers may send one of what they take; unless the
         replacement fails."""
-        kept = self._crew.snapshots.latest()
+        kept = self._table.snapshots.latest()
         self.state_changed_by_hand(replaced=True)
         try:
             yield
         except BaseException:
             if kept is not None:
-                self._crew.snapshots.offer(kept)
+                self._table.snapshots.offer(kept)
             raise
 
     # -- calls ----------------------------------------------------------------------------------------
@@ -252,19 +252,19 @@ class Engine:
         """A user's object, ready to travel as an argument of a job."""
         return self.group.pack(value)
 
-    def run(self, job: Job) -> list[Piece]:
+    def run(self, job: Job) -> list[PartialResults]:
         """Runs one job to its end, whatever dies on the way; the pieces of work it took, in order."""
         with self.claim(f"the call {job.method!r}"):
             return self._run(job)
 
-    def _run(self, job: Job) -> list[Piece]:
+    def _run(self, job: Job) -> list[PartialResults]:
         mark = len(self.recoveries)
         self._calls += 1
-        self._crew.current_call = self._calls
+        self._table.current_call = self._calls
         self._be_ready(job, mark)
         if job.again == "resume" and self._membership.due():
             self._change(job, mark)
-        pieces: list[Piece] = []
+        pieces: list[PartialResults] = []
         cut_at: Progress | None = None  # where the newest network fault was, with all workers alive
         while True:
             watch, seen = self._fan_out(job)
@@ -277,32 +277,32 @@ class Engine:
                 seen = Observation("out_of_step", reason=OUT_OF_STEP, detail=detail) if detail else seen
             if seen.kind == "out_of_step":
                 self._raise_out_of_step(watch, seen)
-            piece = Piece(tuple(watch.outcomes.values()))
+            piece = PartialResults(tuple(watch.outcomes.values()))
             pieces = [*pieces, piece] if job.again == "resume" else [piece]
             if seen.kind == "done":
                 return pieces
             if seen.kind == "paused":
                 revived = self._change(job, mark)
             else:
-                since = watch.troubled_at or self._crew.clock()
-                revived = self._recoverer.recover(seen, since=since, max_losses=job.max_losses, mark=mark)
+                since = watch.troubled_at or self._table.clock()
+                revived = self._recovery.recover(seen, since=since, max_losses=job.max_losses, mark=mark)
                 stands = revived is None or revived.call == self._calls
                 if job.again == "keep" and stands and (kept := _kept(watch.outcomes)) is not None:
                     return [kept]
             if revived is not None:
-                pieces = pieces_since(revived, pieces, call=self._calls)
+                pieces = partial_results_since(revived, pieces, call=self._calls)
 
-    def _fan_out(self, job: Job) -> tuple[Watch, Observation]:
+    def _fan_out(self, job: Job) -> tuple[FanOut, Observation]:
         arguments = dict(job.arguments() if callable(job.arguments) else job.arguments)
-        workers = self._crew.seated()
+        workers = self._table.seated()
 
         def on_deadlock(why: str) -> None:
             for worker in workers:
-                self._crew.kill(worker, "hang", why)
+                self._table.kill(worker, "hang", why)
 
-        watch = Watch(
-            self._crew,
-            HangGuard(self._crew, self.limits.hang_s, on_deadlock),
+        watch = FanOut(
+            self._table,
+            Watchdog(self._table, self.limits.hang_s, on_deadlock),
             wants_border=lambda: self._wants_border(job),
             on_trouble=lambda: self._standing.former.interrupt(workers),
             lead=job.lead,
@@ -315,7 +315,7 @@ class Engine:
         except BaseException as error:  # Ctrl-C, a cancelled call, an error in a listener of ours
             self._cut_short(watch, workers, error)
             raise
-        newest = self._crew.snapshots.latest()
+        newest = self._table.snapshots.latest()
         if newest is not None and newest.call == self._calls:
             self._snapshot_is_stale = False
         return watch, classify(watch.outcomes)
@@ -333,37 +333,37 @@ class Engine:
             raise
         return job.again == "resume" and self._membership.wants_border()
 
-    def _cut_short(self, watch: Watch, workers: list[str], error: BaseException) -> None:
+    def _cut_short(self, watch: FanOut, workers: list[str], error: BaseException) -> None:
         """Stops the call at the next border. The trainer stays usable; ranks that do not stop in time are ended."""
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else f"cut short by {type(error).__name__}"
         logger.warning("%s: stopping %d worker(s) at their next batch", what, len(workers))
         self._standing.up = False
         self._standing.former.interrupt(workers)
         for worker in watch.settle(CTRL_C_S):
-            self._crew.kill(worker, "worker death", "it did not stop in time when the call was cut short")
+            self._table.kill(worker, "worker death", "it did not stop in time when the call was cut short")
 
-    def _raise_user_error(self, watch: Watch, seen: Observation) -> NoReturn:
+    def _raise_user_error(self, watch: FanOut, seen: Observation) -> NoReturn:
         self._standing.up = False
         assert seen.culprit is not None
         outcome = watch.outcomes[seen.culprit]
         assert isinstance(outcome, Failed)
-        raise_user_error(outcome, self._crew.members[seen.culprit])
+        raise_user_error(outcome, self._table.members[seen.culprit])
 
-    def _raise_out_of_step(self, watch: Watch, seen: Observation) -> NoReturn:
+    def _raise_out_of_step(self, watch: FanOut, seen: Observation) -> NoReturn:
         """As with any error of the user's, the workers that are alive stay; the next call begins without the others."""
-        at, before = self.progress, len(self._crew.seated())
+        at, before = self.progress, len(self._table.seated())
         self._standing.up = False
-        fallen = self._crew.fallen()
+        fallen = self._table.fallen()
         ranks = tuple(sorted(member.rank or 0 for member in fallen if member.seated))
         for member in fallen:
-            self._crew.dismiss(member.worker)
-        self._ledger.note(
+            self._table.dismiss(member.worker)
+        self._log.note(
             OUT_OF_STEP,
             lost=ranks,
             before=before,
             after=before - len(ranks),
             in_place=True,
-            since=watch.troubled_at or self._crew.clock(),
+            since=watch.troubled_at or self._table.clock(),
             at=at,
             detail=seen.detail,
             goes_on=False,
@@ -375,27 +375,27 @@ class Engine:
         if not self._active:
             raise NotActiveError("this trainer was shut down; make a new one to go on (and load what you saved)")
         for attempt in itertools.count(1):
-            while self._crew.pump(0.0):
+            while self._table.pump(0.0):
                 pass
-            fallen = [member for member in self._crew.fallen() if member.seated]
-            if fallen or not self._crew.seated():
-                lost = self._crew.lost(fallen[0] if fallen else None)
+            fallen = [member for member in self._table.fallen() if member.seated]
+            if fallen or not self._table.seated():
+                lost = self._table.lost(fallen[0] if fallen else None)
                 seen = Observation("broken", tuple(m.worker for m in fallen), None, lost.reason, lost.cause)
-                self._recoverer.recover(seen, since=self._crew.clock(), max_losses=job.max_losses, mark=mark)
+                self._recovery.recover(seen, since=self._table.clock(), max_losses=job.max_losses, mark=mark)
             elif self._standing.up:
                 return
             elif not self._backend.in_place:
                 seen = Observation("broken", reason="restart", detail="an error ended the generation")
-                self._recoverer.recover(seen, since=self._crew.clock(), max_losses=job.max_losses, mark=mark)
-            elif self._standing.form(self._crew.seated()):
+                self._recovery.recover(seen, since=self._table.clock(), max_losses=job.max_losses, mark=mark)
+            elif self._standing.form(self._table.seated()):
                 return
-            elif attempt > MEET_AT_MOST and not self._crew.fallen():
+            elif attempt > MEET_AT_MOST and not self._table.fallen():
                 seen = Observation("broken", reason="network", detail="the ranks cannot meet, although all are alive")
-                self._recoverer.recover(seen, since=self._crew.clock(), max_losses=job.max_losses, mark=mark)
+                self._recovery.recover(seen, since=self._table.clock(), max_losses=job.max_losses, mark=mark)
 
     def _change(self, job: Job, mark: int) -> Snapshot | None:
         """A planned change of members; should it lose somebody on its way, a recovery."""
-        since, world = self._crew.clock(), self.world_size
+        since, world = self._table.clock(), self.world_size
         reason = "preemption" if self._backend.in_place else self._membership.reason()
         if self._membership.change():
             return None
@@ -403,11 +403,11 @@ class Engine:
         if not self._backend.in_place:
             detail = "a change of members: with this backend all processes are fresh after it"
         seen = Observation("broken", reason=reason, detail=detail)
-        return self._recoverer.recover(seen, since=since, max_losses=job.max_losses, mark=mark, world=world)
+        return self._recovery.recover(seen, since=since, max_losses=job.max_losses, mark=mark, world=world)
 
 
-def _kept(outcomes: Mapping[str, Outcome]) -> Piece | None:
+def _kept(outcomes: Mapping[str, Outcome]) -> PartialResults | None:
     """The survivors' answers, when every survivor has one."""
     kept = tuple(outcome for outcome in outcomes.values() if isinstance(outcome, Ok))
     interrupted = [o for o in outcomes.values() if not isinstance(o, Ok) and hasattr(o, "asked")]
-    return None if interrupted or not kept else Piece(kept)
+    return None if interrupted or not kept else PartialResults(kept)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from raysgd.elastic import Recovery
-from raysgd.engine.crew import Member
+from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import OutOfStepError, RemoteTraceback, TrainingFailedError
 from raysgd.outcomes import DATA_LOADER, Failed
 from raysgd.progress import Progress
@@ -20,7 +20,7 @@ LOADER_HINT = (
 )
 
 
-def raise_user_error(outcome: Failed, member: Member) -> NoReturn:
+def raise_user_error(outcome: Failed, member: WorkerInfo) -> NoReturn:
     """Raise what the user's code raised. In this process the error still has its own traceback.
 
     `raysgd_rank` tells a KeyboardInterrupt of a worker's code from Ctrl-C in the script.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.config import Limits
-from raysgd.engine.crew import Crew
-from raysgd.engine.forming import Former
+from raysgd.engine.generation import Generation
+from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import ResourceError, WorkerStartError
 from raysgd.protocols import Backend
 from raysgd.rendezvous import Seat
@@ -27,12 +27,12 @@ class Standing:
     many may begin, where that is fewer than all."""
 
     def __init__(
-        self, crew: Crew, backend: Backend, limits: Limits, factory: Any, hook: Any, least: int | None = None
+        self, table: WorkerTable, backend: Backend, limits: Limits, factory: Any, hook: Any, least: int | None = None
     ) -> None:
-        self._crew, self._limits = crew, limits
-        self._least = crew.target if least is None else least
+        self._table, self._limits = table, limits
+        self._least = table.target if least is None else least
         self._factory, self._hook = factory, hook
-        self.former = Former(crew, backend, limits)
+        self.former = Generation(table, backend, limits)
         self.up = False
 
     def form(self, workers: Sequence[str], *, state: Any = None) -> bool:
@@ -48,16 +48,16 @@ class Standing:
     def start(self) -> None:
         """Launches the first workers and sets them up."""
         for attempt in range(1, ATTEMPTS + 1):
-            room = self._crew.group.room()
-            count = max(self._least, min(self._crew.target, room))
+            room = self._table.group.room()
+            count = max(self._least, min(self._table.target, room))
             lacking = count - room
-            workers = self._crew.launch(count)
+            workers = self._table.launch(count)
             if self._arrive(workers, lacking) and self.form(workers):
                 return
-            causes = [self._crew.lost(m).cause for m in self._crew.fallen() if m.worker in workers]
+            causes = [self._table.lost(m).cause for m in self._table.fallen() if m.worker in workers]
             logger.warning("a worker died during start-up (attempt %d of %d): %s", attempt, ATTEMPTS, "; ".join(causes))
             for worker in workers:
-                self._crew.dismiss(worker)
+                self._table.dismiss(worker)
         raise WorkerStartError(
             f"workers died {ATTEMPTS} times during start-up, before or in `setup` ({'; '.join(causes)}); "
             "their last words are in Ray's logs (out of memory, or a crash in native code?)"
@@ -65,16 +65,16 @@ class Standing:
 
     def _arrive(self, workers: Sequence[str], lacking: int) -> bool:
         """Waits for launched processes to come up; says what for; gives up after the stated limit."""
-        started = self._crew.clock()
+        started = self._table.clock()
         said = False
-        while missing := [w for w in workers if not self._crew.members[w].arrived]:
-            self._crew.pump(0.2)
-            if any(self._crew.members[w].gone is not None for w in workers):
+        while missing := [w for w in workers if not self._table.members[w].arrived]:
+            self._table.pump(0.2)
+            if any(self._table.members[w].gone is not None for w in workers):
                 return False
-            waited = self._crew.clock() - started
+            waited = self._table.clock() - started
             if waited > self._limits.start_s:
                 for worker in workers:
-                    self._crew.dismiss(worker)
+                    self._table.dismiss(worker)
                 raise ResourceError(self.shortage(len(missing)))
             if lacking > 0:
                 said = said or self.say_waiting(len(missing), waited)
@@ -87,14 +87,14 @@ class Standing:
         """A start that takes long says what it waits for, once."""
         if waited < QUIET_S:
             return False
-        wanting = self._crew.group.wanting(missing)
+        wanting = self._table.group.wanting(missing)
         logger.warning("%d worker(s) wait for %s, at most %.0f s", missing, wanting, self._limits.start_s)
         return True
 
     def shortage(self, missing: int) -> str:
-        group = self._crew.group
+        group = self._table.group
         return (
-            f"{missing} of {self._crew.target} workers found no place within {self._limits.start_s:g} s: they need "
+            f"{missing} of {self._table.target} workers found no place within {self._limits.start_s:g} s: they need "
             f"{group.wanting(missing)}, and the whole cluster can hold {group.holds_at_most()} such worker(s). "
             "Ask for fewer workers or smaller ones (num_workers, num_cpus_per_worker, resources_per_worker), add nodes, "
             "or, on one machine, start Ray yourself with more logical CPUs: ray.init(num_cpus=...)"

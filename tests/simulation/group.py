@@ -189,7 +189,7 @@ class Worker(Process):
 
 
 class SimGroup:
-    """The protocol of `raysgd.engine.crew.Group`."""
+    """The protocol of `raysgd.engine.worker_table.WorkerGroup`."""
 
     elastic = True
 

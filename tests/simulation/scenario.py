@@ -276,7 +276,7 @@ class Script:
         job = Job("train", {"num_steps": num_steps}, again="resume", max_losses=-1)
         pieces = self.engine.run(job)
         truth = self.checker.truth
-        for name in self.engine._crew.seated():
+        for name in self.engine._table.seated():
             steps = self.group.workers[name].replica.steps  # type: ignore[union-attr]
             if list(steps) != truth:
                 raise Violation(

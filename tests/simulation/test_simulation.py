@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.engine.crew import Member
-from raysgd.engine.forming import Former
+from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
+from raysgd.engine.worker_table import WorkerInfo
 from raysgd.plan import Deal
 from raysgd.torch.feed import Feed
 from tests.simulation.seeds import Summary, simulate
@@ -44,7 +44,7 @@ def test_a_seed_gives_the_same_run_every_time(capsys: pytest.CaptureFixture[str]
 
 
 def _skip_agreement(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Former, "_agree_on_state", lambda self, workers: True)
+    patch.setattr(Generation, "_agree_on_state", lambda self, workers: True)
 
 
 def _forget_what_was_applied(patch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def _rescue_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_who_holds_the_state(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Member, "holds_state", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(WorkerInfo, "holds_state", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.hanging import HangGuard
+from raysgd.engine.watchdog import Watchdog
 from raysgd.progress import Progress
 
 LIMIT_S = 10.0
 
 
 class Paper:
-    """A crew whose members have not moved for longer than the limit; `silent` says for how long each has said nothing."""
+    """A table whose members have not moved for longer than the limit; `silent` says for how long each has said nothing."""
 
     def __init__(self, **silent: float) -> None:
         self.clock = time.monotonic
@@ -40,8 +40,8 @@ class Paper:
     ids=["both stopped", "one waits, and was late", "a short silence at the limit", "half of the limit"],
 )
 def test_who_is_ended_at_the_limit(silent: dict[str, float], ended: list[str]) -> None:
-    crew, deadlocks = Paper(**silent), list[str]()
-    guard = HangGuard(crew, LIMIT_S, deadlocks.append)  # type: ignore[arg-type]
+    table, deadlocks = Paper(**silent), list[str]()
+    guard = Watchdog(table, LIMIT_S, deadlocks.append)  # type: ignore[arg-type]
     for _ in range(2):  # asks, then judges
         guard.tick(list(silent))
-    assert (sorted(crew.ended), deadlocks) == (ended, [])
+    assert (sorted(table.ended), deadlocks) == (ended, [])

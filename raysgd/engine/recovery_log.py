@@ -9,14 +9,14 @@ from collections.abc import Callable
 from raysgd.elastic import Recovery
 from raysgd.progress import Progress
 
-__all__ = ["Ledger"]
+__all__ = ["RecoveryLog"]
 
 logger = logging.getLogger("raysgd")
 
 PLANNED = ("growth", "shrink", "preemption", "restart")
 
 
-class Ledger:
+class RecoveryLog:
     """Owns the list of recoveries. A reason among PLANNED is a change, not a loss."""
 
     def __init__(

@@ -6,19 +6,19 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raysgd.engine.crew import SILENT_S, Crew
+from raysgd.engine.worker_table import SILENT_S, WorkerTable
 from raysgd.hang import Report, culprits, describe
 
-__all__ = ["HangGuard"]
+__all__ = ["Watchdog"]
 
 logger = logging.getLogger("raysgd")
 
 
-class HangGuard:
+class Watchdog:
     """Watches one running call. Asks for stacks, blames, kills; `on_deadlock` when there is nobody to blame."""
 
-    def __init__(self, crew: Crew, limit_s: float, on_deadlock: Callable[[str], None]) -> None:
-        self._crew, self._limit_s, self._on_deadlock = crew, limit_s, on_deadlock
+    def __init__(self, table: WorkerTable, limit_s: float, on_deadlock: Callable[[str], None]) -> None:
+        self._table, self._limit_s, self._on_deadlock = table, limit_s, on_deadlock
         self._asked_at: float | None = None
         self._round = 0
         self._warned_at = 0.0
@@ -26,7 +26,7 @@ class HangGuard:
 
     def tick(self, running: Sequence[str], *, others_fell: bool = False) -> None:
         """`others_fell`: ranks that waited for these gave up already."""
-        now = self._crew.clock()
+        now = self._table.clock()
         self._collect()
         quiet = self._quiet(running, now)
         if self._asked_at is None:
@@ -42,37 +42,37 @@ class HangGuard:
 
     def _quiet(self, running: Sequence[str], now: float) -> float:
         """Seconds since anybody moved; a process that does not answer at all counts alone, however busy the others."""
-        still = {worker: now - self._crew.members[worker].moved_at for worker in running}
+        still = {worker: now - self._table.members[worker].moved_at for worker in running}
         frozen = [still[worker] for worker in running if self._frozen(worker)]
         return max(frozen) if frozen else min(still.values(), default=0.0)
 
     def _frozen(self, worker: str) -> bool:
-        return self._crew.group.silent_for(worker) > SILENT_S
+        return self._table.group.silent_for(worker) > SILENT_S
 
     def _ask(self, running: Sequence[str]) -> None:
-        self._round = next(self._crew.rounds)
+        self._round = next(self._table.rounds)
         self._stacks = {}
-        self._asked_at = self._crew.clock()
+        self._asked_at = self._table.clock()
         for worker in running:
-            self._crew.group.tell(worker, {"t": "stack", "id": self._round})
+            self._table.group.tell(worker, {"t": "stack", "id": self._round})
 
     def _collect(self) -> None:
-        for answer in [a for a in self._crew.answers if a.message["t"] == "stack"]:
-            self._crew.answers.remove(answer)
+        for answer in [a for a in self._table.answers if a.message["t"] == "stack"]:
+            self._table.answers.remove(answer)
             if answer.message["id"] == self._round:
                 self._stacks[answer.worker] = answer.message
 
     def _judge(self, running: Sequence[str], quiet: float, others_fell: bool) -> None:
         reports = {}
         for worker in running:
-            member, said = self._crew.members[worker], self._stacks.get(worker)
+            member, said = self._table.members[worker], self._stacks.get(worker)
             reports[worker] = Report(
                 rank=member.rank or 0,
                 node=member.node[:8],
                 phase=said["phase"] if said else member.progress.phase,
                 batch=said["batch"] if said else member.progress.batches,
                 stack=tuple(said["frames"]) if said else None,
-                silent_s=self._crew.group.silent_for(worker),
+                silent_s=self._table.group.silent_for(worker),
             )
         guilty = culprits(reports, still_s=min(quiet, self._limit_s), others_fell=others_fell)
         if quiet < self._limit_s:
@@ -93,4 +93,4 @@ class HangGuard:
         for worker in guilty:
             story = describe(reports[worker])
             logger.warning("nothing has moved for %.0f s: ending %s", quiet, story)
-            self._crew.kill(worker, "hang", story)
+            self._table.kill(worker, "hang", story)

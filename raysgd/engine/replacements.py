@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from raysgd.config import Limits
-from raysgd.engine.crew import Crew
+from raysgd.engine.worker_table import WorkerTable
 from raysgd.outcomes import Failed, Ok
 
-__all__ = ["Recruiter"]
+__all__ = ["Replacements"]
 
 logger = logging.getLogger("raysgd")
 
@@ -21,7 +21,7 @@ GATHER_ALL_S = 15.0
 LATE_S = 15.0
 
 
-class Recruiter:
+class Replacements:
     """Owns the workers that do not belong to the group yet. Never touches a member.
 
     Where a process can meet others once only (`in_place` is False), a recruit is ready when it is up, and is set up
@@ -29,9 +29,9 @@ class Recruiter:
     """
 
     def __init__(
-        self, crew: Crew, warm: Callable[[], dict[str, Any]], *, limits: Limits, in_place: bool = True
+        self, table: WorkerTable, warm: Callable[[], dict[str, Any]], *, limits: Limits, in_place: bool = True
     ) -> None:
-        self._crew, self._warm, self._in_place = crew, warm, in_place
+        self._table, self._warm, self._in_place = table, warm, in_place
         self._patience_s, self._setup_s = limits.start_s, limits.setup_s
         self._launched: dict[str, float] = {}
         self._doubted: dict[str, float] = {}
@@ -51,19 +51,19 @@ class Recruiter:
 
     def gathered(self) -> bool:
         """Are those that are ready all that will be ready soon? One rejoin for several is better than several."""
-        waited = self._crew.clock() - self._ready_at
+        waited = self._table.clock() - self._ready_at
         enough = GATHER_S if self._in_place else GATHER_ALL_S
         return bool(self.ready) and (self.starting == 0 or waited > enough)
 
     def look(self, missing: int) -> None:
         """Starts what is missing and fits, now and then; moves the ones on their way along."""
         self.tick()
-        now = self._crew.clock()
+        now = self._table.clock()
         wanted = missing - self.starting - len(self.ready)
         if wanted <= 0 or now < self._look_at:
             return
         self._look_at = now + self._pause_s
-        room = self._crew.group.room()
+        room = self._table.group.room()
         if room > 0:
             self.launch(min(wanted, room))
 
@@ -72,50 +72,50 @@ class Recruiter:
         self._pause_s, self._look_at = LOOK_EVERY_S, 0.0
 
     def launch(self, count: int) -> None:
-        for worker in self._crew.launch(count):
-            self._launched[worker] = self._crew.clock()
+        for worker in self._table.launch(count):
+            self._launched[worker] = self._table.clock()
         if not self._in_place:
-            self._ready_at = self._crew.clock()
+            self._ready_at = self._table.clock()
         self.failure, self.stuck = None, ""
 
     def tick(self) -> None:
         for worker in [*self._launched, *self._doubted, *self._warming, *self.ready]:
-            member = self._crew.members.get(worker)
+            member = self._table.members.get(worker)
             if member is None or member.gone is not None:
                 self._drop(worker, "it ended before it was ready")
         for worker, since in [*self._launched.items(), *self._doubted.items()]:
-            if self._crew.members[worker].arrived:
+            if self._table.members[worker].arrived:
                 self._launched.pop(worker, None)
                 self._doubted.pop(worker, None)
                 if self._in_place:
-                    self._warming[worker] = self._crew.submit(worker, "warm", self._warm())
+                    self._warming[worker] = self._table.submit(worker, "warm", self._warm())
                 else:
                     self._got_ready(worker)
-            elif self._crew.clock() - since > self._patience_s:
+            elif self._table.clock() - since > self._patience_s:
                 self._drop(worker, f"its process did not come up within {self._patience_s:.0f} s")
             elif worker in self._launched and self._late(since):
                 self._doubted[worker] = self._launched.pop(worker)
         for worker, call in list(self._warming.items()):
-            outcome = self._crew.reply(call)
+            outcome = self._table.reply(call)
             if isinstance(outcome, Ok):
                 del self._warming[worker]
-                self._crew.members[worker].built = True
+                self._table.members[worker].built = True
                 self._got_ready(worker)
             elif outcome is not None:
                 story = outcome.traceback if isinstance(outcome, Failed) else str(outcome)
                 self.failure = outcome if isinstance(outcome, Failed) else None
                 self._drop(worker, f"its set-up failed: {story}")
-            elif self._crew.clock() - self._crew.members[worker].moved_at > self._setup_s:
-                story = next(iter(self._crew.stuck([worker], "warm", self._setup_s).values()), "")
-                self.stuck = self._crew.unfinished.get(worker, "")
+            elif self._table.clock() - self._table.members[worker].moved_at > self._setup_s:
+                story = next(iter(self._table.stuck([worker], "warm", self._setup_s).values()), "")
+                self.stuck = self._table.unfinished.get(worker, "")
                 self._drop(worker, story or "it finished its set-up only after the limit")
             else:
-                self._crew.end_if_silent(worker, "warm")
+                self._table.end_if_silent(worker, "warm")
 
     def _late(self, since: float) -> bool:
         """Ray can forget an actor that was being started on a node when that died. For one that is late although there
         is room for another, another is tried; who comes first is taken. Later each time: it could just be a slow machine."""
-        late = self._crew.clock() - since > self._late_s and self._crew.group.room() > 0
+        late = self._table.clock() - since > self._late_s and self._table.group.room() > 0
         if late:
             self._late_s = min(self._late_s * 2, self._patience_s)
         return late
@@ -127,26 +127,26 @@ class Recruiter:
             surplus += self._doubted
             self._doubted = {}
         for worker in surplus:
-            self._crew.dismiss(worker)
+            self._table.dismiss(worker)
         return taken
 
     def take_back(self, workers: Iterable[str]) -> None:
         """The generation they were taken for did not stand: those that can try again wait for the next one."""
         for worker in workers:
-            member = self._crew.members.get(worker)
+            member = self._table.members.get(worker)
             if member is not None and member.gone is None and self._in_place:
                 self._got_ready(worker)
             else:
-                self._crew.dismiss(worker)
+                self._table.dismiss(worker)
 
     def _got_ready(self, worker: str) -> None:
         self.ready.append(worker)
-        self._ready_at = self._crew.clock()
+        self._ready_at = self._table.clock()
         self._pause_s, self._late_s = LOOK_EVERY_S, LATE_S
 
     def dismiss_all(self) -> None:
         for worker in [*self._launched, *self._doubted, *self._warming, *self.ready]:
-            self._crew.dismiss(worker)
+            self._table.dismiss(worker)
         self._launched, self._doubted, self._warming, self.ready = {}, {}, {}, []
 
     def _drop(self, worker: str, why: str) -> None:
@@ -154,8 +154,8 @@ class Recruiter:
             waiting.pop(worker, None)
         if worker in self.ready:
             self.ready.remove(worker)
-        self._crew.dismiss(worker)
-        if self._crew.clock() >= self._look_at:  # several that fail together, with their node perhaps, count once
+        self._table.dismiss(worker)
+        if self._table.clock() >= self._look_at:  # several that fail together, with their node perhaps, count once
             self._pause_s = min(self._pause_s * 2, 30.0)
-            self._look_at = self._crew.clock() + self._pause_s
+            self._look_at = self._table.clock() + self._pause_s
         logger.warning("a replacement was given up (%s); the next one in %.1f s", why, self._pause_s)

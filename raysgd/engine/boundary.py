@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raysgd.engine.crew import Crew
+from raysgd.engine.worker_table import WorkerTable
 
-__all__ = ["Border"]
+__all__ = ["Boundary"]
 
 PATIENCE_S = 0.1
 
 
-class Border:
+class Boundary:
     """One planned stop of one running call. Owns the round of proposals; `settled` once all have consented."""
 
-    def __init__(self, crew: Crew, calls: dict[str, int], *, lead: int = 2) -> None:
-        self._crew = crew
+    def __init__(self, table: WorkerTable, calls: dict[str, int], *, lead: int = 2) -> None:
+        self._table = table
         self._calls = calls
         self._round = 0
         self._lead = lead
@@ -28,22 +28,22 @@ class Border:
         self._too_late = False
         self._asked_at = 0.0
         self.settled = False
-        self._propose(max(crew.members[worker].progress.step for worker in calls))
+        self._propose(max(table.members[worker].progress.step for worker in calls))
 
     def _propose(self, begun: int) -> None:
-        self._round = next(self._crew.rounds)  # never used before: an answer to an older border means nothing here
+        self._round = next(self._table.rounds)  # never used before: an answer to an older border means nothing here
         self._consents, self._begun, self._too_late = {}, -1, False
-        self._asked_at = self._crew.clock()
+        self._asked_at = self._table.clock()
         for worker, call in self._calls.items():
             message = {"t": "propose", "id": self._round, "call": call, "at": begun + self._lead}
-            self._crew.group.tell(worker, message)
+            self._table.group.tell(worker, message)
 
     def advance(self, still_running: Sequence[str]) -> None:
         """Takes in the answers that have come. Ranks that have finished their call need not consent."""
         if self.settled:
             return
-        for answer in [a for a in self._crew.answers if a.message["t"] == "consent"]:
-            self._crew.answers.remove(answer)
+        for answer in [a for a in self._table.answers if a.message["t"] == "consent"]:
+            self._table.answers.remove(answer)
             if answer.message["id"] == self._round:
                 self._consents[answer.worker] = bool(answer.message["kept"])
                 begun = int(answer.message["begun"])
@@ -52,7 +52,7 @@ class Border:
         if still_running and all(self._consents.get(worker) for worker in still_running):
             self.settled = True
             for worker in still_running:
-                self._crew.group.tell(worker, {"t": "confirm"})
+                self._table.group.tell(worker, {"t": "confirm"})
         elif any(not kept for kept in self._consents.values()) and len(self._consents) >= len(still_running):
             self._again()
 
@@ -61,6 +61,6 @@ class Border:
         its call at all (it says -1) only needs a moment: a lead that grew meanwhile would be a border never reached."""
         if self._too_late:
             self._lead *= 2
-        elif self._crew.clock() - self._asked_at < PATIENCE_S:
+        elif self._table.clock() - self._asked_at < PATIENCE_S:
             return
-        self._propose(max(self._begun, *(self._crew.members[worker].progress.step for worker in self._calls)))
+        self._propose(max(self._begun, *(self._table.members[worker].progress.step for worker in self._calls)))

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from raysgd.engine.border import Border
-from raysgd.engine.crew import Crew
-from raysgd.engine.hanging import HangGuard
+from raysgd.engine.boundary import Boundary
+from raysgd.engine.watchdog import Watchdog
+from raysgd.engine.worker_table import WorkerTable
 from raysgd.outcomes import Failed, Interrupted, Lost, Outcome
 
-__all__ = ["Watch"]
+__all__ = ["FanOut"]
 
 TICK_S = 0.1
 USER_ERROR_S = 2.0
 
 
-class Watch:
+class FanOut:
     """Owns the calls in flight. Frees the peers of a rank that fell; stops everybody at a border when asked.
 
     `wants_border` is asked at each tick; `on_trouble` is told once, when the first rank fell. With `hurry_s`, ranks need
@@ -26,15 +26,15 @@ class Watch:
 
     def __init__(
         self,
-        crew: Crew,
-        guard: HangGuard,
+        table: WorkerTable,
+        watchdog: Watchdog,
         *,
         wants_border: Callable[[], bool],
         on_trouble: Callable[[], None],
         lead: int = 2,
         hurry_s: float | None = None,
     ) -> None:
-        self._crew, self._guard = crew, guard
+        self._table, self._watchdog = table, watchdog
         self._wants_border, self._on_trouble = wants_border, on_trouble
         self._lead, self._hurry_s = lead, hurry_s
         self._stopped_at: float | None = None
@@ -46,22 +46,22 @@ class Watch:
     def run(self, workers: list[str], method: str, arguments: Mapping[str, Any], generation: int) -> None:
         request = {"method": method, "arguments": dict(arguments)}
         for worker in workers:
-            member = self._crew.members[worker]
+            member = self._table.members[worker]
             member.progress, member.partial = member.progress.at(method), None
-            self._calls[worker] = self._crew.submit(worker, "run", request, generation=generation)
-        border: Border | None = None
+            self._calls[worker] = self._table.submit(worker, "run", request, generation=generation)
+        border: Boundary | None = None
         while running := self._running():
-            self._crew.pump(TICK_S)
+            self._table.pump(TICK_S)
             self._collect()
             if self.troubled_at is None and border is None and self._wants_border():
-                border = Border(self._crew, {w: self._calls[w] for w in running}, lead=self._lead)
+                border = Boundary(self._table, {w: self._calls[w] for w in running}, lead=self._lead)
             if border is not None:
                 border.advance(self._running())
                 self._hurry()
-            self._guard.tick(self._running(), others_fell=self.troubled_at is not None)
+            self._watchdog.tick(self._running(), others_fell=self.troubled_at is not None)
             if self._user_error_waited():
                 break
-        self._crew.forget(self._calls[worker] for worker in self._running())
+        self._table.forget(self._calls[worker] for worker in self._running())
         self.outcomes = {worker: self.outcomes[worker] for worker in workers if worker in self.outcomes}
 
     def _hurry(self) -> None:
@@ -69,21 +69,21 @@ class Watch:
         stopped = [o for o in self.outcomes.values() if isinstance(o, Interrupted) and o.asked]
         if self._hurry_s is None or not stopped or self._hurried:
             return
-        self._stopped_at = self._stopped_at or self._crew.clock()
-        if self._running() and self._crew.clock() - self._stopped_at > self._hurry_s:
+        self._stopped_at = self._stopped_at or self._table.clock()
+        if self._running() and self._table.clock() - self._stopped_at > self._hurry_s:
             self._hurried = True
             self._on_trouble()
 
     def _user_error_waited(self) -> bool:
         """A user's error does not wait for peers that are busy outside any collective."""
         failed = any(isinstance(outcome, Failed) for outcome in self.outcomes.values())
-        return failed and self.troubled_at is not None and self._crew.clock() - self.troubled_at > USER_ERROR_S
+        return failed and self.troubled_at is not None and self._table.clock() - self.troubled_at > USER_ERROR_S
 
     def settle(self, limit_s: float) -> list[str]:
         """After an interruption: waits a little for those still running; who they are if they do not come."""
-        deadline = self._crew.clock() + limit_s
-        while self._running() and self._crew.clock() < deadline:
-            self._crew.pump(TICK_S)
+        deadline = self._table.clock() + limit_s
+        while self._running() and self._table.clock() < deadline:
+            self._table.pump(TICK_S)
             self._collect()
         return self._running()
 
@@ -92,7 +92,7 @@ class Watch:
 
     def _collect(self) -> None:
         for worker in self._running():
-            outcome = self._crew.reply(self._calls[worker])
+            outcome = self._table.reply(self._calls[worker])
             if outcome is None:
                 continue
             if self._hurried and isinstance(outcome, Interrupted) and not outcome.reason:
@@ -100,5 +100,5 @@ class Watch:
             self.outcomes[worker] = outcome
             fell = isinstance(outcome, (Lost, Failed)) or (isinstance(outcome, Interrupted) and not outcome.asked)
             if fell and self.troubled_at is None:
-                self.troubled_at = self._crew.clock()
+                self.troubled_at = self._table.clock()
                 self._on_trouble()

@@ -5,14 +5,14 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.engine import border as module
-from raysgd.engine.border import Border
+from raysgd.engine import boundary as module
+from raysgd.engine.boundary import Boundary
 from raysgd.progress import Progress
 from raysgd.workers.events import Heard
 
 
 class Desk:
-    """Stands for the crew: two ranks, what they were told, and what they say."""
+    """Stands for the table: two ranks, what they were told, and what they say."""
 
     def __init__(self, *steps: int) -> None:
         self.clock, self.rounds = time.monotonic, itertools.count(1)
@@ -34,7 +34,7 @@ def test_a_rank_that_has_begun_nothing_puts_no_border_out_of_reach(monkeypatch: 
     """It says -1 as often as it is asked, while its peer is ready to stop: the border stays where it is."""
     monkeypatch.setattr(module, "PATIENCE_S", 0.0)
     desk: Any = Desk(5, 0)
-    border = Border(desk, {"0": 1, "1": 2}, lead=1)
+    border = Boundary(desk, {"0": 1, "1": 2}, lead=1)
     for _ in range(20):
         desk.say("0", True, 6)
         desk.say("1", False, -1)
@@ -49,7 +49,7 @@ def test_a_rank_that_has_begun_nothing_puts_no_border_out_of_reach(monkeypatch: 
 
 def test_a_rank_that_was_faster_is_met_further_ahead() -> None:
     desk: Any = Desk(5, 5)
-    border = Border(desk, {"0": 1, "1": 2}, lead=1)
+    border = Boundary(desk, {"0": 1, "1": 2}, lead=1)
     assert desk.proposed == 6
     desk.say("0", False, 9)
     desk.say("1", True, 6)

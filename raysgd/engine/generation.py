@@ -10,35 +10,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.config import Limits
-from raysgd.engine.crew import Crew
 from raysgd.engine.failure import raise_user_error, unfinished_story
+from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import WorkerStartError
 from raysgd.outcomes import Failed, Lost, Ok, Outcome
 from raysgd.progress import most_advanced
 from raysgd.protocols import Backend
 from raysgd.rendezvous import assign_seats
 
-__all__ = ["Former"]
+__all__ = ["Generation"]
 
 
-class Former:
-    """Owns the generation's number. Uses the crew; knows nothing of why a new generation is needed."""
+class Generation:
+    """Owns the generation's number. Uses the table; knows nothing of why a new generation is needed."""
 
-    def __init__(self, crew: Crew, backend: Backend, limits: Limits) -> None:
-        self._crew, self._backend, self._limits = crew, backend, limits
+    def __init__(self, table: WorkerTable, backend: Backend, limits: Limits) -> None:
+        self._table, self._backend, self._limits = table, backend, limits
         self.generation = 0
         self._has_formed = False
 
     def interrupt(self, workers: Sequence[str]) -> None:
         """The generation that stands is over: whoever waits for a peer in it is freed."""
         for worker in workers:
-            self._crew.group.tell(worker, {"t": "interrupt", "generation": self.generation})
+            self._table.group.tell(worker, {"t": "interrupt", "generation": self.generation})
 
     def form(self, workers: Sequence[str], *, hook: Any, factory: Any, state: Any = None) -> bool:
         """Stands a generation of exactly these workers, in this order of ranks. Those that are set up here take
         `state`, where there is one."""
-        members = [self._crew.members[worker] for worker in workers]
-        for member in self._crew.members.values():
+        members = [self._table.members[worker] for worker in workers]
+        for member in self._table.members.values():
             if member.seated and member.worker not in workers:
                 member.seated = False
         if not self._leave([m.worker for m in members if m.seated]):
@@ -70,7 +70,7 @@ class Former:
         """Newcomers take a snapshot. An error in the user's own `load_state_dict` is raised; a loss is False."""
         outcomes = self._ask(workers, "load", {"data": state}, self._limits.setup_s)
         for worker, outcome in outcomes.items():
-            self._crew.members[worker].holds_state = isinstance(outcome, Ok)
+            self._table.members[worker].holds_state = isinstance(outcome, Ok)
         return self._all_ok(outcomes)
 
     def _leave(self, workers: Sequence[str]) -> bool:
@@ -78,7 +78,7 @@ class Former:
 
     def _agree_on_state(self, workers: Sequence[str]) -> bool:
         """Whoever is behind, or new, takes the state of the most advanced. Usually nobody is."""
-        members = {worker: self._crew.members[worker] for worker in workers}
+        members = {worker: self._table.members[worker] for worker in workers}
         holders = {worker: m.progress for worker, m in members.items() if m.holds_state}
         if not holders:
             return True
@@ -93,12 +93,12 @@ class Former:
         assert isinstance(outcome, Ok)
         taken = self._ask(behind, "load", {"data": outcome.value}, self._limits.setup_s)
         for worker in behind:  # one that has it can hand it on, should all the others fail now
-            self._crew.members[worker].holds_state = isinstance(taken[worker], Ok)
+            self._table.members[worker].holds_state = isinstance(taken[worker], Ok)
         return self._all_ok(taken)
 
     def _prepare(self, fresh: Sequence[str], hook: Any) -> bool:
-        given = {worker: {"hook": hook, "rank": self._crew.members[worker].rank} for worker in fresh}
-        outcomes = self._crew.ask(
+        given = {worker: {"hook": hook, "rank": self._table.members[worker].rank} for worker in fresh}
+        outcomes = self._table.ask(
             fresh,
             "prepare",
             lambda worker: given[worker],
@@ -112,7 +112,7 @@ class Former:
         """User code that does not end while workers are set up is not tried twice: it would take as long again. A process that
         does not answer can be a stopped one: after the first generation, that is a failed worker like any other."""
         hanging = {w: o for w, o in outcomes.items() if isinstance(o, Lost) and o.reason == "hang"}
-        guilty = [self._crew.unfinished[worker] for worker in hanging if worker in self._crew.unfinished]
+        guilty = [self._table.unfinished[worker] for worker in hanging if worker in self._table.unfinished]
         if hanging and not guilty and not self._has_formed:
             guilty = [outcome.cause for outcome in hanging.values()]
         if guilty:
@@ -120,7 +120,7 @@ class Former:
 
     def _meet(self, workers: Sequence[str]) -> bool:
         self.generation += 1
-        nodes = [self._crew.members[worker].node for worker in workers]
+        nodes = [self._table.members[worker].node for worker in workers]
         seats = assign_seats(nodes, generation=self.generation)
         settings = self._backend.plan(seats)
         places = {w: {"seat": s, "settings": given} for w, s, given in zip(workers, seats, settings, strict=True)}
@@ -129,7 +129,7 @@ class Former:
             self._backend.plan([])
             self.interrupt(workers)
 
-        outcomes = self._crew.ask(
+        outcomes = self._table.ask(
             workers,
             "join",
             lambda worker: places[worker],
@@ -140,9 +140,9 @@ class Former:
         return self._all_ok(outcomes)
 
     def _build(self, fresh: Sequence[str], factory: Any) -> bool:
-        seats = assign_seats([self._crew.members[w].node for w in fresh], generation=self.generation)
+        seats = assign_seats([self._table.members[w].node for w in fresh], generation=self.generation)
         places = {worker: {"factory": factory, "seat": seat} for worker, seat in zip(fresh, seats, strict=True)}
-        outcomes = self._crew.ask(
+        outcomes = self._table.ask(
             fresh,
             "build",
             lambda worker: places[worker],
@@ -154,11 +154,11 @@ class Former:
         return self._all_ok(outcomes)
 
     def _ask(self, workers: Sequence[str], verb: str, arguments: dict[str, Any], limit_s: float) -> dict[str, Outcome]:
-        return self._crew.ask(workers, verb, arguments, limit_s=limit_s, generation=self.generation)
+        return self._table.ask(workers, verb, arguments, limit_s=limit_s, generation=self.generation)
 
     def _all_ok(self, outcomes: dict[str, Outcome]) -> bool:
         """True when all went well; the user's own error is raised, a loss is False."""
         for worker, outcome in outcomes.items():
             if isinstance(outcome, Failed):
-                raise_user_error(outcome, self._crew.members[worker])
+                raise_user_error(outcome, self._table.members[worker])
         return all(isinstance(outcome, Ok) for outcome in outcomes.values())

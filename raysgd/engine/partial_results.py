@@ -9,11 +9,11 @@ from typing import Any
 from raysgd.outcomes import Ok, Outcome
 from raysgd.snapshot import Snapshot
 
-__all__ = ["Piece", "pieces_since"]
+__all__ = ["PartialResults", "partial_results_since"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class PartialResults:
     """What the ranks of one generation said of their part of a job, in rank order."""
 
     outcomes: tuple[Outcome, ...]
@@ -30,7 +30,7 @@ class Piece:
         return max((progress.step for progress in known if progress is not None), default=0)
 
 
-def pieces_since(snapshot: Snapshot, pieces: Sequence[Piece], *, call: int) -> list[Piece]:
+def partial_results_since(snapshot: Snapshot, pieces: Sequence[PartialResults], *, call: int) -> list[PartialResults]:
     """What counts of a call that goes on from a snapshot: whole pieces that ended before it, and of the one it was
     taken in what it had counted itself."""
     if snapshot.call != call:
@@ -43,4 +43,4 @@ def pieces_since(snapshot: Snapshot, pieces: Sequence[Piece], *, call: int) -> l
     fresh = not snapshot.partial.get("batch_count") and not snapshot.partial.get("num_samples")
     if fresh:
         before = [piece for piece in pieces[:-1] if piece.end <= taken_at]
-    return [*before, Piece((Ok(snapshot.partial, snapshot.progress),))]
+    return [*before, PartialResults((Ok(snapshot.partial, snapshot.progress),))]

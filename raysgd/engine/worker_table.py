@@ -17,14 +17,14 @@ from raysgd.progress import Progress
 from raysgd.snapshot import Snapshot, SnapshotKeeper
 from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
 
-__all__ = ["SILENT_S", "Crew", "Group", "Member"]
+__all__ = ["SILENT_S", "WorkerGroup", "WorkerInfo", "WorkerTable"]
 
 # A listener says "alive" every second; one that missed two of them does not answer any more.
 SILENT_S = 2.5
 KILLED_S = 10.0
 
 
-class Group(Protocol):
+class WorkerGroup(Protocol):
     """What the engine needs of workers, in Ray or in this process."""
 
     elastic: bool
@@ -50,7 +50,7 @@ class Group(Protocol):
 
 
 @dataclass
-class Member:
+class WorkerInfo:
     """One worker as the driver knows it. `holds_state`: it has the group's weights, not just its own first ones."""
 
     worker: str
@@ -70,20 +70,25 @@ class Member:
     last_call: int = -1
 
 
-class Crew:
+class WorkerTable:
     """Owns the members and their replies. `pump` is the only place where events are taken in."""
 
     def __init__(
-        self, group: Group, target: int, *, silent_s: float = math.inf, clock: Callable[[], float] = time.monotonic
+        self,
+        group: WorkerGroup,
+        target: int,
+        *,
+        silent_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.group, self.clock = group, clock
         self.silent_s = silent_s
         self.target = target
         self.current_call = 0
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, WorkerInfo] = {}
         self.snapshots = SnapshotKeeper()
         self.answers: list[Heard] = []
-        self.on_progress: Callable[[Member], None] = lambda member: None
+        self.on_progress: Callable[[WorkerInfo], None] = lambda member: None
         self.on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None
         self.cancelled_by: BaseException | None = None
         self.blame: dict[str, str] = {}
@@ -101,7 +106,7 @@ class Crew:
     def launch(self, count: int) -> list[str]:
         workers = self.group.launch(count)
         for worker in workers:
-            self.members[worker] = Member(worker, moved_at=self.clock())
+            self.members[worker] = WorkerInfo(worker, moved_at=self.clock())
         return workers
 
     def dismiss(self, worker: str) -> None:
@@ -113,7 +118,7 @@ class Crew:
         members = [m for m in self.members.values() if m.seated]
         return [m.worker for m in sorted(members, key=lambda m: m.rank or 0)]
 
-    def fallen(self) -> list[Member]:
+    def fallen(self) -> list[WorkerInfo]:
         return [m for m in self.members.values() if m.gone is not None]
 
     # -- calls ----------------------------------------------------------------------------------------
@@ -241,7 +246,7 @@ class Crew:
         self.blame[worker] = f"{reason}|{why}"
         self.group.kill(worker)
 
-    def lost(self, member: Member | None) -> Lost:
+    def lost(self, member: WorkerInfo | None) -> Lost:
         if member is None or member.gone is None:
             return Lost("it was dismissed")
         reason, _, why = self.blame.get(member.worker, "").partition("|")
@@ -290,7 +295,7 @@ class Crew:
         else:
             self._heard(member, event)
 
-    def _replied(self, member: Member, event: Replied) -> None:
+    def _replied(self, member: WorkerInfo, event: Replied) -> None:
         if event.call not in self._asked:
             return
         self._replies[event.call] = event.outcome
@@ -300,7 +305,7 @@ class Crew:
         if not isinstance(event.outcome, Failed) or event.outcome.progress != Progress():
             member.progress = event.outcome.progress
 
-    def _heard(self, member: Member, event: Heard) -> None:
+    def _heard(self, member: WorkerInfo, event: Heard) -> None:
         kind = event.message.get("t")
         if kind == "progress":
             if event.message["call"] < member.last_call:
