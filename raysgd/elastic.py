@@ -1,6 +1,6 @@
-"""What to make of a set of outcomes, and what to do about it. Pure: no clock, no Ray, no logger.
+"""What a set of outcomes means, and what to do about it. Pure: no clock, no Ray, no logger. Driver.
 
-`classify` says what happened; `decide` says what to do. Both get everything they need as values.
+`classify` returns what happened; `decide` returns what to do. Both get everything they need as values.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the outcomes of one call on one generation amount to.
+    """What the outcomes of one call on one generation mean.
 
-    kind: "done" everybody finished; "user_error" somebody's own code raised; "broken" members were lost, the network
-    failed or a data loader did; "paused" everybody stopped because they were asked to; "out_of_step" the ranks did not
-    make the same collective calls, which is an error in the user's code. `culprit` is the worker whose code raised, or
-    whose data loader failed.
+    kind: "done" all ranks finished; "user_error" the user's code raised; "broken" workers, the network or a data loader
+    failed; "paused" all ranks stopped because they were asked to; "out_of_step" the ranks did not make the same
+    collective calls, which is an error in the user's code. `lost` are the failed workers, `culprit` is the worker whose code
+    raised or whose data loader failed.
     """
 
     kind: Literal["done", "user_error", "broken", "paused", "out_of_step"]
@@ -76,12 +76,12 @@ class Observation:
 
 
 def classify(outcomes: Mapping[str, Outcome]) -> Observation:
-    """What happened, from every worker's outcome (in rank order).
+    """Return what happened, from every worker's outcome (in rank order).
 
-    A user's error wins over everything that it caused in others: peers that fall out of a collective are
-    `Interrupted`, never `Failed`. A loss wins over a pause. Interrupted ranks with nobody lost and nobody
-    asking are a network fault, unless one of them names another reason, or they were in collective calls that cannot
-    belong together.
+    A user's error takes precedence over everything that it caused on other ranks: peers whose collective failed are
+    `Interrupted`, never `Failed`. A worker failure takes precedence over a pause. Ranks that were interrupted although no
+    worker failed and the driver did not ask for it mean a network fault, unless one of them names another reason, or they
+    were in collective calls that do not match.
     """
     lost = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, Lost))
     failed = [worker for worker, outcome in outcomes.items() if isinstance(outcome, Failed)]
@@ -172,7 +172,8 @@ def _nth(count: int) -> str:
 
 @dataclass(frozen=True)
 class Situation:
-    """Where a trainer stands after a loss, in numbers. `gathered`: no more recruits are expected soon."""
+    """Where a trainer stands after a failure, in numbers. `ready` and `starting` count replacement workers; `gathered`: no
+    more of them are expected soon."""
 
     survivors: int
     ready: int
@@ -181,8 +182,8 @@ class Situation:
     target: int
     min_workers: int
     in_place: bool
-    losses: int
-    max_losses: int
+    failures: int
+    max_failures: int
     attempts: int
     max_attempts: int
     gathered: bool = True
@@ -190,26 +191,26 @@ class Situation:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """Survivors (and recruits that are warm) form the next generation now."""
+    """Survivors and replacements that are ready form the next generation now."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start `count` fresh processes; those that stand (survivors, recruits) are kept."""
+    """Start `count` new processes; survivors and replacements that are ready are kept."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Not enough of anything. Wait `seconds`, or until something changes."""
+    """There are not enough workers. Wait `seconds`, or until something changes."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The bound is reached; `why` goes into the error."""
+    """A limit is reached; `why` is for the error."""
 
     why: str
 
@@ -218,23 +219,26 @@ Decision = Rejoin | Restart | Wait | GiveUp
 
 
 def backoff(attempt: int, first_s: float, max_s: float, jitter: float) -> float:
-    """Exponential, with jitter in [0, 1) taking off up to half, so that many trainers do not wake together."""
+    """Return the next pause: exponential, less up to half of it by jitter in [0, 1), so that many trainers do not try at once."""
     return float(min(max_s, first_s * 2.0 ** min(attempt, 60)) * (1.0 - 0.5 * jitter))
 
 
 def decide(now: Situation, *, wait_s: float) -> Decision:
-    """What to do after a loss. `wait_s` is the next backoff, should it come to waiting."""
-    if now.max_losses >= 0 and now.losses > now.max_losses:
-        return GiveUp(f"{now.losses} losses in one call, and max_retries={now.max_losses} allows no more")
-    standing = now.survivors + now.ready
-    if standing >= now.min_workers and standing > 0 and (now.survivors >= now.min_workers or now.gathered):
+    """Return what to do after a failure. `wait_s` is the next pause, in case the decision is to wait."""
+    if now.max_failures >= 0 and now.failures > now.max_failures:
+        workers = "worker" if now.failures == 1 else "workers"
+        return GiveUp(
+            f"{now.failures} {workers} failed during one call, and max_retries={now.max_failures} allows no more"
+        )
+    available = now.survivors + now.ready
+    if available >= now.min_workers and available > 0 and (now.survivors >= now.min_workers or now.gathered):
         return Rejoin()
-    missing = now.target - standing - now.starting
-    if now.starting == 0 and now.free > 0 and standing + now.free >= now.min_workers:
+    missing = now.target - available - now.starting
+    if now.starting == 0 and now.free > 0 and available + now.free >= now.min_workers:
         return Restart(max(1, min(missing, now.free)))
     if now.starting == 0 and now.attempts >= now.max_attempts:
         return GiveUp(
-            f"{now.max_attempts} waits for resources in a row ended without them "
-            f"(min_workers={now.min_workers}, standing={standing}, room for {now.free} more)"
+            f"after {now.max_attempts} waits in a row there were still not enough resources: min_workers={now.min_workers}, "
+            f"{available} worker(s) are available, and the cluster has room for {now.free} more"
         )
     return Wait(wait_s)

@@ -1,36 +1,32 @@
-"""The guard of one call: when it asks, whom it ends, and for whom it waits."""
+"""The watchdog of one call: when it asks for stacks, which ranks it kills, and for which it waits."""
 
-import itertools
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raysgd.engine.watchdog import Watchdog
-from raysgd.progress import Progress
+from raysgd.engine.worker_table import WorkerTable
 
 LIMIT_S = 10.0
 
 
-class Paper:
-    """A table whose members have not moved for longer than the limit; `silent` says for how long each has said nothing."""
+class Silent:
+    """A group whose workers never answer; `silent` has for how long each has sent nothing."""
 
-    def __init__(self, **silent: float) -> None:
-        self.clock = time.monotonic
-        at = self.clock() - LIMIT_S - 1
-        self.members = {name: SimpleNamespace(moved_at=at, rank=0, node="", progress=Progress()) for name in silent}
-        self.group: Any = SimpleNamespace(silent_for=silent.__getitem__, tell=lambda worker, message: True)
-        self.answers: list[Any] = []
-        self.rounds = itertools.count(1)
-        self.ended: list[str] = []
+    def __init__(self, silent: dict[str, float]) -> None:
+        self.silent_for = silent.__getitem__
+        self.launch = lambda count: list(silent)
+        self.killed: list[str] = []
 
-    def kill(self, worker: str, reason: str, why: str) -> None:
-        self.ended.append(worker)
+    def tell(self, worker: str, message: Any) -> bool:
+        return True
+
+    def kill(self, worker: str) -> None:
+        self.killed.append(worker)
 
 
 @pytest.mark.parametrize(
-    ("silent", "ended"),
+    ("silent", "killed"),
     [
         ({"a": 11.0, "b": 11.2}, ["a", "b"]),
         ({"a": 2.6, "b": 11.0}, ["b"]),
@@ -39,9 +35,13 @@ class Paper:
     ],
     ids=["both stopped", "one waits, and was late", "a short silence at the limit", "half of the limit"],
 )
-def test_who_is_ended_at_the_limit(silent: dict[str, float], ended: list[str]) -> None:
-    table, deadlocks = Paper(**silent), list[str]()
-    guard = Watchdog(table, LIMIT_S, deadlocks.append)  # type: ignore[arg-type]
+def test_who_is_killed_at_the_limit(silent: dict[str, float], killed: list[str]) -> None:
+    now = [1000.0]
+    group: Any = Silent(silent)
+    table = WorkerTable(group, clock=lambda: now[0])
+    table.launch(len(silent))
+    now[0] += LIMIT_S + 1
+    watchdog = Watchdog(table, list(silent), LIMIT_S)
     for _ in range(2):  # asks, then judges
-        guard.tick(list(silent))
-    assert (sorted(table.ended), deadlocks) == (ended, [])
+        watchdog.tick(list(silent))
+    assert sorted(group.killed) == killed

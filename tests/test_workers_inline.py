@@ -153,7 +153,7 @@ def test_the_hook_runs_when_the_worker_is_prepared(hosting: Hosting) -> None:
 
 def test_stopping_closes_the_replica_once(hosting: Hosting) -> None:
     hosting.group.stop()
-    hosting.group.stop(force=True)
+    hosting.group.stop()
     assert hosting.replica.closed == 1
 
 

@@ -1,7 +1,8 @@
-"""Agreeing on the batch after which everybody stops, while training goes on.
+"""Agreeing on a batch boundary at which all ranks stop, while training continues. Driver.
 
-The driver proposes a step a little ahead of everybody. A rank that has begun a later one refuses, and the next
-proposal lies further ahead. When all consent, they are told so and stop there: nothing is cut short or redone.
+The driver proposes a step that is a little ahead of all ranks. A rank that has begun a later step refuses, and the next
+proposal is further ahead. When all ranks have agreed, the driver confirms, and they stop there: nothing is interrupted or
+redone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ PATIENCE_S = 0.1
 
 
 class Boundary:
-    """One planned stop of one running call. Owns the round of proposals; `settled` once all have consented."""
+    """One planned stop of one running call. Owns the current proposal and the answers to it; `settled` once all ranks agreed."""
 
     def __init__(self, table: WorkerTable, calls: dict[str, int], *, lead: int = 2) -> None:
         self._table = table
@@ -28,10 +29,10 @@ class Boundary:
         self._too_late = False
         self._asked_at = 0.0
         self.settled = False
-        self._propose(max(table.members[worker].progress.step for worker in calls))
+        self._propose(max(table[worker].progress.step for worker in calls))
 
     def _propose(self, begun: int) -> None:
-        self._round = next(self._table.rounds)  # never used before: an answer to an older border means nothing here
+        self._round = self._table.next_number()  # an answer to an older proposal does not count
         self._consents, self._begun, self._too_late = {}, -1, False
         self._asked_at = self._table.clock()
         for worker, call in self._calls.items():
@@ -39,11 +40,10 @@ class Boundary:
             self._table.group.tell(worker, message)
 
     def advance(self, still_running: Sequence[str]) -> None:
-        """Takes in the answers that have come. Ranks that have finished their call need not consent."""
+        """Take in the answers that have arrived. Ranks that have finished their call need not agree."""
         if self.settled:
             return
-        for answer in [a for a in self._table.answers if a.message["t"] == "consent"]:
-            self._table.answers.remove(answer)
+        for answer in self._table.take_answers("consent"):
             if answer.message["id"] == self._round:
                 self._consents[answer.worker] = bool(answer.message["kept"])
                 begun = int(answer.message["begun"])
@@ -54,13 +54,13 @@ class Boundary:
             for worker in still_running:
                 self._table.group.tell(worker, {"t": "confirm"})
         elif any(not kept for kept in self._consents.values()) and len(self._consents) >= len(still_running):
-            self._again()
+            self._propose_again()
 
-    def _again(self) -> None:
-        """Somebody refused. A rank that had begun a later step needs a border further ahead; one that has not begun
-        its call at all (it says -1) only needs a moment: a lead that grew meanwhile would be a border never reached."""
+    def _propose_again(self) -> None:
+        """Propose again after a refusal. A rank that had begun a later step needs a boundary further ahead. One that has not
+        begun its call (it answers -1) only needs a moment: a growing lead would put the boundary out of reach."""
         if self._too_late:
             self._lead *= 2
         elif self._table.clock() - self._asked_at < PATIENCE_S:
             return
-        self._propose(max(self._begun, *(self._table.members[worker].progress.step for worker in self._calls)))
+        self._propose(max(self._begun, *(self._table[worker].progress.step for worker in self._calls)))

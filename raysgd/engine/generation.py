@@ -1,89 +1,146 @@
-"""One try to stand the next generation: leave, agree on the state, meet, set up.
+"""The current generation: form the next one, and know whether its process group is up. Driver.
 
-Every step can lose members, also in the middle of another recovery. Then the try is over (False), and whoever
-calls looks at who is left and decides again.
+One attempt to form a generation: the members leave the old process group, agree on the most advanced state, join the new
+group, and are set up where they are new. Each step can lose members, also in the middle of a recovery. Then the attempt has
+failed, and the caller decides again with the workers that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd.config import Limits
-from raysgd.engine.failure import raise_user_error, unfinished_story
+from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import WorkerStartError
 from raysgd.outcomes import Failed, Lost, Ok, Outcome
 from raysgd.progress import most_advanced
 from raysgd.protocols import Backend
-from raysgd.rendezvous import assign_seats
+from raysgd.rendezvous import Seat, assign_seats
+from raysgd.snapshot import Snapshot
+from raysgd.workers.blob import Blob
 
 __all__ = ["Generation"]
 
+logger = logging.getLogger("raysgd")
+
+ATTEMPTS = 3
+SLOW_S = 15.0
+
 
 class Generation:
-    """Owns the generation's number. Uses the table; knows nothing of why a new generation is needed."""
+    """Owns the generation's number, whether its process group is up, and what a worker needs to be set up: the user's packed
+    hook and replica factory. Never decides which workers form a generation, or why a new one is needed."""
 
-    def __init__(self, table: WorkerTable, backend: Backend, limits: Limits) -> None:
+    def __init__(self, table: WorkerTable, backend: Backend, limits: Limits, *, factory: Any, hook: Any) -> None:
         self._table, self._backend, self._limits = table, backend, limits
-        self.generation = 0
+        self._factory, self._hook = factory, hook
+        self._number = 0
+        self._up = False
         self._has_formed = False
 
-    def interrupt(self, workers: Sequence[str]) -> None:
-        """The generation that stands is over: whoever waits for a peer in it is freed."""
-        for worker in workers:
-            self._table.group.tell(worker, {"t": "interrupt", "generation": self.generation})
+    @property
+    def number(self) -> int:
+        return self._number
 
-    def form(self, workers: Sequence[str], *, hook: Any, factory: Any, state: Any = None) -> bool:
-        """Stands a generation of exactly these workers, in this order of ranks. Those that are set up here take
-        `state`, where there is one."""
-        members = [self._table.members[worker] for worker in workers]
-        for member in self._table.members.values():
-            if member.seated and member.worker not in workers:
-                member.seated = False
-        if not self._leave([m.worker for m in members if m.seated]):
+    @property
+    def up(self) -> bool:
+        """Return whether its ranks can run collectives, as far as the driver knows."""
+        return self._up
+
+    def end(self) -> None:
+        """The group is not up any more: a new generation must be formed before the next call."""
+        self._up = False
+
+    def interrupt(self, workers: Sequence[str]) -> None:
+        """Tell these workers that the generation is over: those that wait for a peer stop waiting."""
+        for worker in workers:
+            self._table.group.tell(worker, {"t": "interrupt", "generation": self._number})
+
+    # -- the first one --------------------------------------------------------------------------------
+
+    def start(self, target: int, least: int) -> None:
+        """Launch the first workers, `target` of them or as many as fit, but not fewer than `least`; set them up."""
+        for attempt in range(1, ATTEMPTS + 1):
+            room = self._table.group.room()
+            count = max(least, min(target, room))
+            workers = self._table.launch(count)
+            if self._arrive(workers, target, no_room=count > room) and self.form(workers):
+                return
+            causes = [self._table.failure_of(info).cause for info in self._table.failed() if info.worker in workers]
+            logger.warning(
+                "a worker failed during start-up (attempt %d of %d): %s", attempt, ATTEMPTS, "; ".join(causes)
+            )
+            for worker in workers:
+                self._table.dismiss(worker)
+        raise WorkerStartError(
+            f"workers failed {ATTEMPTS} times during start-up, before or in `setup` ({'; '.join(causes)}); "
+            "Ray's logs have their last output (out of memory, or a crash in native code?)"
+        )
+
+    def _arrive(self, workers: Sequence[str], target: int, *, no_room: bool) -> bool:
+        """Wait until launched processes are up. Return False if one has failed; raise an error after the limit."""
+        started = self._table.clock()
+        warned = False
+        while missing := [worker for worker in workers if not self._table[worker].arrived]:
+            self._table.pump(0.2)
+            if any(self._table[worker].gone is not None for worker in workers):
+                return False
+            waited = self._table.clock() - started
+            if waited > self._limits.start_s:
+                for worker in workers:
+                    self._table.dismiss(worker)
+                raise no_room_error(self._table.group, len(missing), target, self._limits.start_s)
+            if no_room:
+                warned = warned or warn_no_room(self._table.group, len(missing), waited, self._limits.start_s)
+            elif waited > SLOW_S and not warned:
+                warned = True
+                logger.warning("%d worker process(es) are still starting after %.0f s", len(missing), waited)
+        return True
+
+    def warm_up_arguments(self) -> dict[str, Any]:
+        """Return what a replacement worker needs to get ready alongside a running group: a generation of its own."""
+        return {"hook": self._hook, "factory": self._factory, "seat": Seat(solo=True), "settings": {}}
+
+    # -- forming --------------------------------------------------------------------------------------
+
+    def form(self, workers: Sequence[str], *, state: Any = None) -> bool:
+        """Try once to form a generation of exactly these workers, ranked in this order. Workers that are set up here take
+        `state`, if there is one. Raise the user's own error if set-up has one."""
+        self._up = False
+        self._up = self._form(workers, state)
+        return self._up
+
+    def _form(self, workers: Sequence[str], state: Any) -> bool:
+        staying = self._table.restrict_group(workers)
+        if staying and not self._succeeds(staying, "leave", {}, self._limits.hang_s):
             return False
-        for rank, member in enumerate(members):
-            if not member.seated:
-                member.rank = rank  # the one it is to have: an error in its set-up names it
-        fresh = [m.worker for m in members if not m.built]
-        if not self._agree_on_state([m.worker for m in members if m.built]):
+        self._table.expect_ranks(workers)
+        new = [worker for worker in workers if not self._table[worker].built]
+        if not self._agree_on_state([worker for worker in workers if self._table[worker].built]):
             return False
-        if fresh and not self._prepare(fresh, hook):
+        if new and not self._prepare(new):
             return False
-        if not self._meet(workers):
+        if not self._rendezvous(workers):
             return False
-        if fresh and not self._build(fresh, factory):
+        if new and not self._build(new):
             return False
-        if (
-            fresh
-            and state is not None
-            and not self._all_ok(self._ask(fresh, "load", {"data": state}, self._limits.setup_s))
-        ):
+        if new and state is not None and not self._succeeds(new, "load", {"data": state}, self._limits.setup_s):
             return False
-        for rank, member in enumerate(members):
-            member.rank, member.seated, member.built, member.holds_state = rank, True, True, True
+        self._table.enter_group(workers)
         self._has_formed = True
         return True
 
-    def give(self, workers: Sequence[str], state: Any) -> bool:
-        """Newcomers take a snapshot. An error in the user's own `load_state_dict` is raised; a loss is False."""
-        outcomes = self._ask(workers, "load", {"data": state}, self._limits.setup_s)
-        for worker, outcome in outcomes.items():
-            self._table.members[worker].holds_state = isinstance(outcome, Ok)
-        return self._all_ok(outcomes)
-
-    def _leave(self, workers: Sequence[str]) -> bool:
-        return self._all_ok(self._ask(workers, "leave", {}, self._limits.hang_s)) if workers else True
-
     def _agree_on_state(self, workers: Sequence[str]) -> bool:
-        """Whoever is behind, or new, takes the state of the most advanced. Usually nobody is."""
-        members = {worker: self._table.members[worker] for worker in workers}
-        holders = {worker: m.progress for worker, m in members.items() if m.holds_state}
+        """Workers that are behind, or new, take the state of the most advanced one. Usually there are none."""
+        progress = {worker: self._table[worker].progress for worker in workers}
+        holders = {worker: progress[worker] for worker in workers if self._table[worker].holds_state}
         if not holders:
             return True
         source = most_advanced(holders)
-        behind = [w for w, m in members.items() if w not in holders or m.progress.order != holders[source].order]
+        behind = [w for w in workers if w not in holders or progress[w].order != holders[source].order]
         if not behind:
             return True
         given = self._ask([source], "state", {}, self._limits.setup_s)
@@ -91,74 +148,85 @@ class Generation:
             return False
         outcome = given[source]
         assert isinstance(outcome, Ok)
-        taken = self._ask(behind, "load", {"data": outcome.value}, self._limits.setup_s)
-        for worker in behind:  # one that has it can hand it on, should all the others fail now
-            self._table.members[worker].holds_state = isinstance(taken[worker], Ok)
-        return self._all_ok(taken)
+        return self.load(behind, outcome.value)
 
-    def _prepare(self, fresh: Sequence[str], hook: Any) -> bool:
-        given = {worker: {"hook": hook, "rank": self._table.members[worker].rank} for worker in fresh}
-        outcomes = self._table.ask(
-            fresh,
-            "prepare",
-            lambda worker: given[worker],
-            limit_s=self._limits.setup_s,
-            generation=self.generation,
-        )
-        self._refuse_unfinished(outcomes)
+    def load(self, workers: Sequence[str], state: Any) -> bool:
+        """Give workers a state. Return False if one has failed; raise an error of the user's own `load_state_dict`."""
+        outcomes = self._ask(workers, "load", {"data": state}, self._limits.setup_s)
+        for worker, outcome in outcomes.items():  # one that has it can hand it on, should all the others fail now
+            self._table.set_holds_state(worker, isinstance(outcome, Ok))
         return self._all_ok(outcomes)
 
-    def _refuse_unfinished(self, outcomes: dict[str, Outcome]) -> None:
-        """User code that does not end while workers are set up is not tried twice: it would take as long again. A process that
-        does not answer can be a stopped one: after the first generation, that is a failed worker like any other."""
-        hanging = {w: o for w, o in outcomes.items() if isinstance(o, Lost) and o.reason == "hang"}
-        guilty = [self._table.unfinished[worker] for worker in hanging if worker in self._table.unfinished]
-        if hanging and not guilty and not self._has_formed:
-            guilty = [outcome.cause for outcome in hanging.values()]
-        if guilty:
-            raise WorkerStartError(unfinished_story(guilty))
+    def rescue_state(self, worker: str, call: int) -> bool:
+        """Keep the state of a worker that is about to end as the snapshot, taken in call number `call`. Return whether the
+        worker gave its state."""
+        outcome = self._ask([worker], "state", {}, self._limits.setup_s)[worker]
+        if not isinstance(outcome, Ok):
+            return False
+        self._table.snapshots.offer(Snapshot(bytes(outcome.value.data), outcome.progress, call=call))
+        return True
 
-    def _meet(self, workers: Sequence[str]) -> bool:
-        self.generation += 1
-        nodes = [self._table.members[worker].node for worker in workers]
-        seats = assign_seats(nodes, generation=self.generation)
+    def load_snapshot(self, workers: Sequence[str], snapshot: Snapshot) -> bool:
+        """Give workers the state of a snapshot."""
+        return self.load(workers, Blob(snapshot.data))
+
+    def _prepare(self, new: Sequence[str]) -> bool:
+        given = {worker: {"hook": self._hook, "rank": self._table[worker].rank} for worker in new}
+        outcomes = self._ask(new, "prepare", given.__getitem__, self._limits.setup_s)
+        self._raise_unfinished(outcomes)
+        return self._all_ok(outcomes)
+
+    def _raise_unfinished(self, outcomes: dict[str, Outcome]) -> None:
+        """Raise an error about user code that does not end while workers are set up: a second attempt would take as long. A
+        process that does not answer may be a stopped one: after the first generation, it counts as a failed worker."""
+        hanging = {w: o for w, o in outcomes.items() if isinstance(o, Lost) and o.reason == "hang"}
+        stories = [story for worker in hanging if (story := self._table[worker].unfinished)]
+        if hanging and not stories and not self._has_formed:
+            stories = [outcome.cause for outcome in hanging.values()]
+        if stories:
+            raise unfinished_error(stories)
+
+    def _rendezvous(self, workers: Sequence[str]) -> bool:
+        self._number += 1
+        nodes = [self._table[worker].node for worker in workers]
+        seats = assign_seats(nodes, generation=self._number)
         settings = self._backend.plan(seats)
-        places = {w: {"seat": s, "settings": given} for w, s, given in zip(workers, seats, settings, strict=True)}
+        given = {w: {"seat": s, "settings": each} for w, s, each in zip(workers, seats, settings, strict=True)}
 
         def cancel() -> None:
             self._backend.plan([])
             self.interrupt(workers)
 
-        outcomes = self._table.ask(
-            workers,
-            "join",
-            lambda worker: places[worker],
-            limit_s=self._limits.join_s + 10,
-            generation=self.generation,
-            on_trouble=cancel,
+        return self._all_ok(self._ask(workers, "join", given.__getitem__, self._limits.join_s + 10, on_trouble=cancel))
+
+    def _build(self, new: Sequence[str]) -> bool:
+        seats = assign_seats([self._table[worker].node for worker in new], generation=self._number)
+        given = {worker: {"factory": self._factory, "seat": seat} for worker, seat in zip(new, seats, strict=True)}
+        outcomes = self._ask(
+            new, "build", given.__getitem__, self._limits.setup_s, on_trouble=lambda: self.interrupt(new)
         )
+        self._raise_unfinished(outcomes)
         return self._all_ok(outcomes)
 
-    def _build(self, fresh: Sequence[str], factory: Any) -> bool:
-        seats = assign_seats([self._table.members[w].node for w in fresh], generation=self.generation)
-        places = {worker: {"factory": factory, "seat": seat} for worker, seat in zip(fresh, seats, strict=True)}
-        outcomes = self._table.ask(
-            fresh,
-            "build",
-            lambda worker: places[worker],
-            limit_s=self._limits.setup_s,
-            generation=self.generation,
-            on_trouble=lambda: self.interrupt(fresh),
-        )
-        self._refuse_unfinished(outcomes)
-        return self._all_ok(outcomes)
+    # -- asking ---------------------------------------------------------------------------------------
 
-    def _ask(self, workers: Sequence[str], verb: str, arguments: dict[str, Any], limit_s: float) -> dict[str, Outcome]:
-        return self._table.ask(workers, verb, arguments, limit_s=limit_s, generation=self.generation)
+    def _ask(
+        self,
+        workers: Sequence[str],
+        verb: str,
+        arguments: Mapping[str, Any] | Callable[[str], Mapping[str, Any]],
+        limit_s: float,
+        on_trouble: Callable[[], None] = lambda: None,
+    ) -> dict[str, Outcome]:
+        table, number = self._table, self._number
+        return table.ask(workers, verb, arguments, limit_s=limit_s, generation=number, on_trouble=on_trouble)
+
+    def _succeeds(self, workers: Sequence[str], verb: str, arguments: dict[str, Any], limit_s: float) -> bool:
+        return self._all_ok(self._ask(workers, verb, arguments, limit_s))
 
     def _all_ok(self, outcomes: dict[str, Outcome]) -> bool:
-        """True when all went well; the user's own error is raised, a loss is False."""
+        """Return whether all went well. Raise the user's own error; a failed worker makes it False."""
         for worker, outcome in outcomes.items():
             if isinstance(outcome, Failed):
-                raise_user_error(outcome, self._table.members[worker])
+                raise_user_error(outcome, self._table[worker])
         return all(isinstance(outcome, Ok) for outcome in outcomes.values())

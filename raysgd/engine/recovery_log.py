@@ -1,4 +1,4 @@
-"""What happened to the membership, for the user, the log and the bound on losses."""
+"""The list behind `trainer.recoveries`: each change of the workers, for the user, the log and the limit on failures. Driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLANNED = ("growth", "shrink", "preemption", "restart")
 
 
 class RecoveryLog:
-    """Owns the list of recoveries. A reason among PLANNED is a change, not a loss."""
+    """Owns the list of recoveries. A reason in PLANNED is a planned change, not a failure."""
 
     def __init__(
         self,
@@ -27,14 +27,15 @@ class RecoveryLog:
         self.recoveries: list[Recovery] = []
         self._on_recovery, self._clock = on_recovery, clock
 
-    def losses_since(self, mark: int) -> int:
-        return sum(recovery.reason not in PLANNED for recovery in self.recoveries[mark:])
+    def failures_since(self, count: int) -> int:
+        """Return how many failures there were after the first `count` recoveries."""
+        return sum(recovery.reason not in PLANNED for recovery in self.recoveries[count:])
 
-    def note(
+    def record(
         self,
         reason: str,
         *,
-        lost: tuple[int, ...],
+        failed_ranks: tuple[int, ...],
         before: int,
         after: int,
         in_place: bool,
@@ -42,11 +43,11 @@ class RecoveryLog:
         at: Progress,
         redone: int = 0,
         detail: str = "",
-        goes_on: bool = True,
+        continues: bool = True,
     ) -> None:
         recovery = Recovery(
             reason=reason,
-            lost_ranks=lost,
+            lost_ranks=failed_ranks,
             world_size_before=before,
             world_size_after=after,
             in_place=in_place,
@@ -57,16 +58,16 @@ class RecoveryLog:
             detail=detail,
         )
         self.recoveries.append(recovery)
-        if goes_on:
-            _say(recovery)
+        if continues:
+            _report(recovery)
         else:
-            logger.error("%s: the call ends with an error, and %d worker(s) stay (were %d)", reason, after, before)
+            logger.error("%s: the call ends with an error; %d of %d worker(s) stay", reason, after, before)
         self._on_recovery(recovery)
 
 
-def _say(recovery: Recovery) -> None:
+def _report(recovery: Recovery) -> None:
     logger.warning(
-        "%s: training goes on with %d worker(s) (were %d), %s, %d batch(es) redone, after %.2f s",
+        "%s: training continues with %d worker(s) (%d before), %s, %d batch(es) redone, after %.2f s",
         recovery.reason,
         recovery.world_size_after,
         recovery.world_size_before,

@@ -128,7 +128,7 @@ class TFTrainer:
             "info": dict(info) if info is not None else None,
         }
         for _ in range(self._epochs if num_steps is None else 1):
-            job = Job("train", given, again="resume", max_losses=max_retries)
+            job = Job("train", given, again="resume", max_failures=max_retries)
             result, each = self._calls.measure(self._engine, "train", job)
             if result.pop(STOP, False):
                 break

@@ -107,7 +107,7 @@ class TorchTrainer:
                 "dataset": self._engine.pack(opened(dataset, self._engine.group)),
             },
             again="resume",
-            max_losses=max_retries,
+            max_failures=max_retries,
         )
         return self._measured("train", job, reduce_results)
 

@@ -357,9 +357,9 @@ class BackendExecutor:
         return None if self._run is None else self._run.keeper.best_path
 
 
-def _job(arguments: Callable[[], dict[str, Any]], max_losses: int) -> Job:
+def _job(arguments: Callable[[], dict[str, Any]], max_failures: int) -> Job:
     # Steps are checkpoints here, and may be hours apart: so the lead is one.
-    return Job("function", arguments, again="resume", max_losses=max_losses, lead=1, hurry_s=HURRY_S)
+    return Job("function", arguments, again="resume", max_failures=max_failures, lead=1, hurry_s=HURRY_S)
 
 
 def check_max_retries(value: Any) -> int:

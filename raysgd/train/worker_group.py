@@ -138,7 +138,7 @@ class WorkerGroup:
             raise ConfigError(f"the first argument must be a function, got {func!r}")
         engine = self._active
         whole = functools.partial(func, *args, **kwargs) if args or kwargs else func
-        job = Job(method, {"function": engine.pack(whole), "only": only}, again="keep", max_losses=0)
+        job = Job(method, {"function": engine.pack(whole), "only": only}, again="keep", max_failures=0)
         try:
             return [outcome.value for outcome in engine.run(job)[-1].outcomes if hasattr(outcome, "value")]
         except TrainingFailedError as error:

@@ -189,7 +189,7 @@ class Worker(Process):
 
 
 class SimGroup:
-    """The protocol of `raysgd.engine.worker_table.WorkerGroup`."""
+    """The protocol of `raysgd.workers.worker_group.WorkerGroup`."""
 
     elastic = True
 
@@ -288,7 +288,7 @@ class SimGroup:
             process.given_up = True
             self.world.at(self.world.between(0.0005, 0.01), lambda: process.die("killed by the driver"))
 
-    def dismiss(self, worker: str, *, force: bool = False) -> None:
+    def dismiss(self, worker: str) -> None:
         self.world.note("dismiss %s", worker)
         self._known.pop(worker, None)
         if worker in self._pending:
@@ -311,7 +311,7 @@ class SimGroup:
     def pack(self, value: Any) -> Any:
         return value
 
-    def stop(self, *, force: bool = False) -> None:
+    def stop(self) -> None:
         for worker in list(self._known):
             self.dismiss(worker)
 

@@ -273,10 +273,10 @@ class Script:
 
     def _train(self, num_steps: int | None) -> None:
         before, redone, errors = len(self.checker.truth), self.checker.redone, self.user_errors
-        job = Job("train", {"num_steps": num_steps}, again="resume", max_losses=-1)
+        job = Job("train", {"num_steps": num_steps}, again="resume", max_failures=-1)
         pieces = self.engine.run(job)
         truth = self.checker.truth
-        for name in self.engine._table.seated():
+        for name in self.engine._table.members():
             steps = self.group.workers[name].replica.steps  # type: ignore[union-attr]
             if list(steps) != truth:
                 raise Violation(
@@ -296,7 +296,7 @@ class Script:
         self._call("apply", {}, again="keep")
 
     def _call(self, method: str, arguments: dict[str, Any], again: Any = "repeat") -> Any:
-        return self.engine.run(Job(method, arguments, again=again, max_losses=-1))[-1].values
+        return self.engine.run(Job(method, arguments, again=again, max_failures=-1))[-1].values
 
     def _save(self) -> None:
         data = [value for value in self._call("checkpoint", {}) if value is not None]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from raysgd.engine.generation import Generation
-from raysgd.engine.membership import Membership
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.plan import Deal
 from raysgd.torch.feed import Feed
@@ -56,8 +55,8 @@ def _use_samples_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Deal, "of", lambda self, rank, offset: original(self, 0, offset))
 
 
-def _rescue_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Membership, "rescue", lambda self, worker: True)
+def _rescue_no_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Generation, "rescue_state", lambda self, worker, call: True)
 
 
 def _forget_who_holds_the_state(patch: pytest.MonkeyPatch) -> None:
@@ -66,7 +65,7 @@ def _forget_who_holds_the_state(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "breakage",
-    [_skip_agreement, _forget_what_was_applied, _use_samples_twice, _rescue_nothing, _forget_who_holds_the_state],
+    [_skip_agreement, _forget_what_was_applied, _use_samples_twice, _rescue_no_state, _forget_who_holds_the_state],
 )
 def test_a_broken_engine_is_noticed(breakage: object, monkeypatch: pytest.MonkeyPatch) -> None:
     breakage(monkeypatch)  # type: ignore[operator]
