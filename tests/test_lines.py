@@ -145,7 +145,7 @@ class Stepping:
 
     progress = Progress()
 
-    def __init__(self, seat: Any, control: Control) -> None:
+    def __init__(self, rank_info: Any, control: Control) -> None:
         self.control = control
 
     def run(self, method: str) -> bool:
@@ -156,7 +156,7 @@ def test_a_stop_that_was_agreed_on_before_the_work_began_is_kept(desk: Desk) -> 
     """The driver asks as soon as the call is sent; the main thread may still be fetching its arguments."""
     line = desk.line()
     body = Body(Alone(), line.control)
-    body.perform("build", {"factory": Stepping, "seat": None})
+    body.perform("build", {"factory": Stepping, "rank_info": None})
     desk.next(Arrived)
     line.begin(7)
     desk.board.tell("w", {"t": "propose", "id": 1, "call": 7, "at": 5})

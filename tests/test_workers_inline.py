@@ -7,7 +7,7 @@ import pytest
 
 from raysgd.outcomes import Failed, Interrupted, Ok
 from raysgd.progress import Control, Progress
-from raysgd.rendezvous import Alone, Seat
+from raysgd.rendezvous import Alone, RankInfo
 from raysgd.workers.events import Arrived, Heard, Replied
 from raysgd.workers.inline import InlineGroup
 
@@ -15,8 +15,8 @@ from raysgd.workers.inline import InlineGroup
 class FakeReplica:
     """Answers with what it was asked; raises what it is given."""
 
-    def __init__(self, seat: Seat, control: Control) -> None:
-        self.seat, self.control, self.closed = seat, control, 0
+    def __init__(self, rank_info: RankInfo, control: Control) -> None:
+        self.rank_info, self.control, self.closed = rank_info, control, 0
         self.progress = Progress(step=3)
 
     def run(self, method: str, **arguments: Any) -> Any:
@@ -26,8 +26,8 @@ class FakeReplica:
             self.control.report(Progress(step=4), {"loss": 1.0})
         return arguments["answer"] if method == "answer" else (method, arguments)
 
-    def seated(self, seat: Seat) -> None:
-        self.seat = seat
+    def joined(self, rank_info: RankInfo) -> None:
+        self.rank_info = rank_info
 
     def partial(self) -> dict[str, Any]:
         return {}
@@ -49,10 +49,10 @@ class Hosting:
         self.group = InlineGroup(Alone())
         (self.worker,) = self.group.launch(1)
         self.arrival = self.group.poll(0)
-        self.do("build", factory=self._make, seat=Seat())
+        self.do("build", factory=self._make, rank_info=RankInfo())
 
-    def _make(self, seat: Seat, control: Control) -> FakeReplica:
-        self.replica = FakeReplica(seat, control)
+    def _make(self, rank_info: RankInfo, control: Control) -> FakeReplica:
+        self.replica = FakeReplica(rank_info, control)
         return self.replica
 
     def do(self, verb: str, **arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from raysgd.errors import WorkerStartError
 from raysgd.outcomes import Failed, Lost, Ok, Outcome
 from raysgd.progress import most_advanced
 from raysgd.protocols import Backend
-from raysgd.rendezvous import Seat, assign_seats
+from raysgd.rendezvous import RankInfo, assign_ranks
 from raysgd.snapshot import Snapshot
 from raysgd.workers.blob import Blob
 
@@ -102,7 +102,7 @@ class Generation:
 
     def warm_up_arguments(self) -> dict[str, Any]:
         """Return what a replacement worker needs to get ready alongside a running group: a generation of its own."""
-        return {"hook": self._hook, "factory": self._factory, "seat": Seat(solo=True), "settings": {}}
+        return {"hook": self._hook, "factory": self._factory, "rank_info": RankInfo(solo=True), "settings": {}}
 
     # -- forming --------------------------------------------------------------------------------------
 
@@ -189,9 +189,11 @@ class Generation:
     def _rendezvous(self, workers: Sequence[str]) -> bool:
         self._number += 1
         nodes = [self._table[worker].node for worker in workers]
-        seats = assign_seats(nodes, generation=self._number)
-        settings = self._backend.plan(seats)
-        given = {w: {"seat": s, "settings": each} for w, s, each in zip(workers, seats, settings, strict=True)}
+        rank_infos = assign_ranks(nodes, generation=self._number)
+        settings = self._backend.plan(rank_infos)
+        given = {
+            w: {"rank_info": s, "settings": each} for w, s, each in zip(workers, rank_infos, settings, strict=True)
+        }
 
         def cancel() -> None:
             self._backend.plan([])
@@ -200,8 +202,11 @@ class Generation:
         return self._all_ok(self._ask(workers, "join", given.__getitem__, self._limits.join_s + 10, on_trouble=cancel))
 
     def _build(self, new: Sequence[str]) -> bool:
-        seats = assign_seats([self._table[worker].node for worker in new], generation=self._number)
-        given = {worker: {"factory": self._factory, "seat": seat} for worker, seat in zip(new, seats, strict=True)}
+        rank_infos = assign_ranks([self._table[worker].node for worker in new], generation=self._number)
+        given = {
+            worker: {"factory": self._factory, "rank_info": rank_info}
+            for worker, rank_info in zip(new, rank_infos, strict=True)
+        }
         outcomes = self._ask(
             new, "build", given.__getitem__, self._limits.setup_s, on_trouble=lambda: self.interrupt(new)
         )

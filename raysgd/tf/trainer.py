@@ -18,7 +18,7 @@ from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.protocols import Backend
-from raysgd.rendezvous import Alone, Seat
+from raysgd.rendezvous import Alone, RankInfo
 from raysgd.tf import arguments, states
 from raysgd.tf.backend import TensorFlowBackend
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config
@@ -183,7 +183,7 @@ class TFTrainer:
         if isinstance(self._engine.group, InlineGroup):
             operator: TrainingOperator = self._first("apply_operator", function=lambda operator: operator)
             return operator
-        operator = self._factory.operator_cls(dict(self.config), settings=ReplicaSettings(), seat=Seat())
+        operator = self._factory.operator_cls(dict(self.config), settings=ReplicaSettings(), rank_info=RankInfo())
         states.restore(operator, self.state_dict())
         return operator
 

@@ -15,7 +15,7 @@ from raysgd.meters import AverageMeterCollection
 from raysgd.metrics import COMMITTED, SKIPPED, check_metrics
 from raysgd.outcomes import DataLoaderFailure, Interrupted
 from raysgd.progress import Control, Progress
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch import states
 from raysgd.torch.answers import ANSWERS
 from raysgd.torch.checks import check_fits
@@ -46,26 +46,28 @@ class TorchReplicaFactory:
     def __init__(self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: ReplicaSettings) -> None:
         self.operator_cls, self.config, self.settings = operator_cls, config, settings
 
-    def __call__(self, seat: Seat, control: Control) -> TorchReplica:
+    def __call__(self, rank_info: RankInfo, control: Control) -> TorchReplica:
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
-        operator = self.operator_cls(self.config, settings=self.settings, seat=seat)
+        operator = self.operator_cls(self.config, settings=self.settings, rank_info=rank_info)
         if not operator._parts.registered:
             raise ConfigError(
                 f"{self.operator_cls.__name__}.setup did not call self.register(models=..., optimizers=...): "
                 "without it there is nothing to train, to wrap or to save"
             )
-        return self._replica(operator, seat, control)
+        return self._replica(operator, rank_info, control)
 
-    def _replica(self, operator: TrainingOperator, seat: Seat, control: Control) -> TorchReplica:
-        return TorchReplica(operator, self.settings, seat, control)
+    def _replica(self, operator: TrainingOperator, rank_info: RankInfo, control: Control) -> TorchReplica:
+        return TorchReplica(operator, self.settings, rank_info, control)
 
 
 class TorchReplica:
     """Owns the operator, its sources and the cursor. Trains and validates; what else it is asked is in `answers`."""
 
-    def __init__(self, operator: TrainingOperator, settings: ReplicaSettings, seat: Seat, control: Control) -> None:
-        self.operator, self._settings, self._seat, self._control = operator, settings, seat, control
+    def __init__(
+        self, operator: TrainingOperator, settings: ReplicaSettings, rank_info: RankInfo, control: Control
+    ) -> None:
+        self.operator, self._settings, self._rank_info, self._control = operator, settings, rank_info, control
         self._opener = Opener(operator, settings, control)
         self._cursor, self._val_cursor = Cursor(), Cursor()
         self._validation_began = self._val_cursor.as_dict()
@@ -159,7 +161,7 @@ class TorchReplica:
         return Feed(
             source,
             cursor,
-            self._seat,
+            self._rank_info,
             self._control,
             limit=num_steps,
             shared=shared and self._settings.distributed,
@@ -280,7 +282,7 @@ class TorchReplica:
 
     @property
     def rank(self) -> int:
-        return self._seat.world_rank
+        return self._rank_info.world_rank
 
     @property
     def in_shards(self) -> bool:
@@ -294,7 +296,7 @@ class TorchReplica:
         state = states.gather(self.operator)
         if self.in_shards and not raw:
             state |= {name: gathered(state[name], keep=self.rank == 0) for name in ("models", "optimizers")}
-        state |= {"epoch": cursor.epoch, "world_size": self._seat.world_size}
+        state |= {"epoch": cursor.epoch, "world_size": self._rank_info.world_size}
         state["position"] = cursor.as_dict()
         state["validation_position"] = self._val_cursor.as_dict()
         state["validation_began"] = self._validation_began
@@ -346,20 +348,20 @@ class TorchReplica:
         if self.rank < len(ranks):
             states.restore_random(ranks[self.rank])
 
-    def seated(self, seat: Seat) -> None:
+    def joined(self, rank_info: RankInfo) -> None:
         """A new generation: fresh wrappers, a fresh deal; who was cut short forgets the batch in work."""
-        old, self._seat = self._seat, seat
+        old, self._rank_info = self._rank_info, rank_info
         if self._feed is not None:
             self._feed.cut_short()
             self._feed = None
-        self.operator._seat = seat
+        self.operator._rank_info = rank_info
         self.operator._precision.abandon()
         self.operator._gradients.abandon()
         self.operator._parts.rewrap()
         # A recruit's state is that of the old world, and what `resized` does to it must happen on every rank.
         before = self._state_of if old.solo else old.world_size
-        if before and before != seat.world_size:
-            self.operator.resized(before, seat.world_size)
+        if before and before != rank_info.world_size:
+            self.operator.resized(before, rank_info.world_size)
 
     def close(self) -> None:
         close(self._train)

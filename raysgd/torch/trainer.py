@@ -17,7 +17,7 @@ from raysgd.config import ElasticConfig, check_call
 from raysgd.elastic import Recovery
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch import assembly, states
 from raysgd.torch.arguments import check_num_workers
 from raysgd.torch.assembly import TrainerArguments, opened
@@ -179,7 +179,7 @@ class TorchTrainer:
         settings = ReplicaSettings(
             scheduler_step_freq=self._factory.settings.scheduler_step_freq, num_workers=1, precision="fp32"
         )
-        operator = self._factory.operator_cls(dict(self._factory.config), settings=settings, seat=Seat())
+        operator = self._factory.operator_cls(dict(self._factory.config), settings=settings, rank_info=RankInfo())
         states.restore(operator, self.state_dict())
         return operator
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from raysgd.outcomes import DataLoaderFailure, Interrupted
 from raysgd.progress import Control, Progress
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.train.elastic_state import Committed
 from raysgd.train.session import Attempt, Session, Stopped, running
 
@@ -44,8 +44,8 @@ class FunctionReplicaFactory:
     encode: Callable[[dict[str, Any]], dict[str, Any]] = _as_it_is
     make: Callable[[], Any] | None = None
 
-    def __call__(self, seat: Seat, control: Control) -> FunctionReplica:
-        return FunctionReplica(seat, control, self)
+    def __call__(self, rank_info: RankInfo, control: Control) -> FunctionReplica:
+        return FunctionReplica(rank_info, control, self)
 
 
 class FunctionReplica:
@@ -54,8 +54,8 @@ class FunctionReplica:
     A point is where the function can go on with other members. Points are the steps of the engine's borders.
     """
 
-    def __init__(self, seat: Seat, control: Control, factory: FunctionReplicaFactory) -> None:
-        self._seat, self._control, self._factory = seat, control, factory
+    def __init__(self, rank_info: RankInfo, control: Control, factory: FunctionReplicaFactory) -> None:
+        self._rank_info, self._control, self._factory = rank_info, control, factory
         self.instance = factory.make() if factory.make is not None else None
         self._kept = Committed()
         self._run_number = -1
@@ -86,7 +86,7 @@ class FunctionReplica:
             self._run_number = attempt.run
             self._kept.forget()
         session = Session(
-            self._seat,
+            self._rank_info,
             self._control,
             replace(attempt, checkpoint=None if checkpoint is None else bytes(checkpoint.data)),
             dumps=self._factory.dumps,
@@ -119,10 +119,10 @@ class FunctionReplica:
 
     def _run_apply(self, function: Callable[[], Any], only: int | None = None) -> Any:
         """On every rank, or on one."""
-        return function() if only is None or only == self._seat.world_rank else None
+        return function() if only is None or only == self._rank_info.world_rank else None
 
     def _run_apply_object(self, function: Callable[[Any], Any], only: int | None = None) -> Any:
-        return function(self.instance) if only is None or only == self._seat.world_rank else None
+        return function(self.instance) if only is None or only == self._rank_info.world_rank else None
 
     def _run_method(self, name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return getattr(self.instance, name)(*positional, **named)
@@ -160,8 +160,8 @@ class FunctionReplica:
 
     # -- membership -----------------------------------------------------------------------------------
 
-    def seated(self, seat: Seat) -> None:
-        self._seat = seat
+    def joined(self, rank_info: RankInfo) -> None:
+        self._rank_info = rank_info
 
     def partial(self) -> None:
         """A function's results are its reports, and these are with the driver."""

@@ -15,7 +15,7 @@ from raysgd.hang import collective_in, is_users
 from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Backend, Replica, ReplicaFactory
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.workers.blob import Blob, unpacked
 
 __all__ = ["Body"]
@@ -104,25 +104,25 @@ class Body:
         if hook is not None:
             hook()
 
-    def _join(self, seat: Seat, settings: dict[str, Any]) -> None:
+    def _join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         self._backend.leave()  # a recruit may have met a generation that did not come to stand, and nobody has told it
         self._control.clear()
-        self._control.shared_by(seat.world_size)
-        self._rank = None if seat.solo else seat.world_rank
-        self._backend.join(seat, settings)
+        self._control.shared_by(rank_info.world_size)
+        self._rank = None if rank_info.solo else rank_info.world_rank
+        self._backend.join(rank_info, settings)
         if self._replica is not None:
-            self._replica.seated(seat)
+            self._replica.joined(rank_info)
 
-    def _build(self, factory: ReplicaFactory, seat: Seat) -> None:
-        self._replica = factory(seat, self._control)
+    def _build(self, factory: ReplicaFactory, rank_info: RankInfo) -> None:
+        self._replica = factory(rank_info, self._control)
 
     def _warm(
-        self, hook: Callable[[], Any] | None, factory: ReplicaFactory, seat: Seat, settings: dict[str, Any]
+        self, hook: Callable[[], Any] | None, factory: ReplicaFactory, rank_info: RankInfo, settings: dict[str, Any]
     ) -> None:
         """A recruit gets ready beside a running group: it sets up in a generation of its own."""
         self._prepare(hook)
-        self._join(seat, settings)
-        self._build(factory, seat)
+        self._join(rank_info, settings)
+        self._build(factory, rank_info)
         self._backend.leave()
 
     def _leave(self) -> None:

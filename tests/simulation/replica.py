@@ -12,7 +12,7 @@ from raysgd.metrics import COMMITTED
 from raysgd.outcomes import Interrupted
 from raysgd.plan import Deal
 from raysgd.progress import Control, Progress
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import Drawn, PlannedSource
 from raysgd.torch.feed import Feed
@@ -38,25 +38,25 @@ class SimSource(PlannedSource):
         self.counts_samples = True
         self.order = range(total)
 
-    def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Every epoch has the same order."""
 
-    def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
-        deal = self._deal(seat)
-        for share in deal.of(seat.world_rank, offset):
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        deal = self._deal(rank_info)
+        for share in deal.of(rank_info.world_rank, offset):
             before, offset = offset, deal.advance(offset)
             yield Drawn((before, offset, share), offset, share.fresh)
 
-    def _deal(self, seat: Seat) -> Deal:
-        step = self._global or self._batch_size * seat.world_size
-        return Deal(self._total, max(step, seat.world_size), seat.world_size)
+    def _deal(self, rank_info: RankInfo) -> Deal:
+        step = self._global or self._batch_size * rank_info.world_size
+        return Deal(self._total, max(step, rank_info.world_size), rank_info.world_size)
 
 
 class SimReplica:
     """The protocol of `raysgd.protocols.Replica`, in the order of effects of `TorchReplica`."""
 
-    def __init__(self, worker: Any, plan: Any, seat: Seat, control: Control) -> None:
-        self._worker, self._plan, self._seat, self._control = worker, plan, seat, control
+    def __init__(self, worker: Any, plan: Any, rank_info: RankInfo, control: Control) -> None:
+        self._worker, self._plan, self._rank_info, self._control = worker, plan, rank_info, control
         self._cursor = Cursor()
         self._feed: Feed | None = None
         self._source = SimSource(plan.samples, plan.batch_size, plan.global_batch)
@@ -91,7 +91,7 @@ class SimReplica:
         self._feed = feed = Feed(
             self._source,
             cursor,
-            self._seat,
+            self._rank_info,
             self._control,
             limit=num_steps,
             shared=True,
@@ -135,11 +135,11 @@ class SimReplica:
                 return Interrupted(None, "a peer failed", self.progress)
             self._worker.compute()
             self._worker.point("validate")
-        return {"rank": self._seat.world_rank, "steps": len(self.steps)}
+        return {"rank": self._rank_info.world_rank, "steps": len(self.steps)}
 
     def _checkpoint(self) -> Any:
         self._worker.compute()
-        return self._state() if self._seat.world_rank == 0 else None
+        return self._state() if self._rank_info.world_rank == 0 else None
 
     def _restore(self, data: bytes, loads: int) -> None:
         self._worker.compute()
@@ -149,12 +149,12 @@ class SimReplica:
 
     def _apply(self) -> int:
         self._worker.compute()
-        return self._seat.world_rank
+        return self._rank_info.world_rank
 
     # -- state ----------------------------------------------------------------------------------------
 
-    def seated(self, seat: Seat) -> None:
-        self._seat = seat
+    def joined(self, rank_info: RankInfo) -> None:
+        self._rank_info = rank_info
         if self._feed is not None:
             self._feed.cut_short()
             self._feed = None
@@ -188,6 +188,6 @@ class SimReplica:
             self._mark = self._cursor.step // every
 
     def _snapshot(self) -> None:
-        if self._seat.world_rank == 0 and self._plan.snapshot_every is not None:
+        if self._rank_info.world_rank == 0 and self._plan.snapshot_every is not None:
             message = {"progress": astuple(self.progress), "call": self._cursor.call, "partial": self.partial()}
             self._worker.upload(message, self._state())

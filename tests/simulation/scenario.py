@@ -236,10 +236,10 @@ class Script:
             jitter=world.random.random,
         )
 
-    def _build(self, seat: Any, control: Any) -> SimReplica:
+    def _build(self, rank_info: Any, control: Any) -> SimReplica:
         worker = next(each for each in self.group.workers.values() if each.line.control is control)
         worker.compute()
-        worker.replica = SimReplica(worker, self.plan, seat, control)
+        worker.replica = SimReplica(worker, self.plan, rank_info, control)
         return worker.replica
 
     def run(self) -> None:

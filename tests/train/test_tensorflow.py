@@ -59,7 +59,7 @@ def test_a_shard_is_not_divided_again() -> None:
     import tensorflow as tf
 
     from raysgd.progress import Control
-    from raysgd.rendezvous import Seat
+    from raysgd.rendezvous import RankInfo
     from raysgd.train.replica import FunctionReplicaFactory
     from raysgd.train.session import Attempt
 
@@ -69,7 +69,7 @@ def test_a_shard_is_not_divided_again() -> None:
         shard = train.tensorflow.prepare_dataset_shard(tf.data.Dataset.range(4))
         policies.append(shard.options().experimental_distribute.auto_shard_policy)
 
-    replica = FunctionReplicaFactory()(Seat(), Control())
+    replica = FunctionReplicaFactory()(RankInfo(), Control())
     replica.run("function", task=(function, ()), attempt=Attempt(run=1), checkpoint=None)
     assert policies == [tf.data.experimental.AutoShardPolicy.OFF]
     with pytest.raises(ValueError, match="works only inside"):
