@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import RankInfo
 
-__all__ = ["Backend", "Replica", "ReplicaFactory"]
+__all__ = ["Backend", "Call", "Replica", "ReplicaFactory"]
 
 
 class Backend(Protocol):
@@ -38,13 +39,27 @@ class Backend(Protocol):
         """Worker: return whether this error means that a peer or the network failed."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """What a trainer asks of each replica: a method of the replica's class, or a function that takes the replica first, and
+    the other arguments. The trainer makes it, and `Replica.run` unpacks it; the method is pickled by reference."""
+
+    method: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The method's name, for the phase of progress and for messages."""
+        return self.method.__name__
+
+
 class Replica(Protocol):
     """One operator with its data, counters and state, in one worker. Knows nothing of Ray."""
 
     progress: Progress
 
-    def run(self, method: str, **arguments: Any) -> Any:
-        """Worker, main thread: one call. What it returns must be picklable."""
+    def run(self, call: Call) -> Any:
+        """Worker, main thread: make one call. What it returns must be picklable."""
 
     def joined(self, rank_info: RankInfo) -> None:
         """Worker: a new generation is up; wrap the model and divide the data again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd.engine.boundary import Boundary
@@ -12,6 +12,7 @@ from raysgd.engine.generation import Generation
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.outcomes import Failed, Interrupted, Lost, Outcome
+from raysgd.protocols import Call
 
 __all__ = ["FanOut", "Job", "RunningCall"]
 
@@ -30,14 +31,14 @@ class Job:
     repeat   start over on the new generation (validation, reading state)
     keep     the survivors' answers are the result (functions of the user's that should not run twice)
 
-    `arguments` that are made by a function are made again whenever the call is fanned out.
+    `prepare` is called whenever the call is fanned out, and returns arguments to add to it.
     """
 
-    method: str
-    arguments: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
+    call: Call
     again: Literal["resume", "repeat", "keep"] = "repeat"
     max_failures: int = 3
     lead: int = 2  # how many steps ahead of all ranks a planned stop is first proposed
+    prepare: Callable[[], Mapping[str, Any]] = dict
     hurry_s: float | None = None  # how long ranks may continue after one stopped there; None: all stop at the same step
 
 
@@ -89,13 +90,14 @@ class FanOut:
         """When the first rank failed; now, if none has."""
         return self._table.clock() if self._troubled_at is None else self._troubled_at
 
-    def run(self, arguments: Mapping[str, Any]) -> None:
+    def run(self, call: Call) -> None:
         """Make the call. An error that arises here (Ctrl-C, a cancelled call, a callback's) ends it at the next batch."""
-        request = {"method": self._job.method, "arguments": dict(arguments)}
         try:
             for worker in self._workers:
-                self._table.begin_run(worker, self._job.method)
-                self._calls[worker] = self._table.submit(worker, "run", request, generation=self._generation.number)
+                self._table.begin_run(worker, call.name)
+                self._calls[worker] = self._table.submit(
+                    worker, "run", {"call": call}, generation=self._generation.number
+                )
             while self._running() and not self._user_error_waited():
                 self._table.pump(TICK_S)
                 self._tick()

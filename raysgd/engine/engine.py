@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from raysgd.config import ElasticConfig, Limits
@@ -36,7 +37,7 @@ from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError
 from raysgd.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.progress import Progress, most_advanced
-from raysgd.protocols import Backend
+from raysgd.protocols import Backend, Call
 from raysgd.snapshot import Snapshot
 from raysgd.workers.worker_group import WorkerGroup
 
@@ -236,24 +237,24 @@ class Engine:
         """Return a user's object in the form in which it travels as an argument of a job."""
         return self.group.pack(value)
 
-    def refer(self, rank: int, verb: str, arguments: dict[str, Any]) -> Any:
+    def refer(self, rank: int, call: Call) -> Any:
         """Return a Ray reference to a call on one rank, for the user to wait for. Failures are the user's to handle."""
-        return self.group.refer(self._table.members()[rank], verb, arguments)
+        return self.group.refer(self._table.members()[rank], "run", {"call": call})
 
     def run(self, job: Job) -> list[PartialResults]:
         """Run a job to its end, whatever fails meanwhile. Return the results of its parts, in order."""
-        with self.claim(f"the call {job.method!r}"):
+        with self.claim(f"the call {job.call.name!r}"):
             self._calls += 1
-            call = self._ready_call(max_failures=job.max_failures)
+            running = self._ready_call(max_failures=job.max_failures)
             if job.again == "resume" and self._membership.due():
-                self._restore(Observation("paused"), call)
+                self._restore(Observation("paused"), running)
             parts: list[PartialResults] = []
             network_at: Progress | None = None  # where the newest network fault was, with all workers alive
             while True:
-                arguments = self._arguments(job, call)  # first, as it may use the workers, and change them
+                call = self._prepared(job, running)  # first, as it may use the workers, and change them
                 fan_out = FanOut(self._table, self._generation, job, self._wants_boundary, hang_s=self.limits.hang_s)
-                fan_out.run(arguments)
-                self._note_snapshot(call)
+                fan_out.run(call)
+                self._note_snapshot(running)
                 outcomes = fan_out.outcomes
                 seen = classify(outcomes)
                 if seen.kind == "user_error":
@@ -267,25 +268,26 @@ class Engine:
                 parts = [*parts, part] if job.again == "resume" else [part]
                 if seen.kind == "done":
                     return parts
-                revived = self._restore(seen, call, since=fan_out.troubled_at)
+                revived = self._restore(seen, running, since=fan_out.troubled_at)
                 if (
                     job.again == "keep"
-                    and (revived is None or revived.call == call.number)
+                    and (revived is None or revived.call == running.number)
                     and (kept := _kept(outcomes))
                 ):
                     return [kept]
                 if revived is not None:
-                    parts = partial_results_since(revived, parts, call=call.number)
+                    parts = partial_results_since(revived, parts, call=running.number)
 
-    def _arguments(self, job: Job, call: RunningCall) -> Mapping[str, Any]:
-        arguments = job.arguments() if callable(job.arguments) else job.arguments
-        if job.again != "resume":
-            return arguments
-        return {**arguments, "call": call.number, "snapshot_first": self._snapshot_is_stale}
+    def _prepared(self, job: Job, running: RunningCall) -> Call:
+        """Return the call with the arguments that are only known when it is fanned out."""
+        more = dict(job.prepare())
+        if job.again == "resume":
+            more |= {"call": running.number, "snapshot_first": self._snapshot_is_stale}
+        return replace(job.call, arguments={**job.call.arguments, **more})
 
-    def _note_snapshot(self, call: RunningCall) -> None:
+    def _note_snapshot(self, running: RunningCall) -> None:
         newest = self._table.snapshots.latest()
-        if newest is not None and newest.call == call.number:
+        if newest is not None and newest.call == running.number:
             self._snapshot_is_stale = False
 
     def _wants_boundary(self, job: Job) -> bool:

@@ -14,6 +14,7 @@ from raysgd.meters import AverageMeterCollection
 from raysgd.metrics import COMMITTED, check_metrics
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control, Progress
+from raysgd.protocols import Call
 from raysgd.rendezvous import RankInfo
 from raysgd.tf import states
 from raysgd.tf.backend import prepare_runtime
@@ -52,7 +53,7 @@ class TFReplicaFactory:
 
 
 class TFReplica:
-    """Owns the operator, its sources and the cursor. Each public call of the trainer is a method `_run_<name>`."""
+    """Owns the operator, its sources and the cursor. Its public methods are the calls of the trainer's."""
 
     def __init__(
         self, operator: TrainingOperator, settings: ReplicaSettings, rank_info: RankInfo, control: Control
@@ -72,14 +73,13 @@ class TFReplica:
     def progress(self) -> Progress:
         return self._cursor.progress(self._control.phase)
 
-    def run(self, method: str, **arguments: Any) -> Any:
-        run: Callable[..., Any] = getattr(self, f"_run_{method}")
+    def run(self, call: Call) -> Any:
         self._cut_short()
-        if method != "take_back":
+        if call.method is not TFReplica.take_back:
             self._undo = None
-        self._control.phase = method
+        self._control.phase = call.name
         try:
-            return run(**arguments)
+            return call.method(self, **call.arguments)
         except BaseException:
             self._cut_short()
             raise
@@ -88,7 +88,7 @@ class TFReplica:
 
     # -- training -------------------------------------------------------------------------------------
 
-    def _run_train(
+    def train(
         self,
         call: int,
         num_steps: int | None,
@@ -181,7 +181,7 @@ class TFReplica:
 
     # -- validation -----------------------------------------------------------------------------------
 
-    def _run_validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None) -> Any:
+    def validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None) -> Any:
         """The trainer's `validate`; ranks meet only at its end, to add up their metrics."""
         operator, cursor = self.operator, self._val_cursor
         data = operator._parts.validation_dataset
@@ -252,20 +252,20 @@ class TFReplica:
 
     # -- other calls ----------------------------------------------------------------------------------
 
-    def _run_apply_operator(self, function: Callable[[Any], Any]) -> Any:
+    def apply_operator(self, function: Callable[[Any], Any]) -> Any:
         return function(self.operator)
 
-    def _run_apply(self, function: Callable[[], Any]) -> Any:
+    def apply(self, function: Callable[[], Any]) -> Any:
         return function()
 
-    def _run_random_state(self) -> dict[str, Any]:
+    def random_state(self) -> dict[str, Any]:
         return states.random_state()
 
-    def _run_checkpoint(self, ranks: list[Any]) -> Any:
+    def checkpoint(self, ranks: list[Any]) -> Any:
         """The whole checkpoint as bytes, on rank 0; `ranks` are the random states of all."""
         return states.dump({**self.whole(), "rng": ranks}, sealed=True) if self._rank_info.world_rank == 0 else None
 
-    def _run_check(self, data: Any) -> str:
+    def check(self, data: Any) -> str:
         """What does not fit; nothing, where all fits. An answer and no error, since an error of one rank ends the group of all."""
         try:
             state = states.parse(data.data)
@@ -277,7 +277,7 @@ class TFReplica:
             return str(error)
         return ""
 
-    def _run_restore(self, data: Any) -> tuple[str, ...]:
+    def restore(self, data: Any) -> tuple[str, ...]:
         """Takes a checked state; or answers with what the operator's own `load_state_dict` raised, and its traceback. Then
         `take_back` must follow, on every rank."""
         state, loads = states.parse(data.data), self._cursor.loads
@@ -293,7 +293,7 @@ class TFReplica:
             states.restore_random(ranks[self._rank_info.world_rank])
         return ()
 
-    def _run_take_back(self) -> str:
+    def take_back(self) -> str:
         """As it was before `restore`, when the operator of some rank could not take the state. Answers with what the
         operator raised, if it does not take its own part back either."""
         undo, self._undo = self._undo, None

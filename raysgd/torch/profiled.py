@@ -11,7 +11,6 @@ import torch
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.progress import Control
 from raysgd.rendezvous import RankInfo
-from raysgd.torch.feed import Feed
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
 from raysgd.torch.settings import ReplicaSettings
@@ -36,9 +35,10 @@ class ProfiledReplica(TorchReplica):
         self._profiler: Any = None
         self._calls: set[int] = set()
 
-    def _epoch(self, feed: Feed, **arguments: Any) -> Any:
-        with self._recording():
-            return super()._epoch(feed, **arguments)
+    @contextmanager
+    def _measuring_epoch(self) -> Iterator[None]:
+        with self._recording(), super()._measuring_epoch():
+            yield
 
     @contextmanager
     def _recording(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from raysgd.outcomes import DataLoaderFailure, Interrupted
 from raysgd.progress import Control, Progress
+from raysgd.protocols import Call
 from raysgd.rendezvous import RankInfo
 from raysgd.train.elastic_state import Committed
 from raysgd.train.session import Attempt, Session, Stopped, running
@@ -70,17 +71,16 @@ class FunctionReplica:
     def progress(self) -> Progress:
         return Progress(step=self._points, batches=self._points, phase=self._control.phase)
 
-    def run(self, method: str, **arguments: Any) -> Any:
-        run: Callable[..., Any] = getattr(self, f"_run_{method}")
-        self._control.phase = method
+    def run(self, call: Call) -> Any:
+        self._control.phase = call.name
         try:
-            return run(**arguments)
+            return call.method(self, **call.arguments)
         finally:
             self._control.phase = "idle"
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    def _run_function(self, task: Any, attempt: Attempt, checkpoint: Any, **engines: Any) -> Any:
+    def function(self, task: Any, attempt: Attempt, checkpoint: Any, **engines: Any) -> Any:
         """The trainer's `run`. What the function returns is pickled here, where an error about it is the user's."""
         if attempt.run != self._run_number:
             self._run_number = attempt.run
@@ -117,14 +117,14 @@ class FunctionReplica:
         finally:
             self._stoppable = False
 
-    def _run_apply(self, function: Callable[[], Any], only: int | None = None) -> Any:
+    def apply(self, function: Callable[[], Any], only: int | None = None) -> Any:
         """On every rank, or on one."""
         return function() if only is None or only == self._rank_info.world_rank else None
 
-    def _run_apply_object(self, function: Callable[[Any], Any], only: int | None = None) -> Any:
+    def apply_object(self, function: Callable[[Any], Any], only: int | None = None) -> Any:
         return function(self.instance) if only is None or only == self._rank_info.world_rank else None
 
-    def _run_method(self, name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def method(self, name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return getattr(self.instance, name)(*positional, **named)
 
     # -- stopping -------------------------------------------------------------------------------------

@@ -233,7 +233,12 @@ class SimGroup:
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         call = next(self._numbers)
         self.world.note(
-            "%s <- %s %s (call %d, generation %d)", worker, verb, arguments.get("method", ""), call, generation
+            "%s <- %s %s (call %d, generation %d)",
+            worker,
+            verb,
+            arguments["call"].name if "call" in arguments else "",
+            call,
+            generation,
         )
         if worker in self.workers:
             self.workers[worker].ask(call, generation, verb, arguments)

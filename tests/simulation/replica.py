@@ -12,6 +12,7 @@ from raysgd.metrics import COMMITTED
 from raysgd.outcomes import Interrupted
 from raysgd.plan import Deal
 from raysgd.progress import Control, Progress
+from raysgd.protocols import Call
 from raysgd.rendezvous import RankInfo
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import Drawn, PlannedSource
@@ -73,16 +74,16 @@ class SimReplica:
         """How many of the user's loads the state has seen."""
         return self._cursor.loads
 
-    def run(self, method: str, **arguments: Any) -> Any:
-        self._control.phase = method
+    def run(self, call: Call) -> Any:
+        self._control.phase = call.name
         try:
-            return getattr(self, f"_{method}")(**arguments)
+            return call.method(self, **call.arguments)
         finally:
             self._control.phase = "idle"
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    def _train(self, call: int, num_steps: int | None, snapshot_first: bool = False) -> Any:
+    def train(self, call: int, num_steps: int | None, snapshot_first: bool = False) -> Any:
         cursor = self._cursor
         if not cursor.open_call(call):
             return self.partial()
@@ -129,7 +130,7 @@ class SimReplica:
         worker.checker.applied(worker, group, self.steps, everybody)
         worker.point("applied")
 
-    def _validate(self, call: int) -> Any:
+    def validate(self, call: int) -> Any:
         for _ in range(3):
             if self._control.interrupted:
                 return Interrupted(None, "a peer failed", self.progress)
@@ -137,17 +138,17 @@ class SimReplica:
             self._worker.point("validate")
         return {"rank": self._rank_info.world_rank, "steps": len(self.steps)}
 
-    def _checkpoint(self) -> Any:
+    def checkpoint(self) -> Any:
         self._worker.compute()
         return self._state() if self._rank_info.world_rank == 0 else None
 
-    def _restore(self, data: bytes, loads: int) -> None:
+    def restore(self, data: bytes, loads: int) -> None:
         self._worker.compute()
         self.load(data, by_user=True)
         self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads
         self._snapshot()
 
-    def _apply(self) -> int:
+    def apply(self) -> int:
         self._worker.compute()
         return self._rank_info.world_rank
 

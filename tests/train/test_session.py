@@ -12,6 +12,7 @@ import pytest
 from raysgd import CheckpointError, train
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control
+from raysgd.protocols import Call
 from raysgd.rendezvous import RankInfo
 from raysgd.train.backends import Backend
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
@@ -39,7 +40,12 @@ class Bench:
     def run(self, function: Callable[..., Any], *arguments: Any, checkpoint: Any = None, **attempt: Any) -> Any:
         given = None if checkpoint is None else Blob(pickle.dumps(checkpoint))
         told = Attempt(**{"run": 1, "number": 1, **attempt})
-        value = self.replica.run("function", task=(function, arguments), attempt=told, checkpoint=given, call=1)
+        value = self.replica.run(
+            Call(
+                FunctionReplica.function,
+                {"task": (function, arguments), "attempt": told, "checkpoint": given, "call": 1},
+            )
+        )
         return pickle.loads(value) if isinstance(value, bytes) else value
 
 
@@ -340,7 +346,11 @@ def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
         return [each and (each.path, Path(str(each.path), "words").read_text()) for each in found]
 
     bench, told = Bench(), Attempt(run=1, number=1)
-    value = bench.replica.run("function", task=(function, ()), attempt=told, checkpoint=Blob(payload), call=1)
+    value = bench.replica.run(
+        Call(
+            FunctionReplica.function, {"task": (function, ()), "attempt": told, "checkpoint": Blob(payload), "call": 1}
+        )
+    )
     first, second = pickle.loads(value)
     assert first == second and first[1] == "mine"
     bench.replica.close()

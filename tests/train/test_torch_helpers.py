@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 from raysgd import train
 from raysgd.progress import Control
+from raysgd.protocols import Call
 from raysgd.rendezvous import RankInfo
 from raysgd.train import Trainer
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
@@ -29,7 +30,8 @@ def inside(
     """Runs it as a training function of one rank, in this process; what it returns, as the very object."""
     box: list[Any] = []
     hosted = replica or FunctionReplicaFactory()(rank_info or RankInfo(), Control())
-    hosted.run("function", task=(lambda: box.append(function()), ()), attempt=Attempt(run=1), checkpoint=None)
+    given = {"task": (lambda: box.append(function()), ()), "attempt": Attempt(run=1), "checkpoint": None}
+    hosted.run(Call(FunctionReplica.function, given))
     return box[0]
 
 
