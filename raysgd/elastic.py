@@ -113,7 +113,7 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
     Each of these is certain, as every rank's n-th call must be the same one: a backend found data of another size; a rank
     is in a call beyond the last one of a rank that has finished; two ranks are in their n-th call, and it is not the same;
     two ranks began the same batch after different numbers of calls; two ranks are at the same line of the same batch, and one
-    of them has made more calls in it than in the batch before. With `again` (nobody was lost, and it is the second
+    of them has made more calls in it than in the batch before. With `again` (no worker failed, and it is the second
     time at this place) different lines of the user's code are enough.
     """
     ranks = list(enumerate(outcomes.values()))
@@ -143,8 +143,8 @@ def _drifted(places: Mapping[int, CollectivePlace]) -> str:
     for step in sorted(set.intersection(*map(set, known))) if known else []:
         counts = {rank: begun[step] for rank, begun in zip(places, known, strict=True)}
         if len(set(counts.values())) > 1 and min(counts.values()) >= 0:
-            told = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
-            return f"before step {step} there had been {told} collective calls"
+            counted = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+            return f"before step {step} there had been {counted} collective calls"
     return ""
 
 
@@ -159,10 +159,8 @@ def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:
             found.setdefault((step, usual, place.name, place.line), {})[rank] = place.count - at
     for (step, usual, name, _), counts in found.items():
         if len(set(counts.values())) > 1 and max(counts.values()) > usual:
-            told = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
-            return (
-                f"in step {step} there were, up to this {name}, {told} collective calls, and {usual} in the step before"
-            )
+            counted = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+            return f"in step {step} there were, up to this {name}, {counted} collective calls, and {usual} in the step before"
     return ""
 
 
@@ -226,10 +224,7 @@ def backoff(attempt: int, first_s: float, max_s: float, jitter: float) -> float:
 def decide(now: Situation, *, wait_s: float) -> Decision:
     """Return what to do after a failure. `wait_s` is the next pause, in case the decision is to wait."""
     if now.max_failures >= 0 and now.failures > now.max_failures:
-        workers = "worker" if now.failures == 1 else "workers"
-        return GiveUp(
-            f"{now.failures} {workers} failed during one call, and max_retries={now.max_failures} allows no more"
-        )
+        return GiveUp(f"{now.failures} failure(s) in one call, and max_retries={now.max_failures} allows no more")
     available = now.survivors + now.ready
     if available >= now.min_workers and available > 0 and (now.survivors >= now.min_workers or now.gathered):
         return Rejoin()

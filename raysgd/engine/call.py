@@ -150,7 +150,7 @@ class FanOut:
     def _cut_short(self, error: BaseException) -> None:
         """Stop the call at the next batch. The trainer stays usable; ranks that do not stop in time are killed."""
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else f"stopped by {type(error).__name__}"
-        logger.warning("%s: %d worker(s) are told to stop at their next batch", what, len(self._workers))
+        logger.warning("%s: asking %d worker(s) to stop at their next batch", what, len(self._workers))
         self._generation.end()
         self._generation.interrupt(self._workers)
         deadline = self._table.clock() + CTRL_C_S

@@ -122,40 +122,40 @@ class Membership:
         members = self._table.members()
         leavers = [worker for worker in members if worker in leaving]
         stay = [worker for worker in members if worker not in leaving]
-        newcomers = self._replacements.take(max(self._target - len(stay), 0))
+        joining = self._replacements.take(max(self._target - len(stay), 0))
         at = self._table[members[0]].progress
         ranks = tuple(self._table[worker].rank or 0 for worker in leavers)
-        if not self._replace(stay, leavers, newcomers, call):
+        if not self._replace(stay, leavers, joining, call):
             detail = "workers left, or failed, in a planned change"
             return Observation("broken", reason="preemption", detail=detail)
         self._log.record(
             leaving[leavers[0]] if leavers else "growth",
             failed_ranks=ranks,
             before=len(members),
-            after=len(stay) + len(newcomers),
+            after=len(stay) + len(joining),
             in_place=bool(stay),
             since=started,
             at=at,
         )
         return Observation("done")
 
-    def _replace(self, stay: list[str], leavers: list[str], newcomers: list[str], call: int) -> bool:
+    def _replace(self, stay: list[str], leavers: list[str], joining: list[str], call: int) -> bool:
         """Return whether the new generation was formed. The leavers are dismissed in any case."""
         if not stay:
-            self._hand_over(leavers[0], newcomers, call)
+            self._hand_over(leavers[0], joining, call)
         formed = False
         try:
-            formed = bool(stay or newcomers) and self._generation.form([*stay, *newcomers])
+            formed = bool(stay or joining) and self._generation.form([*stay, *joining])
         finally:
             if not formed:
-                self._replacements.take_back(newcomers)
+                self._replacements.take_back(joining)
             for worker in leavers:
                 self._table.dismiss(worker)
         return formed
 
-    def _hand_over(self, leaver: str, newcomers: list[str], call: int) -> None:
-        """All members leave: the newcomers take the state from one of them."""
+    def _hand_over(self, leaver: str, joining: list[str], call: int) -> None:
+        """All members leave: the joining take the state from one of them."""
         self._generation.rescue_state(leaver, call)
         snapshot = self._table.snapshots.latest()
-        if snapshot is not None and newcomers:
-            self._generation.load_snapshot(newcomers, snapshot)
+        if snapshot is not None and joining:
+            self._generation.load_snapshot(joining, snapshot)

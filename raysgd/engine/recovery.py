@@ -83,21 +83,21 @@ class RecoveryLoop:
         return case.revived
 
     def _rejoin(self, case: _Case, survivors: list[str]) -> None:
-        """Try once to form a generation. Newcomers are not used again if it failed although no worker did: the network
+        """Try once to form a generation. Replacements are not used again if it failed although no worker did: the network
         between them may be at fault."""
-        newcomers = self._replacements.take(max(self._membership.target - len(survivors), 0))
+        joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
         formed = False
         try:
             if not survivors:
-                case.revived = self._revive(newcomers, case.call.number)
+                case.revived = self._revive(joining, case.call.number)
             state = Blob(case.revived.data) if case.revived and not self._in_place else None
-            formed = self._generation.form([*survivors, *newcomers], state=state or None)
+            formed = self._generation.form([*survivors, *joining], state=state or None)
         finally:
             if not formed:
                 case.tries += 1
                 unharmed = not self._table.failed()
-                self._replacements.take_back([] if unharmed else newcomers)
-                for worker in newcomers if unharmed else []:
+                self._replacements.take_back([] if unharmed else joining)
+                for worker in joining if unharmed else []:
                     self._table.dismiss(worker)
 
     def _check(self, case: _Case, survivors: list[str]) -> None:
@@ -178,16 +178,16 @@ class RecoveryLoop:
             gathered=self._replacements.gathered(),
         )
 
-    def _revive(self, newcomers: list[str], call: int) -> Snapshot:
+    def _revive(self, joining: list[str], call: int) -> Snapshot:
         """No member is left: new processes take the newest snapshot, or else the initial state of the first of them."""
         snapshot = self._table.snapshots.latest() or Snapshot()
-        holders = {w: self._table[w].progress for w in newcomers if self._table[w].holds_state}
+        holders = {w: self._table[w].progress for w in joining if self._table[w].holds_state}
         if holders and holders[most_advanced(holders)].order >= snapshot.progress.order:
             return Snapshot(progress=holders[most_advanced(holders)], call=call)
         if not snapshot.data:
-            self._table.set_holds_state(newcomers[0], self._in_place)
+            self._table.set_holds_state(joining[0], self._in_place)
         elif self._in_place:  # otherwise they take it after they have joined and are set up
-            self._generation.load_snapshot(newcomers, snapshot)
+            self._generation.load_snapshot(joining, snapshot)
         return snapshot
 
     def _wait(self, seconds: float, now: Situation) -> None:

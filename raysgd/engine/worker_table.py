@@ -378,7 +378,7 @@ class WorkerTable:
                 info.moved_at = self.clock()
             info.progress, info.partial = progress, event.message.get("partial")
             self._on_progress(info)
-            self._raise_cancelled()  # here, too: while this very process trains, nobody calls `pump`
+            self._raise_cancelled()  # here, too: while this very process trains, `pump` is not called
         elif kind == "notice":
             info.notice = True
         elif kind in ("consent", "stack"):

@@ -115,7 +115,7 @@ class TFReplica:
         feed.leave()
         if feed.stopped:
             asked = not self._control.interrupted
-            return Interrupted(self.partial(result), "stopped at a batch border", self.progress, asked=asked)
+            return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
         report = self._reported(result, profile)
         self._feed = None
         cursor.call_done = True

@@ -134,7 +134,7 @@ class TorchReplica:
         feed.leave()
         if feed.stopped:
             asked = not self._control.interrupted
-            return Interrupted(self.partial(result), "stopped at a batch border", self.progress, asked=asked)
+            return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
         return self._end_call(self._reported(result, profile, "train", cursor))
 
     def _end_call(self, report: dict[str, Any]) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class TorchReplica:
         feed.leave()
         if feed.stopped:
             cursor.adopt(self._validation_began)
-            return Interrupted(None, "a peer was lost", self.progress)
+            return Interrupted(None, "a peer failed", self.progress)
         return self._reported(result, profile, "validation", None)
 
     # -- sources --------------------------------------------------------------------------------------

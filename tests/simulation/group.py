@@ -172,7 +172,7 @@ class Worker(Process):
         self._to_driver.send(partial(self._group.emit, Heard(self.name, message)))
 
     def upload(self, message: dict[str, Any], body: bytes) -> None:
-        """On a connection of its own: it arrives whole, later than what was said meanwhile, or not at all."""
+        """On a connection of its own: it arrives whole, later than messages that were sent meanwhile, or not at all."""
         heard = Heard(self.name, {"t": "upload", **message}, body)
         self.at(self.world.between(0.001, 0.05), partial(self._group.snapshot_arrives, heard))
 

@@ -275,7 +275,7 @@ class Script:
     def _train(self, num_steps: int | None) -> None:
         before, redone, errors = len(self.checker.truth), self.checker.redone, self.user_errors
         job = Job(Call(SimReplica.train, {"num_steps": num_steps}), again="resume", max_failures=-1)
-        pieces = self.engine.run(job)
+        parts = self.engine.run(job)
         truth = self.checker.truth
         for name in self.engine._table.members():
             steps = self.group.workers[name].replica.steps  # type: ignore[union-attr]
@@ -285,7 +285,7 @@ class Script:
                 )
         if num_steps is None and truth and truth[-1][2] != self.plan.samples:
             raise Violation(f"train() returned after {truth[-1]}, before the end of the epoch")
-        committed = max(piece_value.get(COMMITTED) or 0 for piece in pieces for piece_value in piece.values)
+        committed = max(value.get(COMMITTED) or 0 for part in parts for value in part.values)
         samples = sum(stop - start for _, start, stop in truth[before:])
         if redone == self.checker.redone and errors == self.user_errors and committed != samples:
             raise Violation(f"train() reports {committed} samples, and {samples} were used")
