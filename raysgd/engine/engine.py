@@ -78,7 +78,7 @@ class Engine:
         self._table = table = WorkerTable(
             group, silent_s=limits.silent_s, clock=clock, on_progress=on_progress, on_message=on_message
         )
-        self._log, in_place = RecoveryLog(on_recovery, clock), backend.in_place
+        self._log, in_place = RecoveryLog(on_recovery), backend.in_place
         self._generation = generation = Generation(
             table, backend, limits, factory=group.pack(factory), hook=group.pack(hook)
         )
@@ -368,17 +368,19 @@ class Engine:
         ranks = tuple(sorted(info.rank or 0 for info in failed if info.in_group))
         for info in failed:
             self._table.dismiss(info.worker)
-        self._log.record(
-            OUT_OF_STEP,
-            failed_ranks=ranks,
-            before=before,
-            after=before - len(ranks),
+        recovery = Recovery(
+            reason=OUT_OF_STEP,
+            lost_ranks=ranks,
+            world_size_before=before,
+            world_size_after=before - len(ranks),
             in_place=True,
-            since=since,
-            at=at,
+            batches_redone=0,
+            seconds=round(self._table.clock() - since, 4),
+            epoch=at.epoch,
+            batch=at.batches,
             detail=seen.detail,
-            continues=False,
         )
+        self._log.record(recovery, continues=False)
         raise out_of_step_error(seen.detail, at)
 
 

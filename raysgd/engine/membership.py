@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raysgd.config import ElasticConfig, Limits
-from raysgd.elastic import Observation
+from raysgd.elastic import Observation, Recovery
 from raysgd.engine.failure import no_room_error, unfinished_error, warn_no_room
 from raysgd.engine.generation import Generation
 from raysgd.engine.recovery_log import RecoveryLog
@@ -128,15 +128,18 @@ class Membership:
         if not self._replace(stay, leavers, joining, call):
             detail = "workers left, or failed, in a planned change"
             return Observation("broken", reason="preemption", detail=detail)
-        self._log.record(
-            leaving[leavers[0]] if leavers else "growth",
-            failed_ranks=ranks,
-            before=len(members),
-            after=len(stay) + len(joining),
+        change = Recovery(
+            reason=leaving[leavers[0]] if leavers else "growth",
+            lost_ranks=ranks,
+            world_size_before=len(members),
+            world_size_after=len(stay) + len(joining),
             in_place=bool(stay),
-            since=started,
-            at=at,
+            batches_redone=0,
+            seconds=round(self._table.clock() - started, 4),
+            epoch=at.epoch,
+            batch=at.batches,
         )
+        self._log.record(change)
         return Observation("done")
 
     def _replace(self, stay: list[str], leavers: list[str], joining: list[str], call: int) -> bool:

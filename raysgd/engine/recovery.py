@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from raysgd.config import ElasticConfig
-from raysgd.elastic import GiveUp, Observation, Rejoin, Restart, Situation, backoff, decide
+from raysgd.elastic import GiveUp, Observation, Recovery, Rejoin, Restart, Situation, backoff, decide
 from raysgd.engine.call import RunningCall
 from raysgd.engine.failure import failed_error, raise_user_error, unfinished_error
 from raysgd.engine.generation import Generation
@@ -117,26 +117,16 @@ class RecoveryLoop:
             if info.in_group and info.rank is not None:
                 case.failed_ranks.add(info.rank)
             self._table.dismiss(info.worker)
-        seen, at = case.seen, case.furthest
-        if not case.logged and seen.reason == DATA_LOADER:
-            logger.warning(
-                "data loader failure in epoch %d, batch %d: %s. Restarting this loader and continuing after the last "
-                "committed batch",
-                at.epoch,
-                at.batches,
-                seen.detail,
-            )
-        elif not case.logged:
-            logger.warning(
-                "%s in epoch %d, batch %d: failed rank(s) %s of %d (%s)",
-                seen.reason,
-                at.epoch,
-                at.batches,
-                sorted(case.failed_ranks) or "none",
-                case.world,
-                seen.detail,
-            )
+        if case.logged:
+            return
         case.logged = True
+        seen, where = case.seen, f"epoch {case.furthest.epoch}, batch {case.furthest.batches}"
+        if seen.reason == DATA_LOADER:
+            what = "Restarting this loader and continuing after the last committed batch"
+            logger.warning("data loader failure in %s: %s. %s", where, seen.detail, what)
+        else:
+            ranks = f"{sorted(case.failed_ranks) or 'none'} of {case.world}"
+            logger.warning("%s in %s: failed rank(s) %s (%s)", seen.reason, where, ranks, seen.detail)
 
     def _survivors(self, case: _Case) -> list[str]:
         """Return the members that can continue in place. Those of a backend that cannot rejoin only leave their state."""
@@ -216,17 +206,19 @@ class RecoveryLoop:
 
     def _note(self, case: _Case, *, after: int) -> None:
         base = case.revived.progress.step if case.revived is not None else case.furthest.step
-        self._log.record(
-            case.seen.reason,
-            failed_ranks=tuple(sorted(case.failed_ranks)),
-            before=case.world,
-            after=after,
+        recovery = Recovery(
+            reason=case.seen.reason,
+            lost_ranks=tuple(sorted(case.failed_ranks)),
+            world_size_before=case.world,
+            world_size_after=after,
             in_place=case.revived is None,
-            since=case.since,
-            at=case.furthest,
-            redone=max(case.furthest.step - base, 0),
+            batches_redone=max(case.furthest.step - base, 0),
+            seconds=round(self._table.clock() - case.since, 4),
+            epoch=case.furthest.epoch,
+            batch=case.furthest.batches,
             detail=case.seen.detail,
         )
+        self._log.record(recovery)
 
     def _give_up(self, why: str, case: _Case) -> NoReturn:
         self._note(case, after=0)
