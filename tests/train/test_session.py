@@ -19,13 +19,13 @@ from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.session import Attempt
 from raysgd.workers.blob import Blob
 
-SEAT = RankInfo(world_rank=1, world_size=3, local_rank=1, local_world_size=2, node_rank=0)
+RANKS = RankInfo(world_rank=1, world_size=3, local_rank=1, local_world_size=2, node_rank=0)
 
 
 class Bench:
     """A replica, and what reached the driver: (message, metrics, checkpoint)."""
 
-    def __init__(self, rank_info: RankInfo = SEAT, factory: FunctionReplicaFactory | None = None) -> None:
+    def __init__(self, rank_info: RankInfo = RANKS, factory: FunctionReplicaFactory | None = None) -> None:
         self.said: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = []
         self.control = Control()
         self.control.deliver = self._deliver
