@@ -42,8 +42,8 @@ class TorchTrainer:
     What `train()` does:
 
         every worker runs operator.train_epoch on its share of the epoch
-        a worker is lost        -> the others meet anew and go on with the rest of the epoch
-        machines become free    -> new workers join at a batch border
+        a worker fails          -> the others form a new process group and continue the epoch
+        machines become free    -> new workers join at a batch boundary
         average what the workers measured, weighted by samples; return one dict
     """
 
