@@ -64,8 +64,8 @@ class Observation:
 
     kind: "done" all ranks finished; "user_error" the user's code raised; "broken" workers, the network or a data loader
     failed; "paused" all ranks stopped because they were asked to; "out_of_step" the ranks did not make the same
-    collective calls, which is an error in the user's code. `lost` are the failed workers, `culprit` is the worker whose code
-    raised or whose data loader failed.
+    collective calls, which is an error in the user's code. `lost` are the failed workers, `culprit` is the worker whose
+    code raised or whose data loader failed.
     """
 
     kind: Literal["done", "user_error", "broken", "paused", "out_of_step"]
@@ -79,9 +79,9 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
     """Return what happened, from every worker's outcome (in rank order).
 
     A user's error takes precedence over everything that it caused on other ranks: peers whose collective failed are
-    `Interrupted`, never `Failed`. A worker failure takes precedence over a pause. Ranks that were interrupted although no
-    worker failed and the driver did not ask for it mean a network fault, unless one of them names another reason, or they
-    were in collective calls that do not match.
+    `Interrupted`, never `Failed`. A worker failure takes precedence over a pause. Ranks that were interrupted although
+    no worker failed and the driver did not ask for it mean a network fault, unless one of them names another reason, or
+    they were in collective calls that do not match.
     """
     lost = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, Lost))
     failed = [worker for worker, outcome in outcomes.items() if isinstance(outcome, Failed)]
@@ -110,11 +110,11 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
 def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> str:
     """Return what shows that the ranks did not make the same collective calls, "" if nothing does.
 
-    Each of these is certain, as every rank's n-th call must be the same one: a backend found data of another size; a rank
-    is in a call beyond the last one of a rank that has finished; two ranks are in their n-th call, and it is not the same;
-    two ranks began the same batch after different numbers of calls; two ranks are at the same line of the same batch, and one
-    of them has made more calls in it than in the batch before. With `again` (no worker failed, and it is the second
-    time at this place) different lines of the user's code are enough.
+    Each of these is certain, as every rank's n-th call must be the same one: a backend found data of another size; a
+    rank is in a call beyond the last one of a rank that has finished; two ranks are in their n-th call, and it is not
+    the same; two ranks began the same batch after different numbers of calls; two ranks are at the same line of the
+    same batch, and one of them has made more calls in it than in the batch before. With `again` (no worker failed, and
+    it is the second time at this place) different lines of the user's code are enough.
     """
     ranks = list(enumerate(outcomes.values()))
     sized = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, Lost) and o.reason == OUT_OF_STEP]
@@ -149,8 +149,8 @@ def _drifted(places: Mapping[int, CollectivePlace]) -> str:
 
 
 def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:
-    """Return which ranks are at the same line, in the same batch, after different numbers of calls in it: more, on one of
-    them, than in the batch before."""
+    """Return which ranks are at the same line, in the same batch, after different numbers of calls in it: more, on one
+    of them, than in the batch before."""
     found: dict[tuple[int, int, str, str], dict[int, int]] = {}
     for rank, place in waiting.items():
         if len(place.begun) > 1:
@@ -170,8 +170,8 @@ def _nth(count: int) -> str:
 
 @dataclass(frozen=True)
 class Situation:
-    """Where a trainer stands after a failure, in numbers. `ready` and `starting` count replacement workers; `gathered`: no
-    more of them are expected soon."""
+    """Where a trainer stands after a failure, in numbers. `ready` and `starting` count replacement workers; `gathered`:
+    no more of them are expected soon."""
 
     survivors: int
     ready: int
@@ -217,7 +217,8 @@ Decision = Rejoin | Restart | Wait | GiveUp
 
 
 def backoff(attempt: int, first_s: float, max_s: float, jitter: float) -> float:
-    """Return the next pause: exponential, less up to half of it by jitter in [0, 1), so that many trainers do not try at once."""
+    """Return the next pause: exponential, less up to half of it by jitter in [0, 1), so that many trainers do not try
+    at once."""
     return float(min(max_s, first_s * 2.0 ** min(attempt, 60)) * (1.0 - 0.5 * jitter))
 
 

@@ -33,7 +33,8 @@ class Backend(Protocol):
         """Worker, listener thread: make a collective that is waiting fail now."""
 
     def collectives(self) -> int:
-        """Worker: return how many collective calls this rank has begun in this generation; -1 if they are not counted."""
+        """Worker: return how many collective calls this rank has begun in this generation; -1 if they are not
+        counted."""
 
     def is_interruption(self, error: BaseException) -> bool:
         """Worker: return whether this error means that a peer or the network failed."""
@@ -41,8 +42,8 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """What a trainer asks of each replica: a method of the replica's class, or a function that takes the replica first, and
-    the other arguments. The trainer makes it, and `Replica.run` unpacks it; the method is pickled by reference."""
+    """What a trainer asks of each replica: a method of the replica's class, or a function that takes the replica first,
+    and the other arguments. The trainer makes it, and `Replica.run` unpacks it; the method is pickled by reference."""
 
     method: Callable[..., Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -11,8 +11,8 @@ __all__ = ["Alone", "RankInfo", "assign_ranks"]
 
 @dataclass(frozen=True)
 class RankInfo:
-    """World, local and node rank of one worker in one generation. `solo` marks a replacement worker that is set up alone before
-    it joins."""
+    """World, local and node rank of one worker in one generation. `solo` marks a replacement worker that is set up
+    alone before it joins."""
 
     world_rank: int = 0
     world_size: int = 1
@@ -24,7 +24,8 @@ class RankInfo:
 
 
 def assign_ranks(nodes: Sequence[str], *, generation: int = 0) -> list[RankInfo]:
-    """Return ranks in the order of the nodes given (survivors first, in their old order); local ranks count within a node.
+    """Return ranks in the order of the nodes given (survivors first, in their old order); local ranks count within a
+    node.
 
     >>> [(r.world_rank, r.local_rank, r.node_rank) for r in assign_ranks(["a", "b", "a"])]
     [(0, 0, 0), (1, 0, 1), (2, 1, 0)]

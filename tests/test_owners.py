@@ -16,7 +16,8 @@ OWN = {"worker_table.py": ROWS, "recovery.py": ("case.",)}
 
 
 def depth(node: ast.expr) -> int:
-    """Return how many attributes are in `self.a.b[c]`; 100 for those of other names than `self`, 0 for a local variable."""
+    """Return how many attributes are in `self.a.b[c]`; 100 for those of other names than `self`, 0 for a local
+    variable."""
     attributes = 0
     while isinstance(node, ast.Attribute | ast.Subscript):
         attributes += isinstance(node, ast.Attribute)

@@ -1,8 +1,8 @@
 """Agreeing on a batch boundary at which all ranks stop, while training continues. Driver.
 
 The driver proposes a step that is a little ahead of all ranks. A rank that has begun a later step refuses, and the next
-proposal is further ahead. When all ranks have agreed, the driver confirms, and they stop there: nothing is interrupted or
-redone.
+proposal is further ahead. When all ranks have agreed, the driver confirms, and they stop there: nothing is interrupted
+or redone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ PATIENCE_S = 0.1
 
 
 class Boundary:
-    """One planned stop of one running call. Owns the current proposal and the answers to it; `settled` once all ranks agreed."""
+    """One planned stop of one running call. Owns the current proposal and the answers to it; `settled` once all ranks
+    agreed."""
 
     def __init__(self, table: WorkerTable, calls: dict[str, int], *, lead: int = 2) -> None:
         self._table = table
@@ -57,8 +58,9 @@ class Boundary:
             self._propose_again()
 
     def _propose_again(self) -> None:
-        """Propose again after a refusal. A rank that had begun a later step needs a boundary further ahead. One that has not
-        begun its call (it answers -1) only needs a moment: a growing lead would put the boundary out of reach."""
+        """Propose again after a refusal. A rank that had begun a later step needs a boundary further ahead. One that
+        has not begun its call (it answers -1) only needs a moment: a growing lead would put the boundary out of
+        reach."""
         if self._too_late:
             self._lead *= 2
         elif self._table.clock() - self._asked_at < PATIENCE_S:

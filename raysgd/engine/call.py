@@ -1,4 +1,5 @@
-"""One call of the user's: what to do when workers fail in it, and one fan-out of it over the current generation. Driver."""
+"""One call of the user's: what to do when workers fail in it, and one fan-out of it over the current generation.
+Driver."""
 
 from __future__ import annotations
 
@@ -53,12 +54,12 @@ class RunningCall:
 
 
 class FanOut:
-    """One call on all members of the generation, until each has an outcome. Owns the calls that have not ended, the boundary
-    at which they are to stop, and their watchdog.
+    """One call on all members of the generation, until each has an outcome. Owns the calls that have not ended, the
+    boundary at which they are to stop, and their watchdog.
 
-    When a rank fails, its peers are interrupted. `wants_boundary` is asked several times a second whether all ranks should
-    stop for a planned change. With `job.hurry_s`, ranks need not pass the same boundaries: so long after one of them stopped as
-    asked, the others are interrupted where they are.
+    When a rank fails, its peers are interrupted. `wants_boundary` is asked several times a second whether all ranks
+    should stop for a planned change. With `job.hurry_s`, ranks need not pass the same boundaries: so long after one of
+    them stopped as asked, the others are interrupted where they are.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class FanOut:
         return self._table.clock() if self._troubled_at is None else self._troubled_at
 
     def run(self, call: Call) -> None:
-        """Make the call. An error that arises here (Ctrl-C, a cancelled call, a callback's) ends it at the next batch."""
+        """Make the call. An error that arises here (Ctrl-C, a cancelled call, a callback's) ends it at the next
+        batch."""
         try:
             for worker in self._workers:
                 self._table.begin_run(worker, call.name)

@@ -52,8 +52,8 @@ FORM_AT_MOST = 3
 
 
 class Engine:
-    """Owns the group of workers and the objects that keep it running, and the number of the newest call. Only one thread at a
-    time may call it; a second one gets an error."""
+    """Owns the group of workers and the objects that keep it running, and the number of the newest call. Only one
+    thread at a time may call it; a second one gets an error."""
 
     def __init__(
         self,
@@ -106,8 +106,8 @@ class Engine:
             raise
 
     def stop(self, *, force: bool = False) -> None:
-        """End every worker. A second call is fine, and finishes what Ctrl-C kept the first one from doing; a call that is
-        running in another thread ends with an error."""
+        """End every worker. A second call is fine, and finishes what Ctrl-C kept the first one from doing; a call that
+        is running in another thread ends with an error."""
         if self._ended:
             return
         self._end_call_elsewhere()
@@ -196,8 +196,8 @@ class Engine:
 
     @contextmanager
     def state_replaced_by_hand(self) -> Iterator[None]:
-        """Drop the newest snapshot first, because workers may send one of the state that they take; restore it if they do not
-        take it."""
+        """Drop the newest snapshot first, because workers may send one of the state that they take; restore it if they
+        do not take it."""
         kept = self._table.snapshots.latest()
         self.state_changed_by_hand(replaced=True)
         try:
@@ -291,8 +291,8 @@ class Engine:
             self._snapshot_is_stale = False
 
     def _wants_boundary(self, job: Job) -> bool:
-        """Look for leavers in every call, because that also notices that Ray does not answer any more. Training cannot go on
-        without Ray; other calls raise the error once for each outage, so that `save` works after it."""
+        """Look for leavers in every call, because that also notices that Ray does not answer any more. Training cannot
+        go on without Ray; other calls raise the error once for each outage, so that `save` works after it."""
         try:
             self._membership.look_for_leavers()
             self._outage_raised = False
@@ -337,8 +337,8 @@ class Engine:
         return seen
 
     def _restore(self, seen: Observation, call: RunningCall, *, since: float | None = None) -> Snapshot | None:
-        """Make a planned change, and recover if it or anything else has broken the generation. The group is up after it; the
-        snapshot is what training continues from, None if survivors continue in place."""
+        """Make a planned change, and recover if it or anything else has broken the generation. The group is up after
+        it; the snapshot is what training continues from, None if survivors continue in place."""
         since, world = self._table.clock() if since is None else since, self.world_size
         if seen.kind == "paused":
             since = self._table.clock()
@@ -348,7 +348,8 @@ class Engine:
         return self._recovery.recover(seen, call, since=since, world=world)
 
     def _apart(self, seen: Observation, outcomes: Mapping[str, Outcome], before: Progress | None) -> Observation:
-        """Return whether a network fault is one: the second at the same place may mean that the ranks are out of step."""
+        """Return whether a network fault is one: the second at the same place may mean that the ranks are out of
+        step."""
         again = before is not None and self.progress.order <= before.order
         detail = different_calls(outcomes, again=again)
         return Observation("out_of_step", reason=OUT_OF_STEP, detail=detail) if detail else seen
@@ -361,7 +362,8 @@ class Engine:
         raise_user_error(outcome, self._table[seen.culprit])
 
     def _raise_out_of_step(self, seen: Observation, since: float) -> NoReturn:
-        """Like any error of the user's: the workers that are alive stay, and the next call begins without the others."""
+        """Like any error of the user's: the workers that are alive stay, and the next call begins without the
+        others."""
         at, before = self.progress, self.world_size
         self._generation.end()
         failed = self._table.failed()

@@ -1,8 +1,8 @@
 """The current generation: form the next one, and know whether its process group is up. Driver.
 
-One attempt to form a generation: the members leave the old process group, agree on the most advanced state, join the new
-group, and are set up where they are new. Each step can lose members, also in the middle of a recovery. Then the attempt has
-failed, and the caller decides again with the workers that are left.
+One attempt to form a generation: the members leave the old process group, agree on the most advanced state, join the
+new group, and are set up where they are new. Each step can lose members, also in the middle of a recovery. Then the
+attempt has failed, and the caller decides again with the workers that are left.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SLOW_S = 15.0
 
 
 class Generation:
-    """Owns the generation's number, whether its process group is up, and what a worker needs to be set up: the user's packed
-    hook and replica factory. Never decides which workers form a generation, or why a new one is needed."""
+    """Owns the generation's number, whether its process group is up, and what a worker needs to be set up: the user's
+    packed hook and replica factory. Never decides which workers form a generation, or why a new one is needed."""
 
     def __init__(self, table: WorkerTable, backend: Backend, limits: Limits, *, factory: Any, hook: Any) -> None:
         self._table, self._backend, self._limits = table, backend, limits
@@ -107,8 +107,8 @@ class Generation:
     # -- forming --------------------------------------------------------------------------------------
 
     def form(self, workers: Sequence[str], *, state: Any = None) -> bool:
-        """Try once to form a generation of exactly these workers, ranked in this order. Workers that are set up here take
-        `state`, if there is one. Raise the user's own error if set-up has one."""
+        """Try once to form a generation of exactly these workers, ranked in this order. Workers that are set up here
+        take `state`, if there is one. Raise the user's own error if set-up has one."""
         self._up = False
         self._up = self._form(workers, state)
         return self._up
@@ -158,8 +158,8 @@ class Generation:
         return self._all_ok(outcomes)
 
     def rescue_state(self, worker: str, call: int) -> bool:
-        """Keep the state of a worker that is about to end as the snapshot, taken in call number `call`. Return whether the
-        worker gave its state."""
+        """Keep the state of a worker that is about to end as the snapshot, taken in call number `call`. Return whether
+        the worker gave its state."""
         outcome = self._ask([worker], "state", {}, self._limits.setup_s)[worker]
         if not isinstance(outcome, Ok):
             return False
@@ -177,8 +177,9 @@ class Generation:
         return self._all_ok(outcomes)
 
     def _raise_unfinished(self, outcomes: dict[str, Outcome]) -> None:
-        """Raise an error about user code that does not end while workers are set up: a second attempt would take as long. A
-        process that does not answer may be a stopped one: after the first generation, it counts as a failed worker."""
+        """Raise an error about user code that does not end while workers are set up: a second attempt would take as
+        long. A process that does not answer may be a stopped one: after the first generation, it counts as a failed
+        worker."""
         hanging = {w: o for w, o in outcomes.items() if isinstance(o, Lost) and o.reason == "hang"}
         stories = [story for worker in hanging if (story := self._table[worker].unfinished)]
         if hanging and not stories and not self._has_formed:

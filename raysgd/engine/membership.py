@@ -17,8 +17,8 @@ __all__ = ["Membership"]
 
 
 class Membership:
-    """Owns how many workers there should be, and which ones are to leave and why. Never stops a call by itself: the call asks
-    it whether there is a reason to."""
+    """Owns how many workers there should be, and which ones are to leave and why. Never stops a call by itself: the
+    call asks it whether there is a reason to."""
 
     def __init__(
         self,
@@ -73,7 +73,8 @@ class Membership:
     # -- by hand --------------------------------------------------------------------------------------
 
     def resize(self, count: int) -> None:
-        """Set the number of workers. If there are too many, the last ones will leave; if some are missing, wait for them."""
+        """Set the number of workers. If there are too many, the last ones will leave; if some are missing, wait for
+        them."""
         self._target = count
         members = self._table.members()
         self._leaving |= dict.fromkeys(members[count:], "shrink")
@@ -111,8 +112,8 @@ class Membership:
     # -- changing -------------------------------------------------------------------------------------
 
     def change(self, call: int) -> Observation:
-        """Form the next generation, with the replacements and without those that leave, while all ranks are at a boundary.
-        Return what came of it: "done", or "broken" if a recovery must follow."""
+        """Form the next generation, with the replacements and without those that leave, while all ranks are at a
+        boundary. Return what came of it: "done", or "broken" if a recovery must follow."""
         leaving, self._leaving = self._leaving, {}
         if not self._in_place:
             reason = next(iter(leaving.values()), "growth")

@@ -31,8 +31,8 @@ class PartialResults:
 
 
 def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *, call: int) -> list[PartialResults]:
-    """Return what counts of a call that continues from a snapshot: parts that ended before it, and of the one in which it
-    was taken, what the snapshot itself had counted."""
+    """Return what counts of a call that continues from a snapshot: parts that ended before it, and of the one in which
+    it was taken, what the snapshot itself had counted."""
     if snapshot.call != call:
         return []
     if snapshot.partial is None:

@@ -31,8 +31,8 @@ LOOK_S = 0.25
 class RecoveryLoop:
     """Carries out what `elastic.decide` decides, until the group is up. Owns nothing between two recoveries.
 
-    Each pass starts from the workers that are there now, so that further failures, also in the middle of a recovery, only
-    mean another pass.
+    Each pass starts from the workers that are there now, so that further failures, also in the middle of a recovery,
+    only mean another pass.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class RecoveryLoop:
         return case.revived
 
     def _rejoin(self, case: _Case, survivors: list[str]) -> None:
-        """Try once to form a generation. Replacements are not used again if it failed although no worker did: the network
-        between them may be at fault."""
+        """Try once to form a generation. Replacements are not used again if it failed although no worker did: the
+        network between them may be at fault."""
         joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
         formed = False
         try:
@@ -129,7 +129,8 @@ class RecoveryLoop:
             logger.warning("%s in %s: failed rank(s) %s (%s)", seen.reason, where, ranks, seen.detail)
 
     def _survivors(self, case: _Case) -> list[str]:
-        """Return the members that can continue in place. Those of a backend that cannot rejoin only leave their state."""
+        """Return the members that can continue in place. Those of a backend that cannot rejoin only leave their
+        state."""
         survivors = self._table.members()
         if survivors and not self._in_place:
             progress = {worker: self._table[worker].progress for worker in survivors}
@@ -142,7 +143,8 @@ class RecoveryLoop:
         return survivors
 
     def _replace_all(self, left: int) -> None:
-        """Start new processes for all: the places of those that were dismissed are free, even if Ray does not show it yet."""
+        """Start new processes for all: the places of those that were dismissed are free, even if Ray does not show it
+        yet."""
         places = min(self._membership.target, max(left, self._table.group.holds_at_most()))
         wanted = places - self._replacements.ready - self._replacements.starting
         if wanted > 0:

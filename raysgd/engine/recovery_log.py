@@ -1,4 +1,5 @@
-"""The list behind `trainer.recoveries`: each change of the workers, for the user, the log and the limit on failures. Driver."""
+"""The list behind `trainer.recoveries`: each change of the workers, for the user, the log and the limit on failures.
+Driver."""
 
 from __future__ import annotations
 

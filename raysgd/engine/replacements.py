@@ -1,4 +1,5 @@
-"""Replacement workers: started and set up alongside a running group, so that they join as fast as a survivor. Driver."""
+"""Replacement workers: started and set up alongside a running group, so that they join as fast as a survivor.
+Driver."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ OVERDUE_S = 15.0
 
 
 class Replacements:
-    """Owns the workers that are not in the group yet, from their launch until the group takes them, and the pauses between
-    launches. Never touches a member of the group.
+    """Owns the workers that are not in the group yet, from their launch until the group takes them, and the pauses
+    between launches. Never touches a member of the group.
 
-    Where a process can join only one process group (`in_place` is False), a replacement is ready when its process is up, and
-    is set up after it has joined the group.
+    Where a process can join only one process group (`in_place` is False), a replacement is ready when its process is
+    up, and is set up after it has joined the group.
     """
 
     def __init__(
@@ -125,9 +126,9 @@ class Replacements:
             self._overdue[worker] = self._launched.pop(worker)
 
     def _is_overdue(self, since: float) -> bool:
-        """Return whether to start a second one. Ray can forget an actor that was starting on a node that failed. So if one is
-        overdue although there is room for another, another is started, and the first to come up is used. The limit doubles
-        each time, because the machine may just be slow."""
+        """Return whether to start a second one. Ray can forget an actor that was starting on a node that failed. So if
+        one is overdue although there is room for another, another is started, and the first to come up is used. The
+        limit doubles each time, because the machine may just be slow."""
         overdue = self._table.clock() - since > self._overdue_s and self._table.group.room() > 0
         if overdue:
             self._overdue_s = min(self._overdue_s * 2, self._start_s)

@@ -1,4 +1,5 @@
-"""Noticing that a call makes no progress: first a warning with stacks, then the end of the ranks that block it. Driver."""
+"""Noticing that a call makes no progress: first a warning with stacks, then the end of the ranks that block it.
+Driver."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ logger = logging.getLogger("raysgd")
 
 
 class Watchdog:
-    """Watches one running call on `workers`. Owns the stacks it asked for; kills the ranks that block the others, or all
-    ranks when it cannot tell which do."""
+    """Watches one running call on `workers`. Owns the stacks it asked for; kills the ranks that block the others, or
+    all ranks when it cannot tell which do."""
 
     def __init__(self, table: WorkerTable, workers: Sequence[str], limit_s: float) -> None:
         self._table, self._workers, self._limit_s = table, workers, limit_s

@@ -139,7 +139,8 @@ class WorkerTable:
         return [worker for worker in workers if self._workers[worker].in_group]
 
     def expect_ranks(self, workers: Sequence[str]) -> None:
-        """Give those that are not in the group yet the ranks that they will have: an error in their set-up names them."""
+        """Give those that are not in the group yet the ranks that they will have: an error in their set-up names
+        them."""
         for rank, worker in enumerate(workers):
             if not self._workers[worker].in_group:
                 self._workers[worker].rank = rank
@@ -215,8 +216,8 @@ class WorkerTable:
         generation: int = 0,
         on_trouble: Callable[[], None] = lambda: None,
     ) -> dict[str, Outcome]:
-        """Make one call on several workers and wait for it. One that does not answer within the limit, or whose process is
-        stopped, is killed and counts as failed.
+        """Make one call on several workers and wait for it. One that does not answer within the limit, or whose process
+        is stopped, is killed and counts as failed.
 
         `on_trouble` is called once, at the first outcome that is not Ok: peers may be waiting for that rank.
         """
@@ -250,13 +251,14 @@ class WorkerTable:
     # -- workers that do not answer -------------------------------------------------------------------
 
     def end_if_silent(self, worker: str, verb: str) -> None:
-        """Kill the worker if its process is stopped: it does not even send "alive", which a long set-up does meanwhile."""
+        """Kill the worker if its process is stopped: it does not even send "alive", which a long set-up does
+        meanwhile."""
         if self._workers[worker].blame is None and self.group.silent_for(worker) > self._silent_s:
             self.kill(worker, "hang", unfinished(self._report(worker, None), verb, self._silent_s))
 
     def _end_late(self, late: Iterable[str], verb: str, limit_s: float) -> None:
-        """Kill those that do not even send "alive"; all, if all do. Workers that were killed before but whose exit was never
-        reported count as failed."""
+        """Kill those that do not even send "alive"; all, if all do. Workers that were killed before but whose exit was
+        never reported count as failed."""
         remaining = []
         for worker in late:
             if self._workers[worker].blame is None:
@@ -268,8 +270,8 @@ class WorkerTable:
             self.kill(worker, "hang", story)
 
     def stuck(self, workers: Sequence[str], verb: str, limit_s: float) -> dict[str, str]:
-        """Return, for each of these that is still busy, what it did not finish in time, and where it is. Those that block the
-        others come first."""
+        """Return, for each of these that is still busy, what it did not finish in time, and where it is. Those that
+        block the others come first."""
         stacks = self._stacks(workers)
         reports = {w: self._report(w, stacks.get(w)) for w in workers if self._workers[w].busy is not None}
         guilty = culprits(reports) or list(reports)
@@ -323,8 +325,8 @@ class WorkerTable:
         return taken
 
     def pump(self, timeout: float) -> int:
-        """Take in what has happened, and wait up to `timeout` for it. Return the number of events. A cancelled call ends
-        here, as every wait of the engine's calls this."""
+        """Take in what has happened, and wait up to `timeout` for it. Return the number of events. A cancelled call
+        ends here, as every wait of the engine's calls this."""
         self._inbox.extend(self.group.poll(0.0 if self._inbox else timeout))
         count = len(self._inbox)
         while self._inbox:  # one by one: an error on the way (a callback's, Ctrl-C) must not lose the others

@@ -12,9 +12,9 @@ __all__ = ["accepted_arguments"]
 def accepted_arguments(
     function: Callable[..., Any], *positional: Any, **optional: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments to call the function with: all of `positional`; of `optional`, those
-    whose names it knows, and the first ones also for required parameters of another name (`_` for an `info` that it does not
-    use)."""
+    """Return the positional and the keyword arguments to call the function with: all of `positional`; of `optional`,
+    those whose names it knows, and the first ones also for required parameters of another name (`_` for an `info` that
+    it does not use)."""
     parameters = inspect.signature(function).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return positional, optional

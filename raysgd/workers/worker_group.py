@@ -14,8 +14,8 @@ __all__ = ["WorkerGroup"]
 class WorkerGroup(Protocol):
     """Starts workers, sends them calls and messages, and returns what happened as events. Decides nothing.
 
-    The engine calls all methods, on the thread of the trainer's call. `elastic` is False for a group that can neither lose nor
-    gain a worker. `listener` receives events that happen inside `submit`, before `poll` could return them.
+    The engine calls all methods, on the thread of the trainer's call. `elastic` is False for a group that can neither
+    lose nor gain a worker. `listener` receives events that happen inside `submit`, before `poll` could return them.
     """
 
     elastic: bool
@@ -28,7 +28,8 @@ class WorkerGroup(Protocol):
         """Start a call and return its number, which its `Replied` event has, too."""
 
     def poll(self, timeout: float) -> list[Event]:
-        """Return what has happened, and wait up to `timeout` for the first event. A worker's failure is reported once."""
+        """Return what has happened, and wait up to `timeout` for the first event. A worker's failure is reported
+        once."""
 
     def tell(self, worker: str, message: dict[str, Any]) -> bool:
         """Send a message alongside the running call. Return False if the worker cannot be reached."""
