@@ -1,4 +1,4 @@
-"""A call of a class-face trainer that measures something: run it, merge what the ranks say, tell who listens."""
+"""A call of a trainer that measures something: run it, merge what the ranks measured, tell the callbacks. Driver."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from raysgd.callbacks.crowd import Callbacks, checked
 from raysgd.callbacks.history import History
 from raysgd.callbacks.progress_bar import ProgressBar
 from raysgd.elastic import Recovery
-from raysgd.engine.crew import Member
-from raysgd.engine.engine import Engine, Job, Piece
+from raysgd.engine.engine import Engine, Job, PartialResults
+from raysgd.engine.worker_table import WorkerInfo
 from raysgd.progress import Progress
 
 __all__ = ["Calls", "exclusive"]
@@ -57,21 +57,22 @@ class Calls:
 
     # -- the engine's listeners -----------------------------------------------------------------------
 
-    def progressed(self, member: Member) -> None:
+    def progressed(self, info: WorkerInfo) -> None:
         if self._kind is not None:
-            figures = {name: value for name, value in (member.partial or {}).items() if name not in self._hidden}
-            now = Underway(kind=self._kind, worker=member.worker, progress=member.progress, metrics=figures)
+            figures = {name: value for name, value in (info.partial or {}).items() if name not in self._hidden}
+            now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=figures)
             self._told.progress(now)
             self._told.raise_stop()
 
     def recovered(self, recovery: Recovery) -> None:
-        """Whoever wants to stop for it is heard at the next progress or at the call's end: the workers are in between."""
+        """A callback that wants to stop because of it does so at the next progress or at the end of the call: now, the workers are
+        between two generations."""
         self._told.recovery(recovery)
 
     # -- the trainer's calls --------------------------------------------------------------------------
 
     def start(self, engine: Engine) -> None:
-        """Tells the callbacks, and launches the workers."""
+        """Tell the callbacks, and launch the workers."""
         self._open = True
         try:
             self._told.start(self.run)
@@ -84,17 +85,17 @@ class Calls:
             raise
 
     def measure(self, engine: Engine, kind: Kind, job: Job) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Runs the job; one dict for all workers, and each worker's own (of every generation, one after the other)."""
+        """Run the job. Return one dict for all workers, and each worker's own (of every generation, one after the other)."""
         began, self._kind, self._failed = time.monotonic(), kind, False
         try:
             self._told.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
             self._told.raise_stop()
-            pieces = engine.run(job)
-            merged = [metrics.over_workers([_bare(value) for value in piece.values]) for piece in pieces]
+            parts = engine.run(job)
+            merged = [metrics.over_workers([_bare(value) for value in part.values]) for part in parts]
             result = metrics.completed(metrics.over_pieces(merged), merged)
-            rows = [self._shown(value) for piece in pieces for value in piece.values]
+            rows = [self._shown(value) for part in parts for value in part.values]
             self._kind = None
-            self._told.result(self._result(engine, kind, result, rows, pieces, time.monotonic() - began))
+            self._told.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
             self._told.raise_stop()
         except BaseException as error:
             self._fail(error)
@@ -132,7 +133,7 @@ class Calls:
         kind: Kind,
         result: dict[str, Any],
         rows: list[dict[str, Any]],
-        pieces: list[Piece],
+        parts: list[PartialResults],
         took: float,
     ) -> Result:
         return Result(
@@ -143,7 +144,7 @@ class Calls:
             by_worker=rows,
             world_size=engine.world_size,
             seconds=took,
-            traces=[value.get(TRACES, {}) for piece in pieces for value in piece.values],
+            traces=[value.get(TRACES, {}) for part in parts for value in part.values],
         )
 
     def _shown(self, value: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What to make of a set of outcomes, and what to do about it. Pure: no clock, no Ray, no logger.
+"""What a set of outcomes means, and what to do about it. Pure: no clock, no Ray, no logger. Driver.
 
-`classify` says what happened; `decide` says what to do. Both get everything they need as values.
+`classify` returns what happened; `decide` returns what to do. Both get everything they need as values.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the outcomes of one call on one generation amount to.
+    """What the outcomes of one call on one generation mean.
 
-    kind: "done" everybody finished; "user_error" somebody's own code raised; "broken" members were lost, the network
-    failed or a data loader did; "paused" everybody stopped because they were asked to; "out_of_step" the ranks did not
-    make the same collective calls, which is an error in the user's code. `culprit` is the worker whose code raised, or
-    whose data loader failed.
+    kind: "done" all ranks finished; "user_error" the user's code raised; "broken" workers, the network or a data loader
+    failed; "paused" all ranks stopped because they were asked to; "out_of_step" the ranks did not make the same
+    collective calls, which is an error in the user's code. `lost` are the failed workers, `culprit` is the worker whose
+    code raised or whose data loader failed.
     """
 
     kind: Literal["done", "user_error", "broken", "paused", "out_of_step"]
@@ -76,12 +76,12 @@ class Observation:
 
 
 def classify(outcomes: Mapping[str, Outcome]) -> Observation:
-    """What happened, from every worker's outcome (in rank order).
+    """Return what happened, from every worker's outcome (in rank order).
 
-    A user's error wins over everything that it caused in others: peers that fall out of a collective are
-    `Interrupted`, never `Failed`. A loss wins over a pause. Interrupted ranks with nobody lost and nobody
-    asking are a network fault, unless one of them names another reason, or they were in collective calls that cannot
-    belong together.
+    A user's error takes precedence over everything that it caused on other ranks: peers whose collective failed are
+    `Interrupted`, never `Failed`. A worker failure takes precedence over a pause. Ranks that were interrupted although
+    no worker failed and the driver did not ask for it mean a network fault, unless one of them names another reason, or
+    they were in collective calls that do not match.
     """
     lost = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, Lost))
     failed = [worker for worker, outcome in outcomes.items() if isinstance(outcome, Failed)]
@@ -110,11 +110,11 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
 def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> str:
     """Return what shows that the ranks did not make the same collective calls, "" if nothing does.
 
-    Each of these is certain, as every rank's n-th call must be the same one: a backend found data of another size; a rank
-    is in a call beyond the last one of a rank that has finished; two ranks are in their n-th call, and it is not the same;
-    two ranks began the same batch after different numbers of calls; two ranks are at the same line of the same batch, and one
-    of them has made more calls in it than in the batch before. With `again` (nobody was lost, and it is the second
-    time at this place) different lines of the user's code are enough.
+    Each of these is certain, as every rank's n-th call must be the same one: a backend found data of another size; a
+    rank is in a call beyond the last one of a rank that has finished; two ranks are in their n-th call, and it is not
+    the same; two ranks began the same batch after different numbers of calls; two ranks are at the same line of the
+    same batch, and one of them has made more calls in it than in the batch before. With `again` (no worker failed, and
+    it is the second time at this place) different lines of the user's code are enough.
     """
     ranks = list(enumerate(outcomes.values()))
     sized = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, Lost) and o.reason == OUT_OF_STEP]
@@ -143,14 +143,14 @@ def _drifted(places: Mapping[int, CollectivePlace]) -> str:
     for step in sorted(set.intersection(*map(set, known))) if known else []:
         counts = {rank: begun[step] for rank, begun in zip(places, known, strict=True)}
         if len(set(counts.values())) > 1 and min(counts.values()) >= 0:
-            told = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
-            return f"before step {step} there had been {told} collective calls"
+            counted = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+            return f"before step {step} there had been {counted} collective calls"
     return ""
 
 
 def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:
-    """Return which ranks are at the same line, in the same batch, after different numbers of calls in it: more, on one of
-    them, than in the batch before."""
+    """Return which ranks are at the same line, in the same batch, after different numbers of calls in it: more, on one
+    of them, than in the batch before."""
     found: dict[tuple[int, int, str, str], dict[int, int]] = {}
     for rank, place in waiting.items():
         if len(place.begun) > 1:
@@ -159,10 +159,8 @@ def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:
             found.setdefault((step, usual, place.name, place.line), {})[rank] = place.count - at
     for (step, usual, name, _), counts in found.items():
         if len(set(counts.values())) > 1 and max(counts.values()) > usual:
-            told = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
-            return (
-                f"in step {step} there were, up to this {name}, {told} collective calls, and {usual} in the step before"
-            )
+            counted = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+            return f"in step {step} there were, up to this {name}, {counted} collective calls, and {usual} in the step before"
     return ""
 
 
@@ -172,7 +170,8 @@ def _nth(count: int) -> str:
 
 @dataclass(frozen=True)
 class Situation:
-    """Where a trainer stands after a loss, in numbers. `gathered`: no more recruits are expected soon."""
+    """Where a trainer stands after a failure, in numbers. `ready` and `starting` count replacement workers; `gathered`:
+    no more of them are expected soon."""
 
     survivors: int
     ready: int
@@ -181,8 +180,8 @@ class Situation:
     target: int
     min_workers: int
     in_place: bool
-    losses: int
-    max_losses: int
+    failures: int
+    max_failures: int
     attempts: int
     max_attempts: int
     gathered: bool = True
@@ -190,26 +189,26 @@ class Situation:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """Survivors (and recruits that are warm) form the next generation now."""
+    """Survivors and replacements that are ready form the next generation now."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start `count` fresh processes; those that stand (survivors, recruits) are kept."""
+    """Start `count` new processes; survivors and replacements that are ready are kept."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Not enough of anything. Wait `seconds`, or until something changes."""
+    """There are not enough workers. Wait `seconds`, or until something changes."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The bound is reached; `why` goes into the error."""
+    """A limit is reached; `why` is for the error."""
 
     why: str
 
@@ -218,23 +217,24 @@ Decision = Rejoin | Restart | Wait | GiveUp
 
 
 def backoff(attempt: int, first_s: float, max_s: float, jitter: float) -> float:
-    """Exponential, with jitter in [0, 1) taking off up to half, so that many trainers do not wake together."""
+    """Return the next pause: exponential, less up to half of it by jitter in [0, 1), so that many trainers do not try
+    at once."""
     return float(min(max_s, first_s * 2.0 ** min(attempt, 60)) * (1.0 - 0.5 * jitter))
 
 
 def decide(now: Situation, *, wait_s: float) -> Decision:
-    """What to do after a loss. `wait_s` is the next backoff, should it come to waiting."""
-    if now.max_losses >= 0 and now.losses > now.max_losses:
-        return GiveUp(f"{now.losses} losses in one call, and max_retries={now.max_losses} allows no more")
-    standing = now.survivors + now.ready
-    if standing >= now.min_workers and standing > 0 and (now.survivors >= now.min_workers or now.gathered):
+    """Return what to do after a failure. `wait_s` is the next pause, in case the decision is to wait."""
+    if now.max_failures >= 0 and now.failures > now.max_failures:
+        return GiveUp(f"{now.failures} failure(s) in one call, and max_retries={now.max_failures} allows no more")
+    available = now.survivors + now.ready
+    if available >= now.min_workers and available > 0 and (now.survivors >= now.min_workers or now.gathered):
         return Rejoin()
-    missing = now.target - standing - now.starting
-    if now.starting == 0 and now.free > 0 and standing + now.free >= now.min_workers:
+    missing = now.target - available - now.starting
+    if now.starting == 0 and now.free > 0 and available + now.free >= now.min_workers:
         return Restart(max(1, min(missing, now.free)))
     if now.starting == 0 and now.attempts >= now.max_attempts:
         return GiveUp(
-            f"{now.max_attempts} waits for resources in a row ended without them "
-            f"(min_workers={now.min_workers}, standing={standing}, room for {now.free} more)"
+            f"after {now.max_attempts} waits in a row there were still not enough resources: min_workers={now.min_workers}, "
+            f"{available} worker(s) are available, and the cluster has room for {now.free} more"
         )
     return Wait(wait_s)

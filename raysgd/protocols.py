@@ -1,65 +1,81 @@
-"""The four shapes that the engine works with. At most six methods each; who calls them, and where."""
+"""What the engine works with: a backend that connects ranks, and a replica that does their work. Both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raysgd.progress import Control, Progress
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 
-__all__ = ["Backend", "Replica", "ReplicaFactory"]
+__all__ = ["Backend", "Call", "Replica", "ReplicaFactory"]
 
 
 class Backend(Protocol):
-    """How the ranks of a generation meet. The object on the driver plans; its pickled copies join and leave.
+    """Connects the ranks of a generation. The object on the driver plans; its pickled copies join and leave.
 
-    in_place: can a process leave one generation and join the next? (TensorFlow's cannot.)
+    in_place: whether a process can leave one generation and join the next. (TensorFlow's cannot.)
     """
 
     in_place: bool
 
-    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
-        """Driver: open a new meeting point and say how each rank gets there. The old one is closed."""
+    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
+        """Driver: open a new rendezvous, and return what each rank needs to find it. The old one is closed."""
 
-    def join(self, seat: Seat, settings: dict[str, Any]) -> None:
-        """Worker, main thread: meet the others. Raises when they do not come within the limit."""
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        """Worker, main thread: form the process group with the others. Raise if they do not come within the limit."""
 
     def leave(self) -> None:
-        """Worker, main thread: out of the generation. Never raises, and never waits for a peer."""
+        """Worker, main thread: leave the process group. Never raises, and never waits for a peer."""
 
     def abort(self) -> None:
-        """Worker, listener thread: make a collective that waits fail now."""
+        """Worker, listener thread: make a collective that is waiting fail now."""
 
     def collectives(self) -> int:
-        """Worker: how many collective calls this rank has begun in this generation; -1 where nobody counts them."""
+        """Worker: return how many collective calls this rank has begun in this generation; -1 if they are not
+        counted."""
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Worker: does this error say that a peer or the network went away?"""
+        """Worker: return whether this error means that a peer or the network failed."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a trainer asks of each replica: a method of the replica's class, or a function that takes the replica first,
+    and the other arguments. The trainer makes it, and `Replica.run` unpacks it; the method is pickled by reference."""
+
+    method: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The method's name, for the phase of progress and for messages."""
+        return self.method.__name__
 
 
 class Replica(Protocol):
-    """One operator with its data, counters and state, living in one worker. No Ray inside."""
+    """One operator with its data, counters and state, in one worker. Knows nothing of Ray."""
 
     progress: Progress
 
-    def run(self, method: str, **arguments: Any) -> Any:
-        """Worker, main thread: one call. What it returns must be picklable."""
+    def run(self, call: Call) -> Any:
+        """Worker, main thread: make one call. What it returns must be picklable."""
 
-    def seated(self, seat: Seat) -> None:
-        """Worker: a new generation stands; wrap and deal anew."""
+    def joined(self, rank_info: RankInfo) -> None:
+        """Worker: a new generation is up; wrap the model and divide the data again."""
 
     def partial(self) -> Any:
-        """Worker: what the running call has so far, when it is cut short."""
+        """Worker: return what the running call has measured so far, when it is interrupted."""
 
     def state(self) -> bytes:
-        """Worker: everything another process needs to go on from here."""
+        """Worker: return everything that another process needs to continue from here."""
 
     def load(self, data: bytes) -> None:
-        """Worker: become what `state` of another replica says."""
+        """Worker: take the state of another replica."""
 
     def close(self) -> None:
-        """Worker: let go of files, threads and loaders."""
+        """Worker: release files, threads and loaders."""
 
 
-ReplicaFactory = Callable[[Seat, Control], Replica]
+ReplicaFactory = Callable[[RankInfo, Control], Replica]

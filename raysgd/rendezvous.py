@@ -1,4 +1,4 @@
-"""Seats: who has which rank in a generation. Pure; how ranks meet is the backend's business."""
+"""Which worker has which rank in a generation. Pure: a backend connects the ranks. Both."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Alone", "Seat", "assign_seats"]
+__all__ = ["Alone", "RankInfo", "assign_ranks"]
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One rank's place in one generation. `solo` marks a recruit that warms up alone before it joins."""
+class RankInfo:
+    """World, local and node rank of one worker in one generation. `solo` marks a replacement worker that is set up
+    alone before it joins."""
 
     world_rank: int = 0
     world_size: int = 1
@@ -22,18 +23,19 @@ class Seat:
     solo: bool = False
 
 
-def assign_seats(nodes: Sequence[str], *, generation: int = 0) -> list[Seat]:
-    """Ranks in the order given (survivors first, in their old order); local ranks count within a node.
+def assign_ranks(nodes: Sequence[str], *, generation: int = 0) -> list[RankInfo]:
+    """Return ranks in the order of the nodes given (survivors first, in their old order); local ranks count within a
+    node.
 
-    >>> [(s.world_rank, s.local_rank, s.node_rank) for s in assign_seats(["a", "b", "a"])]
+    >>> [(r.world_rank, r.local_rank, r.node_rank) for r in assign_ranks(["a", "b", "a"])]
     [(0, 0, 0), (1, 0, 1), (2, 1, 0)]
     """
     order = list(dict.fromkeys(nodes))
     seen = dict.fromkeys(order, 0)
-    seats = []
+    rank_infos = []
     for rank, node in enumerate(nodes):
-        seats.append(
-            Seat(
+        rank_infos.append(
+            RankInfo(
                 world_rank=rank,
                 world_size=len(nodes),
                 local_rank=seen[node],
@@ -43,25 +45,25 @@ def assign_seats(nodes: Sequence[str], *, generation: int = 0) -> list[Seat]:
             )
         )
         seen[node] += 1
-    return seats
+    return rank_infos
 
 
 class Alone:
-    """The backend of a group that never has more than one worker: there is nobody to meet."""
+    """The backend of a group that never has more than one worker: it has no process group."""
 
     in_place = True
 
-    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
-        return [{} for _ in seats]
+    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
+        return [{} for _ in rank_infos]
 
-    def join(self, seat: Seat, settings: dict[str, Any]) -> None:
-        """Nobody to meet."""
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        """There is nothing to join."""
 
     def leave(self) -> None:
-        """Nobody to leave."""
+        """There is nothing to leave."""
 
     def abort(self) -> None:
-        """No collective to end."""
+        """There is no collective to end."""
 
     def collectives(self) -> int:
         return 0

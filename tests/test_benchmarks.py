@@ -333,3 +333,10 @@ def test_a_program_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> 
             program.meet()
     finally:
         program.stop()
+
+
+def test_few_frames_lie_between_train_and_train_batch() -> None:
+    """In this process, where they are one stack; with Ray, the actor's method is one more."""
+    found = module("frames").looked(inline=True)["inline"]
+    assert "torch/trainer.py" in found[1] and "torch/operator.py" in found[-1]
+    assert len(found) <= 11, found

@@ -42,7 +42,7 @@ def test_classification(outcomes: list, kind: str, reason: str) -> None:
 def situation(**facts: object) -> Situation:
     usual = dict(
         survivors=2, ready=0, starting=0, free=0, target=3, min_workers=1, in_place=True,
-        losses=1, max_losses=3, attempts=0, max_attempts=10, gathered=True,
+        failures=1, max_failures=3, attempts=0, max_attempts=10, gathered=True,
     )  # fmt: skip
     return Situation(**{**usual, **facts})
 
@@ -50,9 +50,9 @@ def situation(**facts: object) -> Situation:
 DECISIONS = {
     "survivors go on at once": (dict(), Rejoin()),
     "also when others are starting": (dict(starting=1, gathered=False), Rejoin()),
-    "too many losses": (dict(losses=4), GiveUp),
-    "no bound": (dict(losses=1000, max_losses=-1), Rejoin()),
-    "no loss allowed": (dict(losses=1, max_losses=0), GiveUp),
+    "too many failures": (dict(failures=4), GiveUp),
+    "no bound": (dict(failures=1000, max_failures=-1), Rejoin()),
+    "no failure allowed": (dict(failures=1, max_failures=0), GiveUp),
     "nobody left, room for all": (dict(survivors=0, free=5), Restart(3)),
     "nobody left, room for one": (dict(survivors=0, free=1), Restart(1)),
     "nobody left, no room": (dict(survivors=0), Wait(7.0)),
@@ -89,7 +89,7 @@ def test_jitter_takes_off_up_to_half() -> None:
 def test_giving_up_says_why() -> None:
     decision = decide(situation(survivors=1, min_workers=3, attempts=10), wait_s=1)
     assert isinstance(decision, GiveUp)
-    assert all(word in decision.why for word in ("10 waits", "min_workers=3", "standing=1"))
+    assert all(word in decision.why for word in ("10 waits", "min_workers=3", "1 worker(s) are available"))
 
 
 def cut(count: int, name: str = "", line: str = "model.py:3 train_batch") -> Interrupted:

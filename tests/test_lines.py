@@ -15,6 +15,7 @@ import pytest
 
 from raysgd.outcomes import Ok
 from raysgd.progress import Control, Progress
+from raysgd.protocols import Call
 from raysgd.rendezvous import Alone
 from raysgd.workers import landing
 from raysgd.workers.blob import Blob
@@ -145,10 +146,10 @@ class Stepping:
 
     progress = Progress()
 
-    def __init__(self, seat: Any, control: Control) -> None:
+    def __init__(self, rank_info: Any, control: Control) -> None:
         self.control = control
 
-    def run(self, method: str) -> bool:
+    def run(self, call: Call) -> bool:
         return self.control.begin(6)
 
 
@@ -156,16 +157,16 @@ def test_a_stop_that_was_agreed_on_before_the_work_began_is_kept(desk: Desk) -> 
     """The driver asks as soon as the call is sent; the main thread may still be fetching its arguments."""
     line = desk.line()
     body = Body(Alone(), line.control)
-    body.perform("build", {"factory": Stepping, "seat": None})
+    body.perform("build", {"factory": Stepping, "rank_info": None})
     desk.next(Arrived)
     line.begin(7)
     desk.board.tell("w", {"t": "propose", "id": 1, "call": 7, "at": 5})
     assert desk.next(Heard).message["kept"]
     desk.board.tell("w", {"t": "confirm"})
-    stopped = body.perform("run", {"method": "train", "arguments": {}})
+    stopped = body.perform("run", {"call": Call(Stepping.run)})
     assert isinstance(stopped, Ok) and stopped.value is False
     line.begin(8)
-    free = body.perform("run", {"method": "train", "arguments": {}})
+    free = body.perform("run", {"call": Call(Stepping.run)})
     assert isinstance(free, Ok) and free.value is True, "it was asked of another call"
     desk.board.hang_up("w")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.rendezvous import Alone, Seat, assign_seats
+from raysgd.rendezvous import Alone, RankInfo, assign_ranks
 
 
 @pytest.mark.parametrize(
@@ -15,20 +15,22 @@ from raysgd.rendezvous import Alone, Seat, assign_seats
         (["b", "a", "a", "b"], [0, 0, 1, 1], [2, 2, 2, 2], [0, 1, 1, 0]),
     ],
 )
-def test_seats(nodes: list[str], local_ranks: list[int], local_sizes: list[int], node_ranks: list[int]) -> None:
-    seats = assign_seats(nodes, generation=7)
-    assert [seat.world_rank for seat in seats] == list(range(len(nodes)))
-    assert [seat.local_rank for seat in seats] == local_ranks
-    assert [seat.local_world_size for seat in seats] == local_sizes
-    assert [seat.node_rank for seat in seats] == node_ranks
-    assert {(seat.world_size, seat.generation, seat.solo) for seat in seats} <= {(len(nodes), 7, False)}
+def test_ranks(nodes: list[str], local_ranks: list[int], local_sizes: list[int], node_ranks: list[int]) -> None:
+    rank_infos = assign_ranks(nodes, generation=7)
+    assert [rank_info.world_rank for rank_info in rank_infos] == list(range(len(nodes)))
+    assert [rank_info.local_rank for rank_info in rank_infos] == local_ranks
+    assert [rank_info.local_world_size for rank_info in rank_infos] == local_sizes
+    assert [rank_info.node_rank for rank_info in rank_infos] == node_ranks
+    assert {(rank_info.world_size, rank_info.generation, rank_info.solo) for rank_info in rank_infos} <= {
+        (len(nodes), 7, False)
+    }
 
 
 def test_a_group_of_one_meets_nobody() -> None:
     backend = Alone()
     assert backend.in_place
-    assert backend.plan(assign_seats(["here"])) == [{}]
-    backend.join(Seat(), {})
+    assert backend.plan(assign_ranks(["here"])) == [{}]
+    backend.join(RankInfo(), {})
     backend.abort()
     backend.leave()
     assert not backend.is_interruption(RuntimeError("Connection closed by peer"))

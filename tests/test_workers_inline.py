@@ -1,13 +1,15 @@
 """The inline group: one worker, this very process, through the same calls as any other group."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from raysgd.outcomes import Failed, Interrupted, Ok
 from raysgd.progress import Control, Progress
-from raysgd.rendezvous import Alone, Seat
+from raysgd.protocols import Call
+from raysgd.rendezvous import Alone, RankInfo
 from raysgd.workers.events import Arrived, Heard, Replied
 from raysgd.workers.inline import InlineGroup
 
@@ -15,19 +17,24 @@ from raysgd.workers.inline import InlineGroup
 class FakeReplica:
     """Answers with what it was asked; raises what it is given."""
 
-    def __init__(self, seat: Seat, control: Control) -> None:
-        self.seat, self.control, self.closed = seat, control, 0
+    def __init__(self, rank_info: RankInfo, control: Control) -> None:
+        self.rank_info, self.control, self.closed = rank_info, control, 0
         self.progress = Progress(step=3)
 
-    def run(self, method: str, **arguments: Any) -> Any:
-        if method == "raise":
-            raise arguments["error"]
-        if method == "report":
-            self.control.report(Progress(step=4), {"loss": 1.0})
-        return arguments["answer"] if method == "answer" else (method, arguments)
+    def run(self, call: Call) -> Any:
+        return call.method(self, **call.arguments)
 
-    def seated(self, seat: Seat) -> None:
-        self.seat = seat
+    def throw(self, error: BaseException) -> None:
+        raise error
+
+    def report(self) -> None:
+        self.control.report(Progress(step=4), {"loss": 1.0})
+
+    def answer(self, answer: Any) -> Any:
+        return answer
+
+    def joined(self, rank_info: RankInfo) -> None:
+        self.rank_info = rank_info
 
     def partial(self) -> dict[str, Any]:
         return {}
@@ -49,10 +56,10 @@ class Hosting:
         self.group = InlineGroup(Alone())
         (self.worker,) = self.group.launch(1)
         self.arrival = self.group.poll(0)
-        self.do("build", factory=self._make, seat=Seat())
+        self.do("build", factory=self._make, rank_info=RankInfo())
 
-    def _make(self, seat: Seat, control: Control) -> FakeReplica:
-        self.replica = FakeReplica(seat, control)
+    def _make(self, rank_info: RankInfo, control: Control) -> FakeReplica:
+        self.replica = FakeReplica(rank_info, control)
         return self.replica
 
     def do(self, verb: str, **arguments: Any) -> Any:
@@ -62,8 +69,8 @@ class Hosting:
         assert event.call == call
         return event.outcome
 
-    def run(self, method: str, **arguments: Any) -> Any:
-        return self.do("run", method=method, arguments=arguments)
+    def run(self, method: Callable[..., Any], **arguments: Any) -> Any:
+        return self.do("run", call=Call(method, arguments))
 
 
 @pytest.fixture
@@ -88,7 +95,7 @@ def test_there_is_only_one(hosting: Hosting) -> None:
 def test_answers_come_with_progress_and_nothing_is_copied(hosting: Hosting) -> None:
     given = object()
     assert hosting.group.pack(given) is given
-    outcome = hosting.run("answer", answer=given)
+    outcome = hosting.run(FakeReplica.answer, answer=given)
     assert isinstance(outcome, Ok)
     assert outcome.value is given
     assert outcome.progress.step == 3
@@ -101,33 +108,33 @@ def test_the_users_very_own_exception_comes_back(hosting: Hosting) -> None:
             self.lock = one, two
 
     error = Unpicklable(1, 2)
-    outcome = hosting.run("raise", error=error)
+    outcome = hosting.run(FakeReplica.throw, error=error)
     assert isinstance(outcome, Failed)
     assert outcome.error is error
     assert "FakeReplica" in outcome.traceback or "run" in outcome.traceback
 
 
 def test_sys_exit_in_user_code_does_not_end_the_script(hosting: Hosting) -> None:
-    outcome = hosting.run("raise", error=SystemExit(3))
+    outcome = hosting.run(FakeReplica.throw, error=SystemExit(3))
     assert isinstance(outcome, Failed)
     assert "sys.exit(3)" in str(outcome.error)
 
 
 def test_ctrl_c_reaches_the_user(hosting: Hosting) -> None:
     with pytest.raises(KeyboardInterrupt):
-        hosting.group.submit(hosting.worker, "run", {"method": "raise", "arguments": {"error": KeyboardInterrupt()}})
+        hosting.run(FakeReplica.throw, error=KeyboardInterrupt())
 
 
 def test_an_interrupted_call_stays_interrupted(hosting: Hosting) -> None:
     given = Interrupted({"loss": 1.0}, "stopped", asked=True)
-    assert hosting.run("answer", answer=given) is given
+    assert hosting.run(FakeReplica.answer, answer=given) is given
 
 
 def test_a_call_without_a_replica_fails_with_words() -> None:
     group = InlineGroup(Alone())
     (worker,) = group.launch(1)
     group.poll(0)
-    group.submit(worker, "run", {"method": "train", "arguments": {}})
+    group.submit(worker, "run", {"call": Call(FakeReplica.report)})
     (event,) = group.poll(0)
     assert isinstance(event, Replied)
     assert isinstance(event.outcome, Failed)
@@ -137,7 +144,7 @@ def test_a_call_without_a_replica_fails_with_words() -> None:
 def test_progress_goes_straight_to_the_listener(hosting: Hosting) -> None:
     heard: list[Any] = []
     hosting.group.listener = heard.append
-    hosting.run("report")
+    hosting.run(FakeReplica.report)
     (event,) = heard
     assert isinstance(event, Heard)
     assert event.message["progress"].step == 4
@@ -153,7 +160,7 @@ def test_the_hook_runs_when_the_worker_is_prepared(hosting: Hosting) -> None:
 
 def test_stopping_closes_the_replica_once(hosting: Hosting) -> None:
     hosting.group.stop()
-    hosting.group.stop(force=True)
+    hosting.group.stop()
     assert hosting.replica.closed == 1
 
 

@@ -1,10 +1,18 @@
-"""Keeps a group of workers alive: call, classify, decide, rejoin, recruit, restart, stop.
+"""Keeps a group of workers running: calls them, and recovers when some fail. Driver.
 
-crew.py      who is there, and what they have said
-border.py    agreeing on the batch after which everybody stops
-hanging.py   noticing that nothing moves, and whose fault it is
-recruiter.py replacements, started and warmed while training goes on
-forming.py   one try to stand the next generation
-watch.py     one fan-out of a call, until every rank has an outcome
-engine.py    the loop that knows about failure
+Each object owns its own state; the others call its methods. From the top down:
+
+engine.py           the loop of a call: fan out, classify, then return, change the members or recover
+recovery.py         from a broken generation to one that is up, or to an error
+membership.py       planned changes: how many workers there should be, and which ones leave
+replacements.py     workers that are starting, until the group takes them
+call.py             one call on all ranks, until each has an outcome
+boundary.py         agreeing on the batch boundary at which a call stops for a planned change
+watchdog.py         finding the rank that blocks the others
+generation.py       forming a generation: leave, agree on the state, rendezvous, set up
+worker_table.py     what the driver knows about each worker, and calls that they have not answered
+recovery_log.py     the list behind `trainer.recoveries`
+partial_results.py  what each part of an interrupted call measured
+failure.py          the errors that end a call
+guard.py            only one thread at a time calls the engine
 """

@@ -1,48 +1,77 @@
-"""How an error on a worker reaches the user: with its own type, its rank and its remote traceback."""
+"""The errors that end a call, as the user sees them. Driver."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
 from raysgd.elastic import Recovery
-from raysgd.engine.crew import Member
-from raysgd.errors import OutOfStepError, RemoteTraceback, TrainingFailedError
+from raysgd.engine.worker_table import WorkerInfo
+from raysgd.errors import OutOfStepError, RemoteTraceback, ResourceError, TrainingFailedError, WorkerStartError
 from raysgd.outcomes import DATA_LOADER, Failed
 from raysgd.progress import Progress
+from raysgd.workers.worker_group import WorkerGroup
 
-__all__ = ["out_of_step_error", "raise_user_error", "story_of", "unfinished_story"]
+__all__ = [
+    "failed_error",
+    "no_room_error",
+    "out_of_step_error",
+    "raise_user_error",
+    "unfinished_error",
+    "warn_no_room",
+]
+
+logger = logging.getLogger("raysgd")
+
+QUIET_S = 2.0
 
 LOADER_HINT = (
-    "The usual cause of a loader process's death is memory. Use fewer loader processes (num_workers of the DataLoader), "
+    "Data-loader processes usually die because memory runs out. Use fewer loader processes (num_workers of the DataLoader), "
     "smaller batches or a smaller prefetch_factor, or a machine or container with more memory. After SIGBUS, enlarge the "
     "shared memory (docker run --shm-size=..., or an emptyDir with medium: Memory at /dev/shm in Kubernetes)."
 )
 
 
-def raise_user_error(outcome: Failed, member: Member) -> NoReturn:
-    """Raise what the user's code raised. In this process the error still has its own traceback.
+def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
+    """Raise what the user's code raised on a worker. An error of this very process still has its own traceback.
 
     `raysgd_rank` tells a KeyboardInterrupt of a worker's code from Ctrl-C in the script.
     """
     error = outcome.error
-    rank = "a new worker" if member.rank is None else f"rank {member.rank}"
-    vars(error)["raysgd_rank"] = member.rank  # not by assignment, which an exception class can refuse
+    rank = "a new worker" if info.rank is None else f"rank {info.rank}"
+    vars(error)["raysgd_rank"] = info.rank  # not by assignment, which an exception class can refuse
     if error.__traceback__ is not None:
         raise error
-    where = f"on {rank} (process {member.pid} on node {member.node[:8]}):"
+    where = f"on {rank} (process {info.pid} on node {info.node[:8]}):"
     raise error from RemoteTraceback(f"{where}\n{outcome.traceback}")
 
 
-def unfinished_story(stories: Sequence[str]) -> str:
-    """Return the text of the error about workers whose set-up did not end."""
-    return "\n".join(
-        [
-            *stories,
-            "If it only needs more time, raise the limit: elastic=ElasticConfig(hang_timeout_s=...). It was not tried again, "
-            "since it would take as long again.",
-        ]
+def unfinished_error(stories: Sequence[str]) -> WorkerStartError:
+    """Return the error about workers whose set-up did not end in time."""
+    advice = (
+        "If it only needs more time, raise the limit: elastic=ElasticConfig(hang_timeout_s=...). raysgd did not try again, "
+        "because a second attempt would take as long."
     )
+    return WorkerStartError("\n".join([*stories, advice]))
+
+
+def no_room_error(group: WorkerGroup, missing: int, target: int, limit_s: float) -> ResourceError:
+    """Return the error about workers for which the cluster had no room in time."""
+    return ResourceError(
+        f"the cluster had no room for {missing} of {target} workers within {limit_s:g} s: they need "
+        f"{group.wanting(missing)}, and the whole cluster can hold {group.holds_at_most()} such worker(s). "
+        "Ask for fewer workers or smaller ones (num_workers, num_cpus_per_worker, resources_per_worker), add nodes, "
+        "or, on one machine, start Ray yourself with more logical CPUs: ray.init(num_cpus=...)"
+    )
+
+
+def warn_no_room(group: WorkerGroup, missing: int, waited_s: float, limit_s: float) -> bool:
+    """Log what workers wait for, unless the wait has only begun. Return whether it was logged."""
+    if waited_s < QUIET_S:
+        return False
+    logger.warning("%d worker(s) are waiting for %s, for at most %.0f s", missing, group.wanting(missing), limit_s)
+    return True
 
 
 def out_of_step_error(detail: str, at: Progress) -> OutOfStepError:
@@ -51,24 +80,24 @@ def out_of_step_error(detail: str, at: Progress) -> OutOfStepError:
         f"the ranks are out of step in epoch {at.epoch}, batch {at.batches + 1}: {detail}. Most likely some ranks make a "
         "collective call (all_reduce, barrier, broadcast, all_gather, ...) that others do not make, for example under "
         "`if rank == 0:`, or make it in another order or with tensors of another size. Every rank must make the same "
-        "calls in the same order. It was not retried. What was summed up since then may be wrong: after mending it, load "
-        "the newest checkpoint"
+        "calls in the same order. raysgd did not retry the call. What was summed up since then may be wrong: fix the "
+        "code, and load the newest checkpoint"
     )
 
 
-def story_of(why: str, recoveries: list[Recovery]) -> TrainingFailedError:
-    """The whole story of a call that was given up, loss by loss."""
-    lines = [f"training was given up: {why}."]
+def failed_error(why: str, recoveries: list[Recovery]) -> TrainingFailedError:
+    """Return the error about a call that was given up, with each of its recoveries."""
+    lines = [f"training failed: {why}."]
     for recovery in recoveries:
         ranks = ", ".join(map(str, recovery.lost_ranks)) or "none"
         lines.append(
-            f"  {recovery.reason} in epoch {recovery.epoch}, batch {recovery.batch}, ranks lost: {ranks}"
+            f"  {recovery.reason} in epoch {recovery.epoch}, batch {recovery.batch}, failed ranks: {ranks}"
             f" ({recovery.world_size_before} -> {recovery.world_size_after} workers): {recovery.detail}"
         )
     if any(recovery.reason == DATA_LOADER for recovery in recoveries):
         lines.append(LOADER_HINT)
     lines.append(
-        "Give train() a larger max_retries (-1 for no bound) if losses like these are normal here; "
-        "the same batch each time points to the batch or the code."
+        "If failures like these are expected here, give train() a larger max_retries (-1 for no limit). If it is the same "
+        "batch each time, look for the cause in that batch or in the code."
     )
     return TrainingFailedError("\n".join(lines))

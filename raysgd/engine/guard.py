@@ -1,4 +1,4 @@
-"""One thread at a time drives the workers: who does, and the error for everybody else. Driver."""
+"""Only one thread at a time calls the workers; any other gets an error that names the first. Driver."""
 
 from __future__ import annotations
 

@@ -1,152 +1,165 @@
-"""Planned changes: newcomers in, leavers out, at a batch border. Nothing is lost, nothing is redone."""
+"""Planned changes: replacement workers join and leaving ones leave, at a batch boundary. Nothing is redone. Driver."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from raysgd.config import ElasticConfig, Limits
-from raysgd.engine.crew import Crew
-from raysgd.engine.failure import unfinished_story
-from raysgd.engine.ledger import Ledger
-from raysgd.engine.recruiter import Recruiter
-from raysgd.engine.standing import Standing
+from raysgd.elastic import Observation, Recovery
+from raysgd.engine.failure import no_room_error, unfinished_error, warn_no_room
+from raysgd.engine.generation import Generation
+from raysgd.engine.recovery_log import RecoveryLog
+from raysgd.engine.replacements import Replacements
+from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import ResourceError, WorkerStartError
-from raysgd.outcomes import Ok
-from raysgd.snapshot import Snapshot
-from raysgd.workers.blob import Blob
 
 __all__ = ["Membership"]
 
 
 class Membership:
-    """Owns who is to leave. Asks nobody to stop by itself: the watch asks it whether there is a reason to."""
+    """Owns how many workers there should be, and which ones are to leave and why. Never stops a call by itself: the
+    call asks it whether there is a reason to."""
 
     def __init__(
         self,
-        crew: Crew,
-        standing: Standing,
-        recruiter: Recruiter,
-        ledger: Ledger,
+        table: WorkerTable,
+        generation: Generation,
+        replacements: Replacements,
+        log: RecoveryLog,
         *,
+        target: int,
         elastic: ElasticConfig,
         limits: Limits,
-        in_place: bool = True,
+        in_place: bool,
     ) -> None:
-        self._crew, self._standing, self._recruiter, self._ledger = crew, standing, recruiter, ledger
+        self._table, self._generation, self._replacements, self._log = table, generation, replacements, log
         self._elastic, self._limits, self._in_place = elastic, limits, in_place
+        self._target = target
         self._leaving: dict[str, str] = {}
 
     @property
+    def target(self) -> int:
+        """How many workers there should be."""
+        return self._target
+
+    @property
     def missing(self) -> int:
-        return self._crew.target - len(self._crew.seated())
+        return self._target - len(self._table.members())
 
     def due(self) -> bool:
-        """Before a call: is there a change to be made right away?"""
-        if self._elastic.grow and self._crew.group.elastic:
-            self._recruiter.look(self.missing)
+        """Return, before a call, whether there is a change to make now."""
+        if self._elastic.grow and self._table.group.elastic:
+            self._replacements.look(self.missing)
         self.look_for_leavers()
-        return bool(self._recruiter.ready) or bool(self._leaving)
+        return self._replacements.ready > 0 or bool(self._leaving)
 
-    def wants_border(self) -> bool:
-        """During a call, several times a second: is there a reason to stop at a batch border?"""
-        if not self._crew.group.elastic:
+    def wants_boundary(self) -> bool:
+        """Return, several times a second during a call, whether there is a reason to stop at a batch boundary."""
+        if not self._table.group.elastic:
             return False
         if self._elastic.grow is True:
-            self._recruiter.look(self.missing)
+            self._replacements.look(self.missing)
         self.look_for_leavers()
-        return bool(self._leaving) or (self._elastic.grow is True and self._recruiter.gathered())
-
-    def resize(self, count: int) -> None:
-        """By hand: too many leave now, missing ones are recruited and awaited."""
-        self._crew.target = count
-        seated = self._crew.seated()
-        self._leaving |= dict.fromkeys(seated[count:], "shrink")
-        if self.missing <= 0:
-            self._recruiter.dismiss_all()
-        self._recruiter.look_at_once()
-        started = self._crew.clock()
-        said, self._recruiter.stuck = False, ""
-        while len(self._recruiter.ready) < self.missing:
-            self._recruiter.look(self.missing)
-            self._crew.pump(0.1)
-            waited = self._crew.clock() - started
-            lacking = self.missing - len(self._recruiter.ready)
-            if lacking <= 0:
-                break
-            if self._recruiter.stuck and self._recruiter.starting == 0:
-                self._crew.target = len(seated)
-                raise WorkerStartError(unfinished_story([self._recruiter.stuck]))
-            if waited > self._limits.start_s:
-                story = self._standing.shortage(lacking)
-                self._crew.target = len(seated)
-                raise ResourceError(story)
-            said = said or (self._recruiter.starting == 0 and self._standing.say_waiting(lacking, waited))
-
-    def let_go(self, workers: Sequence[str]) -> None:
-        """By hand: exactly these leave, and are not replaced."""
-        self._crew.target -= len(workers)
-        self._leaving |= dict.fromkeys(workers, "shrink")
-
-    def reason(self) -> str:
-        """Why the next change is to be."""
-        return next(iter(self._leaving.values()), "growth")
-
-    def change(self) -> bool:
-        """Everybody stands at a border. False when somebody was lost on the way, or nobody can stay as he is."""
-        if not self._in_place:
-            self._leaving = {}
-            return False
-        started = self._crew.clock()
-        seated = self._crew.seated()
-        leavers = [worker for worker in seated if worker in self._leaving]
-        reason = self._leaving[leavers[0]] if leavers else "growth"
-        stay = [worker for worker in seated if worker not in self._leaving]
-        newcomers = self._recruiter.take(max(self._crew.target - len(stay), 0))
-        self._leaving = {}
-        at = self._crew.members[seated[0]].progress
-        ranks = tuple(self._crew.members[worker].rank or 0 for worker in leavers)
-        if not stay:
-            self._hand_over(leavers[0], newcomers)
-        stood = False
-        try:
-            stood = bool(stay or newcomers) and self._standing.form([*stay, *newcomers])
-        finally:
-            if not stood:
-                self._recruiter.take_back(newcomers)
-            for worker in leavers:
-                self._crew.dismiss(worker)
-        if stood:
-            self._ledger.note(
-                reason,
-                lost=ranks,
-                before=len(seated),
-                after=len(stay) + len(newcomers),
-                in_place=bool(stay),
-                since=started,
-                at=at,
-            )
-        return stood
-
-    def rescue(self, worker: str) -> bool:
-        """Keep the state of a worker that is about to go as the snapshot. Return whether it gave its state."""
-        outcome = self._crew.ask([worker], "state", {}, limit_s=self._limits.setup_s)[worker]
-        if not isinstance(outcome, Ok):
-            return False
-        data, call = bytes(outcome.value.data), self._crew.current_call
-        self._crew.snapshots.offer(Snapshot(data, outcome.progress, call=call))
-        return True
-
-    def _hand_over(self, leaver: str, newcomers: list[str]) -> None:
-        self.rescue(leaver)
-        snapshot = self._crew.snapshots.latest()
-        if snapshot is None or not newcomers:
-            return
-        self._standing.former.give(newcomers, Blob(snapshot.data))
+        return bool(self._leaving) or (self._elastic.grow is True and self._replacements.gathered())
 
     def look_for_leavers(self) -> None:
-        """Several times a second. Raise `ClusterError` when Ray has not answered for too long."""
-        seated = [self._crew.members[worker] for worker in self._crew.seated()]
-        self._leaving |= {m.worker: "preemption" for m in seated if m.notice}
-        if self._crew.group.elastic:
-            draining = self._crew.group.draining()
-            self._leaving |= {m.worker: "preemption" for m in seated if m.node in draining}
+        """Note which members' nodes will be taken away. Raise `ClusterError` if Ray has not answered for too long."""
+        members = [self._table[worker] for worker in self._table.members()]
+        self._leaving |= {info.worker: "preemption" for info in members if info.notice}
+        if self._table.group.elastic:
+            draining = self._table.group.draining()
+            self._leaving |= {info.worker: "preemption" for info in members if info.node in draining}
+
+    # -- by hand --------------------------------------------------------------------------------------
+
+    def resize(self, count: int) -> None:
+        """Set the number of workers. If there are too many, the last ones will leave; if some are missing, wait for
+        them."""
+        self._target = count
+        members = self._table.members()
+        self._leaving |= dict.fromkeys(members[count:], "shrink")
+        if self.missing <= 0:
+            self._replacements.dismiss_all()
+        self._replacements.look_at_once()
+        try:
+            self._wait_for_replacements()
+        except (ResourceError, WorkerStartError):
+            self._target = len(members)
+            raise
+
+    def _wait_for_replacements(self) -> None:
+        started, limit_s = self._table.clock(), self._limits.start_s
+        warned = False
+        while self._replacements.ready < self.missing:
+            self._replacements.look(self.missing)
+            self._table.pump(0.1)
+            waited = self._table.clock() - started
+            lacking = self.missing - self._replacements.ready
+            if lacking <= 0:
+                break
+            if self._replacements.unfinished and self._replacements.starting == 0:
+                raise unfinished_error([self._replacements.unfinished])
+            if waited > limit_s:
+                raise no_room_error(self._table.group, lacking, self._target, limit_s)
+            if self._replacements.starting == 0:
+                warned = warned or warn_no_room(self._table.group, lacking, waited, limit_s)
+
+    def remove(self, workers: Sequence[str]) -> None:
+        """Let exactly these workers leave, without replacements."""
+        self._target -= len(workers)
+        self._leaving |= dict.fromkeys(workers, "shrink")
+
+    # -- changing -------------------------------------------------------------------------------------
+
+    def change(self, call: int) -> Observation:
+        """Form the next generation, with the replacements and without those that leave, while all ranks are at a
+        boundary. Return what came of it: "done", or "broken" if a recovery must follow."""
+        leaving, self._leaving = self._leaving, {}
+        if not self._in_place:
+            reason = next(iter(leaving.values()), "growth")
+            detail = "a planned change of members: this backend needs new processes for it"
+            return Observation("broken", reason=reason, detail=detail)
+        started = self._table.clock()
+        members = self._table.members()
+        leavers = [worker for worker in members if worker in leaving]
+        stay = [worker for worker in members if worker not in leaving]
+        joining = self._replacements.take(max(self._target - len(stay), 0))
+        at = self._table[members[0]].progress
+        ranks = tuple(self._table[worker].rank or 0 for worker in leavers)
+        if not self._replace(stay, leavers, joining, call):
+            detail = "workers left, or failed, in a planned change"
+            return Observation("broken", reason="preemption", detail=detail)
+        change = Recovery(
+            reason=leaving[leavers[0]] if leavers else "growth",
+            lost_ranks=ranks,
+            world_size_before=len(members),
+            world_size_after=len(stay) + len(joining),
+            in_place=bool(stay),
+            batches_redone=0,
+            seconds=round(self._table.clock() - started, 4),
+            epoch=at.epoch,
+            batch=at.batches,
+        )
+        self._log.record(change)
+        return Observation("done")
+
+    def _replace(self, stay: list[str], leavers: list[str], joining: list[str], call: int) -> bool:
+        """Return whether the new generation was formed. The leavers are dismissed in any case."""
+        if not stay:
+            self._hand_over(leavers[0], joining, call)
+        formed = False
+        try:
+            formed = bool(stay or joining) and self._generation.form([*stay, *joining])
+        finally:
+            if not formed:
+                self._replacements.take_back(joining)
+            for worker in leavers:
+                self._table.dismiss(worker)
+        return formed
+
+    def _hand_over(self, leaver: str, joining: list[str], call: int) -> None:
+        """All members leave: the joining take the state from one of them."""
+        self._generation.rescue_state(leaver, call)
+        snapshot = self._table.snapshots.latest()
+        if snapshot is not None and joining:
+            self._generation.load_snapshot(joining, snapshot)

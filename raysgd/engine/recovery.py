@@ -1,4 +1,4 @@
-"""From a broken generation to one that stands, or to an error that tells the story."""
+"""From a broken generation to one that is up, or to an error that lists the failures. Driver."""
 
 from __future__ import annotations
 
@@ -7,65 +7,66 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from raysgd.config import ElasticConfig, Limits
-from raysgd.elastic import GiveUp, Observation, Rejoin, Restart, Situation, backoff, decide
-from raysgd.engine.crew import Crew, Member
-from raysgd.engine.failure import raise_user_error, story_of, unfinished_story
-from raysgd.engine.ledger import PLANNED, Ledger
+from raysgd.config import ElasticConfig
+from raysgd.elastic import GiveUp, Observation, Recovery, Rejoin, Restart, Situation, backoff, decide
+from raysgd.engine.call import RunningCall
+from raysgd.engine.failure import failed_error, raise_user_error, unfinished_error
+from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
-from raysgd.engine.recruiter import Recruiter
-from raysgd.engine.standing import Standing
-from raysgd.errors import WorkerStartError
+from raysgd.engine.recovery_log import PLANNED, RecoveryLog
+from raysgd.engine.replacements import Replacements
+from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.outcomes import DATA_LOADER
 from raysgd.progress import Progress, most_advanced
 from raysgd.snapshot import Snapshot
 from raysgd.workers.blob import Blob
 
-__all__ = ["Recoverer"]
+__all__ = ["RecoveryLoop"]
 
 logger = logging.getLogger("raysgd")
 
 LOOK_S = 0.25
 
 
-class Recoverer:
-    """Carries out what `elastic.decide` decides. Every pass starts from who is there now, so that further deaths,
-    also in the middle of a recovery, only mean another pass."""
+class RecoveryLoop:
+    """Carries out what `elastic.decide` decides, until the group is up. Owns nothing between two recoveries.
+
+    Each pass starts from the workers that are there now, so that further failures, also in the middle of a recovery,
+    only mean another pass.
+    """
 
     def __init__(
         self,
-        crew: Crew,
-        standing: Standing,
-        recruiter: Recruiter,
+        table: WorkerTable,
+        generation: Generation,
+        replacements: Replacements,
         membership: Membership,
-        ledger: Ledger,
+        log: RecoveryLog,
         *,
         elastic: ElasticConfig,
-        limits: Limits,
         in_place: bool,
         jitter: Callable[[], float],
     ) -> None:
-        self._crew, self._standing, self._recruiter = crew, standing, recruiter
-        self._membership, self._ledger = membership, ledger
-        self._elastic, self._limits, self._in_place, self._jitter = elastic, limits, in_place, jitter
+        self._table, self._generation, self._replacements = table, generation, replacements
+        self._membership, self._log = membership, log
+        self._elastic, self._in_place, self._jitter = elastic, in_place, jitter
 
-    def recover(
-        self, seen: Observation, *, since: float, max_losses: int, mark: int, world: int | None = None
-    ) -> Snapshot | None:
-        """Returns the snapshot that training goes on from, or None when survivors carry on in place."""
-        seated = [self._crew.members[worker] for worker in self._crew.seated()]
-        furthest = max((member.progress for member in seated), key=lambda p: p.order, default=Progress())
+    def recover(self, seen: Observation, call: RunningCall, *, since: float, world: int) -> Snapshot | None:
+        """Return the snapshot that training continues from, or None if survivors continue in place. `world` is how many
+        workers the generation had that broke at `since`."""
+        members = [self._table[worker] for worker in self._table.members()]
+        furthest = max((info.progress for info in members), key=lambda p: p.order, default=Progress())
         if seen.culprit is not None:
-            culprit = self._crew.members[seen.culprit]
+            culprit = self._table[seen.culprit]
             seen = replace(seen, detail=f"rank {culprit.rank} on node {culprit.node[:8]}: {seen.detail}")
-        case = _Case(seen, furthest, len(seated) if world is None else world, since, mark)
-        self._standing.up = False
-        self._recruiter.failure, self._recruiter.stuck = None, ""
-        while not self._standing.up:
-            self._bury(case)
-            survivors = self._survivors()
-            now = self._situation(case, survivors, max_losses)
-            pause = backoff(case.attempts, self._elastic.backoff_s, self._elastic.backoff_max_s, self._jitter())
+        case = _Case(seen, call, furthest, world, since)
+        self._generation.end()
+        self._replacements.forget_failures()
+        while not self._generation.up:
+            self._dismiss_failed(case)
+            survivors = self._survivors(case)
+            now = self._situation(case, survivors)
+            pause = backoff(case.waits, self._elastic.backoff_s, self._elastic.backoff_max_s, self._jitter())
             decision = decide(now, wait_s=pause)
             self._check(case, survivors)
             if isinstance(decision, GiveUp):
@@ -74,173 +75,169 @@ class Recoverer:
                 self._rejoin(case, survivors)
             elif isinstance(decision, Restart):
                 case.tries += 1
-                self._recruiter.launch(decision.count)
+                self._replacements.launch(decision.count)
             else:
-                case.attempts += self._recruiter.starting == 0
+                case.waits += self._replacements.starting == 0
                 self._wait(decision.seconds, now)
-        self._note(case, after=len(self._crew.seated()))
+        self._note(case, after=len(self._table.members()))
         return case.revived
 
     def _rejoin(self, case: _Case, survivors: list[str]) -> None:
-        """One try. Newcomers that met nobody although nobody died are not tried twice: their network may be at fault."""
-        newcomers = self._recruiter.take(max(self._crew.target - len(survivors), 0))
-        stood = False
+        """Try once to form a generation. Replacements are not used again if it failed although no worker did: the
+        network between them may be at fault."""
+        joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
+        formed = False
         try:
             if not survivors:
-                case.revived = self._revive(newcomers)
+                case.revived = self._revive(joining, case.call.number)
             state = Blob(case.revived.data) if case.revived and not self._in_place else None
-            stood = self._standing.form([*survivors, *newcomers], state=state or None)
+            formed = self._generation.form([*survivors, *joining], state=state or None)
         finally:
-            if not stood:
+            if not formed:
                 case.tries += 1
-                unharmed = not self._crew.fallen()
-                self._recruiter.take_back([] if unharmed else newcomers)
-                for worker in newcomers if unharmed else []:
-                    self._crew.dismiss(worker)
+                unharmed = not self._table.failed()
+                self._replacements.take_back([] if unharmed else joining)
+                for worker in joining if unharmed else []:
+                    self._table.dismiss(worker)
 
     def _check(self, case: _Case, survivors: list[str]) -> None:
-        """A recovery has its own bound; and when only the user's set-up stands in the way, its error is the answer."""
-        failure, alone = self._recruiter.failure, not survivors and not self._recruiter.ready
-        if failure is not None and alone and self._recruiter.starting == 0:
-            raise_user_error(failure, Member("a fresh worker"))
-        if self._recruiter.stuck and alone and self._recruiter.starting == 0:
-            raise WorkerStartError(unfinished_story([self._recruiter.stuck]))
+        """Raise an error if only the user's set-up prevents the recovery, or if it was tried too often."""
+        replacements = self._replacements
+        if not survivors and replacements.ready == 0 and replacements.starting == 0:
+            if replacements.failure is not None:
+                raise_user_error(replacements.failure, WorkerInfo("a new worker"))
+            if replacements.unfinished:
+                raise unfinished_error([replacements.unfinished])
         if case.tries > self._elastic.max_attempts:
-            self._give_up(f"{case.tries} tries to form a group again failed, one after the other", case)
+            self._give_up(f"{case.tries} attempts in a row to form a new process group failed", case)
 
-    def _bury(self, case: _Case) -> None:
-        """Takes the dead off the list, and says so once."""
-        for member in self._crew.fallen():
-            if member.seated and member.rank is not None:
-                case.lost.add(member.rank)
-            self._crew.dismiss(member.worker)
-        if not case.said and case.seen.reason == DATA_LOADER:
-            logger.warning(
-                "data loader failure in epoch %d, batch %d: %s. Restarting this loader and going on after the last "
-                "committed batch",
-                case.furthest.epoch,
-                case.furthest.batches,
-                case.seen.detail,
-            )
-        elif not case.said:
-            logger.warning(
-                "%s in epoch %d, batch %d: lost rank(s) %s of %d (%s)",
-                case.seen.reason,
-                case.furthest.epoch,
-                case.furthest.batches,
-                sorted(case.lost) or "none",
-                case.world,
-                case.seen.detail,
-            )
-        case.said = True
+    def _dismiss_failed(self, case: _Case) -> None:
+        """Dismiss the workers that have failed, and log the failure once."""
+        for info in self._table.failed():
+            if info.in_group and info.rank is not None:
+                case.failed_ranks.add(info.rank)
+            self._table.dismiss(info.worker)
+        if case.logged:
+            return
+        case.logged = True
+        seen, where = case.seen, f"epoch {case.furthest.epoch}, batch {case.furthest.batches}"
+        if seen.reason == DATA_LOADER:
+            what = "Restarting this loader and continuing after the last committed batch"
+            logger.warning("data loader failure in %s: %s. %s", where, seen.detail, what)
+        else:
+            ranks = f"{sorted(case.failed_ranks) or 'none'} of {case.world}"
+            logger.warning("%s in %s: failed rank(s) %s (%s)", seen.reason, where, ranks, seen.detail)
 
-    def _survivors(self) -> list[str]:
-        """Members that can go on in place; a backend that cannot rejoin leaves only their state."""
-        survivors = self._crew.seated()
+    def _survivors(self, case: _Case) -> list[str]:
+        """Return the members that can continue in place. Those of a backend that cannot rejoin only leave their
+        state."""
+        survivors = self._table.members()
         if survivors and not self._in_place:
-            progress = {worker: self._crew.members[worker].progress for worker in survivors}
-            while progress and not self._membership.rescue(best := most_advanced(progress)):
-                del progress[best]  # it failed too: the state of the next one is the most advanced that is left
+            progress = {worker: self._table[worker].progress for worker in survivors}
+            while progress and not self._generation.rescue_state(best := most_advanced(progress), case.call.number):
+                del progress[best]  # it failed, too: now the next one has the most advanced state that is left
             for worker in survivors:
-                self._crew.dismiss(worker)
-            self._replace(len(survivors))
+                self._table.dismiss(worker)
+            self._replace_all(len(survivors))
             survivors = []
         return survivors
 
-    def _replace(self, left: int) -> None:
-        """Fresh processes for all, now: the places of those that were dismissed are free, whatever Ray says yet."""
-        places = min(self._crew.target, max(left, self._crew.group.holds_at_most()))
-        wanted = places - len(self._recruiter.ready) - self._recruiter.starting
+    def _replace_all(self, left: int) -> None:
+        """Start new processes for all: the places of those that were dismissed are free, even if Ray does not show it
+        yet."""
+        places = min(self._membership.target, max(left, self._table.group.holds_at_most()))
+        wanted = places - self._replacements.ready - self._replacements.starting
         if wanted > 0:
-            self._recruiter.launch(wanted)
+            self._replacements.launch(wanted)
 
-    def _situation(self, case: _Case, survivors: list[str], max_losses: int) -> Situation:
-        least = min(self._elastic.min_workers, self._crew.target)
-        short = len(survivors) + len(self._recruiter.ready) < least or not survivors
-        self._recruiter.tick()
+    def _situation(self, case: _Case, survivors: list[str]) -> Situation:
+        target = self._membership.target
+        least = min(self._elastic.min_workers, target)
+        short = len(survivors) + self._replacements.ready < least or not survivors
+        self._replacements.tick()
         return Situation(
             survivors=len(survivors),
-            ready=len(self._recruiter.ready),
-            starting=self._recruiter.starting,
-            free=self._crew.group.room() if short else 0,
-            target=self._crew.target,
+            ready=self._replacements.ready,
+            starting=self._replacements.starting,
+            free=self._table.group.room() if short else 0,
+            target=target,
             min_workers=least,
             in_place=self._in_place,
-            losses=self._ledger.losses_since(case.mark) + (case.seen.reason not in PLANNED),
-            max_losses=max_losses,
-            attempts=case.attempts,
+            failures=self._log.failures_since(case.call.recoveries_before) + (case.seen.reason not in PLANNED),
+            max_failures=case.call.max_failures,
+            attempts=case.waits,
             max_attempts=self._elastic.max_attempts,
-            gathered=self._recruiter.gathered(),
+            gathered=self._replacements.gathered(),
         )
 
-    def _revive(self, newcomers: list[str]) -> Snapshot:
-        """Nobody is left: fresh processes take the newest snapshot, or the first one's own beginning."""
-        snapshot = self._crew.snapshots.latest() or Snapshot()
-        holders = {w: m.progress for w in newcomers if (m := self._crew.members[w]).holds_state}
+    def _revive(self, joining: list[str], call: int) -> Snapshot:
+        """No member is left: new processes take the newest snapshot, or else the initial state of the first of them."""
+        snapshot = self._table.snapshots.latest() or Snapshot()
+        holders = {w: self._table[w].progress for w in joining if self._table[w].holds_state}
         if holders and holders[most_advanced(holders)].order >= snapshot.progress.order:
-            return Snapshot(progress=holders[most_advanced(holders)], call=self._crew.current_call)
+            return Snapshot(progress=holders[most_advanced(holders)], call=call)
         if not snapshot.data:
-            self._crew.members[newcomers[0]].holds_state = self._in_place
-            return snapshot
-        if not self._in_place:
-            return snapshot  # they take it when they have met, and are set up
-        self._standing.former.give(newcomers, Blob(snapshot.data))
+            self._table.set_holds_state(joining[0], self._in_place)
+        elif self._in_place:  # otherwise they take it after they have joined and are set up
+            self._generation.load_snapshot(joining, snapshot)
         return snapshot
 
     def _wait(self, seconds: float, now: Situation) -> None:
-        """Waits for machines, or for recruits that are on their way; ends early when either comes."""
-        deadline = self._crew.clock() + seconds
+        """Wait for machines, or for replacements that are starting. Return early when there is one more or one less."""
+        deadline = self._table.clock() + seconds
         if now.starting == 0:
             logger.warning(
-                "not enough workers to go on (%d stand, %d needed): waiting %.1f s for %s, attempt %d of %d",
+                "not enough workers to continue (%d of at least %d): waiting %.1f s for %s, attempt %d of %d",
                 now.survivors,
                 now.min_workers,
                 seconds,
-                self._crew.group.wanting(max(now.min_workers - now.survivors, 1)),
+                self._table.group.wanting(max(now.min_workers - now.survivors, 1)),
                 now.attempts + 1,
                 now.max_attempts,
             )
         elif now.survivors == 0:
-            wanting = self._crew.group.wanting(now.starting)
-            logger.warning("waiting for %d fresh worker(s) to come up; they need %s", now.starting, wanting)
-        while self._crew.clock() < deadline:
-            self._crew.pump(LOOK_S)
-            self._recruiter.tick()
-            if len(self._recruiter.ready) > now.ready or self._recruiter.starting < now.starting:
+            wanting = self._table.group.wanting(now.starting)
+            logger.warning("waiting for %d new worker(s) to start; they need %s", now.starting, wanting)
+        while self._table.clock() < deadline:
+            self._table.pump(LOOK_S)
+            self._replacements.tick()
+            if self._replacements.ready > now.ready or self._replacements.starting < now.starting:
                 return
-            if now.starting == 0 and self._crew.group.room() > now.free:
+            if now.starting == 0 and self._table.group.room() > now.free:
                 return
 
     def _note(self, case: _Case, *, after: int) -> None:
         base = case.revived.progress.step if case.revived is not None else case.furthest.step
-        self._ledger.note(
-            case.seen.reason,
-            lost=tuple(sorted(case.lost)),
-            before=case.world,
-            after=after,
+        recovery = Recovery(
+            reason=case.seen.reason,
+            lost_ranks=tuple(sorted(case.failed_ranks)),
+            world_size_before=case.world,
+            world_size_after=after,
             in_place=case.revived is None,
-            since=case.since,
-            at=case.furthest,
-            redone=max(case.furthest.step - base, 0),
+            batches_redone=max(case.furthest.step - base, 0),
+            seconds=round(self._table.clock() - case.since, 4),
+            epoch=case.furthest.epoch,
+            batch=case.furthest.batches,
             detail=case.seen.detail,
         )
+        self._log.record(recovery)
 
     def _give_up(self, why: str, case: _Case) -> NoReturn:
         self._note(case, after=0)
-        raise story_of(why, self._ledger.recoveries[case.mark :])
+        raise failed_error(why, self._log.recoveries[case.call.recoveries_before :])
 
 
 @dataclass
 class _Case:
-    """What is known of one recovery while it goes on."""
+    """What is known of one recovery while it runs."""
 
     seen: Observation
+    call: RunningCall
     furthest: Progress
     world: int
     since: float
-    mark: int
-    lost: set[int] = field(default_factory=set)
-    attempts: int = 0
+    failed_ranks: set[int] = field(default_factory=set)
+    waits: int = 0
     tries: int = 0
-    said: bool = False
+    logged: bool = False
     revived: Snapshot | None = None

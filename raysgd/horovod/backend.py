@@ -7,7 +7,7 @@ from typing import Any
 
 from raysgd.horovod.parting import is_interruption, shut_down
 from raysgd.horovod.rendezvous import MeetingPlace, enter
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.backend import TorchBackend
 from raysgd.torch.sockets import Connections
 
@@ -32,12 +32,12 @@ class HorovodBackend:
         self._place = MeetingPlace(host, wait_s=self._silence_s)
         self._connections = Connections()
 
-    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
-        pairs = zip(self._control.plan(seats), self._place.open(seats), strict=True)
+    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
+        pairs = zip(self._control.plan(rank_infos), self._place.open(rank_infos), strict=True)
         return [{"control": control, "environment": environment} for control, environment in pairs]
 
-    def join(self, seat: Seat, settings: dict[str, Any]) -> None:
-        self._control.join(seat, settings.get("control", {}))
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        self._control.join(rank_info, settings.get("control", {}))
         enter(settings.get("environment", {}))
         self._connections.opening()
         try:

@@ -86,7 +86,7 @@ class HorovodExchange(Exchange):
                 )
             optimizer.register_step_pre_hook(self._before_step)
 
-    def seated(self) -> None:
+    def joined(self) -> None:
         import horovod.torch as hvd
 
         for sender in self._senders.values():

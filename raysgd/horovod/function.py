@@ -13,7 +13,7 @@ from typing import Any
 
 from raysgd.horovod.parting import is_interruption, shut_down
 from raysgd.horovod.rendezvous import Board, MeetingPlace, enter, say_over
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.devices import share_devices
 from raysgd.torch.sockets import Connections
 
@@ -36,15 +36,15 @@ class HorovodMeeting:
         self._environment: dict[str, str] = {}
         self._connections = Connections()
 
-    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
-        return [{"environment": environment} for environment in self._place.open(seats)]
+    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
+        return [{"environment": environment} for environment in self._place.open(rank_infos)]
 
-    def join(self, seat: Seat, settings: dict[str, Any]) -> None:
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         self._environment = settings.get("environment", {})
         enter(self._environment, interface=self._interface)
         watch_init(self._connections)
-        if self._use_gpu and not seat.solo and not _uses_cuda():
-            share_devices(Board(self._environment), seat)
+        if self._use_gpu and not rank_info.solo and not _uses_cuda():
+            share_devices(Board(self._environment), rank_info)
 
     def leave(self) -> None:
         shut_down(self._connections.shut, limit_s=self._wait_s + 10)

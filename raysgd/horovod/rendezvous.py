@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd.horovod.board_server import GONE, OK, OVER, BoardServer
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 
 __all__ = ["Board", "MeetingPlace", "enter", "interface_towards", "places", "say_over"]
 
@@ -20,23 +20,23 @@ ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 INTERFACE = "HOROVOD_GLOO_IFACE"
 
 
-def places(seats: Sequence[Seat]) -> list[dict[str, str]]:
+def places(rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
     """Each rank's place, in Horovod's words. A cross rank counts the nodes, among those that have this local rank.
 
-    >>> [place["HOROVOD_CROSS_RANK"] for place in places([Seat(0, 2), Seat(1, 2, node_rank=1)])]
+    >>> [place["HOROVOD_CROSS_RANK"] for place in places([RankInfo(0, 2), RankInfo(1, 2, node_rank=1)])]
     ['0', '1']
     """
     found = []
-    for seat in seats:
-        across = sorted(other.node_rank for other in seats if other.local_rank == seat.local_rank)
+    for rank_info in rank_infos:
+        across = sorted(other.node_rank for other in rank_infos if other.local_rank == rank_info.local_rank)
         found.append(
             {
-                "HOROVOD_HOSTNAME": f"node-{seat.node_rank}",
-                "HOROVOD_RANK": str(seat.world_rank),
-                "HOROVOD_SIZE": str(seat.world_size),
-                "HOROVOD_LOCAL_RANK": str(seat.local_rank),
-                "HOROVOD_LOCAL_SIZE": str(seat.local_world_size),
-                "HOROVOD_CROSS_RANK": str(across.index(seat.node_rank)),
+                "HOROVOD_HOSTNAME": f"node-{rank_info.node_rank}",
+                "HOROVOD_RANK": str(rank_info.world_rank),
+                "HOROVOD_SIZE": str(rank_info.world_size),
+                "HOROVOD_LOCAL_RANK": str(rank_info.local_rank),
+                "HOROVOD_LOCAL_SIZE": str(rank_info.local_world_size),
+                "HOROVOD_CROSS_RANK": str(across.index(rank_info.node_rank)),
                 "HOROVOD_CROSS_SIZE": str(len(across)),
             }
         )
@@ -54,12 +54,12 @@ class MeetingPlace:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_server": None}
 
-    def open(self, seats: Sequence[Seat]) -> list[dict[str, str]]:
+    def open(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
         """The environment of each rank; the old server is closed."""
         self.close()
-        if not seats:
+        if not rank_infos:
             return []
-        given = places(seats)
+        given = places(rank_infos)
         self._server = BoardServer(self._host, _sizes(given))
         port = self._server.port
         address = {
@@ -89,7 +89,7 @@ def _sizes(given: Sequence[Mapping[str, str]]) -> dict[str, int]:
 
 def enter(environment: Mapping[str, str], *, interface: str | None = None) -> None:
     """Worker: takes its place. With nothing in it, one of its own: Horovod then meets nobody."""
-    for name in (*places([Seat()])[0], ADDRESS, PORT):
+    for name in (*places([RankInfo()])[0], ADDRESS, PORT):
         os.environ.pop(name, None)
     os.environ.update(environment or ALONE)
     # That a peer is gone is told by the trainer; Horovod would print it once more, on every rank.

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.tf.channel import Channel
 from raysgd.tf.meeting import MeetingFailed, MeetingPoint, meet, own_port
 
@@ -62,33 +62,33 @@ class TensorFlowBackend:
 
     # -- driver ---------------------------------------------------------------------------------------
 
-    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
+    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
         if self._point is not None:
             self._point.close()
             self._point = None
-        if len(seats) < 2:
-            return [{} for _ in seats]
-        self._point = point = MeetingPoint(len(seats))
-        return [{"host": self._host, "port": point.port, "token": point.token} for _ in seats]
+        if len(rank_infos) < 2:
+            return [{} for _ in rank_infos]
+        self._point = point = MeetingPoint(len(rank_infos))
+        return [{"host": self._host, "port": point.port, "token": point.token} for _ in rank_infos]
 
     # -- worker ---------------------------------------------------------------------------------------
 
-    def join(self, seat: Seat, settings: dict[str, Any]) -> None:
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         if self._strategy is not None:
             raise RuntimeError("TensorFlow's collectives cannot be set up twice in one process: a fresh one is needed")
         prepare_runtime(self._threads, use_gpu=self._use_gpu)
-        if seat.world_size == 1:
+        if rank_info.world_size == 1:
             return
         with own_port() as port:
-            addresses = meet(**settings, rank=seat.world_rank, own=port, limit_s=self._join_s)
-        task = {"type": "worker", "index": seat.world_rank}
+            addresses = meet(**settings, rank=rank_info.world_rank, own=port, limit_s=self._join_s)
+        task = {"type": "worker", "index": rank_info.world_rank}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
-        self._configure(seat.world_size)
+        self._configure(rank_info.world_size)
         self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
         # The runtime has taken SIGTERM for itself. It is the worker's: a preemption notice.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         # The first collective makes every connection now, where its failure belongs to the meeting.
-        Channel(seat.world_size).sum([tf.zeros([1])])
+        Channel(rank_info.world_size).sum([tf.zeros([1])])
 
     def _configure(self, size: int) -> None:
         """Before the strategy, which would take an hour to notice that a rank never came."""

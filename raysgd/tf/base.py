@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from raysgd.errors import ConfigError
 from raysgd.meters import AverageMeterCollection
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.tf.channel import Channel
 from raysgd.tf.parts import Parts, as_tensor, assign, build_unbuilt, running_statistics
 from raysgd.tf.settings import ReplicaSettings
@@ -26,12 +26,12 @@ class OperatorBase:
         config: dict[str, Any] | None = None,
         *,
         settings: ReplicaSettings | None = None,
-        seat: Seat | None = None,
+        rank_info: RankInfo | None = None,
     ) -> None:
         self._config: dict[str, Any] = {} if config is None else config
         self._settings = settings or ReplicaSettings()
-        self._seat = seat or Seat()
-        self._channel = Channel(self._seat.world_size)
+        self._rank_info = rank_info or RankInfo()
+        self._channel = Channel(self._rank_info.world_size)
         # This rank's part of the batch of all ranks: a variable, so that a graph function need not be traced anew.
         self._share = tf.Variable(1.0, trainable=False)
         self._share_now = 1.0
@@ -131,16 +131,16 @@ class OperatorBase:
     @property
     def world_size(self) -> int:
         """How many workers there are now."""
-        return self._seat.world_size
+        return self._rank_info.world_size
 
     @property
     def world_rank(self) -> int:
-        return self._seat.world_rank
+        return self._rank_info.world_rank
 
     @property
     def local_rank(self) -> int:
         """The rank among the workers of this machine."""
-        return self._seat.local_rank
+        return self._rank_info.local_rank
 
     @property
     def use_gpu(self) -> bool:

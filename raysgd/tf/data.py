@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from raysgd.errors import ConfigError
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.tf.channel import Channel
 
 __all__ = ["Drawn", "OwnSource", "SharedSource", "Source", "make_source"]
@@ -43,7 +43,7 @@ class SharedSource:
         self._live: Iterator[Any] | None = None
         self._last: Drawn | None = None
 
-    def batches(self, seat: Seat, epoch: int, offset: int) -> Iterator[Drawn]:
+    def batches(self, rank_info: RankInfo, epoch: int, offset: int) -> Iterator[Drawn]:
         """This rank's part of the rest of the epoch; where it can, from the iterator that stands there."""
         last, self._last = self._last, None
         goes_on = self._live is not None and self._epoch == epoch
@@ -58,7 +58,7 @@ class SharedSource:
                 self._live = None
                 return
             self._passed += 1
-            self._last = self._dealt(batch, seat, self._passed)
+            self._last = self._dealt(batch, rank_info, self._passed)
             if self._last is not None:
                 yield self._last
 
@@ -76,12 +76,12 @@ class SharedSource:
             return iter(self.data.skip(offset).prefetch(tf.data.AUTOTUNE))
         return islice(iter(self.data), offset, None)
 
-    def _dealt(self, batch: Any, seat: Seat, offset: int) -> Drawn | None:
+    def _dealt(self, batch: Any, rank_info: RankInfo, offset: int) -> Drawn | None:
         rows = _rows(batch)
-        if seat.world_size == 1:
+        if rank_info.world_size == 1:
             return Drawn(batch, offset, rows)
-        base, extra = divmod(rows, seat.world_size)
-        rank = seat.world_rank
+        base, extra = divmod(rows, rank_info.world_size)
+        rank = rank_info.world_rank
         start, size = rank * base + min(rank, extra), base + (rank < extra)
         if size:
             return Drawn(_cut(batch, start, start + size), offset, rows, share=size / rows)
@@ -99,7 +99,7 @@ class OwnSource:
         self.data = data
         self._channel, self._together = channel, together
 
-    def batches(self, seat: Seat, epoch: int, offset: int) -> Iterator[Drawn]:
+    def batches(self, rank_info: RankInfo, epoch: int, offset: int) -> Iterator[Drawn]:
         live = islice(iter(self.data), offset, None)
         last: Any = None
         while True:
@@ -119,7 +119,7 @@ class OwnSource:
 Source = SharedSource | OwnSource
 
 
-def make_source(data: Any, seat: Seat, channel: Channel, *, training: bool) -> Source:
+def make_source(data: Any, rank_info: RankInfo, channel: Channel, *, training: bool) -> Source:
     """By the data set's own option: `options.experimental_distribute.auto_shard_policy`."""
     policies = tf.data.experimental.AutoShardPolicy
     policy = policies.AUTO
@@ -128,26 +128,26 @@ def make_source(data: Any, seat: Seat, channel: Channel, *, training: bool) -> S
     if policy in (policies.AUTO, policies.DATA):
         return SharedSource(data, pad=training)
     if policy == policies.FILE:
-        return OwnSource(_own_files(data, seat), channel, together=training and seat.world_size > 1)
+        return OwnSource(_own_files(data, rank_info), channel, together=training and rank_info.world_size > 1)
     if policy == policies.OFF:
-        return OwnSource(data, channel, together=training and seat.world_size > 1)
+        return OwnSource(data, channel, together=training and rank_info.world_size > 1)
     raise ConfigError(f"the data set asks for {policies(policy).name}; AUTO, DATA, FILE and OFF are possible here")
 
 
-def _own_files(data: Any, seat: Seat) -> Any:
+def _own_files(data: Any, rank_info: RankInfo) -> Any:
     """This rank's files, in batches of its part of the whole batch."""
-    if seat.world_size == 1:
+    if rank_info.world_size == 1:
         return data
     from tensorflow.python.data.experimental.ops import distribute
 
     size = int(distribute.compute_batch_size(data))
-    if size < seat.world_size:
+    if size < rank_info.world_size:
         raise ConfigError(
             "to share a data set by file its batch size must be known and at least the number of workers "
-            f"({seat.world_size}): end it with .batch(n) and what follows that keeps the rows apart"
+            f"({rank_info.world_size}): end it with .batch(n) and what follows that keeps the rows apart"
         )
-    own = distribute._AutoShardDataset(data, num_workers=seat.world_size, index=seat.world_rank)
-    return own.rebatch(size // seat.world_size)
+    own = distribute._AutoShardDataset(data, num_workers=rank_info.world_size, index=rank_info.world_rank)
+    return own.rebatch(size // rank_info.world_size)
 
 
 def _rows(batch: Any) -> int:

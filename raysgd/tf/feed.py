@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from raysgd.progress import Control
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.tf.cursor import Cursor
 from raysgd.tf.data import Drawn, Source
 
@@ -31,7 +31,7 @@ class Feed:
         self,
         source: Source,
         cursor: Cursor,
-        seat: Seat,
+        rank_info: RankInfo,
         control: Control,
         *,
         limit: int | None,
@@ -40,7 +40,7 @@ class Feed:
         stepped: Callable[[], bool],
         unwind: bool = False,
     ) -> None:
-        self._source, self._cursor, self._seat, self._control = source, cursor, seat, control
+        self._source, self._cursor, self._rank_info, self._control = source, cursor, rank_info, control
         self._limit, self._unwind = limit, unwind
         self._on_begin, self._on_commit, self._stepped = on_begin, on_commit, stepped
         self._drawn: Iterator[Drawn] | None = None
@@ -98,7 +98,7 @@ class Feed:
                 cursor.epoch += 1
                 cursor.offset, cursor.ended = 0, False
             if self._drawn is None:
-                self._drawn = self._source.batches(self._seat, cursor.epoch, cursor.offset)
+                self._drawn = self._source.batches(self._rank_info, cursor.epoch, cursor.offset)
                 self._expect()
             drawn = next(self._drawn, None)
             if drawn is not None:

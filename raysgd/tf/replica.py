@@ -14,7 +14,8 @@ from raysgd.meters import AverageMeterCollection
 from raysgd.metrics import COMMITTED, check_metrics
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control, Progress
-from raysgd.rendezvous import Seat
+from raysgd.protocols import Call
+from raysgd.rendezvous import RankInfo
 from raysgd.tf import states
 from raysgd.tf.backend import prepare_runtime
 from raysgd.tf.channel import Channel
@@ -36,26 +37,28 @@ class TFReplicaFactory:
     def __init__(self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: ReplicaSettings) -> None:
         self.operator_cls, self.config, self.settings = operator_cls, config, settings
 
-    def __call__(self, seat: Seat, control: Control) -> TFReplica:
+    def __call__(self, rank_info: RankInfo, control: Control) -> TFReplica:
         settings = self.settings
         if settings.threads is not None and not settings.distributed:  # a process of its own, and no meeting before
             prepare_runtime(settings.threads, use_gpu=settings.use_gpu)
         if settings.seed is not None:
             tf.random.set_seed(settings.seed)
-        operator = self.operator_cls(self.config, settings=settings, seat=seat)
+        operator = self.operator_cls(self.config, settings=settings, rank_info=rank_info)
         if not operator._parts.registered:
             raise ConfigError(
                 f"{self.operator_cls.__name__}.setup did not call self.register(models=..., optimizers=...): "
                 "without it there is nothing to train or to save"
             )
-        return TFReplica(operator, settings, seat, control)
+        return TFReplica(operator, settings, rank_info, control)
 
 
 class TFReplica:
-    """Owns the operator, its sources and the cursor. Each public call of the trainer is a method `_run_<name>`."""
+    """Owns the operator, its sources and the cursor. Its public methods are the calls of the trainer's."""
 
-    def __init__(self, operator: TrainingOperator, settings: ReplicaSettings, seat: Seat, control: Control) -> None:
-        self.operator, self._settings, self._seat, self._control = operator, settings, seat, control
+    def __init__(
+        self, operator: TrainingOperator, settings: ReplicaSettings, rank_info: RankInfo, control: Control
+    ) -> None:
+        self.operator, self._settings, self._rank_info, self._control = operator, settings, rank_info, control
         self._cursor, self._val_cursor = Cursor(), Cursor()
         self._feed: Feed | None = None
         self._train: Source | None = None
@@ -70,14 +73,13 @@ class TFReplica:
     def progress(self) -> Progress:
         return self._cursor.progress(self._control.phase)
 
-    def run(self, method: str, **arguments: Any) -> Any:
-        run: Callable[..., Any] = getattr(self, f"_run_{method}")
+    def run(self, call: Call) -> Any:
         self._cut_short()
-        if method != "take_back":
+        if call.method is not TFReplica.take_back:
             self._undo = None
-        self._control.phase = method
+        self._control.phase = call.name
         try:
-            return run(**arguments)
+            return call.method(self, **call.arguments)
         except BaseException:
             self._cut_short()
             raise
@@ -86,7 +88,7 @@ class TFReplica:
 
     # -- training -------------------------------------------------------------------------------------
 
-    def _run_train(
+    def train(
         self,
         call: int,
         num_steps: int | None,
@@ -113,7 +115,7 @@ class TFReplica:
         feed.leave()
         if feed.stopped:
             asked = not self._control.interrupted
-            return Interrupted(self.partial(result), "stopped at a batch border", self.progress, asked=asked)
+            return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
         report = self._reported(result, profile)
         self._feed = None
         cursor.call_done = True
@@ -125,7 +127,7 @@ class TFReplica:
         return Feed(
             source,
             cursor,
-            self._seat,
+            self._rank_info,
             self._control,
             limit=limit,
             on_begin=self._on_begin if training else lambda drawn: None,
@@ -140,7 +142,7 @@ class TFReplica:
         operator._take_share(drawn.share)
         operator._counts = drawn.fresh
         self._steps_before = self._steps()
-        if self._seat.world_size > 1:
+        if self._rank_info.world_size > 1:
             self._statistics_before = [tf.identity(as_tensor(v)) for v in operator._statistics]
 
     def _steps(self) -> int:
@@ -152,7 +154,7 @@ class TFReplica:
     def _cut_short(self) -> None:
         """A loop was left by an error: what was applied counts; what was not leaves no trace."""
         feed, self._feed = self._feed, None
-        if feed is not None and feed.cut_short() and self._seat.world_size > 1:
+        if feed is not None and feed.cut_short() and self._rank_info.world_size > 1:
             assign(self.operator._statistics, self._statistics_before)
 
     def _on_commit(self) -> None:
@@ -174,12 +176,12 @@ class TFReplica:
                 f"train() needs data: give self.register_data(train_dataset=...) in {type(operator).__name__}.setup"
             )
         if self._train is None or (self._cursor.ended and self._train.data is not data):
-            self._train = make_source(data, self._seat, operator._channel, training=True)
+            self._train = make_source(data, self._rank_info, operator._channel, training=True)
         return self._train
 
     # -- validation -----------------------------------------------------------------------------------
 
-    def _run_validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None) -> Any:
+    def validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None) -> Any:
         """The trainer's `validate`; ranks meet only at its end, to add up their metrics."""
         operator, cursor = self.operator, self._val_cursor
         data = operator._parts.validation_dataset
@@ -189,7 +191,7 @@ class TFReplica:
                 f"{type(operator).__name__}.setup"
             )
         if self._validation is None or (cursor.ended and self._validation.data is not data):
-            self._validation = make_source(data, self._seat, operator._channel, training=False)
+            self._validation = make_source(data, self._rank_info, operator._channel, training=False)
         cursor.open_call(cursor.call + 1)
         kept = cursor.as_dict()
         self._begin(operator._validation_prefix, profile)
@@ -250,20 +252,20 @@ class TFReplica:
 
     # -- other calls ----------------------------------------------------------------------------------
 
-    def _run_apply_operator(self, function: Callable[[Any], Any]) -> Any:
+    def apply_operator(self, function: Callable[[Any], Any]) -> Any:
         return function(self.operator)
 
-    def _run_apply(self, function: Callable[[], Any]) -> Any:
+    def apply(self, function: Callable[[], Any]) -> Any:
         return function()
 
-    def _run_random_state(self) -> dict[str, Any]:
+    def random_state(self) -> dict[str, Any]:
         return states.random_state()
 
-    def _run_checkpoint(self, ranks: list[Any]) -> Any:
+    def checkpoint(self, ranks: list[Any]) -> Any:
         """The whole checkpoint as bytes, on rank 0; `ranks` are the random states of all."""
-        return states.dump({**self.whole(), "rng": ranks}, sealed=True) if self._seat.world_rank == 0 else None
+        return states.dump({**self.whole(), "rng": ranks}, sealed=True) if self._rank_info.world_rank == 0 else None
 
-    def _run_check(self, data: Any) -> str:
+    def check(self, data: Any) -> str:
         """What does not fit; nothing, where all fits. An answer and no error, since an error of one rank ends the group of all."""
         try:
             state = states.parse(data.data)
@@ -275,7 +277,7 @@ class TFReplica:
             return str(error)
         return ""
 
-    def _run_restore(self, data: Any) -> tuple[str, ...]:
+    def restore(self, data: Any) -> tuple[str, ...]:
         """Takes a checked state; or answers with what the operator's own `load_state_dict` raised, and its traceback. Then
         `take_back` must follow, on every rank."""
         state, loads = states.parse(data.data), self._cursor.loads
@@ -287,11 +289,11 @@ class TFReplica:
         # The call that the checkpoint was taken in is not one of ours; and this state outranks all that was before.
         self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads + 1
         ranks = state.get("rng") or []
-        if self._seat.world_rank < len(ranks):
-            states.restore_random(ranks[self._seat.world_rank])
+        if self._rank_info.world_rank < len(ranks):
+            states.restore_random(ranks[self._rank_info.world_rank])
         return ()
 
-    def _run_take_back(self) -> str:
+    def take_back(self) -> str:
         """As it was before `restore`, when the operator of some rank could not take the state. Answers with what the
         operator raised, if it does not take its own part back either."""
         undo, self._undo = self._undo, None
@@ -334,10 +336,10 @@ class TFReplica:
         self._val_cursor.ended = True
         self._feed = None
 
-    def seated(self, seat: Seat) -> None:
+    def joined(self, rank_info: RankInfo) -> None:
         """A new generation, in the same process: only possible where nobody is to be met."""
         self._cut_short()
-        self._seat = self.operator._seat = seat
+        self._rank_info = self.operator._rank_info = rank_info
 
     def close(self) -> None:
         self.operator._close()

@@ -17,7 +17,7 @@ class _Source(Protocol):
     """What is asked of the replica."""
 
     _cursor: Any
-    _seat: Any
+    _rank_info: Any
 
     def whole(self) -> dict[str, Any]: ...
 
@@ -53,14 +53,14 @@ class Snapshotter:
     def take(self, replica: _Source) -> None:
         """Copies the state (training waits for that copy, and for nothing else) and sends it from a thread."""
         upload = self._control.upload
-        if upload is None or self._every is None or replica._seat.world_rank != 0:
+        if upload is None or self._every is None or replica._rank_info.world_rank != 0:
             return
         self.close(limit_s=None)  # the newest one matters: it must not be skipped because an older one is on its way
         state = replica.whole()
         partial = dict(replica.partial())
         samples = partial.get("num_samples")
         if isinstance(samples, (int, float)):
-            partial["num_samples"] = samples * replica._seat.world_size
+            partial["num_samples"] = samples * replica._rank_info.world_size
         message = {"progress": astuple(replica.progress), "call": replica._cursor.call, "partial": partial}
         self._thread = threading.Thread(
             target=lambda: upload(message, states.dump(state)), name="raysgd-snapshot", daemon=True

@@ -17,13 +17,13 @@ from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call, st
 from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
-from raysgd.protocols import Backend
-from raysgd.rendezvous import Alone, Seat
+from raysgd.protocols import Backend, Call
+from raysgd.rendezvous import Alone, RankInfo
 from raysgd.tf import arguments, states
 from raysgd.tf.backend import TensorFlowBackend
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.replica import TFReplicaFactory
+from raysgd.tf.replica import TFReplica, TFReplicaFactory
 from raysgd.tf.settings import ReplicaSettings
 from raysgd.workers.blob import Blob
 from raysgd.workers.inline import InlineGroup
@@ -128,7 +128,7 @@ class TFTrainer:
             "info": dict(info) if info is not None else None,
         }
         for _ in range(self._epochs if num_steps is None else 1):
-            job = Job("train", given, again="resume", max_losses=max_retries)
+            job = Job(Call(TFReplica.train, given), again="resume", max_failures=max_retries)
             result, each = self._calls.measure(self._engine, "train", job)
             if result.pop(STOP, False):
                 break
@@ -149,25 +149,26 @@ class TFTrainer:
             "profile": profile,
             "info": dict(info) if info is not None else None,
         }
-        result, each = self._calls.measure(self._engine, "validate", Job("validate", given))
+        result, each = self._calls.measure(self._engine, "validate", Job(Call(TFReplica.validate, given)))
         return result if reduce_results else each
 
     @exclusive
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs a function without arguments in every worker process; the answers in rank order."""
-        return self._apply("apply", fn)
+        return self._apply(TFReplica.apply, fn)
 
     @exclusive
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
         """Runs `fn(operator)` in every worker; the answers in rank order."""
-        return self._apply("apply_operator", fn)
+        return self._apply(TFReplica.apply_operator, fn)
 
-    def _apply(self, method: str, fn: Callable[..., Any]) -> list[Any]:
+    def _apply(self, method: Callable[..., Any], fn: Callable[..., Any]) -> list[Any]:
         if not callable(fn):
             raise ConfigError(f"fn must be a function, got {fn!r}")
-        pieces = self._engine.run(Job(method, {"function": self._engine.pack(fn)}, again="keep"))
+        call = Call(method, {"function": self._engine.pack(fn)})
+        parts = self._engine.run(Job(call, again="keep"))
         self._engine.state_changed_by_hand()
-        return [outcome.value for outcome in pieces[-1].outcomes if hasattr(outcome, "value")]
+        return [outcome.value for outcome in parts[-1].outcomes if hasattr(outcome, "value")]
 
     # -- models and state -----------------------------------------------------------------------------
 
@@ -181,9 +182,9 @@ class TFTrainer:
     def get_local_operator(self) -> TrainingOperator:
         """An operator in this process with the current state; with one inline worker, the very one that trains."""
         if isinstance(self._engine.group, InlineGroup):
-            operator: TrainingOperator = self._first("apply_operator", function=lambda operator: operator)
+            operator: TrainingOperator = self._first(TFReplica.apply_operator, function=lambda operator: operator)
             return operator
-        operator = self._factory.operator_cls(dict(self.config), settings=ReplicaSettings(), seat=Seat())
+        operator = self._factory.operator_cls(dict(self.config), settings=ReplicaSettings(), rank_info=RankInfo())
         states.restore(operator, self.state_dict())
         return operator
 
@@ -222,21 +223,21 @@ class TFTrainer:
         self.load(checkpoint)
 
     def _checkpoint(self) -> Any:
-        ranks = self._engine.run(Job("random_state"))[-1].values
-        return self._engine.run(Job("checkpoint", {"ranks": ranks}))[-1].values[0].data
+        ranks = self._values(TFReplica.random_state)
+        return self._first(TFReplica.checkpoint, ranks=ranks).data
 
     def _restore(self, data: Any) -> None:
-        for problem in self._engine.run(Job("check", {"data": Blob(data)}))[-1].values:
+        for problem in self._values(TFReplica.check, data=Blob(data)):
             if problem:
                 raise CheckpointError(problem)
-        for rank, refused in enumerate(self._engine.run(Job("restore", {"data": Blob(data)}))[-1].values):
+        for rank, refused in enumerate(self._values(TFReplica.restore, data=Blob(data))):
             if refused:
                 self._take_back(rank, *refused)
         self._engine.state_changed_by_hand(replaced=True)
 
     def _take_back(self, rank: int, said: str, trace: str) -> None:
         """All ranks are as they were before, as one of them could not take a state."""
-        again = [each for each in self._engine.run(Job("take_back"))[-1].values if each]
+        again = [each for each in self._values(TFReplica.take_back) if each]
         after = "The state is as it was before"
         if again:
             after = f"It raised again when it was given its old part back ({again[0]}); all else is as it was before"
@@ -244,8 +245,11 @@ class TFTrainer:
             f"the operator's load_state_dict raised {said}, on rank {rank}. {after}"
         ) from RemoteTraceback(trace)
 
-    def _first(self, method: str, **given: Any) -> Any:
-        return self._engine.run(Job(method, given))[-1].values[0]
+    def _values(self, method: Callable[..., Any], **given: Any) -> list[Any]:
+        return self._engine.run(Job(Call(method, given)))[-1].values
+
+    def _first(self, method: Callable[..., Any], **given: Any) -> Any:
+        return self._values(method, **given)[0]
 
     # -- the group ------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """What a replica answers beside training and validation: functions of the user's, models, and state to and from files.
 
-Each function is one call of the trainer's, on every rank. A replica looks them up by name in `ANSWERS`.
+The trainer's calls name these functions, and every rank runs them with its replica. Worker.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.sharded import gathered
 from raysgd.torch.snapshots import Snapshotter
 
-__all__ = ["ANSWERS", "Holder", "Refused"]
+__all__ = ["Holder", "Refused"]
 
 
 class Holder(Protocol):
@@ -158,25 +158,3 @@ def check_shards(replica: Holder, folder: str) -> Refused | None:
 def restore_shards(replica: Holder, folder: str, loads: int) -> Refused | None:
     state = shard_files.read(folder, replica.operator)  # with the other ranks, so an error here must free them
     return _or_refused(lambda: replica.take_over(lambda: state, loads))
-
-
-ANSWERS: dict[str, Callable[..., Any]] = {
-    answer.__name__: answer
-    for answer in (
-        apply_operator,
-        apply,
-        update_scheduler,
-        get_model,
-        random_state,
-        checkpoint,
-        save,
-        check,
-        restore,
-        check_file,
-        restore_file,
-        save_shards,
-        verify_shards,
-        check_shards,
-        restore_shards,
-    )
-}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.sockets import Connections
 from raysgd.torch.store import enter, open_store, wait_for_all, without_secret
 
@@ -53,36 +53,36 @@ class TorchBackend:
 
     # -- driver ---------------------------------------------------------------------------------------
 
-    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
+    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
         self._store = None  # closes the old one: whoever still waits in it is freed
-        if not seats:
+        if not rank_infos:
             return []
         self._store, settings = open_store(self._host, limit_s=self._join_s)
-        return [dict(settings) for _ in seats]
+        return [dict(settings) for _ in rank_infos]
 
     # -- worker ---------------------------------------------------------------------------------------
 
-    def join(self, seat: Seat, settings: dict[str, Any]) -> None:
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")  # whom it would try again has died
         self._connections.opening()
         try:
             with without_secret(settings):
-                self._form(seat, settings)
+                self._form(rank_info, settings)
         finally:
             self._connections.opened()
             self._hold()
 
-    def _form(self, seat: Seat, settings: dict[str, Any]) -> None:
+    def _form(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         gloo = self.name == "gloo"
-        meet_s = min(MEET_S + seat.world_size / RANKS_PER_S, self._collective_s) if gloo else self._collective_s
-        store = dist.HashStore() if seat.solo else self._client(settings)  # type: ignore[attr-defined]
-        store = dist.PrefixStore(f"generation-{seat.generation}", store)  # type: ignore[attr-defined]
-        wait_for_all(store, seat, limit_s=self._join_s)
+        meet_s = min(MEET_S + rank_info.world_size / RANKS_PER_S, self._collective_s) if gloo else self._collective_s
+        store = dist.HashStore() if rank_info.solo else self._client(settings)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"generation-{rank_info.generation}", store)  # type: ignore[attr-defined]
+        wait_for_all(store, rank_info, limit_s=self._join_s)
         dist.init_process_group(
             self.name,
             store=store,
-            rank=seat.world_rank,
-            world_size=seat.world_size,
+            rank=rank_info.world_rank,
+            world_size=rank_info.world_size,
             timeout=datetime.timedelta(seconds=meet_s),
         )
         # The first collective makes every connection now, where its failure belongs to the meeting.

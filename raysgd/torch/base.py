@@ -9,7 +9,7 @@ import torch
 
 from raysgd.errors import ConfigError
 from raysgd.meters import AverageMeterCollection
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.timers import TimerCollection
 from raysgd.torch.gradients import Gradients
 from raysgd.torch.parts import Parts, move
@@ -20,14 +20,18 @@ __all__ = ["OperatorBase"]
 
 
 class OperatorBase:
-    """Owns the registered parts, the precision and the seat. The replica replaces the seat when the world changes."""
+    """Owns the registered parts, the precision and its `RankInfo`, which the replica replaces when the world changes."""
 
     def __init__(
-        self, config: dict[str, Any] | None = None, *, settings: ReplicaSettings | None = None, seat: Seat | None = None
+        self,
+        config: dict[str, Any] | None = None,
+        *,
+        settings: ReplicaSettings | None = None,
+        rank_info: RankInfo | None = None,
     ) -> None:
         self._config: dict[str, Any] = {} if config is None else config
         self._settings = settings or ReplicaSettings()
-        self._seat = seat or Seat()
+        self._rank_info = rank_info or RankInfo()
         self._device = torch.device("cuda:0" if self._settings.use_gpu else "cpu")
         self._precision = make_precision(self._settings.precision, self._device)
         self._parts = Parts(options=self._settings.options, exchange=self._settings.exchange())
@@ -90,16 +94,16 @@ class OperatorBase:
     @property
     def world_size(self) -> int:
         """How many workers there are now; changes when machines come and go."""
-        return self._seat.world_size
+        return self._rank_info.world_size
 
     @property
     def world_rank(self) -> int:
-        return self._seat.world_rank
+        return self._rank_info.world_rank
 
     @property
     def local_rank(self) -> int:
         """The rank among the workers of this machine."""
-        return self._seat.local_rank
+        return self._rank_info.local_rank
 
     @property
     def _is_distributed(self) -> bool:

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from typing import Any
 from raysgd import storage
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
-from raysgd.torch import manifest, shard_files, states
-from raysgd.torch.answers import Refused
+from raysgd.protocols import Call
+from raysgd.torch import answers, manifest, shard_files, states
 from raysgd.torch.files import SeenFile, UnseenError, is_archive, readable, verified, verified_file
 from raysgd.torch.receiver import FailedOnWorkerError, Receiver
 from raysgd.torch.shard_files import is_replaceable
@@ -83,7 +84,8 @@ class Checkpoints:
         storage.check_file(where)
         way = self._way(where)
         try:
-            self._engine.run(Job("save", {"sink": way.sink, "ranks": self._random_states(), "blocking": blocking}))
+            arguments = {"sink": way.sink, "ranks": self._random_states(), "blocking": blocking}
+            self._engine.run(Job(Call(answers.save, arguments)))
             way.call_ended()
             if blocking:
                 way.done.result()
@@ -97,7 +99,7 @@ class Checkpoints:
 
     def content(self) -> Any:
         """The whole checkpoint as bytes."""
-        return self._engine.run(Job("checkpoint", {"ranks": self._random_states()}))[-1].values[0].data
+        return self._engine.run(Job(Call(answers.checkpoint, {"ranks": self._random_states()})))[-1].values[0].data
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool) -> None:
         where = storage.place(path)
@@ -135,14 +137,14 @@ class Checkpoints:
         if outline is None or not file.here:
             return False
         try:
-            self._take({"file": file, "trusted": trusted}, kind="_file")
+            self._take(answers.check_file, answers.restore_file, {"file": file, "trusted": trusted})
         except UnseenError:
             return False
         return True
 
     def restore(self, data: Any, *, trusted: bool) -> None:
         states.parse(data, trusted=trusted)  # what is damaged or foreign never reaches a worker
-        self._take({"data": Blob(data), "trusted": trusted})
+        self._take(answers.check, answers.restore, {"data": Blob(data), "trusted": trusted})
 
     def raise_failed(self) -> None:
         """The error of a background save that failed and that nobody has looked at."""
@@ -196,8 +198,8 @@ class Checkpoints:
         draft = target.parent.absolute() / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
         draft.mkdir(parents=True)
         try:
-            job = Job("save_shards", {"folder": str(draft), "ranks": self._random_states()})
-            written = self._engine.run(job)[-1].values
+            call = Call(answers.save_shards, {"folder": str(draft), "ranks": self._random_states()})
+            written = self._engine.run(Job(call))[-1].values
             manifest.write(draft, {name: known for files in written for name, known in files.items()})
             storage.put_folder(draft, target)
         except BaseException:
@@ -220,27 +222,28 @@ class Checkpoints:
             )
         place = {"folder": str(folder.absolute())}
         if files is not None:
-            self._ask("verify_shards", {**place, "files": files})
-        self._take(place, kind="_shards")
+            self._ask(answers.verify_shards, {**place, "files": files})
+        self._take(answers.check_shards, answers.restore_shards, place)
         return files is not None
 
-    def _take(self, given: dict[str, Any], kind: str = "") -> None:
-        """Checked on every rank before any of them changes."""
-        self._ask(f"check{kind}", given)
+    def _take(self, check: Callable[..., Any], restore: Callable[..., Any], given: dict[str, Any]) -> None:
+        """Check a state on every rank before any of them changes; then let all take it."""
+        self._ask(check, given)
         with self._engine.state_replaced_by_hand():
             # Counted here: the same number for all, also for one that has taken this load before, in a first try.
-            self._ask(f"restore{kind}", {**given, "loads": self._engine.progress.loads + 1})
+            self._ask(restore, {**given, "loads": self._engine.progress.loads + 1})
 
-    def _ask(self, method: str, given: dict[str, Any]) -> None:
+    def _ask(self, method: Callable[..., Any], given: dict[str, Any]) -> None:
         """Ask all ranks; raise what one of them refuses."""
-        refused = [value for value in self._engine.run(Job(method, given))[-1].values if isinstance(value, Refused)]
+        values = self._engine.run(Job(Call(method, given)))[-1].values
+        refused = [value for value in values if isinstance(value, answers.Refused)]
         if any(value.unseen for value in refused):
             raise UnseenError
         if refused:
             raise CheckpointError(refused[0].why) from RemoteTraceback(refused[0].trace)
 
     def _random_states(self) -> list[Any]:
-        return self._engine.run(Job("random_state"))[-1].values
+        return self._engine.run(Job(Call(answers.random_state)))[-1].values
 
     def _way(self, path: storage.Place) -> Way:
         if isinstance(self._engine.group, InlineGroup):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from raysgd.data.rows import RayData
 from raysgd.outcomes import DataLoaderFailure
 from raysgd.plan import Deal
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.loading import LoaderIterator
 from raysgd.torch.sampling import (
@@ -57,15 +57,15 @@ class PlannedSource:
         self._twin = following(loader, self._picker)
         self.counts_samples = not own
         self.order: Order = range(0)
-        self._open: tuple[Seat, int, Iterator[Drawn]] | None = None
+        self._open: tuple[RankInfo, int, Iterator[Drawn]] | None = None
 
-    def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """A new epoch: its order is rank 0's, from the user's own sampler. Every rank asks its own, so that their random
         states stay in step and any of them can become rank 0."""
         set_epoch(self.loader, epoch)
         order = epoch_order(self.loader)
-        if shared and seat.world_size > 1 and not isinstance(order, range):
-            order = agree(order if seat.world_rank == 0 else None)
+        if shared and rank_info.world_size > 1 and not isinstance(order, range):
+            order = agree(order if rank_info.world_rank == 0 else None)
         self.order = order
 
     def state(self) -> dict[str, Any]:
@@ -80,39 +80,39 @@ class PlannedSource:
         for source, saved in zip(random_sources(self.loader), state.get("generators", ()), strict=False):
             source.set_state(saved)
 
-    def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """This rank's part of the rest of the epoch; the running iterator where the last call stopped at `offset`."""
-        if self._open is not None and self._open[:2] == (seat, offset):
+        if self._open is not None and self._open[:2] == (rank_info, offset):
             return self._open[2]
-        fresh = self._generate(seat, offset)
-        self._open = (seat, offset, fresh)
+        fresh = self._generate(rank_info, offset)
+        self._open = (rank_info, offset, fresh)
         return fresh
 
-    def _generate(self, seat: Seat, offset: int) -> Iterator[Drawn]:
+    def _generate(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         if self._pad and self._own_batches and self._global_batch is None:
-            self.order = evened(self.order, seat.world_size, offset)
-        self._picker.follow(self.order, self._deal(seat), seat.world_rank, offset)
+            self.order = evened(self.order, rank_info.world_size, offset)
+        self._picker.follow(self.order, self._deal(rank_info), rank_info.world_rank, offset)
         try:
             for (after, share), batch in zip(self._picker.steps(), LoaderIterator(self._twin), strict=True):
                 assert self._open is not None
-                self._open = (seat, after, self._open[2])
+                self._open = (rank_info, after, self._open[2])
                 yield Drawn(batch, after, share.fresh)
         except (Exception, DataLoaderFailure):
             self._open = None  # a generator that raised has no more batches, and the epoch has
             raise
         self._open = None
 
-    def steps_left(self, seat: Seat, offset: int) -> int:
+    def steps_left(self, rank_info: RankInfo, offset: int) -> int:
         """How many more batches the epoch has for every rank."""
-        return self._deal(seat).steps_left(offset)
+        return self._deal(rank_info).steps_left(offset)
 
-    def _deal(self, seat: Seat) -> Deal:
+    def _deal(self, rank_info: RankInfo) -> Deal:
         size = unit_size(self.loader)
-        step = self._global_batch or size * seat.world_size
+        step = self._global_batch or size * rank_info.world_size
         return Deal(
             total=len(self.order),
-            step_size=max(step, seat.world_size) if self._pad else step,
-            world_size=seat.world_size,
+            step_size=max(step, rank_info.world_size) if self._pad else step,
+            world_size=rank_info.world_size,
             drop_last=bool(getattr(self.loader, "drop_last", False)) and self._pad,
             pad=self._pad,
         )
@@ -135,17 +135,17 @@ class LiveSource:
         self._given = 0
         self._randomness: list[torch.Tensor] = []
 
-    def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         set_epoch(self.loader, epoch)
         self._live = None
         self._given = 0
         self._kept.clear()
 
-    def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """What was drawn before a peer was lost, and not committed, has its turn again."""
         if self._live is None:
-            self._live = self._opened(seat)
-        vote = self._vote if self._together and seat.world_size > 1 else _mine
+            self._live = self._opened(rank_info)
+        vote = self._vote if self._together and rank_info.world_size > 1 else _mine
         again = [drawn for drawn in self._kept if drawn.offset > offset]
         while True:
             offset += 1
@@ -160,7 +160,7 @@ class LiveSource:
                 return
             yield drawn
 
-    def _opened(self, seat: Seat) -> Iterator[Any]:
+    def _opened(self, rank_info: RankInfo) -> Iterator[Any]:
         """A new iterator; of an epoch that was begun before, behind the batches that it has given."""
         sources = [torch.default_generator]
         if isinstance(self.loader, DataLoader):
@@ -171,7 +171,7 @@ class LiveSource:
                 source.set_state(begun)
         else:
             self._randomness = now
-        live = LoaderIterator(sharded_live(self.loader, seat) if self._shard else self.loader)
+        live = LoaderIterator(sharded_live(self.loader, rank_info) if self._shard else self.loader)
         if self._given:
             deque(islice(live, self._given), maxlen=0)
             for source, state in zip(sources, now, strict=True):
@@ -213,7 +213,7 @@ class StreamSource:
     def __init__(self, dataset: Any) -> None:
         self._dataset = self.loader = dataset
 
-    def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """A stream has no epochs."""
 
     def state(self) -> dict[str, Any]:
@@ -223,10 +223,10 @@ class StreamSource:
     def load(self, state: dict[str, Any]) -> None:
         """Nothing to take."""
 
-    def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
-        self._dataset.set_num_shards(seat.world_size)
-        step = self._dataset.batch_size * seat.world_size
-        for pairs in self._dataset.get_shard(seat.world_rank, start=offset):
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        self._dataset.set_num_shards(rank_info.world_size)
+        step = self._dataset.batch_size * rank_info.world_size
+        for pairs in self._dataset.get_shard(rank_info.world_rank, start=offset):
             offset += step
             yield Drawn(tuple(_joined(column) for column in zip(*pairs, strict=True)), offset)
 
@@ -263,7 +263,7 @@ class RowSource:
         self._pad, self._step, self._keep = pad, step, keep
         self._number = (cursor.call if own_call else -1, cursor.epoch)
 
-    def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         self._number = (self._number[0], epoch + 1)
 
     def state(self) -> dict[str, Any]:
@@ -272,12 +272,12 @@ class RowSource:
     def load(self, state: dict[str, Any]) -> None:
         self._number = tuple(state.get("number", self._number))
 
-    def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """This rank's part of the rest of the pass."""
-        step = self._step or (self._data.batch_size or 1) * seat.world_size
-        step = max(step, seat.world_size)
+        step = self._step or (self._data.batch_size or 1) * rank_info.world_size
+        step = max(step, rank_info.world_size)
         place: dict[str, Any] = {"call": self._cursor.call, "number": self._number, "start": offset}
-        for columns, after, fresh in self._rows.read(seat, **place, step=step, pad=self._pad, keep=self._keep):
+        for columns, after, fresh in self._rows.read(rank_info, **place, step=step, pad=self._pad, keep=self._keep):
             yield Drawn(_tensors(self._data.arranged(columns)), after, fresh)
 
 

@@ -13,7 +13,7 @@ class Exchange:
     def prepare(self, models: list[Any], optimizers: list[Any]) -> None:
         """At registration, once."""
 
-    def seated(self) -> None:
+    def joined(self) -> None:
         """A generation stands, all of its ranks here: the same weights everywhere, and exchange begins anew."""
 
     def hold(self, on: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from raysgd.errors import ConfigError
 from raysgd.outcomes import DataLoaderFailure
 from raysgd.progress import Control
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import Drawn, PlannedSource, Source
 from raysgd.torch.prefetch import Ahead, Carrier
@@ -35,7 +35,7 @@ class Feed:
         self,
         source: Source,
         cursor: Cursor,
-        seat: Seat,
+        rank_info: RankInfo,
         control: Control,
         *,
         limit: int | None,
@@ -47,7 +47,7 @@ class Feed:
         unwind: bool = False,
         name: str = "train_loader",
     ) -> None:
-        self._source, self._cursor, self._seat, self._control = source, cursor, seat, control
+        self._source, self._cursor, self._rank_info, self._control = source, cursor, rank_info, control
         self._limit, self._shared, self._unwind, self._name = limit, shared, unwind, name
         self._carrier, self._on_commit = carrier, on_commit
         self._window_size, self._on_batch = window, on_batch
@@ -144,7 +144,7 @@ class Feed:
                     return None
                 self._begin_epoch()
             if self._drawn is None:
-                self._drawn = self._ahead(self._source.batches(self._seat, cursor.offset))
+                self._drawn = self._ahead(self._source.batches(self._rank_info, cursor.offset))
                 self._expect()
             drawn = next(self._drawn, None)
             if drawn is not None:
@@ -170,7 +170,7 @@ class Feed:
             return
         raise ConfigError(
             f"{self._name} gave no batch at all: its data set is empty, or drop_last=True leaves less than one step for "
-            f"{self._seat.world_size} worker(s), or it is a generator that an earlier epoch used up. "
+            f"{self._rank_info.world_size} worker(s), or it is a generator that an earlier epoch used up. "
             f"Register data with at least one batch: self.register_data({self._name}=...)"
         )
 
@@ -184,7 +184,7 @@ class Feed:
     def _note_end_of_epoch(self) -> None:
         """A number of steps that comes out at the end of an epoch ends it, where the plan can tell."""
         cursor, source = self._cursor, self._source
-        if isinstance(source, PlannedSource) and source.steps_left(self._seat, cursor.offset) == 0:
+        if isinstance(source, PlannedSource) and source.steps_left(self._rank_info, cursor.offset) == 0:
             cursor.ended = self.epoch_ended = True
 
     def _expect(self) -> None:
@@ -192,11 +192,11 @@ class Feed:
         if self._limit is not None:
             self._cursor.call_expected = self._limit
         elif isinstance(self._source, PlannedSource):
-            left = self._source.steps_left(self._seat, self._cursor.offset)
+            left = self._source.steps_left(self._rank_info, self._cursor.offset)
             self._cursor.call_expected = self._cursor.call_batches + left
 
     def _begin_epoch(self) -> None:
-        self._source.begin(self._cursor.epoch, self._seat, self._shared)
+        self._source.begin(self._cursor.epoch, self._rank_info, self._shared)
         self._cursor.epoch += 1
         self._cursor.offset, self._cursor.ended = 0, False
 

@@ -56,7 +56,7 @@ class LightningOperator(TrainingOperator):
         self._base = modules.lightning_base(self.module_cls)
         self.module = module = modules.construct(self.module_cls, config)
         modules.refuse_unsupported(module, self._base, self._settings)
-        self._stand_in = module.trainer = TrainerStandIn(module, self._seat, self._settings.options)
+        self._stand_in = module.trainer = TrainerStandIn(module, self._rank_info, self._settings.options)
         self._epoch, self._batch_idx = -1, 0
         self._open = False  # is there an epoch whose end has not been told?
         self._greeted: int | None = None  # the epoch whose start this very process has told the module
@@ -281,7 +281,7 @@ class LightningOperator(TrainingOperator):
     def _attached(self, phase: str) -> Iterator[None]:
         """While a call runs, `self.log` writes here; between calls the module is as its class made it."""
         stand_in = self._stand_in
-        stand_in.seat, stand_in.global_step = self._seat, self.global_step
+        stand_in.rank_info, stand_in.global_step = self._rank_info, self.global_step
         self._book.open(self.world_rank)
         inner: list[Any] = [each for each in self.module.modules() if isinstance(each, self._base)]
         for each in inner:

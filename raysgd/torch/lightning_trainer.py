@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysgd.errors import ConfigError
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.lightning_schedules import Schedule
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.precision import Precision
@@ -103,12 +103,12 @@ class TrainerStandIn:
     logger = progress_bar_callback = datamodule = None
     _results = None  # what self.log asks for first; outside of a call there is none, and it says so
 
-    def __init__(self, module: Any, seat: Seat, options: TrainingOptions) -> None:
+    def __init__(self, module: Any, rank_info: RankInfo, options: TrainingOptions) -> None:
         self.lightning_module = self.model = module
         clip_by_norm = options.clip_norm is not None
         self.gradient_clip_val = options.clip_norm if clip_by_norm else options.clip_value
         self.gradient_clip_algorithm = None if self.gradient_clip_val is None else "norm" if clip_by_norm else "value"
-        self.seat = seat
+        self.rank_info = rank_info
         self.current_epoch = self.global_step = 0
         self.loggers: list[Any] = []
         self.callbacks: list[Any] = []
@@ -122,23 +122,23 @@ class TrainerStandIn:
 
     @property
     def global_rank(self) -> int:
-        return self.seat.world_rank
+        return self.rank_info.world_rank
 
     @property
     def local_rank(self) -> int:
-        return self.seat.local_rank
+        return self.rank_info.local_rank
 
     @property
     def node_rank(self) -> int:
-        return self.seat.node_rank
+        return self.rank_info.node_rank
 
     @property
     def world_size(self) -> int:
-        return self.seat.world_size
+        return self.rank_info.world_size
 
     @property
     def is_global_zero(self) -> bool:
-        return self.seat.world_rank == 0
+        return self.rank_info.world_rank == 0
 
     @property
     def should_stop(self) -> bool:

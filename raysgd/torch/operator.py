@@ -205,15 +205,15 @@ class TrainingOperator(OperatorBase):
             return
         if options.parallel == "fsdp":
             parts.shards = Shards(parts.models, parts.optimizers, self._configure_fsdp, self.device)
-            if not self._seat.solo:  # a recruit is cut when it joins the others
-                parts.shards.seated()
+            if not self._rank_info.solo:  # a recruit is cut when it joins the others
+                parts.shards.joined()
         elif self._settings.wrap_ddp:
             parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
             parts.wrapped = self._configure_ddp(parts.models, self.device_ids, ddp_args)
             wrapping.hooked(parts.wrapped, options)
         parts.exchange.prepare(parts.models, parts.optimizers)
-        if not self._seat.solo:
-            parts.exchange.seated()
+        if not self._rank_info.solo:
+            parts.exchange.joined()
 
     def _configure_fsdp(self, model: nn.Module, mesh: Any) -> None:
         """Cuts one model in place, with `torch.distributed.fsdp.fully_shard`; a place to override."""

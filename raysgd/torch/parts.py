@@ -46,9 +46,9 @@ class Parts:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self.shards is not None:
-            self.shards.seated()
+            self.shards.joined()
         wrapping.rewrap(self.wrapped, self.ddp_args, self.options)
-        self.exchange.seated()
+        self.exchange.joined()
 
     def begin_measuring(self, phase: str) -> None:
         """A new call: its registered metric, where there is one, starts from nothing."""

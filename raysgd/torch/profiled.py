@@ -10,8 +10,7 @@ import torch
 
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.progress import Control
-from raysgd.rendezvous import Seat
-from raysgd.torch.feed import Feed
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
 from raysgd.torch.settings import ReplicaSettings
@@ -27,18 +26,19 @@ class ProfiledReplica(TorchReplica):
         self,
         operator: TrainingOperator,
         settings: ReplicaSettings,
-        seat: Seat,
+        rank_info: RankInfo,
         control: Control,
         profiler: ProfilerSettings,
     ) -> None:
-        super().__init__(operator, settings, seat, control)
-        self._wanted, self._traces = profiler, TraceKeeper(seat.world_rank)
+        super().__init__(operator, settings, rank_info, control)
+        self._wanted, self._traces = profiler, TraceKeeper(rank_info.world_rank)
         self._profiler: Any = None
         self._calls: set[int] = set()
 
-    def _epoch(self, feed: Feed, **arguments: Any) -> Any:
-        with self._recording():
-            return super()._epoch(feed, **arguments)
+    @contextmanager
+    def _measuring_epoch(self) -> Iterator[None]:
+        with self._recording(), super()._measuring_epoch():
+            yield
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
@@ -76,5 +76,5 @@ class ProfiledReplicaFactory(TorchReplicaFactory):
         super().__init__(operator_cls, config, settings)
         self.wanted: ProfilerSettings = wanted
 
-    def _replica(self, operator: TrainingOperator, seat: Seat, control: Control) -> TorchReplica:
-        return ProfiledReplica(operator, self.settings, seat, control, self.wanted)
+    def _replica(self, operator: TrainingOperator, rank_info: RankInfo, control: Control) -> TorchReplica:
+        return ProfiledReplica(operator, self.settings, rank_info, control, self.wanted)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from raysgd.meters import AverageMeterCollection
 from raysgd.metrics import COMMITTED, SKIPPED, check_metrics
 from raysgd.outcomes import DataLoaderFailure, Interrupted
 from raysgd.progress import Control, Progress
-from raysgd.rendezvous import Seat
+from raysgd.protocols import Call
+from raysgd.rendezvous import RankInfo
 from raysgd.torch import states
-from raysgd.torch.answers import ANSWERS
+from raysgd.torch.accepted import accepted_arguments
 from raysgd.torch.checks import check_fits
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import Source, close
@@ -29,7 +30,6 @@ from raysgd.torch.prefetch import make_carrier
 from raysgd.torch.settings import ReplicaSettings
 from raysgd.torch.sharded import gathered
 from raysgd.torch.snapshots import Snapshotter
-from raysgd.torch.tolerant import call_with
 from raysgd.torch.undo import Undo
 
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
@@ -46,26 +46,28 @@ class TorchReplicaFactory:
     def __init__(self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: ReplicaSettings) -> None:
         self.operator_cls, self.config, self.settings = operator_cls, config, settings
 
-    def __call__(self, seat: Seat, control: Control) -> TorchReplica:
+    def __call__(self, rank_info: RankInfo, control: Control) -> TorchReplica:
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
-        operator = self.operator_cls(self.config, settings=self.settings, seat=seat)
+        operator = self.operator_cls(self.config, settings=self.settings, rank_info=rank_info)
         if not operator._parts.registered:
             raise ConfigError(
                 f"{self.operator_cls.__name__}.setup did not call self.register(models=..., optimizers=...): "
                 "without it there is nothing to train, to wrap or to save"
             )
-        return self._replica(operator, seat, control)
+        return self._replica(operator, rank_info, control)
 
-    def _replica(self, operator: TrainingOperator, seat: Seat, control: Control) -> TorchReplica:
-        return TorchReplica(operator, self.settings, seat, control)
+    def _replica(self, operator: TrainingOperator, rank_info: RankInfo, control: Control) -> TorchReplica:
+        return TorchReplica(operator, self.settings, rank_info, control)
 
 
 class TorchReplica:
-    """Owns the operator, its sources and the cursor. Trains and validates; what else it is asked is in `answers`."""
+    """Owns the operator, its sources and the cursor. Trains and validates; the trainer's other calls are in `answers`."""
 
-    def __init__(self, operator: TrainingOperator, settings: ReplicaSettings, seat: Seat, control: Control) -> None:
-        self.operator, self._settings, self._seat, self._control = operator, settings, seat, control
+    def __init__(
+        self, operator: TrainingOperator, settings: ReplicaSettings, rank_info: RankInfo, control: Control
+    ) -> None:
+        self.operator, self._settings, self._rank_info, self._control = operator, settings, rank_info, control
         self._opener = Opener(operator, settings, control)
         self._cursor, self._val_cursor = Cursor(), Cursor()
         self._validation_began = self._val_cursor.as_dict()
@@ -85,21 +87,19 @@ class TorchReplica:
     def progress(self) -> Progress:
         return self._cursor.progress(self._control.phase)
 
-    def run(self, method: str, **arguments: Any) -> Any:
-        own: dict[str, Callable[..., Any]] = {"train": self._run_train, "validate": self._run_validate}
-        run = own[method] if method in own else functools.partial(ANSWERS[method], self)
-        self._control.phase = method
+    def run(self, call: Call) -> Any:
+        self._control.phase = call.name
         try:
-            return run(**arguments)
+            return call.method(self, **call.arguments)
         except DataLoaderFailure as failure:
-            name = "validation_loader" if method == "validate" else "train_loader"
+            name = "validation_loader" if call.method is TorchReplica.validate else "train_loader"
             return failure.interrupted(name, self.partial(), self.progress)
         finally:
             self._control.phase = "idle"
 
     # -- training -------------------------------------------------------------------------------------
 
-    def _run_train(
+    def train(
         self,
         call: int,
         num_steps: int | None,
@@ -120,29 +120,34 @@ class TorchReplica:
         if snapshot_first:
             self.snapshots.take(self)
         self._feed = feed = self._make_feed(source, cursor, num_steps, shared=True, unwind=own_loop)
-        result = self._epoch(feed, info=info, num_steps=num_steps, epoch_idx=cursor.call_epoch - 1)
-        if feed.stopped:
-            asked = not self._control.interrupted
-            return Interrupted(self.partial(result), "stopped at a batch border", self.progress, asked=asked)
-        report = self._reported(result, profile, "train", cursor)
-        self._feed = None
-        cursor.call_done = True
-        cursor.unpark()
-        self.snapshots.call_ended(self)
-        return report
-
-    def _epoch(self, feed: Feed, **arguments: Any) -> Any:
-        """The user's loop over the feed, however it ends."""
+        given, named = accepted_arguments(
+            operator.train_epoch, feed, info=info, num_steps=num_steps, epoch_idx=cursor.call_epoch - 1
+        )
         try:
-            with self.operator.timers.record("train_epoch"):
-                result = call_with(self.operator.train_epoch, feed, **arguments)
+            with self._measuring_epoch():
+                result = operator.train_epoch(*given, **named)
         except MembershipChange:
             result = {}
         except BaseException:
-            feed.cut_short()  # what was applied counts before anybody is given this state
+            feed.cut_short()  # what was applied must count before another rank takes this state
             raise
         feed.leave()
-        return result
+        if feed.stopped:
+            asked = not self._control.interrupted
+            return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
+        return self._end_call(self._reported(result, profile, "train", cursor))
+
+    def _end_call(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Note that the call of `train` is done. Return its report."""
+        self._feed = None
+        self._cursor.call_done = True
+        self._cursor.unpark()
+        self.snapshots.call_ended(self)
+        return report
+
+    def _measuring_epoch(self) -> AbstractContextManager[Any]:
+        """Return a context for the user's loop over an epoch."""
+        return self.operator.timers.record("train_epoch")
 
     def _open_call(self, call: int, dataset: Any) -> bool:
         """Begins the call, or goes on with it after a change of members; False when its work is done already."""
@@ -159,7 +164,7 @@ class TorchReplica:
         return Feed(
             source,
             cursor,
-            self._seat,
+            self._rank_info,
             self._control,
             limit=num_steps,
             shared=shared and self._settings.distributed,
@@ -199,7 +204,7 @@ class TorchReplica:
 
     # -- validation -----------------------------------------------------------------------------------
 
-    def _run_validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int) -> Any:
+    def validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int) -> Any:
         """The trainer's `validate`; no rank waits for another in it."""
         operator, cursor = self.operator, self._val_cursor
         if operator._parts.validation_loader is None:
@@ -218,16 +223,17 @@ class TorchReplica:
         self._time(profile)
         self.operator._parts.begin_measuring("validation")
         feed = self._make_feed(self._validation, cursor, num_steps, shared=True)
+        given, named = accepted_arguments(operator.validate, feed, info=info)
         try:
             with operator._parts.validating(), operator.timers.record("validation"):
-                result = call_with(operator.validate, feed, info=info)
+                result = operator.validate(*given, **named)
         except BaseException:
             cursor.adopt(self._validation_began)
             raise
         feed.leave()
         if feed.stopped:
             cursor.adopt(self._validation_began)
-            return Interrupted(None, "a peer was lost", self.progress)
+            return Interrupted(None, "a peer failed", self.progress)
         return self._reported(result, profile, "validation", None)
 
     # -- sources --------------------------------------------------------------------------------------
@@ -280,7 +286,7 @@ class TorchReplica:
 
     @property
     def rank(self) -> int:
-        return self._seat.world_rank
+        return self._rank_info.world_rank
 
     @property
     def in_shards(self) -> bool:
@@ -294,7 +300,7 @@ class TorchReplica:
         state = states.gather(self.operator)
         if self.in_shards and not raw:
             state |= {name: gathered(state[name], keep=self.rank == 0) for name in ("models", "optimizers")}
-        state |= {"epoch": cursor.epoch, "world_size": self._seat.world_size}
+        state |= {"epoch": cursor.epoch, "world_size": self._rank_info.world_size}
         state["position"] = cursor.as_dict()
         state["validation_position"] = self._val_cursor.as_dict()
         state["validation_began"] = self._validation_began
@@ -346,20 +352,20 @@ class TorchReplica:
         if self.rank < len(ranks):
             states.restore_random(ranks[self.rank])
 
-    def seated(self, seat: Seat) -> None:
+    def joined(self, rank_info: RankInfo) -> None:
         """A new generation: fresh wrappers, a fresh deal; who was cut short forgets the batch in work."""
-        old, self._seat = self._seat, seat
+        old, self._rank_info = self._rank_info, rank_info
         if self._feed is not None:
             self._feed.cut_short()
             self._feed = None
-        self.operator._seat = seat
+        self.operator._rank_info = rank_info
         self.operator._precision.abandon()
         self.operator._gradients.abandon()
         self.operator._parts.rewrap()
         # A recruit's state is that of the old world, and what `resized` does to it must happen on every rank.
         before = self._state_of if old.solo else old.world_size
-        if before and before != seat.world_size:
-            self.operator.resized(before, seat.world_size)
+        if before and before != rank_info.world_size:
+            self.operator.resized(before, rank_info.world_size)
 
     def close(self) -> None:
         close(self._train)

@@ -24,18 +24,18 @@ class Shards:
     def __init__(self, models: list[nn.Module], optimizers: list[Any], place: Place, device: torch.device) -> None:
         self._models, self._optimizers, self._place, self._device = models, optimizers, place, device
         self._hollow: list[nn.Module] = []
-        self._seat: tuple[int, int] | None = None
+        self._rank_info: tuple[int, int] | None = None
 
-    def seated(self) -> None:
+    def joined(self) -> None:
         """A generation stands. The first one cuts the models; a later one must have the same ranks, since each holds
         the only copy of its part."""
-        seat = (dist.get_rank(), dist.get_world_size())
-        if self._seat is None:
-            self._seat = seat
+        rank_info = (dist.get_rank(), dist.get_world_size())
+        if self._rank_info is None:
+            self._rank_info = rank_info
             self._cut()
-        elif self._seat != seat:
+        elif self._rank_info != rank_info:
             raise ConfigError(
-                f"a shard made for rank {self._seat[0]} of {self._seat[1]} cannot become rank {seat[0]} of {seat[1]}: "
+                f"a shard made for rank {self._rank_info[0]} of {self._rank_info[1]} cannot become rank {rank_info[0]} of {rank_info[1]}: "
                 "with parallel='fsdp', save, and load into a trainer with the other number of workers"
             )
         else:

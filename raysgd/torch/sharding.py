@@ -9,23 +9,23 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 
 __all__ = ["RankShard", "sharded_live"]
 
 
-def sharded_live(loader: Iterable[Any], seat: Seat) -> Iterable[Any]:
+def sharded_live(loader: Iterable[Any], rank_info: RankInfo) -> Iterable[Any]:
     """One rank's loader. A data set with `shard(rank, world_size)` is told; another one sees its rank through
     `torch.utils.data.get_worker_info()`, as if every rank's loader processes were workers of one loader."""
     dataset = getattr(loader, "dataset", None)
-    if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or seat.world_size == 1:
+    if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or rank_info.world_size == 1:
         return loader
     hook = getattr(dataset, "shard", None)
     if callable(hook):
-        hook(seat.world_rank, seat.world_size)
+        hook(rank_info.world_rank, rank_info.world_size)
         return loader
     twin = copy.copy(loader)
-    twin.__dict__.update(dataset=RankShard(dataset, seat.world_rank, seat.world_size), _iterator=None)
+    twin.__dict__.update(dataset=RankShard(dataset, rank_info.world_rank, rank_info.world_size), _iterator=None)
     if loader.worker_init_fn is not None:
         twin.__dict__["worker_init_fn"] = RankInit(loader.worker_init_fn)
     return twin

@@ -23,7 +23,7 @@ class _Source(Protocol):
     """What is asked of the replica."""
 
     _cursor: Any
-    _seat: Any
+    _rank_info: Any
 
     @property
     def in_shards(self) -> bool: ...
@@ -66,7 +66,7 @@ class Snapshotter:
         upload = self._control.upload
         if upload is None or self._every is None:
             return
-        if replica._seat.world_rank != 0:
+        if replica._rank_info.world_rank != 0:
             if replica.in_shards:
                 replica.whole()  # rank 0 needs everybody's shards
             return
@@ -76,7 +76,7 @@ class Snapshotter:
         partial = dict(replica.partial())
         samples = partial.get("num_samples")
         if isinstance(samples, (int, float)):
-            partial["num_samples"] = samples * replica._seat.world_size
+            partial["num_samples"] = samples * replica._rank_info.world_size
         message = {"progress": astuple(replica.progress), "call": replica._cursor.call, "partial": partial}
         self._thread = threading.Thread(
             target=lambda: upload(message, states.dump(state)), name="raysgd-snapshot", daemon=True

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 
 __all__ = ["enter", "open_store", "wait_for_all", "without_secret"]
 
@@ -163,11 +163,11 @@ class _Clients:
             return
 
 
-def wait_for_all(store: Any, seat: Seat, *, limit_s: float) -> None:
+def wait_for_all(store: Any, rank_info: RankInfo, *, limit_s: float) -> None:
     """Wait until every rank is in the store, or the driver closes it. After this all are close together in time: a peer
     that one still waits for has died."""
-    store.set(f"here-{seat.world_rank}", "")
-    store.wait([f"here-{rank}" for rank in range(seat.world_size)], datetime.timedelta(seconds=limit_s))
+    store.set(f"here-{rank_info.world_rank}", "")
+    store.wait([f"here-{rank}" for rank in range(rank_info.world_size)], datetime.timedelta(seconds=limit_s))
 
 
 @contextlib.contextmanager

@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 
-from raysgd.callbacks.base import Callback, Kind
+from raysgd.callbacks.base import Callback
 from raysgd.callbacks.history import History
 from raysgd.calls import exclusive
 from raysgd.config import ElasticConfig, check_call
 from raysgd.elastic import Recovery
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError
-from raysgd.rendezvous import Seat
-from raysgd.torch import assembly, states
+from raysgd.protocols import Call
+from raysgd.rendezvous import RankInfo
+from raysgd.torch import answers, assembly, states
 from raysgd.torch.arguments import check_num_workers
 from raysgd.torch.assembly import TrainerArguments, opened
 from raysgd.torch.checkpoints import Checkpoints, SaveHandle
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import ReplicaSettings
 from raysgd.workers.inline import InlineGroup
 
@@ -40,8 +42,8 @@ class TorchTrainer:
     What `train()` does:
 
         every worker runs operator.train_epoch on its share of the epoch
-        a worker is lost        -> the others meet anew and go on with the rest of the epoch
-        machines become free    -> new workers join at a batch border
+        a worker fails          -> the others form a new process group and continue the epoch
+        machines become free    -> new workers join at a batch boundary
         average what the workers measured, weighted by samples; return one dict
     """
 
@@ -98,18 +100,16 @@ class TorchTrainer:
         `reduce_results=False` the answer is a list of each worker's own results.
         """
         check_call(num_steps, max_retries, info)
-        job = Job(
-            "train",
-            {
-                "num_steps": num_steps,
-                "profile": profile,
-                "info": self._engine.pack(dict(info) if info is not None else None),
-                "dataset": self._engine.pack(opened(dataset, self._engine.group)),
-            },
-            again="resume",
-            max_losses=max_retries,
-        )
-        return self._measured("train", job, reduce_results)
+        arguments = {
+            "num_steps": num_steps,
+            "profile": profile,
+            "info": self._engine.pack(dict(info) if info is not None else None),
+            "dataset": self._engine.pack(opened(dataset, self._engine.group)),
+        }
+        self._checkpoints.raise_failed()
+        job = Job(Call(TorchReplica.train, arguments), again="resume", max_failures=max_retries)
+        result, each = self._calls.measure(self._engine, "train", job)
+        return result if reduce_results else each
 
     @exclusive
     def validate(
@@ -122,42 +122,41 @@ class TorchTrainer:
         """One pass over the validation data, every row once; returns what was measured."""
         check_call(num_steps, 0, info)
         self._validations += 1
-        given = {
+        arguments = {
             "num_steps": num_steps,
             "profile": profile,
             "info": self._engine.pack(dict(info) if info is not None else None),
+            "call": self._validations,
         }
-        job = Job("validate", {**given, "call": self._validations})
-        return self._measured("validate", job, reduce_results)
-
-    def _measured(self, kind: Kind, job: Job, reduce_results: bool) -> Any:
         self._checkpoints.raise_failed()
-        result, each = self._calls.measure(self._engine, kind, job)
+        job = Job(Call(TorchReplica.validate, arguments))
+        result, each = self._calls.measure(self._engine, "validate", job)
         return result if reduce_results else each
 
     @exclusive
     def update_scheduler(self, metric: Any) -> None:
         """Calls `step(metric)` on every registered scheduler of every worker."""
-        self._engine.run(Job("update_scheduler", {"metric": metric}, again="keep"))
+        self._engine.run(Job(Call(answers.update_scheduler, {"metric": metric}), again="keep"))
         self._engine.state_changed_by_hand()
 
     @exclusive
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs a function without arguments in every worker process; the answers in rank order."""
-        return self._apply("apply", fn)
+        return self._apply(answers.apply, fn)
 
     @exclusive
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
         """Runs `fn(operator)` in every worker; the answers in rank order."""
-        return self._apply("apply_operator", fn)
+        return self._apply(answers.apply_operator, fn)
 
-    def _apply(self, method: str, fn: Callable[..., Any]) -> list[Any]:
+    def _apply(self, method: Callable[..., Any], fn: Callable[..., Any]) -> list[Any]:
         if not callable(fn):
             raise ConfigError(f"fn must be a function, got {fn!r}")
         self._checkpoints.raise_failed()
-        pieces = self._engine.run(Job(method, {"function": self._engine.pack(fn)}, again="keep"))
+        call = Call(method, {"function": self._engine.pack(fn)})
+        parts = self._engine.run(Job(call, again="keep"))
         self._engine.state_changed_by_hand()
-        return [outcome.value for outcome in pieces[-1].outcomes if hasattr(outcome, "value")]
+        return [outcome.value for outcome in parts[-1].outcomes if hasattr(outcome, "value")]
 
     # -- models and state -----------------------------------------------------------------------------
 
@@ -165,7 +164,7 @@ class TorchTrainer:
     def get_model(self, to_cpu: bool = False) -> Any:
         """The trained model (a list of several), bare, as a copy of your own. On the GPU where this process has one
         and the workers use them, unless `to_cpu`."""
-        models: list[Any] = self._first("get_model")
+        models: list[Any] = self._first(answers.get_model)
         if self.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.cuda() for model in models]
         return models[0] if len(models) == 1 else models
@@ -174,12 +173,12 @@ class TorchTrainer:
     def get_local_operator(self) -> TrainingOperator:
         """An operator in this process with the current state; with one inline worker, the very one that trains."""
         if isinstance(self._engine.group, InlineGroup):
-            operator: TrainingOperator = self._first("apply_operator", function=lambda operator: operator)
+            operator: TrainingOperator = self._first(answers.apply_operator, function=lambda operator: operator)
             return operator
         settings = ReplicaSettings(
             scheduler_step_freq=self._factory.settings.scheduler_step_freq, num_workers=1, precision="fp32"
         )
-        operator = self._factory.operator_cls(dict(self._factory.config), settings=settings, seat=Seat())
+        operator = self._factory.operator_cls(dict(self._factory.config), settings=settings, rank_info=RankInfo())
         states.restore(operator, self.state_dict())
         return operator
 
@@ -216,9 +215,9 @@ class TorchTrainer:
     def restore(self, *args: Any) -> None:
         raise DeprecationWarning("restore() is called load() for TorchTrainer")
 
-    def _first(self, method: str, **given: Any) -> Any:
+    def _first(self, method: Callable[..., Any], **given: Any) -> Any:
         self._checkpoints.raise_failed()
-        return self._engine.run(Job(method, given))[-1].values[0]
+        return self._engine.run(Job(Call(method, given)))[-1].values[0]
 
     # -- the group ------------------------------------------------------------------------------------
 

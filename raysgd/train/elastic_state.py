@@ -89,8 +89,8 @@ class ElasticState:
     def sync(self) -> None:
         """Everybody takes rank 0's state, and commits it (torch or Horovod; after a loss the ranks are equal without
         it)."""
-        if self._session.seat.world_size > 1:
-            first = self._session.seat.world_rank == 0
+        if self._session.rank_info.world_size > 1:
+            first = self._session.rank_info.world_rank == 0
             self._commit.content = pickle.loads(_from_rank_0(pickle.dumps(self._copied()) if first else None))
             self.restore()
         self.commit()

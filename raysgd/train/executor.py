@@ -24,6 +24,7 @@ from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
 from raysgd.engine.guard import CallGuard, Claim
 from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.protocols import Call
 from raysgd.storage import Place, place
 from raysgd.train.backends import BackendConfig, backend_of
 from raysgd.train.checkpoint import Checkpoint
@@ -34,7 +35,7 @@ from raysgd.train.errors import (
     TrainingWorkerError,
 )
 from raysgd.train.keeper import CheckpointKeeper
-from raysgd.train.replica import FunctionReplicaFactory
+from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import Run, RunOptions, Told, payload_of, task_of
 from raysgd.train.strategy import CheckpointConfig, check_strategy
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
@@ -291,7 +292,14 @@ class BackendExecutor:
     def _perform(self, engine: Engine, run: Run, task: Any) -> None:
         error: BaseException | None = None
         try:
-            job = _job(lambda: self._arguments(engine, run, task), self._max_retries)
+            job = Job(
+                Call(FunctionReplica.function, {"task": task}),
+                again="resume",
+                max_failures=self._max_retries,
+                lead=1,  # steps are checkpoints here, and may be hours apart
+                prepare=lambda: self._prepare(engine, run),
+                hurry_s=HURRY_S,
+            )
             run.end([pickle.loads(value) for value in engine.run(job)[-1].values])
         except TrainingFailedError as failed:
             error = TrainingWorkerError(str(failed))
@@ -301,12 +309,13 @@ class BackendExecutor:
         run.closed(error)
         engine.cancel(None)  # what was cancelled after the last call has ended must not end the next one
 
-    def _arguments(self, engine: Engine, run: Run, task: Any) -> dict[str, Any]:
+    def _prepare(self, engine: Engine, run: Run) -> dict[str, Any]:
+        """Call the backend's hooks. Return what the function is given in this attempt."""
         self._settle()
         attempt = run.begin_attempt(engine.world_size, engine.nodes)
         payload = run.keeper.payload
         self._backend.on_training_start(self._group, self._config)
-        return {"task": task, "attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
+        return {"attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
 
     def _settle(self) -> None:
         """Calls the backend's hooks for the workers that stand, until they are still those when the hooks are done."""
@@ -355,11 +364,6 @@ class BackendExecutor:
     def best_checkpoint_path(self) -> Place | None:
         """The best checkpoint in storage, by the run's strategy; by default the newest."""
         return None if self._run is None else self._run.keeper.best_path
-
-
-def _job(arguments: Callable[[], dict[str, Any]], max_losses: int) -> Job:
-    # Steps are checkpoints here, and may be hours apart: so the lead is one.
-    return Job("function", arguments, again="resume", max_losses=max_losses, lead=1, hurry_s=HURRY_S)
 
 
 def check_max_retries(value: Any) -> int:

@@ -56,17 +56,17 @@ def get_checkpoint() -> Checkpoint | None:
 
 def world_rank() -> int:
     """This worker's rank among all."""
-    return current("world_rank").seat.world_rank
+    return current("world_rank").rank_info.world_rank
 
 
 def local_rank() -> int:
     """This worker's rank among those on its node."""
-    return current("local_rank").seat.local_rank
+    return current("local_rank").rank_info.local_rank
 
 
 def world_size() -> int:
     """How many workers run the function. It may be another number when the function runs again."""
-    return current("world_size").seat.world_size
+    return current("world_size").rank_info.world_size
 
 
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
@@ -86,19 +86,19 @@ class TrainContext:
         self._session = session
 
     def get_world_size(self) -> int:
-        return self._session.seat.world_size
+        return self._session.rank_info.world_size
 
     def get_world_rank(self) -> int:
-        return self._session.seat.world_rank
+        return self._session.rank_info.world_rank
 
     def get_local_rank(self) -> int:
-        return self._session.seat.local_rank
+        return self._session.rank_info.local_rank
 
     def get_local_world_size(self) -> int:
-        return self._session.seat.local_world_size
+        return self._session.rank_info.local_world_size
 
     def get_node_rank(self) -> int:
-        return self._session.seat.node_rank
+        return self._session.rank_info.node_rank
 
     def get_metadata(self) -> dict[str, Any]:
         """What the trainer was given as `metadata`."""

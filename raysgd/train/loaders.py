@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.errors import ConfigError
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.data import PlannedSource
 from raysgd.torch.loading import LoaderIterator
 from raysgd.torch.parts import move
@@ -20,7 +20,7 @@ from raysgd.torch.sampling import is_planned
 __all__ = ["ElasticLoader", "PreparedLoader", "distributed"]
 
 
-def distributed(loader: DataLoader[Any], seat: Seat) -> DataLoader[Any]:
+def distributed(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
     """The user's loader, option by option, over this rank's part. Samplers of the user's own are left alone."""
     if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
         return loader
@@ -30,12 +30,12 @@ def distributed(loader: DataLoader[Any], seat: Seat) -> DataLoader[Any]:
     if not shuffles and not isinstance(loader.sampler, SequentialSampler):
         raise ConfigError(
             f"the loader has a sampler of its own ({type(loader.sampler).__name__}), which cannot be divided over "
-            f"{seat.world_size} workers: pass add_dist_sampler=False and divide it yourself, or leave the sampler out"
+            f"{rank_info.world_size} workers: pass add_dist_sampler=False and divide it yourself, or leave the sampler out"
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset,
-        num_replicas=seat.world_size,
-        rank=seat.world_rank,
+        num_replicas=rank_info.world_size,
+        rank=rank_info.world_rank,
         shuffle=shuffles,
         drop_last=loader.drop_last,
     )
@@ -76,11 +76,11 @@ class ElasticLoader:
     """Owns an epoch's order and how many of its samples the loop has been given. Part of `train.elastic`'s state: after
     a change of workers the rest of the epoch is dealt anew, and each sample is used exactly once."""
 
-    def __init__(self, loader: DataLoader[Any], seat: Seat, device: torch.device | None) -> None:
+    def __init__(self, loader: DataLoader[Any], rank_info: RankInfo, device: torch.device | None) -> None:
         if not is_planned(loader):
             raise ConfigError(f"elastic_data_loader takes a DataLoader over a map-style data set, got {loader!r}")
         self._source = PlannedSource(loader, pad=True)
-        self._seat, self._device = seat, device
+        self._rank_info, self._device = rank_info, device
         self.epochs_begun = 0
         self._offset = 0
         self._open = False
@@ -89,16 +89,16 @@ class ElasticLoader:
         """The rest of the epoch that is open, else a new one."""
         if not self._open:
             self.epochs_begun += 1
-            self._source.begin(self.epochs_begun - 1, self._seat, self._seat.world_size > 1)
+            self._source.begin(self.epochs_begun - 1, self._rank_info, self._rank_info.world_size > 1)
             self._offset, self._open = 0, True
-        for drawn in self._source.batches(self._seat, self._offset):
+        for drawn in self._source.batches(self._rank_info, self._offset):
             self._offset = drawn.offset
             yield drawn.batch if self._device is None else move(drawn.batch, self._device)
         self._open = False
 
     def __len__(self) -> int:
         """Batches that are left of the open epoch, for each rank."""
-        return self._source.steps_left(self._seat, self._offset) if self._open else len(self._source.loader)
+        return self._source.steps_left(self._rank_info, self._offset) if self._open else len(self._source.loader)
 
     def state_dict(self) -> dict[str, Any]:
         position = {"epochs_begun": self.epochs_begun, "offset": self._offset, "open": self._open}

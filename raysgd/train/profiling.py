@@ -23,7 +23,7 @@ class TorchWorkerProfiler:
     """
 
     def __init__(self) -> None:
-        self._traces = TraceKeeper(current("torch.TorchWorkerProfiler").seat.world_rank)
+        self._traces = TraceKeeper(current("torch.TorchWorkerProfiler").rank_info.world_rank)
 
     def trace_handler(self, profiler: Any) -> None:
         """An `on_trace_ready`."""

@@ -13,7 +13,8 @@ from typing import Any
 
 from raysgd.outcomes import DataLoaderFailure, Interrupted
 from raysgd.progress import Control, Progress
-from raysgd.rendezvous import Seat
+from raysgd.protocols import Call
+from raysgd.rendezvous import RankInfo
 from raysgd.train.elastic_state import Committed
 from raysgd.train.session import Attempt, Session, Stopped, running
 
@@ -44,8 +45,8 @@ class FunctionReplicaFactory:
     encode: Callable[[dict[str, Any]], dict[str, Any]] = _as_it_is
     make: Callable[[], Any] | None = None
 
-    def __call__(self, seat: Seat, control: Control) -> FunctionReplica:
-        return FunctionReplica(seat, control, self)
+    def __call__(self, rank_info: RankInfo, control: Control) -> FunctionReplica:
+        return FunctionReplica(rank_info, control, self)
 
 
 class FunctionReplica:
@@ -54,8 +55,8 @@ class FunctionReplica:
     A point is where the function can go on with other members. Points are the steps of the engine's borders.
     """
 
-    def __init__(self, seat: Seat, control: Control, factory: FunctionReplicaFactory) -> None:
-        self._seat, self._control, self._factory = seat, control, factory
+    def __init__(self, rank_info: RankInfo, control: Control, factory: FunctionReplicaFactory) -> None:
+        self._rank_info, self._control, self._factory = rank_info, control, factory
         self.instance = factory.make() if factory.make is not None else None
         self._kept = Committed()
         self._run_number = -1
@@ -70,23 +71,22 @@ class FunctionReplica:
     def progress(self) -> Progress:
         return Progress(step=self._points, batches=self._points, phase=self._control.phase)
 
-    def run(self, method: str, **arguments: Any) -> Any:
-        run: Callable[..., Any] = getattr(self, f"_run_{method}")
-        self._control.phase = method
+    def run(self, call: Call) -> Any:
+        self._control.phase = call.name
         try:
-            return run(**arguments)
+            return call.method(self, **call.arguments)
         finally:
             self._control.phase = "idle"
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    def _run_function(self, task: Any, attempt: Attempt, checkpoint: Any, **engines: Any) -> Any:
+    def function(self, task: Any, attempt: Attempt, checkpoint: Any, **engines: Any) -> Any:
         """The trainer's `run`. What the function returns is pickled here, where an error about it is the user's."""
         if attempt.run != self._run_number:
             self._run_number = attempt.run
             self._kept.forget()
         session = Session(
-            self._seat,
+            self._rank_info,
             self._control,
             replace(attempt, checkpoint=None if checkpoint is None else bytes(checkpoint.data)),
             dumps=self._factory.dumps,
@@ -117,14 +117,14 @@ class FunctionReplica:
         finally:
             self._stoppable = False
 
-    def _run_apply(self, function: Callable[[], Any], only: int | None = None) -> Any:
+    def apply(self, function: Callable[[], Any], only: int | None = None) -> Any:
         """On every rank, or on one."""
-        return function() if only is None or only == self._seat.world_rank else None
+        return function() if only is None or only == self._rank_info.world_rank else None
 
-    def _run_apply_object(self, function: Callable[[Any], Any], only: int | None = None) -> Any:
-        return function(self.instance) if only is None or only == self._seat.world_rank else None
+    def apply_object(self, function: Callable[[Any], Any], only: int | None = None) -> Any:
+        return function(self.instance) if only is None or only == self._rank_info.world_rank else None
 
-    def _run_method(self, name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def method(self, name: str, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return getattr(self.instance, name)(*positional, **named)
 
     # -- stopping -------------------------------------------------------------------------------------
@@ -160,8 +160,8 @@ class FunctionReplica:
 
     # -- membership -----------------------------------------------------------------------------------
 
-    def seated(self, seat: Seat) -> None:
-        self._seat = seat
+    def joined(self, rank_info: RankInfo) -> None:
+        self._rank_info = rank_info
 
     def partial(self) -> None:
         """A function's results are its reports, and these are with the driver."""

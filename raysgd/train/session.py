@@ -13,7 +13,7 @@ from typing import Any
 from raysgd.errors import ConfigError, described
 from raysgd.metrics import check_metrics
 from raysgd.progress import Control
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.errors import OutsideRunError
 from raysgd.train.strategy import TIMESTAMP
@@ -56,7 +56,7 @@ class Session:
 
     def __init__(
         self,
-        seat: Seat,
+        rank_info: RankInfo,
         control: Control,
         attempt: Attempt,
         *,
@@ -65,7 +65,7 @@ class Session:
         passed: Callable[[], None],
         kept: Any = None,
     ) -> None:
-        self.seat, self.attempt, self.kept = seat, attempt, kept
+        self.rank_info, self.attempt, self.kept = rank_info, attempt, kept
         self.dumps = dumps
         self.amp: Any = None  # what train.torch.accelerate decided
         self._control, self._encode, self.passed = control, encode, passed
@@ -98,7 +98,12 @@ class Session:
     def _send(self, kind: str, metrics: dict[str, Any], payload: bytes | None) -> None:
         self._check_stop()
         head = self._pickled(metrics)
-        message = {"kind": kind, "run": self.attempt.run, "attempt": self.attempt.number, "rank": self.seat.world_rank}
+        message = {
+            "kind": kind,
+            "run": self.attempt.run,
+            "attempt": self.attempt.number,
+            "rank": self.rank_info.world_rank,
+        }
         message |= {"metrics": len(head), "checkpoint": payload is not None}
         self._control.deliver(message, head if payload is None else b"".join((head, payload)))
         if payload is not None:
@@ -159,7 +164,7 @@ class Session:
         """This rank's part of a data set that was given to the trainer; None when none was."""
         if not self.attempt.shards:
             return None
-        mine = self.attempt.shards[self.seat.world_rank]
+        mine = self.attempt.shards[self.rank_info.world_rank]
         if name is None:
             if len(mine) == 1:
                 return next(iter(mine.values()))

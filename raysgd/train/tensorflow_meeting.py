@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.tf.meeting import MeetingFailed, MeetingPoint, meet, own_port
 
 __all__ = ["TensorflowMeeting"]
@@ -31,26 +31,26 @@ class TensorflowMeeting:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_point": None}
 
-    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
+    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
         if self._point is not None:
             self._point.close()
             self._point = None
-        if not seats:
+        if not rank_infos:
             return []
-        self._point = point = MeetingPoint(len(seats))
-        return [{"host": self._host, "port": point.port, "token": point.token} for _ in seats]
+        self._point = point = MeetingPoint(len(rank_infos))
+        return [{"host": self._host, "port": point.port, "token": point.token} for _ in rank_infos]
 
-    def join(self, seat: Seat, settings: dict[str, Any]) -> None:
-        if seat.solo:
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        if rank_info.solo:
             return
-        addresses = self.addresses(seat, settings)
-        task = {"type": "worker", "index": seat.world_rank}
+        addresses = self.addresses(rank_info, settings)
+        task = {"type": "worker", "index": rank_info.world_rank}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
 
-    def addresses(self, seat: Seat, settings: dict[str, Any]) -> list[str]:
+    def addresses(self, rank_info: RankInfo, settings: dict[str, Any]) -> list[str]:
         """Everybody's, in rank order; this rank's port is free for the server that the function will start."""
         with own_port() as port:
-            return meet(**settings, rank=seat.world_rank, own=port, limit_s=self._join_s)
+            return meet(**settings, rank=rank_info.world_rank, own=port, limit_s=self._join_s)
 
     def leave(self) -> None:
         """There is no way out but the end of the process."""

@@ -68,7 +68,7 @@ def prepare_model(
     amp = session.amp
     if isinstance(amp, Amp) and amp.enabled:
         with_autocast(model, amp, device)
-    if wrap_ddp and session.seat.world_size > 1 and any(p.requires_grad for p in model.parameters()):
+    if wrap_ddp and session.rank_info.world_size > 1 and any(p.requires_grad for p in model.parameters()):
         given: dict[str, Any] = dict(ddp_kwargs or {})
         if device.type == "cuda" and move_to_device:
             given = {"device_ids": [device], "output_device": device, **given}
@@ -84,8 +84,8 @@ def prepare_data_loader(
     session = current("torch.prepare_data_loader")
     if not isinstance(data_loader, DataLoader):
         raise ConfigError(f"prepare_data_loader takes a torch DataLoader, got {data_loader!r}")
-    if add_dist_sampler and session.seat.world_size > 1:
-        data_loader = distributed(data_loader, session.seat)
+    if add_dist_sampler and session.rank_info.world_size > 1:
+        data_loader = distributed(data_loader, session.rank_info)
     return PreparedLoader(data_loader, get_device() if move_to_device else None)
 
 
@@ -95,7 +95,7 @@ def elastic_data_loader(data_loader: DataLoader[Any], move_to_device: bool = Tru
     Give it to `train.elastic` beside the model, and commit after each step.
     """
     session = current("torch.elastic_data_loader")
-    return ElasticLoader(data_loader, session.seat, get_device() if move_to_device else None)
+    return ElasticLoader(data_loader, session.rank_info, get_device() if move_to_device else None)
 
 
 def accelerate(amp: bool = False) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.backend import TorchBackend
 from raysgd.torch.devices import share_devices
 from raysgd.torch.store import without_secret
@@ -24,26 +24,26 @@ class TorchMeeting(TorchBackend):
         super().__init__(name, **limits)
         self._env, self._use_gpu = env, use_gpu
 
-    def join(self, seat: Seat, settings: dict[str, Any]) -> None:
-        if self._env and not seat.solo:
-            os.environ.update(environment(seat, settings))
-        if self._use_gpu and not seat.solo and not torch.cuda.is_initialized():
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        if self._env and not rank_info.solo:
+            os.environ.update(environment(rank_info, settings))
+        if self._use_gpu and not rank_info.solo and not torch.cuda.is_initialized():
             with without_secret(settings):
-                store = dist.PrefixStore(f"devices-{seat.generation}", self._client(settings))  # type: ignore[attr-defined]
-                torch.cuda.set_device(share_devices(store, seat))
-        super().join(seat, settings)
+                store = dist.PrefixStore(f"devices-{rank_info.generation}", self._client(settings))  # type: ignore[attr-defined]
+                torch.cuda.set_device(share_devices(store, rank_info))
+        super().join(rank_info, settings)
 
 
-def environment(seat: Seat, settings: dict[str, Any]) -> dict[str, str]:
+def environment(rank_info: RankInfo, settings: dict[str, Any]) -> dict[str, str]:
     """What torch's own launcher would set."""
     return {
         "MASTER_ADDR": str(settings["host"]),
         "MASTER_PORT": str(settings["port"]),
-        "RANK": str(seat.world_rank),
-        "WORLD_SIZE": str(seat.world_size),
-        "LOCAL_RANK": str(seat.local_rank),
-        "LOCAL_WORLD_SIZE": str(seat.local_world_size),
-        "NODE_RANK": str(seat.node_rank),
+        "RANK": str(rank_info.world_rank),
+        "WORLD_SIZE": str(rank_info.world_size),
+        "LOCAL_RANK": str(rank_info.local_rank),
+        "LOCAL_WORLD_SIZE": str(rank_info.local_world_size),
+        "NODE_RANK": str(rank_info.node_rank),
     }
 
 

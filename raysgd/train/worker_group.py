@@ -9,9 +9,10 @@ from typing import Any
 from raysgd.config import ElasticConfig, Limits, WorkerResources, start_limit_s
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.protocols import Call
 from raysgd.rendezvous import Alone
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
-from raysgd.train.replica import FunctionReplicaFactory
+from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.workers.packing import dumps
 from raysgd.workers.ray_group import RayGroup
 
@@ -119,8 +120,8 @@ class WorkerGroup:
     def execute_single_async(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check_index(worker_index)
         engine = self._active
-        request = {"method": "apply", "arguments": {"function": engine.pack(functools.partial(func, *args, **kwargs))}}
-        return engine.refer(worker_index, "run", request)
+        call = Call(FunctionReplica.apply, {"function": engine.pack(functools.partial(func, *args, **kwargs))})
+        return engine.refer(worker_index, call)
 
     def execute_object(self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None = None) -> list[Any]:
         """Calls `func(obj, *args, **kwargs)` with the object that each worker made of the class it was given."""
@@ -129,16 +130,21 @@ class WorkerGroup:
                 "execute() calls a function on an object in each worker, and there is none: name its class in "
                 "start(train_cls=...). To call a plain function on the workers, use run() or worker_group.execute()"
             )
-        return self._call(_on_object(func, args, kwargs), (), {}, only, method="apply_object")
+        return self._call(_on_object(func, args, kwargs), (), {}, only, method=FunctionReplica.apply_object)
 
     def _call(
-        self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None, method: str = "apply"
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        only: int | None,
+        method: Callable[..., Any] = FunctionReplica.apply,
     ) -> list[Any]:
         if not callable(func):
             raise ConfigError(f"the first argument must be a function, got {func!r}")
         engine = self._active
         whole = functools.partial(func, *args, **kwargs) if args or kwargs else func
-        job = Job(method, {"function": engine.pack(whole), "only": only}, again="keep", max_losses=0)
+        job = Job(Call(method, {"function": engine.pack(whole), "only": only}), again="keep", max_failures=0)
         try:
             return [outcome.value for outcome in engine.run(job)[-1].outcomes if hasattr(outcome, "value")]
         except TrainingFailedError as error:
@@ -191,7 +197,7 @@ class RemoteMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         given = {"name": self._name, "positional": self._engine.pack(args), "named": self._engine.pack(kwargs)}
-        return self._engine.refer(self._rank, "run", {"method": "method", "arguments": given})
+        return self._engine.refer(self._rank, Call(FunctionReplica.method, given))
 
 
 class TrainWorkerGroup:

@@ -7,6 +7,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from raysgd.errors import described, shown, text_of
 from raysgd.hang import collective_in, is_users
 from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome
 from raysgd.progress import Control, Progress
-from raysgd.protocols import Backend, Replica, ReplicaFactory
-from raysgd.rendezvous import Seat
+from raysgd.protocols import Backend, Call, Replica, ReplicaFactory
+from raysgd.rendezvous import RankInfo
 from raysgd.workers.blob import Blob, unpacked
 
 __all__ = ["Body"]
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 # Their values are the user's own: one that cannot be pickled must not look like a worker's death.
 ANSWERS_OF_USERS = {"train", "validate", "apply", "apply_operator"}
 
-# What of the user's is called for a verb, or for a method of `run`: for messages about it.
+# Which part of the user's code a verb, or a method of the replica, calls: for messages about it.
 CALLED = {
     "prepare": "the initialization hook",
     "build": "the set-up",
@@ -55,7 +56,9 @@ class Body:
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
         try:
-            value = getattr(self, f"_{verb}")(**{name: unpacked(value) for name, value in arguments.items()})
+            value = self._method(verb)(**{name: _opened(value) for name, value in arguments.items()})
+            if verb == "run":
+                value = self._answer(arguments["call"], value)
         except KeyboardInterrupt as error:
             if not self._travels:
                 raise  # Ctrl-C: this process is the driver
@@ -97,6 +100,23 @@ class Body:
             error = exited(error, called, self._rank)
         return Failed(portable(error) if self._travels else error, text, self._progress)
 
+    def _method(self, verb: str) -> Callable[..., Any]:
+        """Return what does it; a call of the trainer's goes straight to the replica."""
+        if verb != "run":
+            method: Callable[..., Any] = getattr(self, f"_{verb}")
+            return method
+        if self._replica is None:
+            raise RuntimeError("this worker hosts no replica yet")
+        return self._replica.run
+
+    def _answer(self, call: Call, value: Any) -> Any:
+        """Return what the replica answered, in the form in which it travels."""
+        if isinstance(value, memoryview):
+            return Blob(value)
+        if self._travels and call.name in ANSWERS_OF_USERS:
+            _must_travel(value)
+        return value
+
     # -- verbs ----------------------------------------------------------------------------------------
 
     def _prepare(self, hook: Callable[[], Any] | None, rank: int | None = None) -> None:
@@ -104,39 +124,29 @@ class Body:
         if hook is not None:
             hook()
 
-    def _join(self, seat: Seat, settings: dict[str, Any]) -> None:
+    def _join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         self._backend.leave()  # a recruit may have met a generation that did not come to stand, and nobody has told it
         self._control.clear()
-        self._control.shared_by(seat.world_size)
-        self._rank = None if seat.solo else seat.world_rank
-        self._backend.join(seat, settings)
+        self._control.shared_by(rank_info.world_size)
+        self._rank = None if rank_info.solo else rank_info.world_rank
+        self._backend.join(rank_info, settings)
         if self._replica is not None:
-            self._replica.seated(seat)
+            self._replica.joined(rank_info)
 
-    def _build(self, factory: ReplicaFactory, seat: Seat) -> None:
-        self._replica = factory(seat, self._control)
+    def _build(self, factory: ReplicaFactory, rank_info: RankInfo) -> None:
+        self._replica = factory(rank_info, self._control)
 
     def _warm(
-        self, hook: Callable[[], Any] | None, factory: ReplicaFactory, seat: Seat, settings: dict[str, Any]
+        self, hook: Callable[[], Any] | None, factory: ReplicaFactory, rank_info: RankInfo, settings: dict[str, Any]
     ) -> None:
         """A recruit gets ready beside a running group: it sets up in a generation of its own."""
         self._prepare(hook)
-        self._join(seat, settings)
-        self._build(factory, seat)
+        self._join(rank_info, settings)
+        self._build(factory, rank_info)
         self._backend.leave()
 
     def _leave(self) -> None:
         self._backend.leave()
-
-    def _run(self, method: str, arguments: dict[str, Any]) -> Any:
-        if self._replica is None:
-            raise RuntimeError("this worker hosts no replica yet")
-        value = self._replica.run(method, **{name: unpacked(value) for name, value in arguments.items()})
-        if isinstance(value, memoryview):
-            return Blob(value)
-        if self._travels and method in ANSWERS_OF_USERS:
-            _must_travel(value)
-        return value
 
     def _apply(self, function: Callable[[], Any]) -> Any:
         return function()
@@ -159,7 +169,14 @@ class Body:
 
 
 def _called(verb: str, arguments: Mapping[str, Any]) -> str:
-    return CALLED.get(str(arguments.get("method")) if verb == "run" else verb, "the operator's method")
+    return CALLED.get(arguments["call"].name if verb == "run" else verb, "the operator's method")
+
+
+def _opened(value: Any) -> Any:
+    """Return an argument of a verb, or a call with its arguments, as the user gave it."""
+    if isinstance(value, Call):
+        return replace(value, arguments={name: unpacked(each) for name, each in value.arguments.items()})
+    return unpacked(value)
 
 
 def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:

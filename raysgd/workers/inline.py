@@ -68,7 +68,7 @@ class InlineGroup:
     def kill(self, worker: str) -> None:
         raise RuntimeError("the inline worker is this process; it cannot be killed")
 
-    def dismiss(self, worker: str, *, force: bool = False) -> None:
+    def dismiss(self, worker: str) -> None:
         self._body.perform("close", {})
         self._launched = False
 
@@ -97,9 +97,9 @@ class InlineGroup:
         """It holds nothing of a cluster."""
         return contextlib.nullcontext()
 
-    def stop(self, *, force: bool = False) -> None:
+    def stop(self) -> None:
         if self._launched:
-            self.dismiss(self._worker, force=force)
+            self.dismiss(self._worker)
         self._rows = {}  # what is still being read ends with the last that holds it
 
     def _deliver(self, message: dict[str, Any], body: Any) -> None:

@@ -251,7 +251,7 @@ class RayGroup:
             return
         cluster.end_actor(actor)
 
-    def dismiss(self, worker: str, *, force: bool = False) -> None:
+    def dismiss(self, worker: str) -> None:
         """Ends a worker that is not needed any more. Frees its resources at once."""
         handle = self._handles.get(worker)
         if handle is None:
@@ -274,11 +274,11 @@ class RayGroup:
         if room is not None and ended:
             cluster.wait_for_room(self._resources, room + len(ended), ended)
 
-    def stop(self, *, force: bool = False) -> None:
+    def stop(self) -> None:
         """End all workers, and return when those of this machine have ended."""
         with self.releasing():
             for worker in list(self._handles):
-                self.dismiss(worker, force=force)
+                self.dismiss(worker)
         self._board.close()
         for dealer in self._dealers.values():
             self._end_actor(dealer)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd.errors import ResourceError
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.workers import asking
 from raysgd.workers.dealing import Ask, Dealer, Dealt
 
@@ -34,12 +34,12 @@ class Rows:
         self._ask_for = ask_for
 
     def read(
-        self, seat: Seat, *, call: int, number: tuple[int, int], start: int, step: int, pad: bool, keep: int
+        self, rank_info: RankInfo, *, call: int, number: tuple[int, int], start: int, step: int, pad: bool, keep: int
     ) -> Iterator[tuple[dict[str, Any], int, bool]]:
         """One rank's batches of a pass as columns, with the row after each step, and whether its rows are new. Rows of
         the last `keep` batches may be asked for again."""
-        turn = (call, seat.generation)
-        ask = Ask(number, start, step, seat.world_rank, seat.world_size, turn, pad, floor=start)
+        turn = (call, rank_info.generation)
+        ask = Ask(number, start, step, rank_info.world_rank, rank_info.world_size, turn, pad, floor=start)
         ahead = _Ahead(self._ask_for, ask)
         begun: deque[int] = deque([ask.start], maxlen=keep + 1)
         try:

@@ -134,5 +134,6 @@ def test_a_worker_that_does_not_see_the_file_is_sent_it(
     told = pair.apply_all_operators(lambda operator: [float(p.sum()) for p in operator.model.parameters()])
     assert told[0] == told[1]
     assert pair.train()["num_samples"] == saved.rest["num_samples"]
-    order = {member.progress.loads for member in pair._engine._crew.members.values()}
+    table = pair._engine._table
+    order = {table[worker].progress.loads for worker in table.members()}
     assert len(order) == 1, "nobody counts as further than the others, for having taken it twice"

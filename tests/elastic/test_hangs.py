@@ -52,7 +52,7 @@ def test_the_culprit_is_named_and_ended(ground: Ground, fault: Fault, stack: str
     ground.assert_epoch_exact()
     hang = ground.trainer.recoveries[before]
     assert (hang.reason, hang.lost_ranks, hang.in_place) == ("hang", (fault.rank,), True)
-    warning = next(r.getMessage() for r in caplog.records if ": ending rank" in r.getMessage())
+    warning = next(r.getMessage() for r in caplog.records if ": killing rank" in r.getMessage())
     assert f"rank {fault.rank} on" in warning and "batch" in warning and stack in warning
 
 

@@ -154,11 +154,11 @@ def die_when_joining_again(marks: str) -> Any:
     def hook() -> None:
         join, meetings = TorchBackend.join, []
 
-        def dying(self: Any, seat: Any, settings: Any) -> None:
-            meetings.append(seat)
-            if len(meetings) == 2 and seat.world_rank == 1:
+        def dying(self: Any, rank_info: Any, settings: Any) -> None:
+            meetings.append(rank_info)
+            if len(meetings) == 2 and rank_info.world_rank == 1:
                 Fault(1, 0, "kill", "rendezvous").fire(marks)
-            join(self, seat, settings)
+            join(self, rank_info, settings)
 
         TorchBackend.join = dying  # type: ignore[method-assign]
 

@@ -19,7 +19,7 @@ from raysgd import ConfigError, TorchTrainer
 from raysgd.horovod import parting
 from raysgd.horovod.arguments import HorovodArguments, check_installed
 from raysgd.horovod.rendezvous import Board, MeetingPlace, enter, interface_towards, places, say_over
-from raysgd.rendezvous import Seat, assign_seats
+from raysgd.rendezvous import RankInfo, assign_ranks
 from raysgd.torch.devices import share_devices
 from raysgd.train.backends import HorovodConfig, parse_backend
 from tests.faults import LedgerOperator
@@ -28,7 +28,7 @@ from tests.faults import LedgerOperator
 def test_places_on_uneven_nodes() -> None:
     """A cross rank counts the nodes that have a worker of this local rank."""
     words = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
-    given = places(assign_seats(["a", "b", "a", "c", "c"]))
+    given = places(assign_ranks(["a", "b", "a", "c", "c"]))
     assert [tuple(place[f"HOROVOD_{word}"] for word in words) for place in given] == [
         ("0", "5", "0", "2", "0", "3", "node-0"),
         ("1", "5", "0", "1", "1", "3", "node-1"),
@@ -41,7 +41,7 @@ def test_places_on_uneven_nodes() -> None:
 def test_a_place_replaces_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     address = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "9"}
-    enter({**places([Seat(1, 2)])[0], **address}, interface="eth7")
+    enter({**places([RankInfo(1, 2)])[0], **address}, interface="eth7")
     assert (os.environ["HOROVOD_RANK"], os.environ["HOROVOD_GLOO_IFACE"]) == ("1", "eth7")
     enter({})
     assert not {"HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_GLOO_RENDEZVOUS_ADDR"} & set(os.environ)
@@ -147,11 +147,11 @@ def test_horovod_for_another_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_meeting_place_is_closed_and_can_be_called_off() -> None:
     place = MeetingPlace("127.0.0.1", wait_s=5)
-    first, _ = place.open(assign_seats(["a", "b"]))
+    first, _ = place.open(assign_ranks(["a", "b"]))
     assert asked(first, "GET", "global/0")[0] == 404, "nobody is there yet"
     say_over(first)
     assert asked(first, "GET", "global/0")[0] == 410
-    (again, _) = place.open(assign_seats(["a", "b"]))
+    (again, _) = place.open(assign_ranks(["a", "b"]))
     assert again["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "5"
     with pytest.raises(ConnectionRefusedError):
         asked(first, "GET", "global/0")
@@ -160,21 +160,21 @@ def test_a_meeting_place_is_closed_and_can_be_called_off() -> None:
 
 
 def test_workers_of_a_node_learn_of_each_others_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    seats = assign_seats(["a", "a", "b"])
+    rank_infos = assign_ranks(["a", "a", "b"])
     place = MeetingPlace("127.0.0.1", wait_s=1)
-    boards = [Board(environment) for environment in place.open(seats)]
+    boards = [Board(environment) for environment in place.open(rank_infos)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(ConnectionError, match="0/1"):
-        share_devices(boards[0], seats[0])
+        share_devices(boards[0], rank_infos[0])
     boards[1].set("0/1", "7")
-    assert share_devices(boards[0], seats[0]) == 0
+    assert share_devices(boards[0], rank_infos[0]) == 0
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,7"
     place.close()
 
 
 def test_when_all_ranks_have_finished_the_next_init_finds_an_empty_board() -> None:
     place = MeetingPlace("127.0.0.1", wait_s=5)
-    environment = place.open(assign_seats(["a", "b"]))[0]
+    environment = place.open(assign_ranks(["a", "b"]))[0]
     for rank in ("0", "1"):
         assert asked(environment, "PUT", f"global/{rank}", b"address")[0] == 200
     for again in ("0", "0"):  # one rank asks twice: its first answer was lost
@@ -192,7 +192,7 @@ def test_when_all_ranks_have_finished_the_next_init_finds_an_empty_board() -> No
 def board() -> Iterator[dict[str, str]]:
     """The environment of rank 0; rank 1 has left its address."""
     place = MeetingPlace("127.0.0.1", wait_s=5)
-    environment = place.open(assign_seats(["a", "b"]))[0]
+    environment = place.open(assign_ranks(["a", "b"]))[0]
     asked(environment, "PUT", "global/1", b"address")
     yield environment
     place.close()

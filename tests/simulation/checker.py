@@ -18,7 +18,7 @@ class Violation(BaseException):
 class Checker:
     """Sees everything, also what the driver cannot see: each applied step, each generation, each state that is taken over.
 
-    truth       the steps that the weights which go on have seen
+    truth       the steps that are applied in the weights with which training continues
     newest      the generation of the last group that has formed
     discarded   the most steps of a healthy worker that the driver has dismissed since the last group began to train
     snapshot    the steps of the newest snapshot that has reached the driver
@@ -60,7 +60,7 @@ class Checker:
             )
 
     def _begin(self, group: ProcessGroup, base: int) -> None:
-        """The first step of a generation: it must go on from the most that any healthy worker had."""
+        """The first step of a generation: it must continue from the most that any healthy worker had."""
         self._began[group.generation] = base
         for name, steps in self._discarded:
             if steps > base:

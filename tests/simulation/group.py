@@ -172,7 +172,7 @@ class Worker(Process):
         self._to_driver.send(partial(self._group.emit, Heard(self.name, message)))
 
     def upload(self, message: dict[str, Any], body: bytes) -> None:
-        """On a connection of its own: it arrives whole, later than what was said meanwhile, or not at all."""
+        """On a connection of its own: it arrives whole, later than messages that were sent meanwhile, or not at all."""
         heard = Heard(self.name, {"t": "upload", **message}, body)
         self.at(self.world.between(0.001, 0.05), partial(self._group.snapshot_arrives, heard))
 
@@ -189,7 +189,7 @@ class Worker(Process):
 
 
 class SimGroup:
-    """The protocol of `raysgd.engine.crew.Group`."""
+    """The protocol of `raysgd.workers.worker_group.WorkerGroup`."""
 
     elastic = True
 
@@ -233,7 +233,12 @@ class SimGroup:
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         call = next(self._numbers)
         self.world.note(
-            "%s <- %s %s (call %d, generation %d)", worker, verb, arguments.get("method", ""), call, generation
+            "%s <- %s %s (call %d, generation %d)",
+            worker,
+            verb,
+            arguments["call"].name if "call" in arguments else "",
+            call,
+            generation,
         )
         if worker in self.workers:
             self.workers[worker].ask(call, generation, verb, arguments)
@@ -288,7 +293,7 @@ class SimGroup:
             process.given_up = True
             self.world.at(self.world.between(0.0005, 0.01), lambda: process.die("killed by the driver"))
 
-    def dismiss(self, worker: str, *, force: bool = False) -> None:
+    def dismiss(self, worker: str) -> None:
         self.world.note("dismiss %s", worker)
         self._known.pop(worker, None)
         if worker in self._pending:
@@ -311,7 +316,7 @@ class SimGroup:
     def pack(self, value: Any) -> Any:
         return value
 
-    def stop(self, *, force: bool = False) -> None:
+    def stop(self) -> None:
         for worker in list(self._known):
             self.dismiss(worker)
 

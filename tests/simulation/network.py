@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from tests.simulation.world import Process, Wake, World
 
 __all__ = ["NetworkError", "ProcessGroup", "Rendezvous", "SimBackend"]
@@ -90,15 +90,15 @@ class Rendezvous:
         self._here: dict[int, Process] = {}
         self._waiting: dict[Process, Wake] = {}
 
-    def enter(self, member: Process, seat: Seat, limit_s: float) -> ProcessGroup:
+    def enter(self, member: Process, rank_info: RankInfo, limit_s: float) -> ProcessGroup:
         """Wait until all ranks are here."""
         if self.closed:
             raise NetworkError("the rendezvous of this generation is over")
-        self._here[seat.world_rank] = member
+        self._here[rank_info.world_rank] = member
         wake = self._waiting[member] = Wake(member)
         if len(self._here) == self._size:
             members = [self._here[rank] for rank in range(self._size)]
-            self.group = ProcessGroup(self.world, seat.generation, members)
+            self.group = ProcessGroup(self.world, rank_info.generation, members)
             for dead in [each for each in members if not each.alive]:
                 self.group.left.add(dead)
             for other, waiting in self._waiting.items():
@@ -134,24 +134,24 @@ class SimBackend:
 
     # -- driver ---------------------------------------------------------------------------------------
 
-    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
+    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
         if self._rendezvous is not None:
             self._rendezvous.close()
-        self._rendezvous = Rendezvous(self.world, len(seats)) if seats else None
-        return [{"rendezvous": self._rendezvous} for _ in seats]
+        self._rendezvous = Rendezvous(self.world, len(rank_infos)) if rank_infos else None
+        return [{"rendezvous": self._rendezvous} for _ in rank_infos]
 
     # -- worker ---------------------------------------------------------------------------------------
 
-    def join(self, seat: Seat, settings: dict[str, Any]) -> None:
-        if self._joined and not self.in_place and not seat.solo:
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        if self._joined and not self.in_place and not rank_info.solo:
             raise RuntimeError("this backend joins one generation in a process, no second one")
         self._member.sleep(self.world.between(0.0005, 0.01))
-        if seat.solo:
+        if rank_info.solo:
             return
         self._joined = True
         self._rendezvous = settings["rendezvous"]
         try:
-            group = self._rendezvous.enter(self._member, seat, self.join_s)
+            group = self._rendezvous.enter(self._member, rank_info, self.join_s)
         finally:
             self._rendezvous = None
         self.group = group

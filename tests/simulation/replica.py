@@ -12,7 +12,8 @@ from raysgd.metrics import COMMITTED
 from raysgd.outcomes import Interrupted
 from raysgd.plan import Deal
 from raysgd.progress import Control, Progress
-from raysgd.rendezvous import Seat
+from raysgd.protocols import Call
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import Drawn, PlannedSource
 from raysgd.torch.feed import Feed
@@ -38,25 +39,25 @@ class SimSource(PlannedSource):
         self.counts_samples = True
         self.order = range(total)
 
-    def begin(self, epoch: int, seat: Seat, shared: bool) -> None:
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Every epoch has the same order."""
 
-    def batches(self, seat: Seat, offset: int) -> Iterator[Drawn]:
-        deal = self._deal(seat)
-        for share in deal.of(seat.world_rank, offset):
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        deal = self._deal(rank_info)
+        for share in deal.of(rank_info.world_rank, offset):
             before, offset = offset, deal.advance(offset)
             yield Drawn((before, offset, share), offset, share.fresh)
 
-    def _deal(self, seat: Seat) -> Deal:
-        step = self._global or self._batch_size * seat.world_size
-        return Deal(self._total, max(step, seat.world_size), seat.world_size)
+    def _deal(self, rank_info: RankInfo) -> Deal:
+        step = self._global or self._batch_size * rank_info.world_size
+        return Deal(self._total, max(step, rank_info.world_size), rank_info.world_size)
 
 
 class SimReplica:
     """The protocol of `raysgd.protocols.Replica`, in the order of effects of `TorchReplica`."""
 
-    def __init__(self, worker: Any, plan: Any, seat: Seat, control: Control) -> None:
-        self._worker, self._plan, self._seat, self._control = worker, plan, seat, control
+    def __init__(self, worker: Any, plan: Any, rank_info: RankInfo, control: Control) -> None:
+        self._worker, self._plan, self._rank_info, self._control = worker, plan, rank_info, control
         self._cursor = Cursor()
         self._feed: Feed | None = None
         self._source = SimSource(plan.samples, plan.batch_size, plan.global_batch)
@@ -73,16 +74,16 @@ class SimReplica:
         """How many of the user's loads the state has seen."""
         return self._cursor.loads
 
-    def run(self, method: str, **arguments: Any) -> Any:
-        self._control.phase = method
+    def run(self, call: Call) -> Any:
+        self._control.phase = call.name
         try:
-            return getattr(self, f"_{method}")(**arguments)
+            return call.method(self, **call.arguments)
         finally:
             self._control.phase = "idle"
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    def _train(self, call: int, num_steps: int | None, snapshot_first: bool = False) -> Any:
+    def train(self, call: int, num_steps: int | None, snapshot_first: bool = False) -> Any:
         cursor = self._cursor
         if not cursor.open_call(call):
             return self.partial()
@@ -91,7 +92,7 @@ class SimReplica:
         self._feed = feed = Feed(
             self._source,
             cursor,
-            self._seat,
+            self._rank_info,
             self._control,
             limit=num_steps,
             shared=True,
@@ -129,32 +130,32 @@ class SimReplica:
         worker.checker.applied(worker, group, self.steps, everybody)
         worker.point("applied")
 
-    def _validate(self, call: int) -> Any:
+    def validate(self, call: int) -> Any:
         for _ in range(3):
             if self._control.interrupted:
                 return Interrupted(None, "a peer failed", self.progress)
             self._worker.compute()
             self._worker.point("validate")
-        return {"rank": self._seat.world_rank, "steps": len(self.steps)}
+        return {"rank": self._rank_info.world_rank, "steps": len(self.steps)}
 
-    def _checkpoint(self) -> Any:
+    def checkpoint(self) -> Any:
         self._worker.compute()
-        return self._state() if self._seat.world_rank == 0 else None
+        return self._state() if self._rank_info.world_rank == 0 else None
 
-    def _restore(self, data: bytes, loads: int) -> None:
+    def restore(self, data: bytes, loads: int) -> None:
         self._worker.compute()
         self.load(data, by_user=True)
         self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads
         self._snapshot()
 
-    def _apply(self) -> int:
+    def apply(self) -> int:
         self._worker.compute()
-        return self._seat.world_rank
+        return self._rank_info.world_rank
 
     # -- state ----------------------------------------------------------------------------------------
 
-    def seated(self, seat: Seat) -> None:
-        self._seat = seat
+    def joined(self, rank_info: RankInfo) -> None:
+        self._rank_info = rank_info
         if self._feed is not None:
             self._feed.cut_short()
             self._feed = None
@@ -188,6 +189,6 @@ class SimReplica:
             self._mark = self._cursor.step // every
 
     def _snapshot(self) -> None:
-        if self._seat.world_rank == 0 and self._plan.snapshot_every is not None:
+        if self._rank_info.world_rank == 0 and self._plan.snapshot_every is not None:
             message = {"progress": astuple(self.progress), "call": self._cursor.call, "partial": self.partial()}
             self._worker.upload(message, self._state())

@@ -13,6 +13,7 @@ from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ResourceError, WorkerStartError
 from raysgd.metrics import COMMITTED
+from raysgd.protocols import Call
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.group import Node, SimGroup, Worker
 from tests.simulation.network import SimBackend
@@ -236,10 +237,10 @@ class Script:
             jitter=world.random.random,
         )
 
-    def _build(self, seat: Any, control: Any) -> SimReplica:
+    def _build(self, rank_info: Any, control: Any) -> SimReplica:
         worker = next(each for each in self.group.workers.values() if each.line.control is control)
         worker.compute()
-        worker.replica = SimReplica(worker, self.plan, seat, control)
+        worker.replica = SimReplica(worker, self.plan, rank_info, control)
         return worker.replica
 
     def run(self) -> None:
@@ -273,10 +274,10 @@ class Script:
 
     def _train(self, num_steps: int | None) -> None:
         before, redone, errors = len(self.checker.truth), self.checker.redone, self.user_errors
-        job = Job("train", {"num_steps": num_steps}, again="resume", max_losses=-1)
-        pieces = self.engine.run(job)
+        job = Job(Call(SimReplica.train, {"num_steps": num_steps}), again="resume", max_failures=-1)
+        parts = self.engine.run(job)
         truth = self.checker.truth
-        for name in self.engine._crew.seated():
+        for name in self.engine._table.members():
             steps = self.group.workers[name].replica.steps  # type: ignore[union-attr]
             if list(steps) != truth:
                 raise Violation(
@@ -284,22 +285,22 @@ class Script:
                 )
         if num_steps is None and truth and truth[-1][2] != self.plan.samples:
             raise Violation(f"train() returned after {truth[-1]}, before the end of the epoch")
-        committed = max(piece_value.get(COMMITTED) or 0 for piece in pieces for piece_value in piece.values)
+        committed = max(value.get(COMMITTED) or 0 for part in parts for value in part.values)
         samples = sum(stop - start for _, start, stop in truth[before:])
         if redone == self.checker.redone and errors == self.user_errors and committed != samples:
             raise Violation(f"train() reports {committed} samples, and {samples} were used")
 
     def _validate(self) -> None:
-        self._call("validate", {"call": self.engine._calls})
+        self._call(SimReplica.validate, {"call": self.engine._calls})
 
     def _apply(self) -> None:
-        self._call("apply", {}, again="keep")
+        self._call(SimReplica.apply, {}, again="keep")
 
-    def _call(self, method: str, arguments: dict[str, Any], again: Any = "repeat") -> Any:
-        return self.engine.run(Job(method, arguments, again=again, max_losses=-1))[-1].values
+    def _call(self, method: Callable[..., Any], arguments: dict[str, Any], again: Any = "repeat") -> Any:
+        return self.engine.run(Job(Call(method, arguments), again=again, max_failures=-1))[-1].values
 
     def _save(self) -> None:
-        data = [value for value in self._call("checkpoint", {}) if value is not None]
+        data = [value for value in self._call(SimReplica.checkpoint, {}) if value is not None]
         self._saved = data[0], list(self.checker.truth)
 
     def _load(self) -> None:
@@ -309,7 +310,7 @@ class Script:
         loads = self.engine.progress.loads + 1
         self.engine.state_changed_by_hand(replaced=True)
         self.checker.loaded(steps, loads)
-        self._call("restore", {"data": data, "loads": loads})
+        self._call(SimReplica.restore, {"data": data, "loads": loads})
 
     def _resize(self, count: int) -> None:
         self.engine.resize(count)

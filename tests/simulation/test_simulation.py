@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.engine.crew import Member
-from raysgd.engine.forming import Former
-from raysgd.engine.membership import Membership
+from raysgd.engine.generation import Generation
+from raysgd.engine.worker_table import WorkerInfo
 from raysgd.plan import Deal
 from raysgd.torch.feed import Feed
 from tests.simulation.seeds import Summary, simulate
@@ -44,7 +43,7 @@ def test_a_seed_gives_the_same_run_every_time(capsys: pytest.CaptureFixture[str]
 
 
 def _skip_agreement(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Former, "_agree_on_state", lambda self, workers: True)
+    patch.setattr(Generation, "_agree_on_state", lambda self, workers: True)
 
 
 def _forget_what_was_applied(patch: pytest.MonkeyPatch) -> None:
@@ -56,17 +55,17 @@ def _use_samples_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Deal, "of", lambda self, rank, offset: original(self, 0, offset))
 
 
-def _rescue_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Membership, "rescue", lambda self, worker: True)
+def _rescue_no_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Generation, "rescue_state", lambda self, worker, call: True)
 
 
 def _forget_who_holds_the_state(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Member, "holds_state", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(WorkerInfo, "holds_state", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 @pytest.mark.parametrize(
     "breakage",
-    [_skip_agreement, _forget_what_was_applied, _use_samples_twice, _rescue_nothing, _forget_who_holds_the_state],
+    [_skip_agreement, _forget_what_was_applied, _use_samples_twice, _rescue_no_state, _forget_who_holds_the_state],
 )
 def test_a_broken_engine_is_noticed(breakage: object, monkeypatch: pytest.MonkeyPatch) -> None:
     breakage(monkeypatch)  # type: ignore[operator]

@@ -6,7 +6,7 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd.rendezvous import Seat, assign_seats  # noqa: E402
+from raysgd.rendezvous import RankInfo, assign_ranks  # noqa: E402
 from raysgd.tf.backend import TensorFlowBackend  # noqa: E402
 from raysgd.tf.meeting import MeetingFailed  # noqa: E402
 
@@ -35,8 +35,8 @@ def test_an_error_raised_while_handling_one_counts_too() -> None:
 
 def test_plans_are_for_each_generation() -> None:
     backend = TensorFlowBackend(host="127.0.0.1")
-    assert backend.plan(assign_seats(["a"])) == [{}], "one rank has nobody to meet"
-    first, second = (backend.plan(assign_seats(["a", "b"])) for _ in range(2))
+    assert backend.plan(assign_ranks(["a"])) == [{}], "one rank has nobody to meet"
+    first, second = (backend.plan(assign_ranks(["a", "b"])) for _ in range(2))
     assert len(first) == 2 and first[0] == first[1] != second[0]
     copy = pickle.loads(pickle.dumps(backend))
     assert (copy._point, copy.in_place) == (None, False)
@@ -47,4 +47,4 @@ def test_nobody_joins_twice() -> None:
     backend = TensorFlowBackend()
     backend._strategy = object()
     with pytest.raises(RuntimeError, match="twice in one process"):
-        backend.join(Seat(world_size=2), {})
+        backend.join(RankInfo(world_size=2), {})

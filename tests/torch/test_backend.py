@@ -14,7 +14,7 @@ from torch import nn
 import raysgd.torch.backend
 from raysgd.outcomes import Ok
 from raysgd.progress import Control
-from raysgd.rendezvous import Seat, assign_seats
+from raysgd.rendezvous import RankInfo, assign_ranks
 from raysgd.torch.backend import TorchBackend
 from raysgd.workers.body import Body
 
@@ -34,13 +34,13 @@ def part(backend: TorchBackend) -> None:
     backend.leave()
 
 
-def one_rank(backend: TorchBackend, plans: list[tuple[Seat, dict[str, Any]]]) -> None:
+def one_rank(backend: TorchBackend, plans: list[tuple[RankInfo, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)
     sys.setswitchinterval(60.0)  # a thread that wants the interpreter waits until the other has to wait itself
-    for seat, settings in plans:
-        backend.join(seat, settings)
+    for rank_info, settings in plans:
+        backend.join(rank_info, settings)
         try:
-            part(backend) if seat.world_rank else wait()
+            part(backend) if rank_info.world_rank else wait()
         except RuntimeError as error:
             assert backend.is_interruption(error), error
             backend.leave()
@@ -49,11 +49,11 @@ def one_rank(backend: TorchBackend, plans: list[tuple[Seat, dict[str, Any]]]) ->
 def test_the_end_of_a_group_never_waits_for_threads_that_wait_for_the_interpreter() -> None:
     """Without a handle of the backend's own, rank 0 stands still for good after a few generations."""
     drivers = [TorchBackend("gloo", join_s=30, collective_s=30) for _ in range(GENERATIONS)]
-    plans: list[list[tuple[Seat, dict[str, Any]]]] = [[], []]
+    plans: list[list[tuple[RankInfo, dict[str, Any]]]] = [[], []]
     for generation, driver in enumerate(drivers):
-        seats = assign_seats(["a", "a"], generation=generation)
-        for seat, settings in zip(seats, driver.plan(seats), strict=True):
-            plans[seat.world_rank].append((seat, settings))
+        rank_infos = assign_ranks(["a", "a"], generation=generation)
+        for rank_info, settings in zip(rank_infos, driver.plan(rank_infos), strict=True):
+            plans[rank_info.world_rank].append((rank_info, settings))
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=one_rank, args=(drivers[0], plan), daemon=True) for plan in plans]
     for rank in ranks:
@@ -69,31 +69,31 @@ def test_the_end_of_a_group_never_waits_for_threads_that_wait_for_the_interprete
 
 def test_who_comes_late_to_a_meeting_that_was_called_off_does_not_wait() -> None:
     """A peer died on its way to the meeting, and the driver called it off before this rank had begun."""
-    driver, seats = TorchBackend("gloo", join_s=20), assign_seats(["a", "a"], generation=1)
-    settings = driver.plan(seats)
+    driver, rank_infos = TorchBackend("gloo", join_s=20), assign_ranks(["a", "a"], generation=1)
+    settings = driver.plan(rank_infos)
     driver.plan([])
     late = TorchBackend("gloo", join_s=20)
     with pytest.raises(RuntimeError, match="is over") as raised:
-        late.join(seats[1], settings[1])
+        late.join(rank_infos[1], settings[1])
     assert late.is_interruption(raised.value), "its process is well: it goes to the next meeting"
 
 
-def meet_late(driver: TorchBackend, seat: Seat, settings: dict[str, Any], late_s: float, said: Any) -> None:
+def meet_late(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any], late_s: float, said: Any) -> None:
     raysgd.torch.backend.MEET_S = 1.0
     time.sleep(late_s)
-    driver.join(seat, settings)
+    driver.join(rank_info, settings)
     gloo = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     said.put((dist.get_world_size(), gloo.options._timeout.total_seconds()))
     driver.leave()
 
 
 def test_a_short_limit_for_the_connections_is_none_for_those_who_come_late_nor_for_collectives() -> None:
-    driver, seats = TorchBackend("gloo", join_s=60, collective_s=50), assign_seats(["a", "a"], generation=1)
+    driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=50), assign_ranks(["a", "a"], generation=1)
     context = multiprocessing.get_context("spawn")
     said = context.Queue()
-    for late_s, seat, settings in zip((0, 3), seats, driver.plan(seats), strict=True):
-        context.Process(target=meet_late, args=(driver, seat, settings, late_s, said), daemon=True).start()
-    assert [said.get(timeout=60) for _ in seats] == [(2, 50), (2, 50)]
+    for late_s, rank_info, settings in zip((0, 3), rank_infos, driver.plan(rank_infos), strict=True):
+        context.Process(target=meet_late, args=(driver, rank_info, settings, late_s, said), daemon=True).start()
+    assert [said.get(timeout=60) for _ in rank_infos] == [(2, 50), (2, 50)]
 
 
 def test_who_met_a_generation_that_did_not_come_to_stand_joins_the_next_one() -> None:
@@ -101,7 +101,7 @@ def test_who_met_a_generation_that_did_not_come_to_stand_joins_the_next_one() ->
     body = Body(TorchBackend("gloo"), Control())
     try:
         for generation in (1, 2):
-            outcome = body.perform("join", {"seat": Seat(solo=True, generation=generation), "settings": {}})
+            outcome = body.perform("join", {"rank_info": RankInfo(solo=True, generation=generation), "settings": {}})
             assert isinstance(outcome, Ok), outcome
     finally:
         body.perform("leave", {})
@@ -110,7 +110,7 @@ def test_who_met_a_generation_that_did_not_come_to_stand_joins_the_next_one() ->
 
 def test_a_member_of_a_group_can_be_sent_to_others() -> None:
     backend = TorchBackend("gloo")
-    backend.join(Seat(solo=True), {})
+    backend.join(RankInfo(solo=True), {})
     try:
         assert pickle.loads(pickle.dumps(backend)).name == "gloo"
     finally:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.data import PlannedSource
 from raysgd.torch.gathering import Gathered, can_gather
 
@@ -58,8 +58,8 @@ NOT_GATHERED = {
 
 def planned(loader: DataLoader[Any]) -> list[Any]:
     source = PlannedSource(loader, pad=False)
-    source.begin(0, Seat(), shared=False)
-    return [drawn.batch for drawn in source.batches(Seat(), 0)]
+    source.begin(0, RankInfo(), shared=False)
+    return [drawn.batch for drawn in source.batches(RankInfo(), 0)]
 
 
 @pytest.mark.parametrize("name", LOADERS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.data import LiveSource
 from raysgd.torch.sharding import sharded_live
 
@@ -68,7 +68,7 @@ def split(worker_id: int) -> None:
 def shares(loader: Any, world: int) -> list[list[int]]:
     taken = []
     for rank in range(world):
-        batches = iter(sharded_live(loader, Seat(world_rank=rank, world_size=world)))
+        batches = iter(sharded_live(loader, RankInfo(world_rank=rank, world_size=world)))
         taken.append([number for batch in batches for number in torch.as_tensor(batch).flatten().tolist()])
     return taken
 
@@ -119,11 +119,11 @@ def test_an_error_in_the_stream_leaves_no_worker_info_behind() -> None:
 
 def test_a_live_source_goes_on_where_it_was_and_deals_an_uncommitted_batch_again() -> None:
     source = LiveSource(DataLoader(Stream(6), batch_size=2), shard=True, together=True)
-    source.begin(0, Seat(), shared=False)
-    first = next(source.batches(Seat(), 0))
-    again = next(source.batches(Seat(), 0))
+    source.begin(0, RankInfo(), shared=False)
+    first = next(source.batches(RankInfo(), 0))
+    again = next(source.batches(RankInfo(), 0))
     assert again is first
-    rest = list(source.batches(Seat(), 1))
+    rest = list(source.batches(RankInfo(), 1))
     assert [each.batch.tolist() for each in rest] == [[2, 3], [4, 5]]
     assert [each.offset for each in rest] == [2, 3]
 
@@ -131,5 +131,5 @@ def test_a_live_source_goes_on_where_it_was_and_deals_an_uncommitted_batch_again
 def test_each_epoch_starts_a_generator_function_anew_and_an_iterator_only_once() -> None:
     once = LiveSource(iter([1, 2]), shard=False, together=False)
     for expected in ([1, 2], []):
-        once.begin(0, Seat(), shared=False)
-        assert [each.batch for each in once.batches(Seat(), 0)] == expected
+        once.begin(0, RankInfo(), shared=False)
+        assert [each.batch for each in once.batches(RankInfo(), 0)] == expected

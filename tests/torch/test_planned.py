@@ -23,15 +23,15 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import ConfigError
-from raysgd.rendezvous import Seat
+from raysgd.rendezvous import RankInfo
 from raysgd.torch.data import Drawn, PlannedSource, close
 from tests.torch.small import Numbers, flat
 
 Loaders = Callable[[], DataLoader[Any]]
 
 
-def whole(source: PlannedSource, seat: Seat, offset: int = 0) -> list[Drawn]:
-    return list(source.batches(seat, offset))
+def whole(source: PlannedSource, rank_info: RankInfo, offset: int = 0) -> list[Drawn]:
+    return list(source.batches(rank_info, offset))
 
 
 def played(make: Loaders, world: int, *, pad: bool = True, epoch: int = 0) -> list[list[Drawn]]:
@@ -39,9 +39,9 @@ def played(make: Loaders, world: int, *, pad: bool = True, epoch: int = 0) -> li
     ranks = []
     for rank in range(world):
         torch.manual_seed(7)
-        source, seat = PlannedSource(make(), pad=pad), Seat(world_rank=rank, world_size=world)
-        source.begin(epoch, seat, shared=False)
-        ranks.append(whole(source, seat))
+        source, rank_info = PlannedSource(make(), pad=pad), RankInfo(world_rank=rank, world_size=world)
+        source.begin(epoch, rank_info, shared=False)
+        ranks.append(whole(source, rank_info))
     return ranks
 
 
@@ -196,7 +196,7 @@ def test_a_sampler_without_a_length_says_what_to_do() -> None:
 
     source = PlannedSource(DataLoader(Numbers(4), sampler=Endless()), pad=True)
     with pytest.raises(ConfigError, match=r"Endless has no length.*__len__.*IterableDataset"):
-        source.begin(0, Seat(), shared=False)
+        source.begin(0, RankInfo(), shared=False)
 
 
 def test_each_part_of_a_loader_is_told_the_epoch() -> None:
@@ -212,7 +212,7 @@ def test_each_part_of_a_loader_is_told_the_epoch() -> None:
 
     source = PlannedSource(DataLoader(Told(4), sampler=ToldSampler(4)), pad=True)
     for epoch in (0, 1):
-        source.begin(epoch, Seat(), shared=False)
+        source.begin(epoch, RankInfo(), shared=False)
     assert told == [("sampler", 0), ("dataset", 0), ("sampler", 1), ("dataset", 1)]
 
 
@@ -260,7 +260,7 @@ class WhichWorker(Numbers):
 def test_persistent_loader_processes_follow_a_new_plan() -> None:
     """Three epochs, the second dealt anew in its middle: processes stay, and none sees a stale plan."""
     loader = DataLoader(WhichWorker(16), batch_size=2, num_workers=2, persistent_workers=True, shuffle=True, timeout=30)
-    source, alone = PlannedSource(loader, pad=True), Seat()
+    source, alone = PlannedSource(loader, pad=True), RankInfo()
     source.begin(0, alone, shared=False)
     first = whole(source, alone)
     processes = source._twin._iterator._workers  # type: ignore[union-attr]
@@ -270,7 +270,7 @@ def test_persistent_loader_processes_follow_a_new_plan() -> None:
     running = source.batches(alone, 0)
     taken = [next(running) for _ in range(3)]
     order = [int(index) for index in source.order]
-    later = whole(source, Seat(world_rank=1, world_size=2, generation=1), taken[-1].offset)
+    later = whole(source, RankInfo(world_rank=1, world_size=2, generation=1), taken[-1].offset)
     assert list(flat([each.batch[:, 0].tolist() for each in taken])) == order[:6]
     assert list(flat([each.batch[:, 0].tolist() for each in later])) == [
         *order[8:10],
@@ -289,14 +289,14 @@ def test_the_place_in_an_epoch_is_kept_between_calls_and_found_again_by_a_copy()
     make = LOADERS["shuffled"]
     torch.manual_seed(7)
     source = PlannedSource(make(), pad=True)
-    source.begin(0, Seat(), shared=False)
-    running = source.batches(Seat(), 0)
+    source.begin(0, RankInfo(), shared=False)
+    running = source.batches(RankInfo(), 0)
     first = [next(running) for _ in range(2)]
-    assert source.batches(Seat(), 6) is running, "the same loader goes on: nothing is read twice"
+    assert source.batches(RankInfo(), 6) is running, "the same loader goes on: nothing is read twice"
 
     elsewhere = PlannedSource(make(), pad=True)
     elsewhere.order = copy.deepcopy(source.order)
-    rest = whole(elsewhere, Seat(), first[-1].offset)
+    rest = whole(elsewhere, RankInfo(), first[-1].offset)
     assert batches(first + rest) == plain_epoch(make)
 
 
@@ -305,9 +305,9 @@ def test_a_global_batch_is_shared_whatever_the_world() -> None:
         steps = []
         for rank in range(world):
             source = PlannedSource(DataLoader(Numbers(16), batch_size=2), pad=True, global_batch=8)
-            seat = Seat(world_rank=rank, world_size=world)
-            source.begin(0, seat, shared=False)
-            steps.append([len(batch) for batch in batches(whole(source, seat))])
+            rank_info = RankInfo(world_rank=rank, world_size=world)
+            source.begin(0, rank_info, shared=False)
+            steps.append([len(batch) for batch in batches(whole(source, rank_info))])
         assert steps == [[8 // world] * 2] * world
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raysgd.rendezvous import assign_seats
+from raysgd.rendezvous import assign_ranks
 from raysgd.torch.backend import TorchBackend
 
 HOST = "127.0.0.2"  # also of this machine, as all of 127.0.0.0/8 on Linux, and not the one that others listen on
@@ -33,7 +33,7 @@ def listening(port: int) -> list[str]:
 @ON_LINUX
 def test_the_store_listens_on_the_address_that_the_workers_are_given() -> None:
     driver = TorchBackend("gloo", host=HOST, join_s=10)
-    settings = driver.plan(assign_seats(["a", "a"]))
+    settings = driver.plan(assign_ranks(["a", "a"]))
     try:
         assert settings[0]["host"] == HOST
         assert listening(settings[0]["port"]) == [HOST]
@@ -41,10 +41,10 @@ def test_the_store_listens_on_the_address_that_the_workers_are_given() -> None:
         driver.plan([])
 
 
-def meet(backend: TorchBackend, seat: Any, settings: dict[str, Any], said: Any) -> None:
+def meet(backend: TorchBackend, rank_info: Any, settings: dict[str, Any], said: Any) -> None:
     """Join, look at the group with a new subgroup, and leave."""
     try:
-        backend.join(seat, settings)
+        backend.join(rank_info, settings)
         count = torch.ones(1)
         dist.all_reduce(count, group=dist.new_group([0, 1]))
         said.put(int(count.item()))
@@ -68,8 +68,8 @@ def met(driver: TorchBackend, plans: list[tuple[Any, dict[str, Any]]]) -> list[A
 
 def test_a_client_that_knows_the_names_of_the_keys_cannot_disturb_a_rendezvous() -> None:
     """It writes them all the time. Ranks that read what it wrote would take it for their peers' addresses."""
-    driver, seats = TorchBackend("gloo", join_s=60, collective_s=30), assign_seats(["a", "a"], generation=1)
-    settings = driver.plan(seats)
+    driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=30), assign_ranks(["a", "a"], generation=1)
+    settings = driver.plan(rank_infos)
     stranger, over = dist.TCPStore(settings[0]["host"], settings[0]["port"], None, False), threading.Event()
 
     def disturb() -> None:
@@ -80,7 +80,7 @@ def test_a_client_that_knows_the_names_of_the_keys_cannot_disturb_a_rendezvous()
     thread = threading.Thread(target=disturb)
     thread.start()
     try:
-        assert met(driver, list(zip(seats, settings, strict=True))) == [2, 2]
+        assert met(driver, list(zip(rank_infos, settings, strict=True))) == [2, 2]
     finally:
         over.set()
         thread.join()
@@ -88,12 +88,12 @@ def test_a_client_that_knows_the_names_of_the_keys_cannot_disturb_a_rendezvous()
 
 
 def test_every_generation_has_a_secret_of_its_own_that_no_error_shows() -> None:
-    driver, seats = TorchBackend("gloo", join_s=1), assign_seats(["a", "a"], generation=1)
-    first, second = driver.plan(seats)[0], driver.plan(seats)[0]
+    driver, rank_infos = TorchBackend("gloo", join_s=1), assign_ranks(["a", "a"], generation=1)
+    first, second = driver.plan(rank_infos)[0], driver.plan(rank_infos)[0]
     secrets = {value for value in first.values() if isinstance(value, str) and len(value) >= 32}
     assert secrets and not secrets & set(second.values())
     with pytest.raises(RuntimeError) as raised:
-        driver.join(seats[0], second)  # the other rank never comes
+        driver.join(rank_infos[0], second)  # the other rank never comes
     driver.plan([])
     assert not any(str(value) in str(raised.value) for value in second.values() if len(str(value)) >= 32)
 
@@ -115,14 +115,14 @@ def attacks() -> dict[str, bytes]:
 @pytest.mark.parametrize("what", attacks())
 def test_a_rendezvous_with_strangers_at_the_store(what: str) -> None:
     """Ten of them, and they stay."""
-    driver, seats = TorchBackend("gloo", join_s=60, collective_s=30), assign_seats(["a"], generation=1)
-    settings = driver.plan(seats)[0]
+    driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=30), assign_ranks(["a"], generation=1)
+    settings = driver.plan(rank_infos)[0]
     with ExitStack() as stack:
         for _ in range(10):
             stranger = stack.enter_context(socket.create_connection((settings["host"], settings["port"]), timeout=5))
             stranger.sendall(attacks()[what])
         try:
-            driver.join(seats[0], settings)
+            driver.join(rank_infos[0], settings)
             assert dist.get_world_size() == 1
         finally:
             driver.leave()
@@ -147,7 +147,7 @@ def test_a_rank_that_a_rendezvous_ends_under_is_free_at_once() -> None:
     settings = {"host": "127.0.0.1", "port": listener.getsockname()[1], "secret": "0" * 32}
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="is over") as raised:
-        late.join(assign_seats(["a", "a"])[1], settings)
+        late.join(assign_ranks(["a", "a"])[1], settings)
     assert late.is_interruption(raised.value)
     assert time.monotonic() - began < 10
 
@@ -188,11 +188,11 @@ class Relay:
 def test_a_rank_whose_client_hangs_is_in_the_store_through_a_second_one(late_s: float, clients: int) -> None:
     """A name server that does not answer holds torch's client up. On a busy machine it is only slow, and then a second
     one would make the machine busier."""
-    driver, seats = TorchBackend("gloo", join_s=60, collective_s=30), assign_seats(["a"])
-    relay = Relay(driver.plan(seats)[0], late_s)
+    driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=30), assign_ranks(["a"])
+    relay = Relay(driver.plan(rank_infos)[0], late_s)
     began = time.monotonic()
     try:
-        driver.join(seats[0], relay.settings)
+        driver.join(rank_infos[0], relay.settings)
         assert dist.get_world_size() == 1
         assert time.monotonic() - began < 30
     finally:
@@ -216,7 +216,7 @@ def test_a_torch_that_cannot_take_a_bound_socket_still_has_a_store(
 
     monkeypatch.setattr(dist, "TCPStore", older)
     driver = TorchBackend("gloo", join_s=10)
-    settings = driver.plan(assign_seats(["a", "a"]))[0]
+    settings = driver.plan(assign_ranks(["a", "a"]))[0]
     monkeypatch.undo()
     timeout = datetime.timedelta(seconds=5)
     client = dist.TCPStore(settings["host"], settings["port"], None, False, timeout=timeout)
@@ -235,10 +235,10 @@ def test_a_driver_behind_nat_still_has_a_store(monkeypatch: pytest.MonkeyPatch) 
         return plain(address, **others)
 
     monkeypatch.setattr(socket, "create_server", refused)
-    driver, seats = TorchBackend("gloo", join_s=30, collective_s=10), assign_seats(["a"])
-    settings = driver.plan(seats)[0]
+    driver, rank_infos = TorchBackend("gloo", join_s=30, collective_s=10), assign_ranks(["a"])
+    settings = driver.plan(rank_infos)[0]
     try:
-        driver.join(seats[0], settings)
+        driver.join(rank_infos[0], settings)
     finally:
         driver.leave()
         driver.plan([])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from raysgd.rendezvous import Alone, assign_seats
+from raysgd.rendezvous import Alone, assign_ranks
 from raysgd.train import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.backends import backend_of, parse_backend
 from raysgd.train.tensorflow_meeting import TensorflowMeeting
@@ -84,7 +84,7 @@ def test_the_backends_class_may_be_a_property_or_a_method() -> None:
 
 
 def test_the_environment_is_that_of_torchs_launcher() -> None:
-    (_, _, third) = assign_seats(["a", "b", "b"])
+    (_, _, third) = assign_ranks(["a", "b", "b"])
     assert environment(third, {"host": "h", "port": 5}) == {
         "MASTER_ADDR": "h",
         "MASTER_PORT": "5",
@@ -100,13 +100,13 @@ def test_the_environment_is_that_of_torchs_launcher() -> None:
 def test_workers_of_a_node_see_all_their_gpus(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes with two GPUs each, one GPU for a worker."""
     places = [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")][:workers]
-    seats = assign_seats([node for node, _ in places])
+    rank_infos = assign_ranks([node for node, _ in places])
     store = dist.HashStore()
-    for seat, (_, gpu) in zip(seats, places, strict=True):
-        store.set(f"{seat.node_rank}/{seat.local_rank}", gpu)
-    for seat, (node, gpu) in zip(seats, places, strict=True):
+    for rank_info, (_, gpu) in zip(rank_infos, places, strict=True):
+        store.set(f"{rank_info.node_rank}/{rank_info.local_rank}", gpu)
+    for rank_info, (node, gpu) in zip(rank_infos, places, strict=True):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
-        index = share_devices(store, seat)
+        index = share_devices(store, rank_info)
         everybody = [other for place, other in places if place == node]
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(everybody)
         assert everybody[index] == gpu
@@ -114,21 +114,21 @@ def test_workers_of_a_node_see_all_their_gpus(workers: int, monkeypatch: pytest.
 
 def test_workers_with_shared_gpus_list_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    seats = assign_seats(["a", "a"])
+    rank_infos = assign_ranks(["a", "a"])
     store.set("0/0", "3,1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    assert share_devices(store, seats[1]) == 1
+    assert share_devices(store, rank_infos[1]) == 1
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,1,2"
 
 
 def test_every_tensorflow_rank_is_told_everybodys_address(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = TensorflowMeeting(host="127.0.0.1", join_s=10)
-    seats = assign_seats(["a", "a", "b"])
-    places = driver.plan(seats)
+    rank_infos = assign_ranks(["a", "a", "b"])
+    places = driver.plan(rank_infos)
     addresses: dict[int, list[str]] = {}
 
     def come(rank: int) -> None:
-        addresses[rank] = TensorflowMeeting(host="127.0.0.1", join_s=10).addresses(seats[rank], places[rank])
+        addresses[rank] = TensorflowMeeting(host="127.0.0.1", join_s=10).addresses(rank_infos[rank], places[rank])
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
     for thread in threads:

@@ -12,24 +12,25 @@ import pytest
 from raysgd import CheckpointError, train
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control
-from raysgd.rendezvous import Seat
+from raysgd.protocols import Call
+from raysgd.rendezvous import RankInfo
 from raysgd.train.backends import Backend
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.session import Attempt
 from raysgd.workers.blob import Blob
 
-SEAT = Seat(world_rank=1, world_size=3, local_rank=1, local_world_size=2, node_rank=0)
+RANKS = RankInfo(world_rank=1, world_size=3, local_rank=1, local_world_size=2, node_rank=0)
 
 
 class Bench:
     """A replica, and what reached the driver: (message, metrics, checkpoint)."""
 
-    def __init__(self, seat: Seat = SEAT, factory: FunctionReplicaFactory | None = None) -> None:
+    def __init__(self, rank_info: RankInfo = RANKS, factory: FunctionReplicaFactory | None = None) -> None:
         self.said: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = []
         self.control = Control()
         self.control.deliver = self._deliver
-        self.replica: FunctionReplica = (factory or FunctionReplicaFactory())(seat, self.control)
-        self.seat = seat
+        self.replica: FunctionReplica = (factory or FunctionReplicaFactory())(rank_info, self.control)
+        self.rank_info = rank_info
 
     def _deliver(self, message: dict[str, Any], body: Any) -> None:
         split = message["metrics"]
@@ -39,7 +40,12 @@ class Bench:
     def run(self, function: Callable[..., Any], *arguments: Any, checkpoint: Any = None, **attempt: Any) -> Any:
         given = None if checkpoint is None else Blob(pickle.dumps(checkpoint))
         told = Attempt(**{"run": 1, "number": 1, **attempt})
-        value = self.replica.run("function", task=(function, arguments), attempt=told, checkpoint=given, call=1)
+        value = self.replica.run(
+            Call(
+                FunctionReplica.function,
+                {"task": (function, arguments), "attempt": told, "checkpoint": given, "call": 1},
+            )
+        )
         return pickle.loads(value) if isinstance(value, bytes) else value
 
 
@@ -328,7 +334,7 @@ def test_elastic_says_what_it_wants() -> None:
 def test_sync_of_several_needs_a_process_group() -> None:
     with pytest.raises(ValueError, match="process group"):
         Bench().run(lambda: train.elastic({"a": 1}).sync())
-    assert Bench(Seat()).run(lambda: train.elastic({"a": 1}).sync()) is None
+    assert Bench(RankInfo()).run(lambda: train.elastic({"a": 1}).sync()) is None
 
 
 def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
@@ -340,7 +346,11 @@ def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
         return [each and (each.path, Path(str(each.path), "words").read_text()) for each in found]
 
     bench, told = Bench(), Attempt(run=1, number=1)
-    value = bench.replica.run("function", task=(function, ()), attempt=told, checkpoint=Blob(payload), call=1)
+    value = bench.replica.run(
+        Call(
+            FunctionReplica.function, {"task": (function, ()), "attempt": told, "checkpoint": Blob(payload), "call": 1}
+        )
+    )
     first, second = pickle.loads(value)
     assert first == second and first[1] == "mine"
     bench.replica.close()

@@ -164,7 +164,7 @@ def test_new_workers_get_new_parts(made: Make) -> None:
         return train.world_size(), sum(1 for _ in train.get_dataset_shard().iter_rows())
 
     trainer = made(elastic=ElasticConfig())
-    trainer._executor._active()._crew.target = 3
+    trainer._executor._active()._membership._target = 3
     assert trainer.run(parts, dataset=numbers(90)) == [(3, 30)] * 3
 
 

@@ -59,8 +59,9 @@ def test_a_shard_is_not_divided_again() -> None:
     import tensorflow as tf
 
     from raysgd.progress import Control
-    from raysgd.rendezvous import Seat
-    from raysgd.train.replica import FunctionReplicaFactory
+    from raysgd.protocols import Call
+    from raysgd.rendezvous import RankInfo
+    from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
     from raysgd.train.session import Attempt
 
     policies = []
@@ -69,8 +70,9 @@ def test_a_shard_is_not_divided_again() -> None:
         shard = train.tensorflow.prepare_dataset_shard(tf.data.Dataset.range(4))
         policies.append(shard.options().experimental_distribute.auto_shard_policy)
 
-    replica = FunctionReplicaFactory()(Seat(), Control())
-    replica.run("function", task=(function, ()), attempt=Attempt(run=1), checkpoint=None)
+    replica = FunctionReplicaFactory()(RankInfo(), Control())
+    given = {"task": (function, ()), "attempt": Attempt(run=1), "checkpoint": None}
+    replica.run(Call(FunctionReplica.function, given))
     assert policies == [tf.data.experimental.AutoShardPolicy.OFF]
     with pytest.raises(ValueError, match="works only inside"):
         train.tensorflow.prepare_dataset_shard(tf.data.Dataset.range(4))

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, T
 
 from raysgd import train
 from raysgd.progress import Control
-from raysgd.rendezvous import Seat
+from raysgd.protocols import Call
+from raysgd.rendezvous import RankInfo
 from raysgd.train import Trainer
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.session import Attempt
@@ -23,11 +24,14 @@ from raysgd.train.session import Attempt
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
 
 
-def inside(function: Callable[[], Any], seat: Seat | None = None, replica: FunctionReplica | None = None) -> Any:
+def inside(
+    function: Callable[[], Any], rank_info: RankInfo | None = None, replica: FunctionReplica | None = None
+) -> Any:
     """Runs it as a training function of one rank, in this process; what it returns, as the very object."""
     box: list[Any] = []
-    hosted = replica or FunctionReplicaFactory()(seat or Seat(), Control())
-    hosted.run("function", task=(lambda: box.append(function()), ()), attempt=Attempt(run=1), checkpoint=None)
+    hosted = replica or FunctionReplicaFactory()(rank_info or RankInfo(), Control())
+    given = {"task": (lambda: box.append(function()), ()), "attempt": Attempt(run=1), "checkpoint": None}
+    hosted.run(Call(FunctionReplica.function, given))
     return box[0]
 
 
@@ -41,8 +45,8 @@ def test_a_loader_keeps_its_options_and_is_its_part() -> None:
     seen: list[float] = []
     for rank in range(2):
         loader = DataLoader(DATA, batch_size=2, drop_last=True, num_workers=0)
-        seat = Seat(world_rank=rank, world_size=2)
-        prepared = inside(lambda loader=loader: train.torch.prepare_data_loader(loader), seat)
+        rank_info = RankInfo(world_rank=rank, world_size=2)
+        prepared = inside(lambda loader=loader: train.torch.prepare_data_loader(loader), rank_info)
         assert (prepared.batch_size, prepared.drop_last, prepared.dataset) == (2, True, DATA)
         assert len(prepared) == 2
         batches = [batch.flatten().tolist() for (batch,) in prepared]
@@ -52,11 +56,13 @@ def test_a_loader_keeps_its_options_and_is_its_part() -> None:
 
 
 def test_a_shuffled_loader_is_shuffled_anew_in_each_epoch() -> None:
-    def epochs(seat: Seat) -> list[list[float]]:
-        prepared = inside(lambda: train.torch.prepare_data_loader(DataLoader(DATA, batch_size=5, shuffle=True)), seat)
+    def epochs(rank_info: RankInfo) -> list[list[float]]:
+        prepared = inside(
+            lambda: train.torch.prepare_data_loader(DataLoader(DATA, batch_size=5, shuffle=True)), rank_info
+        )
         return [[value for (batch,) in prepared for value in batch.flatten().tolist()] for _ in range(3)]
 
-    first, second = epochs(Seat(world_size=2)), epochs(Seat(world_rank=1, world_size=2))
+    first, second = epochs(RankInfo(world_size=2)), epochs(RankInfo(world_rank=1, world_size=2))
     for mine, others in zip(first, second, strict=True):
         assert Counter(mine + others) == Counter(range(10)), "each sample on one rank"
     assert first[0] != first[1]
@@ -67,19 +73,19 @@ def test_loaders_that_are_left_alone() -> None:
         def __iter__(self) -> Any:
             return iter(range(4))
 
-    seat = Seat(world_size=2)
+    rank_info = RankInfo(world_size=2)
     stream = DataLoader(Stream(), batch_size=2)
-    assert [batch.tolist() for batch in inside(lambda: train.torch.prepare_data_loader(stream), seat)] == [
+    assert [batch.tolist() for batch in inside(lambda: train.torch.prepare_data_loader(stream), rank_info)] == [
         [0, 1],
         [2, 3],
     ]
     whole = DataLoader(DATA, batch_size=5)
-    prepared = inside(lambda: train.torch.prepare_data_loader(whole, add_dist_sampler=False), seat)
+    prepared = inside(lambda: train.torch.prepare_data_loader(whole, add_dist_sampler=False), rank_info)
     assert len(prepared) == 2
     for sampler in (SubsetRandomSampler([1, 2]), WeightedRandomSampler([1.0] * 10, 5)):
         own = DataLoader(DATA, batch_size=5, sampler=sampler)
         with pytest.raises(ValueError, match="add_dist_sampler=False"):
-            inside(lambda own=own: train.torch.prepare_data_loader(own), seat)
+            inside(lambda own=own: train.torch.prepare_data_loader(own), rank_info)
     with pytest.raises(ValueError, match="takes a torch DataLoader"):
         inside(lambda: train.torch.prepare_data_loader([1, 2]))
 
@@ -124,7 +130,7 @@ def test_without_mixed_precision_the_helpers_change_nothing() -> None:
 
 
 def test_accelerate_twice_is_an_error_and_the_next_run_may_again() -> None:
-    replica = FunctionReplicaFactory()(Seat(), Control())
+    replica = FunctionReplicaFactory()(RankInfo(), Control())
 
     def twice() -> None:
         train.torch.accelerate(amp=True)
@@ -160,18 +166,18 @@ def test_outside_a_function_an_error_says_so(name: str) -> None:
 
 
 def test_an_elastic_loader_goes_on_where_its_state_says() -> None:
-    def make(seat: Seat) -> Any:
+    def make(rank_info: RankInfo) -> Any:
         loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3, shuffle=True, generator=torch.Generator())
-        return inside(lambda: train.torch.elastic_data_loader(loader), seat)
+        return inside(lambda: train.torch.elastic_data_loader(loader), rank_info)
 
-    whole = make(Seat())
+    whole = make(RankInfo())
     assert len(whole) == 7
     iterator = iter(whole)
     seen = [value for _ in range(3) for value in next(iterator)[0].tolist()]
     state = whole.state_dict()
     rest: list[int] = []
     for rank in range(2):
-        part = make(Seat(world_rank=rank, world_size=2))
+        part = make(RankInfo(world_rank=rank, world_size=2))
         part.load_state_dict(state)
         assert len(part) == 2
         rest += [value for (batch,) in part for value in batch.tolist()]

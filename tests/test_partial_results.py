@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.pieces import Piece, pieces_since
+from raysgd.engine.partial_results import PartialResults, partial_results_since
 from raysgd.outcomes import Failed, Interrupted, Lost, Ok
 from raysgd.progress import Progress
 from raysgd.snapshot import Snapshot
@@ -12,9 +12,11 @@ from raysgd.snapshot import Snapshot
 CALL = 4
 
 
-def piece(batches: int, end: int) -> Piece:
+def piece(batches: int, end: int) -> PartialResults:
     """Cut short after `batches` more batches, at step `end`."""
-    return Piece((Interrupted({"batch_count": batches}, "a peer was lost", Progress(step=end)), Lost("killed")))
+    return PartialResults(
+        (Interrupted({"batch_count": batches}, "a peer was lost", Progress(step=end)), Lost("killed"))
+    )
 
 
 def snapshot(step: int, partial: dict[str, Any] | None, call: int = CALL) -> Snapshot:
@@ -39,11 +41,11 @@ PIECES = [piece(10, 10), piece(7, 17), piece(5, 22)]
     ],
 )
 def test_what_counts(taken: Snapshot, expected: list[int]) -> None:
-    kept = pieces_since(taken, PIECES, call=CALL)
+    kept = partial_results_since(taken, PIECES, call=CALL)
     assert [values[0].get("batch_count", 0) if (values := each.values) else 0 for each in kept] == expected
 
 
 def test_the_end_of_a_piece_is_the_furthest_that_is_known() -> None:
     ranks = (Ok({}, Progress(step=3)), Lost("killed", progress=Progress(step=5)), Failed(ValueError()))
-    assert Piece(ranks).end == 5
-    assert Piece(()).end == 0
+    assert PartialResults(ranks).end == 5
+    assert PartialResults(()).end == 0

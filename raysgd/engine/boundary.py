@@ -1,0 +1,68 @@
+"""Agreeing on a batch boundary at which all ranks stop, while training continues. Driver.
+
+The driver proposes a step that is a little ahead of all ranks. A rank that has begun a later step refuses, and the next
+proposal is further ahead. When all ranks have agreed, the driver confirms, and they stop there: nothing is interrupted
+or redone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raysgd.engine.worker_table import WorkerTable
+
+__all__ = ["Boundary"]
+
+PATIENCE_S = 0.1
+
+
+class Boundary:
+    """One planned stop of one running call. Owns the current proposal and the answers to it; `settled` once all ranks
+    agreed."""
+
+    def __init__(self, table: WorkerTable, calls: dict[str, int], *, lead: int = 2) -> None:
+        self._table = table
+        self._calls = calls
+        self._round = 0
+        self._lead = lead
+        self._consents: dict[str, bool] = {}
+        self._begun = -1
+        self._too_late = False
+        self._asked_at = 0.0
+        self.settled = False
+        self._propose(max(table[worker].progress.step for worker in calls))
+
+    def _propose(self, begun: int) -> None:
+        self._round = self._table.next_number()  # an answer to an older proposal does not count
+        self._consents, self._begun, self._too_late = {}, -1, False
+        self._asked_at = self._table.clock()
+        for worker, call in self._calls.items():
+            message = {"t": "propose", "id": self._round, "call": call, "at": begun + self._lead}
+            self._table.group.tell(worker, message)
+
+    def advance(self, still_running: Sequence[str]) -> None:
+        """Take in the answers that have arrived. Ranks that have finished their call need not agree."""
+        if self.settled:
+            return
+        for answer in self._table.take_answers("consent"):
+            if answer.message["id"] == self._round:
+                self._consents[answer.worker] = bool(answer.message["kept"])
+                begun = int(answer.message["begun"])
+                self._begun = max(self._begun, begun)
+                self._too_late |= not answer.message["kept"] and begun >= 0
+        if still_running and all(self._consents.get(worker) for worker in still_running):
+            self.settled = True
+            for worker in still_running:
+                self._table.group.tell(worker, {"t": "confirm"})
+        elif any(not kept for kept in self._consents.values()) and len(self._consents) >= len(still_running):
+            self._propose_again()
+
+    def _propose_again(self) -> None:
+        """Propose again after a refusal. A rank that had begun a later step needs a boundary further ahead. One that
+        has not begun its call (it answers -1) only needs a moment: a growing lead would put the boundary out of
+        reach."""
+        if self._too_late:
+            self._lead *= 2
+        elif self._table.clock() - self._asked_at < PATIENCE_S:
+            return
+        self._propose(max(self._begun, *(self._table[worker].progress.step for worker in self._calls)))

@@ -1,0 +1,238 @@
+"""The current generation: form the next one, and know whether its process group is up. Driver.
+
+One attempt to form a generation: the members leave the old process group, agree on the most advanced state, join the
+new group, and are set up where they are new. Each step can lose members, also in the middle of a recovery. Then the
+attempt has failed, and the caller decides again with the workers that are left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from raysgd.config import Limits
+from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
+from raysgd.engine.worker_table import WorkerTable
+from raysgd.errors import WorkerStartError
+from raysgd.outcomes import Failed, Lost, Ok, Outcome
+from raysgd.progress import most_advanced
+from raysgd.protocols import Backend
+from raysgd.rendezvous import RankInfo, assign_ranks
+from raysgd.snapshot import Snapshot
+from raysgd.workers.blob import Blob
+
+__all__ = ["Generation"]
+
+logger = logging.getLogger("raysgd")
+
+ATTEMPTS = 3
+SLOW_S = 15.0
+
+
+class Generation:
+    """Owns the generation's number, whether its process group is up, and what a worker needs to be set up: the user's
+    packed hook and replica factory. Never decides which workers form a generation, or why a new one is needed."""
+
+    def __init__(self, table: WorkerTable, backend: Backend, limits: Limits, *, factory: Any, hook: Any) -> None:
+        self._table, self._backend, self._limits = table, backend, limits
+        self._factory, self._hook = factory, hook
+        self._number = 0
+        self._up = False
+        self._has_formed = False
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    @property
+    def up(self) -> bool:
+        """Return whether its ranks can run collectives, as far as the driver knows."""
+        return self._up
+
+    def end(self) -> None:
+        """The group is not up any more: a new generation must be formed before the next call."""
+        self._up = False
+
+    def interrupt(self, workers: Sequence[str]) -> None:
+        """Tell these workers that the generation is over: those that wait for a peer stop waiting."""
+        for worker in workers:
+            self._table.group.tell(worker, {"t": "interrupt", "generation": self._number})
+
+    # -- the first one --------------------------------------------------------------------------------
+
+    def start(self, target: int, least: int) -> None:
+        """Launch the first workers, `target` of them or as many as fit, but not fewer than `least`; set them up."""
+        for attempt in range(1, ATTEMPTS + 1):
+            room = self._table.group.room()
+            count = max(least, min(target, room))
+            workers = self._table.launch(count)
+            if self._arrive(workers, target, no_room=count > room) and self.form(workers):
+                return
+            causes = [self._table.failure_of(info).cause for info in self._table.failed() if info.worker in workers]
+            logger.warning(
+                "a worker failed during start-up (attempt %d of %d): %s", attempt, ATTEMPTS, "; ".join(causes)
+            )
+            for worker in workers:
+                self._table.dismiss(worker)
+        raise WorkerStartError(
+            f"workers failed {ATTEMPTS} times during start-up, before or in `setup` ({'; '.join(causes)}); "
+            "Ray's logs have their last output (out of memory, or a crash in native code?)"
+        )
+
+    def _arrive(self, workers: Sequence[str], target: int, *, no_room: bool) -> bool:
+        """Wait until launched processes are up. Return False if one has failed; raise an error after the limit."""
+        started = self._table.clock()
+        warned = False
+        while missing := [worker for worker in workers if not self._table[worker].arrived]:
+            self._table.pump(0.2)
+            if any(self._table[worker].gone is not None for worker in workers):
+                return False
+            waited = self._table.clock() - started
+            if waited > self._limits.start_s:
+                for worker in workers:
+                    self._table.dismiss(worker)
+                raise no_room_error(self._table.group, len(missing), target, self._limits.start_s)
+            if no_room:
+                warned = warned or warn_no_room(self._table.group, len(missing), waited, self._limits.start_s)
+            elif waited > SLOW_S and not warned:
+                warned = True
+                logger.warning("%d worker process(es) are still starting after %.0f s", len(missing), waited)
+        return True
+
+    def warm_up_arguments(self) -> dict[str, Any]:
+        """Return what a replacement worker needs to get ready alongside a running group: a generation of its own."""
+        return {"hook": self._hook, "factory": self._factory, "rank_info": RankInfo(solo=True), "settings": {}}
+
+    # -- forming --------------------------------------------------------------------------------------
+
+    def form(self, workers: Sequence[str], *, state: Any = None) -> bool:
+        """Try once to form a generation of exactly these workers, ranked in this order. Workers that are set up here
+        take `state`, if there is one. Raise the user's own error if set-up has one."""
+        self._up = False
+        self._up = self._form(workers, state)
+        return self._up
+
+    def _form(self, workers: Sequence[str], state: Any) -> bool:
+        staying = self._table.restrict_group(workers)
+        if staying and not self._succeeds(staying, "leave", {}, self._limits.hang_s):
+            return False
+        self._table.expect_ranks(workers)
+        new = [worker for worker in workers if not self._table[worker].built]
+        if not self._agree_on_state([worker for worker in workers if self._table[worker].built]):
+            return False
+        if new and not self._prepare(new):
+            return False
+        if not self._rendezvous(workers):
+            return False
+        if new and not self._build(new):
+            return False
+        if new and state is not None and not self._succeeds(new, "load", {"data": state}, self._limits.setup_s):
+            return False
+        self._table.enter_group(workers)
+        self._has_formed = True
+        return True
+
+    def _agree_on_state(self, workers: Sequence[str]) -> bool:
+        """Workers that are behind, or new, take the state of the most advanced one. Usually there are none."""
+        progress = {worker: self._table[worker].progress for worker in workers}
+        holders = {worker: progress[worker] for worker in workers if self._table[worker].holds_state}
+        if not holders:
+            return True
+        source = most_advanced(holders)
+        behind = [w for w in workers if w not in holders or progress[w].order != holders[source].order]
+        if not behind:
+            return True
+        given = self._ask([source], "state", {}, self._limits.setup_s)
+        if not self._all_ok(given):
+            return False
+        outcome = given[source]
+        assert isinstance(outcome, Ok)
+        return self.load(behind, outcome.value)
+
+    def load(self, workers: Sequence[str], state: Any) -> bool:
+        """Give workers a state. Return False if one has failed; raise an error of the user's own `load_state_dict`."""
+        outcomes = self._ask(workers, "load", {"data": state}, self._limits.setup_s)
+        for worker, outcome in outcomes.items():  # one that has it can hand it on, should all the others fail now
+            self._table.set_holds_state(worker, isinstance(outcome, Ok))
+        return self._all_ok(outcomes)
+
+    def rescue_state(self, worker: str, call: int) -> bool:
+        """Keep the state of a worker that is about to end as the snapshot, taken in call number `call`. Return whether
+        the worker gave its state."""
+        outcome = self._ask([worker], "state", {}, self._limits.setup_s)[worker]
+        if not isinstance(outcome, Ok):
+            return False
+        self._table.snapshots.offer(Snapshot(bytes(outcome.value.data), outcome.progress, call=call))
+        return True
+
+    def load_snapshot(self, workers: Sequence[str], snapshot: Snapshot) -> bool:
+        """Give workers the state of a snapshot."""
+        return self.load(workers, Blob(snapshot.data))
+
+    def _prepare(self, new: Sequence[str]) -> bool:
+        given = {worker: {"hook": self._hook, "rank": self._table[worker].rank} for worker in new}
+        outcomes = self._ask(new, "prepare", given.__getitem__, self._limits.setup_s)
+        self._raise_unfinished(outcomes)
+        return self._all_ok(outcomes)
+
+    def _raise_unfinished(self, outcomes: dict[str, Outcome]) -> None:
+        """Raise an error about user code that does not end while workers are set up: a second attempt would take as
+        long. A process that does not answer may be a stopped one: after the first generation, it counts as a failed
+        worker."""
+        hanging = {w: o for w, o in outcomes.items() if isinstance(o, Lost) and o.reason == "hang"}
+        stories = [story for worker in hanging if (story := self._table[worker].unfinished)]
+        if hanging and not stories and not self._has_formed:
+            stories = [outcome.cause for outcome in hanging.values()]
+        if stories:
+            raise unfinished_error(stories)
+
+    def _rendezvous(self, workers: Sequence[str]) -> bool:
+        self._number += 1
+        nodes = [self._table[worker].node for worker in workers]
+        rank_infos = assign_ranks(nodes, generation=self._number)
+        settings = self._backend.plan(rank_infos)
+        given = {
+            w: {"rank_info": s, "settings": each} for w, s, each in zip(workers, rank_infos, settings, strict=True)
+        }
+
+        def cancel() -> None:
+            self._backend.plan([])
+            self.interrupt(workers)
+
+        return self._all_ok(self._ask(workers, "join", given.__getitem__, self._limits.join_s + 10, on_trouble=cancel))
+
+    def _build(self, new: Sequence[str]) -> bool:
+        rank_infos = assign_ranks([self._table[worker].node for worker in new], generation=self._number)
+        given = {
+            worker: {"factory": self._factory, "rank_info": rank_info}
+            for worker, rank_info in zip(new, rank_infos, strict=True)
+        }
+        outcomes = self._ask(
+            new, "build", given.__getitem__, self._limits.setup_s, on_trouble=lambda: self.interrupt(new)
+        )
+        self._raise_unfinished(outcomes)
+        return self._all_ok(outcomes)
+
+    # -- asking ---------------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        workers: Sequence[str],
+        verb: str,
+        arguments: Mapping[str, Any] | Callable[[str], Mapping[str, Any]],
+        limit_s: float,
+        on_trouble: Callable[[], None] = lambda: None,
+    ) -> dict[str, Outcome]:
+        table, number = self._table, self._number
+        return table.ask(workers, verb, arguments, limit_s=limit_s, generation=number, on_trouble=on_trouble)
+
+    def _succeeds(self, workers: Sequence[str], verb: str, arguments: dict[str, Any], limit_s: float) -> bool:
+        return self._all_ok(self._ask(workers, verb, arguments, limit_s))
+
+    def _all_ok(self, outcomes: dict[str, Outcome]) -> bool:
+        """Return whether all went well. Raise the user's own error; a failed worker makes it False."""
+        for worker, outcome in outcomes.items():
+            if isinstance(outcome, Failed):
+                raise_user_error(outcome, self._table[worker])
+        return all(isinstance(outcome, Ok) for outcome in outcomes.values())

@@ -1,0 +1,45 @@
+"""The list behind `trainer.recoveries`: each change of the workers, for the user, the log and the limit on failures.
+Driver."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from raysgd.elastic import Recovery
+
+__all__ = ["PLANNED", "RecoveryLog"]
+
+logger = logging.getLogger("raysgd")
+
+PLANNED = ("growth", "shrink", "preemption", "restart")
+
+
+class RecoveryLog:
+    """Owns the list of recoveries. A reason in PLANNED is a planned change, not a failure."""
+
+    def __init__(self, on_recovery: Callable[[Recovery], None]) -> None:
+        self.recoveries: list[Recovery] = []
+        self._on_recovery = on_recovery
+
+    def failures_since(self, count: int) -> int:
+        """Return how many failures there were after the first `count` recoveries."""
+        return sum(recovery.reason not in PLANNED for recovery in self.recoveries[count:])
+
+    def record(self, recovery: Recovery, *, continues: bool = True) -> None:
+        """Add a recovery to the list, and report it. With `continues` the call goes on, otherwise an error ends it."""
+        self.recoveries.append(recovery)
+        before, after = recovery.world_size_before, recovery.world_size_after
+        if continues:
+            logger.warning(
+                "%s: training continues with %d worker(s) (%d before), %s, %d batch(es) redone, after %.2f s",
+                recovery.reason,
+                after,
+                before,
+                "in place" if recovery.in_place else "from a snapshot",
+                recovery.batches_redone,
+                recovery.seconds,
+            )
+        else:
+            logger.error("%s: the call ends with an error; %d of %d worker(s) stay", recovery.reason, after, before)
+        self._on_recovery(recovery)

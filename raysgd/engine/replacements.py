@@ -1,0 +1,194 @@
+"""Replacement workers: started and set up alongside a running group, so that they join as fast as a survivor.
+Driver."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from raysgd.config import Limits
+from raysgd.engine.worker_table import WorkerTable
+from raysgd.outcomes import Failed, Ok
+
+__all__ = ["Replacements"]
+
+logger = logging.getLogger("raysgd")
+
+LOOK_EVERY_S = 0.5
+GATHER_S = 3.0
+# Where every change of members ends all processes, it is worth waiting longer to have one change only.
+GATHER_ALL_S = 15.0
+OVERDUE_S = 15.0
+
+
+class Replacements:
+    """Owns the workers that are not in the group yet, from their launch until the group takes them, and the pauses
+    between launches. Never touches a member of the group.
+
+    Where a process can join only one process group (`in_place` is False), a replacement is ready when its process is
+    up, and is set up after it has joined the group.
+    """
+
+    def __init__(
+        self, table: WorkerTable, warm_up_arguments: Callable[[], dict[str, Any]], *, limits: Limits, in_place: bool
+    ) -> None:
+        self._table, self._warm_up_arguments, self._in_place = table, warm_up_arguments, in_place
+        self._start_s, self._setup_s = limits.start_s, limits.setup_s
+        self._launched: dict[str, float] = {}
+        self._overdue: dict[str, float] = {}
+        self._warming: dict[str, int] = {}
+        self._ready: list[str] = []
+        self._failure: Failed | None = None
+        self._unfinished = ""
+        self._ready_at = 0.0
+        self._look_at = 0.0
+        self._pause_s = LOOK_EVERY_S
+        self._overdue_s = OVERDUE_S
+
+    @property
+    def ready(self) -> int:
+        """How many can join the group now."""
+        return len(self._ready)
+
+    @property
+    def starting(self) -> int:
+        """How many are starting, not counting overdue ones, for which a second one was started."""
+        return len(self._launched) + len(self._warming)
+
+    @property
+    def failure(self) -> Failed | None:
+        """The user's error that ended the set-up of the newest one."""
+        return self._failure
+
+    @property
+    def unfinished(self) -> str:
+        """What the newest one did not finish within the limit for its set-up."""
+        return self._unfinished
+
+    def gathered(self) -> bool:
+        """Return whether some are ready and no more will be soon: one change for several is better than several."""
+        waited = self._table.clock() - self._ready_at
+        enough = GATHER_S if self._in_place else GATHER_ALL_S
+        return bool(self._ready) and (self.starting == 0 or waited > enough)
+
+    # -- starting -------------------------------------------------------------------------------------
+
+    def look(self, missing: int) -> None:
+        """Start, now and then, what is missing and fits into the cluster; follow up on those that are starting."""
+        self.tick()
+        now = self._table.clock()
+        wanted = missing - self.starting - self.ready
+        if wanted <= 0 or now < self._look_at:
+            return
+        self._look_at = now + self._pause_s
+        room = self._table.group.room()
+        if room > 0:
+            self.launch(min(wanted, room))
+
+    def look_at_once(self) -> None:
+        """Forget earlier failures, and the pause after them: the user asks for workers now."""
+        self._pause_s, self._look_at, self._unfinished = LOOK_EVERY_S, 0.0, ""
+
+    def forget_failures(self) -> None:
+        """A new recovery begins: set-ups that failed before it do not count in it."""
+        self._failure, self._unfinished = None, ""
+
+    def launch(self, count: int) -> None:
+        for worker in self._table.launch(count):
+            self._launched[worker] = self._table.clock()
+        if not self._in_place:
+            self._ready_at = self._table.clock()
+        self.forget_failures()
+
+    def tick(self) -> None:
+        """Follow up on all that are starting."""
+        for worker in [*self._launched, *self._overdue, *self._warming, *self._ready]:
+            info = self._table.get(worker)
+            if info is None or info.gone is not None:
+                self._drop(worker, "its process ended before it was ready")
+        for worker, since in [*self._launched.items(), *self._overdue.items()]:
+            self._follow_start(worker, since)
+        for worker, call in list(self._warming.items()):
+            self._follow_set_up(worker, call)
+
+    def _follow_start(self, worker: str, since: float) -> None:
+        if self._table[worker].arrived:
+            self._launched.pop(worker, None)
+            self._overdue.pop(worker, None)
+            if self._in_place:
+                self._warming[worker] = self._table.submit(worker, "warm", self._warm_up_arguments())
+            else:
+                self._set_ready(worker)
+        elif self._table.clock() - since > self._start_s:
+            self._drop(worker, f"its process did not come up within {self._start_s:.0f} s")
+        elif worker in self._launched and self._is_overdue(since):
+            self._overdue[worker] = self._launched.pop(worker)
+
+    def _is_overdue(self, since: float) -> bool:
+        """Return whether to start a second one. Ray can forget an actor that was starting on a node that failed. So if
+        one is overdue although there is room for another, another is started, and the first to come up is used. The
+        limit doubles each time, because the machine may just be slow."""
+        overdue = self._table.clock() - since > self._overdue_s and self._table.group.room() > 0
+        if overdue:
+            self._overdue_s = min(self._overdue_s * 2, self._start_s)
+        return overdue
+
+    def _follow_set_up(self, worker: str, call: int) -> None:
+        outcome = self._table.reply(call)
+        if isinstance(outcome, Ok):
+            del self._warming[worker]
+            self._table.set_built(worker)
+            self._set_ready(worker)
+        elif outcome is not None:
+            story = outcome.traceback if isinstance(outcome, Failed) else str(outcome)
+            self._failure = outcome if isinstance(outcome, Failed) else None
+            self._drop(worker, f"its set-up failed: {story}")
+        elif self._table.clock() - self._table[worker].moved_at > self._setup_s:
+            story = next(iter(self._table.stuck([worker], "warm", self._setup_s).values()), "")
+            self._unfinished = self._table[worker].unfinished
+            self._drop(worker, story or "it finished its set-up only after the limit")
+        else:
+            self._table.end_if_silent(worker, "warm")
+
+    def _set_ready(self, worker: str) -> None:
+        self._ready.append(worker)
+        self._ready_at = self._table.clock()
+        self._pause_s, self._overdue_s = LOOK_EVERY_S, OVERDUE_S
+
+    # -- joining the group ----------------------------------------------------------------------------
+
+    def take(self, most: int) -> list[str]:
+        """Return the ready ones, as many as the group has places for, and dismiss the others."""
+        taken, surplus, self._ready = self._ready[:most], self._ready[most:], []
+        if len(taken) == most:
+            surplus += self._overdue
+            self._overdue = {}
+        for worker in surplus:
+            self._table.dismiss(worker)
+        return taken
+
+    def take_back(self, workers: Iterable[str]) -> None:
+        """The generation that these were taken for was not formed: those that can try again wait for the next one."""
+        for worker in workers:
+            info = self._table.get(worker)
+            if info is not None and info.gone is None and self._in_place:
+                self._set_ready(worker)
+            else:
+                self._table.dismiss(worker)
+
+    def dismiss_all(self) -> None:
+        for worker in [*self._launched, *self._overdue, *self._warming, *self._ready]:
+            self._table.dismiss(worker)
+        self._launched, self._overdue, self._warming, self._ready = {}, {}, {}, []
+
+    def _drop(self, worker: str, why: str) -> None:
+        for waiting in (self._launched, self._overdue, self._warming):
+            waiting.pop(worker, None)
+        if worker in self._ready:
+            self._ready.remove(worker)
+        self._table.dismiss(worker)
+        if self._table.clock() >= self._look_at:  # several that fail together, with their node perhaps, count once
+            self._pause_s = min(self._pause_s * 2, 30.0)
+            self._look_at = self._table.clock() + self._pause_s
+        logger.warning("a replacement worker did not start (%s); trying again in %.1f s", why, self._pause_s)

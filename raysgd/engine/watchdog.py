@@ -1,0 +1,97 @@
+"""Noticing that a call makes no progress: first a warning with stacks, then the end of the ranks that block it.
+Driver."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from raysgd.engine.worker_table import SILENT_S, WorkerTable
+from raysgd.hang import Report, culprits, describe
+
+__all__ = ["Watchdog"]
+
+logger = logging.getLogger("raysgd")
+
+
+class Watchdog:
+    """Watches one running call on `workers`. Owns the stacks it asked for; kills the ranks that block the others, or
+    all ranks when it cannot tell which do."""
+
+    def __init__(self, table: WorkerTable, workers: Sequence[str], limit_s: float) -> None:
+        self._table, self._workers, self._limit_s = table, workers, limit_s
+        self._asked_at: float | None = None
+        self._round = 0
+        self._warned_at = 0.0
+        self._stacks: dict[str, dict[str, Any]] = {}
+
+    def tick(self, running: Sequence[str], *, others_failed: bool = False) -> None:
+        """`others_failed`: ranks that waited for these have stopped waiting."""
+        now = self._table.clock()
+        self._collect()
+        quiet = self._quiet(running, now)
+        if self._asked_at is None:
+            late = quiet >= self._limit_s
+            if late or (quiet >= self._limit_s / 10 and now - self._warned_at > self._limit_s / 3):
+                self._ask(running)
+            return
+        if quiet < self._limit_s / 10:
+            self._asked_at = None  # it makes progress again
+        elif all(worker in self._stacks or self._frozen(worker) for worker in running):
+            self._judge(running, quiet, others_failed)
+            self._asked_at, self._warned_at = None, now
+
+    def _quiet(self, running: Sequence[str], now: float) -> float:
+        """Return the seconds since any rank made progress. If a process does not answer at all, only it counts."""
+        still = {worker: now - self._table[worker].moved_at for worker in running}
+        frozen = [still[worker] for worker in running if self._frozen(worker)]
+        return max(frozen) if frozen else min(still.values(), default=0.0)
+
+    def _frozen(self, worker: str) -> bool:
+        return self._table.group.silent_for(worker) > SILENT_S
+
+    def _ask(self, running: Sequence[str]) -> None:
+        self._stacks = {}
+        self._asked_at = self._table.clock()
+        self._round = self._table.request_stacks(running)
+
+    def _collect(self) -> None:
+        for answer in self._table.take_answers("stack"):
+            if answer.message["id"] == self._round:
+                self._stacks[answer.worker] = answer.message
+
+    def _judge(self, running: Sequence[str], quiet: float, others_failed: bool) -> None:
+        reports = {}
+        for worker in running:
+            info, said = self._table[worker], self._stacks.get(worker)
+            reports[worker] = Report(
+                rank=info.rank or 0,
+                node=info.node[:8],
+                phase=said["phase"] if said else info.progress.phase,
+                batch=said["batch"] if said else info.progress.batches,
+                stack=tuple(said["frames"]) if said else None,
+                silent_s=self._table.group.silent_for(worker),
+            )
+        guilty = culprits(reports, still_s=min(quiet, self._limit_s), others_fell=others_failed)
+        if quiet < self._limit_s:
+            for worker in guilty or running:
+                logger.warning(
+                    "no progress for %.0f s (limit %.0f s): %s",
+                    quiet,
+                    self._limit_s,
+                    describe(reports[worker]),
+                )
+            return
+        if not guilty and any(report.stack is None for report in reports.values()):
+            return  # it will answer, or have been silent for long enough
+        if not guilty:
+            stories = "; ".join(describe(report) for report in reports.values())
+            for worker in self._workers:
+                why = f"no progress for {quiet:.0f} s, and no rank blocks the others: {stories}"
+                self._table.kill(worker, "hang", why)
+            return
+        for worker in guilty:
+            story = describe(reports[worker])
+            logger.warning("no progress for %.0f s: killing %s", quiet, story)
+            self._table.kill(worker, "hang", story)

@@ -1,0 +1,387 @@
+"""What the driver knows about each worker, and the calls they have not answered yet. Driver."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.hang import Report, culprits, unfinished
+from raysgd.outcomes import Failed, Lost, Ok, Outcome
+from raysgd.progress import Progress
+from raysgd.snapshot import Snapshot, SnapshotKeeper
+from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
+from raysgd.workers.worker_group import WorkerGroup
+
+__all__ = ["SILENT_S", "WorkerInfo", "WorkerTable"]
+
+# A worker sends "alive" every second. One that missed two of these messages does not answer any more.
+SILENT_S = 2.5
+KILLED_S = 10.0
+
+
+@dataclass
+class WorkerInfo:
+    """What the driver knows about one worker. Only `WorkerTable` changes it.
+
+    rank         its rank in the current generation, or the one that it will have in the next
+    built        it hosts a replica
+    in_group     it belongs to the current generation
+    holds_state  it has the group's weights, not just its own initial ones
+    notice       its node announced that it will be taken away
+    moved_at     when it last made progress
+    gone         how it failed
+    blame        why the driver killed it: the reason and the details of its failure
+    unfinished   what it did not finish in time, with its stack; a stopped process shows none
+    """
+
+    worker: str
+    node: str = ""
+    pid: int = 0
+    rank: int | None = None
+    arrived: bool = False
+    built: bool = False
+    in_group: bool = False
+    holds_state: bool = False
+    notice: bool = False
+    progress: Progress = field(default_factory=Progress)
+    partial: dict[str, Any] | None = None
+    moved_at: float = 0.0
+    gone: Gone | None = None
+    blame: Blame | None = None
+    unfinished: str = ""
+    busy: int | None = None
+    last_call: int = -1
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Why the driver killed a worker."""
+
+    reason: str
+    why: str
+
+
+class WorkerTable:
+    """Owns what is known about each worker, their replies and answers, and the newest snapshot.
+
+    Events change it in `pump`, and nowhere else. Never decides what to do about a failure.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        *,
+        silent_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+        on_progress: Callable[[WorkerInfo], None] = lambda info: None,
+        on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None,
+    ) -> None:
+        self.group, self.clock = group, clock
+        self.snapshots = SnapshotKeeper()
+        self._silent_s = silent_s
+        self._on_progress, self._on_message = on_progress, on_message
+        self._workers: dict[str, WorkerInfo] = {}
+        self._answers: list[Heard] = []
+        self._cancelled_by: BaseException | None = None
+        self._numbers = itertools.count(1)
+        self._inbox: deque[Event] = deque()
+        self._replies: dict[int, Outcome] = {}
+        self._asked: dict[int, str] = {}
+        group.listener = self._take
+
+    # -- workers --------------------------------------------------------------------------------------
+
+    def __getitem__(self, worker: str) -> WorkerInfo:
+        return self._workers[worker]
+
+    def get(self, worker: str) -> WorkerInfo | None:
+        return self._workers.get(worker)
+
+    def members(self) -> list[str]:
+        """Return the workers of the current generation, in rank order."""
+        members = [info for info in self._workers.values() if info.in_group]
+        return [info.worker for info in sorted(members, key=lambda info: info.rank or 0)]
+
+    def failed(self) -> list[WorkerInfo]:
+        """Return the workers that have failed and have not been dismissed yet."""
+        return [info for info in self._workers.values() if info.gone is not None]
+
+    def launch(self, count: int) -> list[str]:
+        workers = self.group.launch(count)
+        for worker in workers:
+            self._workers[worker] = WorkerInfo(worker, moved_at=self.clock())
+        return workers
+
+    def dismiss(self, worker: str) -> None:
+        self._workers.pop(worker, None)
+        self.group.dismiss(worker)
+
+    def kill(self, worker: str, reason: str, why: str) -> None:
+        """End a worker that blocks the others. Its failure will have this reason."""
+        self._workers[worker].blame = Blame(reason, why)
+        self.group.kill(worker)
+
+    def cancel(self, error: BaseException | None) -> None:
+        """Raise `error` from the running call's next wait. Any thread may call this; None withdraws it."""
+        self._cancelled_by = error
+
+    # -- generations ----------------------------------------------------------------------------------
+
+    def restrict_group(self, workers: Sequence[str]) -> list[str]:
+        """Take all but these workers out of the group, and return those of them that are in it."""
+        for info in self._workers.values():
+            info.in_group = info.in_group and info.worker in workers
+        return [worker for worker in workers if self._workers[worker].in_group]
+
+    def expect_ranks(self, workers: Sequence[str]) -> None:
+        """Give those that are not in the group yet the ranks that they will have: an error in their set-up names
+        them."""
+        for rank, worker in enumerate(workers):
+            if not self._workers[worker].in_group:
+                self._workers[worker].rank = rank
+
+    def enter_group(self, workers: Sequence[str]) -> None:
+        """These are the members of a new generation, in rank order; all have its state."""
+        for rank, worker in enumerate(workers):
+            info = self._workers[worker]
+            info.rank, info.in_group, info.built, info.holds_state = rank, True, True, True
+
+    def set_built(self, worker: str) -> None:
+        """The worker hosts a replica."""
+        self._workers[worker].built = True
+
+    def set_holds_state(self, worker: str, holds_state: bool) -> None:
+        """Note whether the worker has the group's weights."""
+        self._workers[worker].holds_state = holds_state
+
+    # -- calls ----------------------------------------------------------------------------------------
+
+    def begin_run(self, worker: str, method: str) -> None:
+        """A call of the user's begins on this worker: results of an earlier one must not count for it."""
+        info = self._workers[worker]
+        info.progress, info.partial = info.progress.at(method), None
+
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        info = self._workers[worker]
+        info.moved_at = self.clock()
+        call = self.group.submit(worker, verb, arguments, generation=generation)
+        self._asked[call] = worker
+        info.busy = info.last_call = call
+        return call
+
+    def reply(self, call: int) -> Outcome | None:
+        """Return the call's outcome, once. The call of a worker that has failed has failed with it."""
+        outcome = self._replies.pop(call, None)
+        if outcome is not None:
+            self._asked.pop(call, None)
+            return outcome
+        info = self._workers.get(self._asked.get(call, ""))
+        if info is None or info.gone is not None:
+            self._asked.pop(call, None)
+            return self.failure_of(info)
+        return None
+
+    def forget(self, calls: Iterable[int]) -> None:
+        """Drop the outcomes of these calls."""
+        for call in calls:
+            self._asked.pop(call, None)
+            self._replies.pop(call, None)
+
+    def failure_of(self, info: WorkerInfo | None) -> Lost:
+        """Return the outcome of a call to a worker that has failed."""
+        if info is None or info.gone is None:
+            return Lost("it was dismissed")
+        if info.blame is not None:
+            reason, why = info.blame.reason, info.blame.why
+        else:
+            reason, why = info.gone.reason, info.gone.cause
+            if info.node and not self.group.lives(info.node):
+                reason, why = "node loss", f"its node {info.node[:8]} is gone"
+            elif info.notice:
+                reason = "preemption"
+        return Lost(why, reason, info.partial, info.progress)
+
+    def ask(
+        self,
+        workers: Iterable[str],
+        verb: str,
+        arguments: Mapping[str, Any] | Callable[[str], Mapping[str, Any]],
+        *,
+        limit_s: float,
+        generation: int = 0,
+        on_trouble: Callable[[], None] = lambda: None,
+    ) -> dict[str, Outcome]:
+        """Make one call on several workers and wait for it. One that does not answer within the limit, or whose process
+        is stopped, is killed and counts as failed.
+
+        `on_trouble` is called once, at the first outcome that is not Ok: peers may be waiting for that rank.
+        """
+        calls = {}
+        for worker in workers:
+            given = arguments(worker) if callable(arguments) else arguments
+            calls[worker] = self.submit(worker, verb, dict(given), generation=generation)
+        outcomes: dict[str, Outcome] = {}
+        deadline = self.clock() + limit_s
+        troubled = False
+        while True:
+            for worker, call in calls.items():
+                if worker not in outcomes and (outcome := self.reply(call)) is not None:
+                    outcomes[worker] = outcome
+                    if not isinstance(outcome, Ok) and not troubled:
+                        troubled = True
+                        on_trouble()
+            if len(outcomes) == len(calls):
+                return {worker: outcomes[worker] for worker in calls}
+            late = [worker for worker in calls if worker not in outcomes]
+            for worker in late:
+                self.end_if_silent(worker, verb)
+            if self.clock() > deadline:
+                self._end_late(late, verb, limit_s)
+                if not troubled:
+                    troubled = True
+                    on_trouble()  # ranks that only wait for the late ones fail then, too
+                deadline = self.clock() + KILLED_S
+            self.pump(0.2)
+
+    # -- workers that do not answer -------------------------------------------------------------------
+
+    def end_if_silent(self, worker: str, verb: str) -> None:
+        """Kill the worker if its process is stopped: it does not even send "alive", which a long set-up does
+        meanwhile."""
+        if self._workers[worker].blame is None and self.group.silent_for(worker) > self._silent_s:
+            self.kill(worker, "hang", unfinished(self._report(worker, None), verb, self._silent_s))
+
+    def _end_late(self, late: Iterable[str], verb: str, limit_s: float) -> None:
+        """Kill those that do not even send "alive"; all, if all do. Workers that were killed before but whose exit was
+        never reported count as failed."""
+        remaining = []
+        for worker in late:
+            if self._workers[worker].blame is None:
+                remaining.append(worker)
+            else:
+                self._workers[worker].gone = Gone(worker, "it was killed, and its exit was never reported")
+        silent = [worker for worker in remaining if self.group.silent_for(worker) > SILENT_S]
+        for worker, story in self.stuck(silent or remaining, verb, limit_s).items():
+            self.kill(worker, "hang", story)
+
+    def stuck(self, workers: Sequence[str], verb: str, limit_s: float) -> dict[str, str]:
+        """Return, for each of these that is still busy, what it did not finish in time, and where it is. Those that
+        block the others come first."""
+        stacks = self._stacks(workers)
+        reports = {w: self._report(w, stacks.get(w)) for w in workers if self._workers[w].busy is not None}
+        guilty = culprits(reports) or list(reports)
+        waiting = [worker for worker in reports if worker not in guilty]
+        first = ", ".join(f"rank {reports[worker].rank}" for worker in guilty)
+        stories = {worker: unfinished(reports[worker], verb, limit_s) for worker in guilty}
+        for worker in guilty:
+            if reports[worker].stack is not None:
+                self._workers[worker].unfinished = stories[worker]
+        return stories | {worker: f"waited for {first} in '{verb}' for {limit_s:g} s" for worker in waiting}
+
+    def _report(self, worker: str, said: Mapping[str, Any] | None) -> Report:
+        info = self._workers[worker]
+        return Report(
+            rank=info.rank,
+            node=info.node[:8],
+            stack=None if said is None else tuple(said["frames"]),
+            silent_s=self.group.silent_for(worker),
+        )
+
+    def _stacks(self, workers: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+        """Ask for stacks, and wait a little: workers answer at once, unless the whole process is stopped."""
+        number = self.request_stacks(workers)
+        found: dict[str, Mapping[str, Any]] = {}
+        deadline = self.clock() + SILENT_S
+        while len(found) < len(workers) and self.clock() < deadline:
+            self.pump(0.05)
+            for answer in [a for a in self._answers if a.message["t"] == "stack" and a.message["id"] == number]:
+                self._answers.remove(answer)
+                found[answer.worker] = answer.message
+        return found
+
+    def request_stacks(self, workers: Iterable[str]) -> int:
+        """Ask workers where they are. Return the number that their answers will have."""
+        number = self.next_number()
+        for worker in workers:
+            self.group.tell(worker, {"t": "stack", "id": number})
+        return number
+
+    # -- events ---------------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """Return a number that no earlier request has: an answer to an older one must not count."""
+        return next(self._numbers)
+
+    def take_answers(self, kind: str) -> list[Heard]:
+        """Remove and return the answers of this kind that have arrived."""
+        taken = [a for a in self._answers if a.message["t"] == kind]
+        for answer in taken:
+            self._answers.remove(answer)
+        return taken
+
+    def pump(self, timeout: float) -> int:
+        """Take in what has happened, and wait up to `timeout` for it. Return the number of events. A cancelled call
+        ends here, as every wait of the engine's calls this."""
+        self._inbox.extend(self.group.poll(0.0 if self._inbox else timeout))
+        count = len(self._inbox)
+        while self._inbox:  # one by one: an error on the way (a callback's, Ctrl-C) must not lose the others
+            self._take(self._inbox.popleft())
+        self._raise_cancelled()
+        return count
+
+    def _raise_cancelled(self) -> None:
+        error, self._cancelled_by = self._cancelled_by, None
+        if error is not None:
+            raise error
+
+    def _take(self, event: Event) -> None:
+        info = self._workers.get(event.worker)
+        if isinstance(event, Heard) and event.message.get("t") == "upload":
+            said = event.message
+            progress = Progress(*said["progress"])
+            self.snapshots.offer(Snapshot(event.body, progress, said["call"], said["partial"]))
+        elif isinstance(event, Heard) and event.message.get("t") == "message":
+            self._on_message(event.message, event.body)
+        if info is None:
+            return
+        if isinstance(event, Arrived):
+            info.arrived, info.node, info.pid = True, event.node, event.pid
+            info.moved_at = self.clock()
+        elif isinstance(event, Gone):
+            info.gone = event
+        elif isinstance(event, Replied):
+            self._replied(info, event)
+        else:
+            self._heard(info, event)
+
+    def _replied(self, info: WorkerInfo, event: Replied) -> None:
+        if event.call not in self._asked:
+            return
+        self._replies[event.call] = event.outcome
+        if info.busy == event.call:
+            info.busy = None
+        info.moved_at = self.clock()
+        if not isinstance(event.outcome, Failed) or event.outcome.progress != Progress():
+            info.progress = event.outcome.progress
+
+    def _heard(self, info: WorkerInfo, event: Heard) -> None:
+        kind = event.message.get("t")
+        if kind == "progress":
+            if event.message["call"] < info.last_call:
+                return  # of an earlier call: that call's result came another way, and overtook it
+            told = event.message["progress"]
+            progress = told if isinstance(told, Progress) else Progress(*told)
+            if progress != info.progress:
+                info.moved_at = self.clock()
+            info.progress, info.partial = progress, event.message.get("partial")
+            self._on_progress(info)
+            self._raise_cancelled()  # here, too: while this very process trains, `pump` is not called
+        elif kind == "notice":
+            info.notice = True
+        elif kind in ("consent", "stack"):
+            self._answers.append(event)

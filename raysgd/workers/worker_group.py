@@ -1,0 +1,74 @@
+"""What the engine needs from a group of workers, in Ray or in this process. Driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from raysgd.workers.events import Event
+
+__all__ = ["WorkerGroup"]
+
+
+class WorkerGroup(Protocol):
+    """Starts workers, sends them calls and messages, and returns what happened as events. Decides nothing.
+
+    The engine calls all methods, on the thread of the trainer's call. `elastic` is False for a group that can neither
+    lose nor gain a worker. `listener` receives events that happen inside `submit`, before `poll` could return them.
+    """
+
+    elastic: bool
+    listener: Callable[[Event], None]
+
+    def launch(self, count: int) -> list[str]:
+        """Start workers and return their names at once. Each one that comes up is an `Arrived` event."""
+
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        """Start a call and return its number, which its `Replied` event has, too."""
+
+    def poll(self, timeout: float) -> list[Event]:
+        """Return what has happened, and wait up to `timeout` for the first event. A worker's failure is reported
+        once."""
+
+    def tell(self, worker: str, message: dict[str, Any]) -> bool:
+        """Send a message alongside the running call. Return False if the worker cannot be reached."""
+
+    def silent_for(self, worker: str) -> float:
+        """Return for how many seconds the worker has sent nothing; 0 before it has arrived."""
+
+    def set_patience(self, unreachable_s: float) -> None:
+        """Set, before the first launch, how long a machine may not answer before its workers count as failed."""
+
+    def kill(self, worker: str) -> None:
+        """End a worker that may not respond. Its failure follows as an event."""
+
+    def dismiss(self, worker: str) -> None:
+        """End a worker that is not needed any more, and free its resources. No event about it follows."""
+
+    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
+        """Return a Ray reference to the result of a call, for the user to wait for."""
+
+    def pack(self, value: Any) -> Any:
+        """Return a user's object in the form in which it travels as an argument."""
+
+    def room(self) -> int:
+        """Return how many more workers fit into the cluster now."""
+
+    def holds_at_most(self) -> int:
+        """Return how many such workers the cluster could hold if it were empty."""
+
+    def wanting(self, count: int) -> str:
+        """Return what `count` workers need, and what is free, for messages."""
+
+    def draining(self) -> set[str]:
+        """Return the nodes that will be taken away. Raise `ClusterError` if Ray has not answered for too long."""
+
+    def lives(self, node: str) -> bool:
+        """Return whether the node belongs to the cluster, as far as is known."""
+
+    def releasing(self) -> AbstractContextManager[None]:
+        """Wait, on exit, until the resources of workers that were dismissed meanwhile are free."""
+
+    def stop(self) -> None:
+        """End all workers, and return when those of this machine have ended."""

@@ -1,0 +1,77 @@
+"""Agreeing on where to stop, with ranks that answer as they like: no processes here."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from raysgd.engine import boundary as module
+from raysgd.engine.boundary import Boundary
+from raysgd.engine.worker_table import WorkerTable
+from raysgd.outcomes import Ok
+from raysgd.progress import Progress
+from raysgd.workers.events import Event, Heard, Replied
+
+
+class Ranks:
+    """A group of two ranks without processes: it keeps what they were told, and a test says what they answer."""
+
+    def __init__(self, *steps: int) -> None:
+        self.told: list[dict[str, Any]] = []
+        self._events: list[Event] = []
+        group: Any = self
+        self.table = WorkerTable(group)
+        for worker in self.table.launch(len(steps)):
+            call = self.table.submit(worker, "run", {})
+            self._events.append(Replied(worker, call, Ok(progress=Progress(step=steps[int(worker)]))))
+        self.table.pump(0.0)
+
+    def launch(self, count: int) -> list[str]:
+        return [str(rank) for rank in range(count)]
+
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        return int(worker) + 1
+
+    def tell(self, worker: str, message: dict[str, Any]) -> bool:
+        self.told.append({**message, "to": worker})
+        return True
+
+    def poll(self, timeout: float) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def say(self, worker: str, kept: bool, begun: int) -> None:
+        newest = max(each["id"] for each in self.told if each["t"] == "propose")
+        self._events.append(Heard(worker, {"t": "consent", "id": newest, "kept": kept, "begun": begun}))
+        self.table.pump(0.0)
+
+    @property
+    def proposed(self) -> int:
+        return int([each["at"] for each in self.told if each["t"] == "propose"][-1])
+
+
+def test_a_rank_that_has_begun_nothing_puts_no_boundary_out_of_reach(monkeypatch: Any) -> None:
+    """It says -1 as often as it is asked, while its peer is ready to stop: the boundary stays where it is."""
+    monkeypatch.setattr(module, "PATIENCE_S", 0.0)
+    ranks = Ranks(5, 0)
+    boundary = Boundary(ranks.table, {"0": 1, "1": 2}, lead=1)
+    for _ in range(20):
+        ranks.say("0", True, 6)
+        ranks.say("1", False, -1)
+        time.sleep(0.001)
+        boundary.advance(["0", "1"])
+    assert ranks.proposed == 7
+    ranks.say("0", True, 6)
+    ranks.say("1", True, 1)
+    boundary.advance(["0", "1"])
+    assert boundary.settled and [each["to"] for each in ranks.told if each["t"] == "confirm"] == ["0", "1"]
+
+
+def test_a_faster_rank_gets_a_proposal_further_ahead() -> None:
+    ranks = Ranks(5, 5)
+    boundary = Boundary(ranks.table, {"0": 1, "1": 2}, lead=1)
+    assert ranks.proposed == 6
+    ranks.say("0", False, 9)
+    ranks.say("1", True, 6)
+    boundary.advance(["0", "1"])
+    assert ranks.proposed == 11 and not boundary.settled

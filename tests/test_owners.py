@@ -1,0 +1,62 @@
+"""In the engine, each object is the only writer of its own state: other objects call its methods."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ENGINE = Path(__file__).resolve().parent.parent / "raysgd" / "engine"
+FILES = sorted(ENGINE.glob("*.py"))
+CHANGING = {"append", "extend", "remove", "pop", "clear", "update", "add", "discard", "setdefault", "insert", "popleft"}
+
+# What else may be written: the table's rows and the listener that a group asks for, and the recovery that is running.
+ROWS = ("info.", "self._workers[worker].", "group.listener")
+OWN = {"worker_table.py": ROWS, "recovery.py": ("case.",)}
+
+
+def depth(node: ast.expr) -> int:
+    """Return how many attributes are in `self.a.b[c]`; 100 for those of other names than `self`, 0 for a local
+    variable."""
+    attributes = 0
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        attributes += isinstance(node, ast.Attribute)
+        node = node.value
+    own = isinstance(node, ast.Name) and node.id == "self"
+    return attributes if own or not attributes else 100
+
+
+def written(tree: ast.AST) -> Iterator[ast.expr]:
+    """Yield each attribute or item that is assigned or deleted, or changed by a method of lists, sets and dicts."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+            yield node.func.value
+
+
+def private_of_others(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        private = isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if private and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            yield node
+
+
+def violations(source: str, own: tuple[str, ...] = ()) -> list[str]:
+    tree = ast.parse(source)
+    wrong = [*(target for target in written(tree) if depth(target) > 1), *private_of_others(tree)]
+    return [text for node in wrong if not (text := ast.unparse(node)).startswith(own or ("\0",))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_only_the_owner_writes(path: Path) -> None:
+    assert not violations(path.read_text(encoding="utf-8"), OWN.get(path.name, ()))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["other.up = True", "self._generation.up = False", "self._table.answers.remove(x)", "x = self._table._workers"],
+)
+def test_writing_the_state_of_another_object_is_noticed(source: str) -> None:
+    assert violations(source)
+    assert not violations("self.up = True; self._replies.pop(1); found[2] = 3")

@@ -1,0 +1,47 @@
+"""The watchdog of one call: when it asks for stacks, which ranks it kills, and for which it waits."""
+
+from typing import Any
+
+import pytest
+
+from raysgd.engine.watchdog import Watchdog
+from raysgd.engine.worker_table import WorkerTable
+
+LIMIT_S = 10.0
+
+
+class Silent:
+    """A group whose workers never answer; `silent` has for how long each has sent nothing."""
+
+    def __init__(self, silent: dict[str, float]) -> None:
+        self.silent_for = silent.__getitem__
+        self.launch = lambda count: list(silent)
+        self.killed: list[str] = []
+
+    def tell(self, worker: str, message: Any) -> bool:
+        return True
+
+    def kill(self, worker: str) -> None:
+        self.killed.append(worker)
+
+
+@pytest.mark.parametrize(
+    ("silent", "killed"),
+    [
+        ({"a": 11.0, "b": 11.2}, ["a", "b"]),
+        ({"a": 2.6, "b": 11.0}, ["b"]),
+        ({"a": 2.6}, []),
+        ({"a": 5.1}, ["a"]),
+    ],
+    ids=["both stopped", "one waits, and was late", "a short silence at the limit", "half of the limit"],
+)
+def test_who_is_killed_at_the_limit(silent: dict[str, float], killed: list[str]) -> None:
+    now = [1000.0]
+    group: Any = Silent(silent)
+    table = WorkerTable(group, clock=lambda: now[0])
+    table.launch(len(silent))
+    now[0] += LIMIT_S + 1
+    watchdog = Watchdog(table, list(silent), LIMIT_S)
+    for _ in range(2):  # asks, then judges
+        watchdog.tick(list(silent))
+    assert sorted(group.killed) == killed
