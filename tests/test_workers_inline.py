@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.messages import ProgressReport
 from raysgd.outcomes import Failed, Interrupted, Ok
 from raysgd.progress import Control, Progress
 from raysgd.rendezvous import Alone, Seat
@@ -140,8 +141,9 @@ def test_progress_goes_straight_to_the_listener(hosting: Hosting) -> None:
     hosting.run("report")
     (event,) = heard
     assert isinstance(event, Heard)
-    assert event.message["progress"].step == 4
-    assert event.message["partial"] == {"loss": 1.0}
+    assert isinstance(event.message, ProgressReport)
+    assert event.message.progress.step == 4
+    assert event.message.partial == {"loss": 1.0}
 
 
 def test_the_hook_runs_when_the_worker_is_prepared(hosting: Hosting) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raysgd.core.messages import BoundaryAnswer, ConfirmBoundary, ProposeBoundary
 from raysgd.engine.crew import Crew
 
 __all__ = ["Border"]
@@ -35,24 +36,21 @@ class Border:
         self._consents, self._begun, self._too_late = {}, -1, False
         self._asked_at = self._crew.clock()
         for worker, call in self._calls.items():
-            message = {"t": "propose", "id": self._round, "call": call, "at": begun + self._lead}
-            self._crew.group.tell(worker, message)
+            self._crew.group.tell(worker, ProposeBoundary(self._round, call, begun + self._lead))
 
     def advance(self, still_running: Sequence[str]) -> None:
         """Takes in the answers that have come. Ranks that have finished their call need not consent."""
         if self.settled:
             return
-        for answer in [a for a in self._crew.answers if a.message["t"] == "consent"]:
-            self._crew.answers.remove(answer)
-            if answer.message["id"] == self._round:
-                self._consents[answer.worker] = bool(answer.message["kept"])
-                begun = int(answer.message["begun"])
-                self._begun = max(self._begun, begun)
-                self._too_late |= not answer.message["kept"] and begun >= 0
+        for worker, answer in self._crew.take_answers(BoundaryAnswer):
+            if answer.round == self._round:
+                self._consents[worker] = answer.accepted
+                self._begun = max(self._begun, answer.begun)
+                self._too_late |= not answer.accepted and answer.begun >= 0
         if still_running and all(self._consents.get(worker) for worker in still_running):
             self.settled = True
             for worker in still_running:
-                self._crew.group.tell(worker, {"t": "confirm"})
+                self._crew.group.tell(worker, ConfirmBoundary())
         elif any(not kept for kept in self._consents.values()) and len(self._consents) >= len(still_running):
             self._again()
 

@@ -9,8 +9,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from raysgd.core.messages import (
+    BoundaryAnswer,
+    FunctionReport,
+    Message,
+    PreemptionNotice,
+    ProgressReport,
+    SnapshotUpload,
+    StackReport,
+    StackRequest,
+)
 from raysgd.hang import Report, culprits, unfinished
 from raysgd.outcomes import Failed, Lost, Ok, Outcome
 from raysgd.progress import Progress
@@ -18,6 +28,8 @@ from raysgd.snapshot import Snapshot, SnapshotKeeper
 from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
 
 __all__ = ["SILENT_S", "Crew", "Group", "Member"]
+
+AnswerT = TypeVar("AnswerT", BoundaryAnswer, StackReport)
 
 # A listener says "alive" every second; one that missed two of them does not answer any more.
 SILENT_S = 2.5
@@ -33,7 +45,7 @@ class Group(Protocol):
     def launch(self, count: int) -> list[str]: ...
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int: ...
     def poll(self, timeout: float) -> list[Event]: ...
-    def tell(self, worker: str, message: dict[str, Any]) -> bool: ...
+    def tell(self, worker: str, message: Message) -> bool: ...
     def silent_for(self, worker: str) -> float: ...
     def set_patience(self, unreachable_s: float) -> None: ...
     def kill(self, worker: str) -> None: ...
@@ -82,9 +94,9 @@ class Crew:
         self.current_call = 0
         self.members: dict[str, Member] = {}
         self.snapshots = SnapshotKeeper()
-        self.answers: list[Heard] = []
+        self.answers: list[tuple[str, BoundaryAnswer | StackReport]] = []
         self.on_progress: Callable[[Member], None] = lambda member: None
-        self.on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None
+        self.on_message: Callable[[FunctionReport, Any], None] = lambda message, body: None
         self.cancelled_by: BaseException | None = None
         self.blame: dict[str, str] = {}
         self.unfinished: dict[
@@ -207,28 +219,32 @@ class Crew:
         self.unfinished |= {worker: told[worker] for worker in guilty if reports[worker].stack is not None}
         return told | {worker: f"waited for {first} in '{verb}' for {limit_s:g} s" for worker in waiting}
 
-    def _report(self, worker: str, said: Mapping[str, Any] | None) -> Report:
+    def _report(self, worker: str, said: StackReport | None) -> Report:
         member = self.members[worker]
         return Report(
             rank=member.rank,
             node=member.node[:8],
-            stack=None if said is None else tuple(said["frames"]),
+            stack=None if said is None else said.frames,
             silent_s=self.group.silent_for(worker),
         )
 
-    def _stacks(self, workers: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    def _stacks(self, workers: Sequence[str]) -> dict[str, StackReport]:
         """Ask where these are, and wait a little: their listeners answer at once, unless the whole process is stopped."""
         number = next(self.rounds)
         for worker in workers:
-            self.group.tell(worker, {"t": "stack", "id": number})
-        found: dict[str, Mapping[str, Any]] = {}
+            self.group.tell(worker, StackRequest(number))
+        found: dict[str, StackReport] = {}
         deadline = self.clock() + SILENT_S
         while len(found) < len(workers) and self.clock() < deadline:
             self.pump(0.05)
-            for answer in [a for a in self.answers if a.message["t"] == "stack" and a.message["id"] == number]:
-                self.answers.remove(answer)
-                found[answer.worker] = answer.message
+            found |= {worker: answer for worker, answer in self.take_answers(StackReport) if answer.round == number}
         return found
+
+    def take_answers(self, kind: type[AnswerT]) -> list[tuple[str, AnswerT]]:
+        """Return the answers of this type that have come, with their workers. Each is returned once."""
+        taken = [(worker, answer) for worker, answer in self.answers if isinstance(answer, kind)]
+        self.answers = [(worker, answer) for worker, answer in self.answers if not isinstance(answer, kind)]
+        return taken
 
     def forget(self, calls: Iterable[int]) -> None:
         """These calls' outcomes are of no interest any more."""
@@ -272,12 +288,11 @@ class Crew:
 
     def _take(self, event: Event) -> None:
         member = self.members.get(event.worker)
-        if isinstance(event, Heard) and event.message.get("t") == "upload":
-            said = event.message
-            progress = Progress(*said["progress"])
-            self.snapshots.offer(Snapshot(event.body, progress, said["call"], said["partial"]))
-        elif isinstance(event, Heard) and event.message.get("t") == "message":
-            self.on_message(event.message, event.body)
+        message = event.message if isinstance(event, Heard) else None
+        if isinstance(event, Heard) and isinstance(message, SnapshotUpload):
+            self.snapshots.offer(Snapshot(event.body, message.progress, message.call, message.partial))
+        elif isinstance(event, Heard) and isinstance(message, FunctionReport):
+            self.on_message(message, event.body)
         if member is None:
             return
         if isinstance(event, Arrived):
@@ -288,7 +303,7 @@ class Crew:
         elif isinstance(event, Replied):
             self._replied(member, event)
         else:
-            self._heard(member, event)
+            self._heard(member, event.message)
 
     def _replied(self, member: Member, event: Replied) -> None:
         if event.call not in self._asked:
@@ -300,19 +315,16 @@ class Crew:
         if not isinstance(event.outcome, Failed) or event.outcome.progress != Progress():
             member.progress = event.outcome.progress
 
-    def _heard(self, member: Member, event: Heard) -> None:
-        kind = event.message.get("t")
-        if kind == "progress":
-            if event.message["call"] < member.last_call:
+    def _heard(self, member: Member, message: Message) -> None:
+        if isinstance(message, ProgressReport):
+            if message.call < member.last_call:
                 return  # of an earlier call: it was overtaken by that call's result, which came another way
-            told = event.message["progress"]
-            progress = told if isinstance(told, Progress) else Progress(*told)
-            if progress != member.progress:
+            if message.progress != member.progress:
                 member.moved_at = self.clock()
-            member.progress, member.partial = progress, event.message.get("partial")
+            member.progress, member.partial = message.progress, message.partial
             self.on_progress(member)
             self._raise_cancelled()  # here too: work in this very process does not come by `pump`
-        elif kind == "notice":
+        elif isinstance(message, PreemptionNotice):
             member.notice = True
-        elif kind in ("consent", "stack"):
-            self.answers.append(event)
+        elif isinstance(message, BoundaryAnswer | StackReport):
+            self.answers.append((member.worker, message))

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from raysgd.config import ElasticConfig, Limits
+from raysgd.core.messages import FunctionReport
 from raysgd.elastic import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.engine.crew import Crew, Group, Member
 from raysgd.engine.failure import out_of_step_error, raise_user_error
@@ -88,7 +89,7 @@ class Engine:
         limits: Limits,
         on_progress: Callable[[Member], None] = lambda member: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
-        on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None,
+        on_message: Callable[[FunctionReport, Any], None] = lambda message, body: None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.config import Limits
+from raysgd.core.messages import Interrupt
 from raysgd.engine.crew import Crew
 from raysgd.engine.failure import raise_user_error, unfinished_story
 from raysgd.errors import WorkerStartError
@@ -32,7 +33,7 @@ class Former:
     def interrupt(self, workers: Sequence[str]) -> None:
         """The generation that stands is over: whoever waits for a peer in it is freed."""
         for worker in workers:
-            self._crew.group.tell(worker, {"t": "interrupt", "generation": self.generation})
+            self._crew.group.tell(worker, Interrupt(self.generation))
 
     def form(self, workers: Sequence[str], *, hook: Any, factory: Any, state: Any = None) -> bool:
         """Stands a generation of exactly these workers, in this order of ranks. Those that are set up here take

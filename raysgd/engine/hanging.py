@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from raysgd.core.messages import StackReport, StackRequest
 from raysgd.engine.crew import SILENT_S, Crew
 from raysgd.hang import Report, culprits, describe
 
@@ -22,7 +22,7 @@ class HangGuard:
         self._asked_at: float | None = None
         self._round = 0
         self._warned_at = 0.0
-        self._stacks: dict[str, dict[str, Any]] = {}
+        self._stacks: dict[str, StackReport] = {}
 
     def tick(self, running: Sequence[str], *, others_fell: bool = False) -> None:
         """`others_fell`: ranks that waited for these gave up already."""
@@ -54,13 +54,12 @@ class HangGuard:
         self._stacks = {}
         self._asked_at = self._crew.clock()
         for worker in running:
-            self._crew.group.tell(worker, {"t": "stack", "id": self._round})
+            self._crew.group.tell(worker, StackRequest(self._round))
 
     def _collect(self) -> None:
-        for answer in [a for a in self._crew.answers if a.message["t"] == "stack"]:
-            self._crew.answers.remove(answer)
-            if answer.message["id"] == self._round:
-                self._stacks[answer.worker] = answer.message
+        for worker, answer in self._crew.take_answers(StackReport):
+            if answer.round == self._round:
+                self._stacks[worker] = answer
 
     def _judge(self, running: Sequence[str], quiet: float, others_fell: bool) -> None:
         reports = {}
@@ -69,9 +68,9 @@ class HangGuard:
             reports[worker] = Report(
                 rank=member.rank or 0,
                 node=member.node[:8],
-                phase=said["phase"] if said else member.progress.phase,
-                batch=said["batch"] if said else member.progress.batches,
-                stack=tuple(said["frames"]) if said else None,
+                phase=said.phase if said else member.progress.phase,
+                batch=said.batch if said else member.progress.batches,
+                stack=said.frames if said else None,
                 silent_s=self._crew.group.silent_for(worker),
             )
         guilty = culprits(reports, still_s=min(quiet, self._limit_s), others_fell=others_fell)

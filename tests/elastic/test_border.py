@@ -5,10 +5,10 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+from raysgd.core.messages import BoundaryAnswer, ConfirmBoundary, Message, ProposeBoundary
 from raysgd.engine import border as module
 from raysgd.engine.border import Border
 from raysgd.progress import Progress
-from raysgd.workers.events import Heard
 
 
 class Desk:
@@ -17,17 +17,24 @@ class Desk:
     def __init__(self, *steps: int) -> None:
         self.clock, self.rounds = time.monotonic, itertools.count(1)
         self.members = {str(rank): SimpleNamespace(progress=Progress(step=step)) for rank, step in enumerate(steps)}
-        self.answers: list[Heard] = []
-        self.told: list[dict[str, Any]] = []
-        self.group = SimpleNamespace(tell=lambda worker, message: self.told.append({**message, "to": worker}))
+        self.answers: list[tuple[str, BoundaryAnswer]] = []
+        self.told: list[tuple[str, Message]] = []
+        self.group = SimpleNamespace(tell=lambda worker, message: self.told.append((worker, message)))
 
     def say(self, worker: str, kept: bool, begun: int) -> None:
-        newest = max(each["id"] for each in self.told if each["t"] == "propose")
-        self.answers.append(Heard(worker, {"t": "consent", "id": newest, "kept": kept, "begun": begun}))
+        self.answers.append((worker, BoundaryAnswer(self._newest.round, kept, begun)))
+
+    def take_answers(self, kind: type) -> list[tuple[str, BoundaryAnswer]]:
+        taken, self.answers = self.answers, []
+        return taken
+
+    @property
+    def _newest(self) -> ProposeBoundary:
+        return [message for _, message in self.told if isinstance(message, ProposeBoundary)][-1]
 
     @property
     def proposed(self) -> int:
-        return int([each["at"] for each in self.told if each["t"] == "propose"][-1])
+        return self._newest.step
 
 
 def test_a_rank_that_has_begun_nothing_puts_no_border_out_of_reach(monkeypatch: Any) -> None:
@@ -44,7 +51,7 @@ def test_a_rank_that_has_begun_nothing_puts_no_border_out_of_reach(monkeypatch: 
     desk.say("0", True, 6)
     desk.say("1", True, 1)
     border.advance(["0", "1"])
-    assert border.settled and [each["to"] for each in desk.told if each["t"] == "confirm"] == ["0", "1"]
+    assert border.settled and [to for to, message in desk.told if message == ConfirmBoundary()] == ["0", "1"]
 
 
 def test_a_rank_that_was_faster_is_met_further_ahead() -> None:
