@@ -15,7 +15,7 @@ from raysgd import CheckpointError, digest
 from raysgd.train import Checkpoint
 from tests.files.archives import ARCHIVES
 from tests.files.function_cases import CONTENT
-from tests.files.tally import quiet, show
+from tests.files.tally import megabytes_of, quiet, show
 
 torch = pytest.importorskip("torch")
 
