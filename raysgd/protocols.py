@@ -1,4 +1,4 @@
-"""The four shapes that the engine works with. At most six methods each; who calls them, and where."""
+"""The shapes that the engine works with: who calls their methods, and where."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ class Backend(Protocol):
     """How the ranks of a generation meet. The object on the driver plans; its pickled copies join and leave.
 
     in_place: can a process leave one generation and join the next? (TensorFlow's cannot.)
+    needs_offers: does `plan` need something from every worker? Then each is asked for its `offer` first.
     """
 
     in_place: bool
+    needs_offers: bool
 
-    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
-        """Driver: open a new meeting point and say how each rank gets there. The old one is closed."""
+    def offer(self) -> dict[str, Any]:
+        """Worker, main thread, before `plan`: return what the driver needs from this worker, such as an address with a port
+        that it holds, or the GPUs that it has. `join` follows, or another `offer`."""
+
+    def plan(self, seats: Sequence[Seat], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        """Driver: open a new meeting point and return what each rank needs to get there. The old one is closed. `offers`
+        are in the order of seats, empty unless `needs_offers`. Without seats, only close the old one."""
 
     def join(self, seat: Seat, settings: dict[str, Any]) -> None:
         """Worker, main thread: meet the others. Raises when they do not come within the limit."""

@@ -50,8 +50,12 @@ class Alone:
     """The backend of a group that never has more than one worker: there is nobody to meet."""
 
     in_place = True
+    needs_offers = False
 
-    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
+    def offer(self) -> dict[str, Any]:
+        return {}
+
+    def plan(self, seats: Sequence[Seat], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         return [{} for _ in seats]
 
     def join(self, seat: Seat, settings: dict[str, Any]) -> None:

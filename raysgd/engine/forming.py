@@ -123,7 +123,10 @@ class Former:
         self.generation += 1
         nodes = [self._crew.members[worker].node for worker in workers]
         seats = assign_seats(nodes, generation=self.generation)
-        settings = self._backend.plan(seats)
+        offers = self._offers(workers)
+        if offers is None:
+            return False
+        settings = self._backend.plan(seats, offers)
         places = {w: {"seat": s, "settings": given} for w, s, given in zip(workers, seats, settings, strict=True)}
 
         def cancel() -> None:
@@ -139,6 +142,15 @@ class Former:
             on_trouble=cancel,
         )
         return self._all_ok(outcomes)
+
+    def _offers(self, workers: Sequence[str]) -> list[dict[str, Any]] | None:
+        """Return what the backend needs from each worker to plan, in this order; None when a worker failed."""
+        if not self._backend.needs_offers:
+            return []
+        outcomes = self._ask(workers, "offer", {}, self._limits.join_s)
+        if not self._all_ok(outcomes):
+            return None
+        return [outcome.value for outcome in outcomes.values() if isinstance(outcome, Ok)]
 
     def _build(self, fresh: Sequence[str], factory: Any) -> bool:
         seats = assign_seats([self._crew.members[w].node for w in fresh], generation=self.generation)

@@ -32,6 +32,8 @@ class TorchBackend:
     """On the driver: owns the store of the generation that stands (its port is bound, not guessed, and it is new each
     time). On a worker: owns the membership of the default process group, and knows its sockets."""
 
+    needs_offers = False
+
     def __init__(
         self,
         name: str,
@@ -54,7 +56,7 @@ class TorchBackend:
 
     # -- driver ---------------------------------------------------------------------------------------
 
-    def plan(self, seats: Sequence[Seat]) -> list[dict[str, Any]]:
+    def plan(self, seats: Sequence[Seat], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         self._store = None  # closes the old one: whoever still waits in it is freed
         if not seats:
             return []
@@ -62,6 +64,9 @@ class TorchBackend:
         return [dict(settings) for _ in seats]
 
     # -- worker ---------------------------------------------------------------------------------------
+
+    def offer(self) -> dict[str, Any]:
+        return {}
 
     def join(self, seat: Seat, settings: dict[str, Any]) -> None:
         os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")  # whom it would try again has died

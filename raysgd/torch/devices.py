@@ -1,25 +1,40 @@
-"""Which GPUs a worker sees."""
+"""Which GPUs a worker sees. Both."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd.rendezvous import Seat
 
-__all__ = ["share_devices"]
+__all__ = ["see_gpus", "shared_gpus", "visible_gpus"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def share_devices(store: Any, seat: Seat) -> int:
-    """Makes the GPUs of all ranks on this node visible, in the order of ranks; the index of this rank's own first one.
+def visible_gpus() -> str:
+    """Return the GPUs that Ray gave to this worker, as CUDA_VISIBLE_DEVICES lists them."""
+    return os.environ.get(VISIBLE, "")
+
+
+def shared_gpus(seats: Sequence[Seat], offers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return, for each rank, the GPUs of all ranks on its node in the order of ranks; each rank offers its own as "gpus".
+
+    >>> shared_gpus([Seat(0, 2), Seat(1, 2, local_rank=1)], [{"gpus": "3,1"}, {"gpus": "1,2"}])
+    ['3,1,2', '3,1,2']
+    """
+    nodes: dict[int, dict[str, None]] = {}
+    for seat, offer in zip(seats, offers, strict=True):
+        found = nodes.setdefault(seat.node_rank, {})
+        found.update(dict.fromkeys(gpu for gpu in str(offer["gpus"]).split(",") if gpu))
+    return [",".join(nodes[seat.node_rank]) for seat in seats]
+
+
+def see_gpus(shared: str, own: str) -> int:
+    """Make these GPUs visible. Return the index of this rank's own first one among them.
 
     Only before CUDA is used in this process: later the variable means nothing.
     """
-    own = os.environ.get(VISIBLE, "")
-    store.set(f"{seat.node_rank}/{seat.local_rank}", own)
-    everybody = [store.get(f"{seat.node_rank}/{rank}").decode() for rank in range(seat.local_world_size)]
-    union = list(dict.fromkeys(gpu for ids in everybody for gpu in ids.split(",") if gpu))
-    os.environ[VISIBLE] = ",".join(union)
-    return union.index(own.split(",")[0]) if own else 0
+    os.environ[VISIBLE] = shared
+    return shared.split(",").index(own.split(",")[0]) if own else 0

@@ -113,6 +113,9 @@ class Body:
         if self._replica is not None:
             self._replica.seated(seat)
 
+    def _offer(self) -> dict[str, Any]:
+        return self._backend.offer()
+
     def _build(self, factory: ReplicaFactory, seat: Seat) -> None:
         self._replica = factory(seat, self._control)
 

@@ -299,6 +299,7 @@ class ControlServer:
             self._heard_at[worker] = time.monotonic()
             if not isinstance(message, Alive):
                 self._events.put(Heard(worker, message))
+            await asyncio.sleep(0)  # a worker that sends without pause does not keep the loop from the others
 
     async def _message(self, peer: _Peer) -> Message:
         header, body = sizes(await self._exactly(peer, PREFIX.size))
