@@ -127,7 +127,7 @@ class Receiver:
         """The thread of one writer."""
         try:
             writer.receive()
-        except ConnectionError as error:
+        except (ConnectionError, TimeoutError) as error:  # the second one when its machine cannot be reached
             writer.drop()
             writer.lost = error
         except BaseException as error:
@@ -188,7 +188,7 @@ class Writer:
         self._connection, self._path = connection, path
         self._draft = draft
         self.moved_at = time.monotonic()
-        self.lost: ConnectionError | None = None
+        self.lost: OSError | None = None
 
     @property
     def draft(self) -> Draft:
@@ -234,7 +234,7 @@ class Writer:
             message, length = self._next()
             while isinstance(message, CheckpointPiece):
                 while length:
-                    count = self._some(buffer[: min(length, PIECE)])
+                    count = receive_some(self._connection, buffer[: min(length, PIECE)])
                     file.write(buffer[:count])
                     length -= count
                     self.moved_at = time.monotonic()
@@ -280,18 +280,10 @@ class Writer:
     def _next(self) -> tuple[Message, int]:
         try:
             message = receive_message(self._connection)
-        except TimeoutError as error:
-            raise ConnectionError(f"its machine cannot be reached: {error}") from error
         except ValueError as error:
             raise CheckpointError(f"a worker sent what is not part of a checkpoint: {error}") from error
         self.moved_at = time.monotonic()
         return message
-
-    def _some(self, room: memoryview) -> int:
-        try:
-            return receive_some(self._connection, room)
-        except TimeoutError as error:
-            raise ConnectionError(f"its machine cannot be reached: {error}") from error
 
     @staticmethod
     def _ending(message: Message) -> CheckpointComplete:

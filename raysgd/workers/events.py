@@ -13,7 +13,7 @@ __all__ = ["Arrived", "Event", "Gone", "Heard", "Replied"]
 
 @dataclass(frozen=True)
 class Arrived:
-    """A launched worker's process is up and its line stands."""
+    """A launched worker's process is up and connected."""
 
     worker: str
     node: str

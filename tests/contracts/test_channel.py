@@ -616,6 +616,7 @@ def test_refused_connections_are_counted_instead_of_listed(desk: Desk, caplog: p
     for _ in range(30):
         with desk.open(b"0" * 32) as stranger:
             assert ended(stranger)
+    wait_for(lambda: desk.server._refusals._others == 25)
     lines = [record for record in caplog.records if "refused a connection" in record.getMessage()]
     assert len(lines) == control_server.LOG_LINES
     desk.server._refusals._until = 0.0
