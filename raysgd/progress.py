@@ -11,7 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysgd.core.messages import FunctionReport, SnapshotUpload, StartDealer
 
 __all__ = ["Control", "Progress", "most_advanced"]
 
@@ -50,7 +53,8 @@ def most_advanced(progress: dict[str, Progress]) -> str:
 REMEMBERED = 16
 OFTEN_S, SELDOM_S, REPORTS_PER_S = 0.1, 0.5, 40
 
-Uploader = Callable[[dict[str, Any], Any], None]
+Uploader = Callable[["SnapshotUpload", Any], None]
+Deliverer = Callable[["FunctionReport | StartDealer", Any], None]
 Publisher = Callable[[Progress, dict[str, Any] | None], None]
 
 
@@ -58,7 +62,7 @@ def _nobody(progress: Progress, partial: dict[str, Any] | None) -> None:
     """The publisher of a replica that nobody watches."""
 
 
-def _unheard(message: dict[str, Any], body: Any) -> None:
+def _unheard(message: FunctionReport | StartDealer, body: Any) -> None:
     """Where messages of such a replica go."""
 
 
@@ -91,7 +95,7 @@ class Control:
         self.phase = "idle"
         self.batch = 0
         self.upload: Uploader | None = None
-        self.deliver: Uploader = _unheard
+        self.deliver: Deliverer = _unheard
         self.on_interrupt: Callable[[], None] = lambda: None
         self.collectives: Callable[[], int] = lambda: -1
         self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)

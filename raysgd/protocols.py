@@ -16,12 +16,19 @@ class Backend(Protocol):
     """Connects the ranks of a generation. The object on the driver plans; its pickled copies join and leave.
 
     in_place: whether a process can leave one generation and join the next. (TensorFlow's cannot.)
+    needs_offers: whether `plan` needs something from each worker, which is then asked for its `offer` first.
     """
 
     in_place: bool
+    needs_offers: bool
 
-    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
-        """Driver: open a new rendezvous, and return what each rank needs to find it. The old one is closed."""
+    def offer(self) -> dict[str, Any]:
+        """Worker, main thread, before `plan`: return what the driver needs from this worker, such as an address with a port
+        that it holds, or the GPUs that it has. `join` follows, or another `offer`."""
+
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        """Driver: open a new rendezvous, and return what each rank needs to find it. The old one is closed. `offers` are in
+        the order of ranks, and empty unless `needs_offers`. Without ranks, only close the old one."""
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         """Worker, main thread: form the process group with the others. Raise if they do not come within the limit."""

@@ -52,8 +52,12 @@ class Alone:
     """The backend of a group that never has more than one worker: it has no process group."""
 
     in_place = True
+    needs_offers = False
 
-    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
+    def offer(self) -> dict[str, Any]:
+        return {}
+
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         return [{} for _ in rank_infos]
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 # files gather names for the user, and nothing below may lean on them.
 FLOORS = {
     "0": "errors config constants version protocols meters timers metrics outcomes progress plan elastic "
-    "hang rendezvous snapshot admission masking",
+    "hang rendezvous snapshot masking core",
     "1a": "digest durable folders archives storage remote callbacks data",
     "1b": "torch tf horovod train",
     "2": "workers",
@@ -50,6 +50,7 @@ SIBLINGS = {
     "meters": {"metrics"},
     "elastic": {"outcomes"},
     "snapshot": {"progress"},
+    "core": {"progress"},
     "protocols": {"outcomes", "progress", "rendezvous", "snapshot"},
     "torch/assembly": {"calls", "torch/ways"},
     "torch/trainer": {"torch/checkpoints", "torch/assembly", "calls"},

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.messages import ProgressReport
 from raysgd.outcomes import Failed, Interrupted, Ok
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Call
@@ -147,8 +148,9 @@ def test_progress_goes_straight_to_the_listener(hosting: Hosting) -> None:
     hosting.run(FakeReplica.report)
     (event,) = heard
     assert isinstance(event, Heard)
-    assert event.message["progress"].step == 4
-    assert event.message["partial"] == {"loss": 1.0}
+    assert isinstance(event.message, ProgressReport)
+    assert event.message.progress.step == 4
+    assert event.message.partial == {"loss": 1.0}
 
 
 def test_the_hook_runs_when_the_worker_is_prepared(hosting: Hosting) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raysgd.core.messages import BoundaryAnswer, ConfirmBoundary, ProposeBoundary
 from raysgd.engine.worker_table import WorkerTable
 
 __all__ = ["Boundary"]
@@ -25,7 +26,7 @@ class Boundary:
         self._calls = calls
         self._round = 0
         self._lead = lead
-        self._consents: dict[str, bool] = {}
+        self._accepted: dict[str, bool] = {}
         self._begun = -1
         self._too_late = False
         self._asked_at = 0.0
@@ -34,27 +35,25 @@ class Boundary:
 
     def _propose(self, begun: int) -> None:
         self._round = self._table.next_number()  # an answer to an older proposal does not count
-        self._consents, self._begun, self._too_late = {}, -1, False
+        self._accepted, self._begun, self._too_late = {}, -1, False
         self._asked_at = self._table.clock()
         for worker, call in self._calls.items():
-            message = {"t": "propose", "id": self._round, "call": call, "at": begun + self._lead}
-            self._table.group.tell(worker, message)
+            self._table.group.tell(worker, ProposeBoundary(self._round, call, begun + self._lead))
 
     def advance(self, still_running: Sequence[str]) -> None:
         """Take in the answers that have arrived. Ranks that have finished their call need not agree."""
         if self.settled:
             return
-        for answer in self._table.take_answers("consent"):
-            if answer.message["id"] == self._round:
-                self._consents[answer.worker] = bool(answer.message["kept"])
-                begun = int(answer.message["begun"])
-                self._begun = max(self._begun, begun)
-                self._too_late |= not answer.message["kept"] and begun >= 0
-        if still_running and all(self._consents.get(worker) for worker in still_running):
+        for worker, answer in self._table.take_answers(BoundaryAnswer):
+            if answer.round == self._round:
+                self._accepted[worker] = answer.accepted
+                self._begun = max(self._begun, answer.begun)
+                self._too_late |= not answer.accepted and answer.begun >= 0
+        if still_running and all(self._accepted.get(worker) for worker in still_running):
             self.settled = True
             for worker in still_running:
-                self._table.group.tell(worker, {"t": "confirm"})
-        elif any(not kept for kept in self._consents.values()) and len(self._consents) >= len(still_running):
+                self._table.group.tell(worker, ConfirmBoundary())
+        elif any(not accepted for accepted in self._accepted.values()) and len(self._accepted) >= len(still_running):
             self._propose_again()
 
     def _propose_again(self) -> None:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from raysgd.config import ElasticConfig, Limits
+from raysgd.core.messages import FunctionReport
 from raysgd.elastic import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.engine.call import CTRL_C_S, FanOut, Job, RunningCall
 from raysgd.engine.failure import out_of_step_error, raise_user_error
@@ -68,7 +69,7 @@ class Engine:
         limits: Limits,
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
-        on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None,
+        on_message: Callable[[FunctionReport, Any], None] = lambda message, body: None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd.config import Limits
+from raysgd.core.messages import Interrupt
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import WorkerStartError
@@ -57,7 +58,7 @@ class Generation:
     def interrupt(self, workers: Sequence[str]) -> None:
         """Tell these workers that the generation is over: those that wait for a peer stop waiting."""
         for worker in workers:
-            self._table.group.tell(worker, {"t": "interrupt", "generation": self._number})
+            self._table.group.tell(worker, Interrupt(self._number))
 
     # -- the first one --------------------------------------------------------------------------------
 
@@ -191,7 +192,10 @@ class Generation:
         self._number += 1
         nodes = [self._table[worker].node for worker in workers]
         rank_infos = assign_ranks(nodes, generation=self._number)
-        settings = self._backend.plan(rank_infos)
+        offers = self._offers(workers)
+        if offers is None:
+            return False
+        settings = self._backend.plan(rank_infos, offers)
         given = {
             w: {"rank_info": s, "settings": each} for w, s, each in zip(workers, rank_infos, settings, strict=True)
         }
@@ -201,6 +205,15 @@ class Generation:
             self.interrupt(workers)
 
         return self._all_ok(self._ask(workers, "join", given.__getitem__, self._limits.join_s + 10, on_trouble=cancel))
+
+    def _offers(self, workers: Sequence[str]) -> list[dict[str, Any]] | None:
+        """Return what the backend needs from each worker to plan, in this order; None when a worker failed."""
+        if not self._backend.needs_offers:
+            return []
+        outcomes = self._ask(workers, "offer", {}, self._limits.join_s)
+        if not self._all_ok(outcomes):
+            return None
+        return [outcome.value for outcome in outcomes.values() if isinstance(outcome, Ok)]
 
     def _build(self, new: Sequence[str]) -> bool:
         rank_infos = assign_ranks([self._table[worker].node for worker in new], generation=self._number)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
+from raysgd.core.messages import StackReport
 from raysgd.engine.worker_table import SILENT_S, WorkerTable
 from raysgd.hang import Report, culprits, describe
 
@@ -24,7 +24,7 @@ class Watchdog:
         self._asked_at: float | None = None
         self._round = 0
         self._warned_at = 0.0
-        self._stacks: dict[str, dict[str, Any]] = {}
+        self._stacks: dict[str, StackReport] = {}
 
     def tick(self, running: Sequence[str], *, others_failed: bool = False) -> None:
         """`others_failed`: ranks that waited for these have stopped waiting."""
@@ -57,9 +57,9 @@ class Watchdog:
         self._round = self._table.request_stacks(running)
 
     def _collect(self) -> None:
-        for answer in self._table.take_answers("stack"):
-            if answer.message["id"] == self._round:
-                self._stacks[answer.worker] = answer.message
+        for worker, answer in self._table.take_answers(StackReport):
+            if answer.round == self._round:
+                self._stacks[worker] = answer
 
     def _judge(self, running: Sequence[str], quiet: float, others_failed: bool) -> None:
         reports = {}
@@ -68,9 +68,9 @@ class Watchdog:
             reports[worker] = Report(
                 rank=info.rank or 0,
                 node=info.node[:8],
-                phase=said["phase"] if said else info.progress.phase,
-                batch=said["batch"] if said else info.progress.batches,
-                stack=tuple(said["frames"]) if said else None,
+                phase=said.phase if said else info.progress.phase,
+                batch=said.batch if said else info.progress.batches,
+                stack=said.frames if said else None,
                 silent_s=self._table.group.silent_for(worker),
             )
         guilty = culprits(reports, still_s=min(quiet, self._limit_s), others_fell=others_failed)

@@ -8,8 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from raysgd.core.messages import (
+    BoundaryAnswer,
+    FunctionReport,
+    Message,
+    PreemptionNotice,
+    ProgressReport,
+    SnapshotUpload,
+    StackReport,
+    StackRequest,
+)
 from raysgd.hang import Report, culprits, unfinished
 from raysgd.outcomes import Failed, Lost, Ok, Outcome
 from raysgd.progress import Progress
@@ -18,6 +28,8 @@ from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
 from raysgd.workers.worker_group import WorkerGroup
 
 __all__ = ["SILENT_S", "WorkerInfo", "WorkerTable"]
+
+AnswerT = TypeVar("AnswerT", BoundaryAnswer, StackReport)
 
 # A worker sends "alive" every second. One that missed two of these messages does not answer any more.
 SILENT_S = 2.5
@@ -79,14 +91,14 @@ class WorkerTable:
         silent_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
-        on_message: Callable[[dict[str, Any], Any], None] = lambda message, body: None,
+        on_message: Callable[[FunctionReport, Any], None] = lambda message, body: None,
     ) -> None:
         self.group, self.clock = group, clock
         self.snapshots = SnapshotKeeper()
         self._silent_s = silent_s
         self._on_progress, self._on_message = on_progress, on_message
         self._workers: dict[str, WorkerInfo] = {}
-        self._answers: list[Heard] = []
+        self._answers: list[tuple[str, BoundaryAnswer | StackReport]] = []
         self._cancelled_by: BaseException | None = None
         self._numbers = itertools.count(1)
         self._inbox: deque[Event] = deque()
@@ -283,32 +295,30 @@ class WorkerTable:
                 self._workers[worker].unfinished = stories[worker]
         return stories | {worker: f"waited for {first} in '{verb}' for {limit_s:g} s" for worker in waiting}
 
-    def _report(self, worker: str, said: Mapping[str, Any] | None) -> Report:
+    def _report(self, worker: str, said: StackReport | None) -> Report:
         info = self._workers[worker]
         return Report(
             rank=info.rank,
             node=info.node[:8],
-            stack=None if said is None else tuple(said["frames"]),
+            stack=None if said is None else said.frames,
             silent_s=self.group.silent_for(worker),
         )
 
-    def _stacks(self, workers: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    def _stacks(self, workers: Sequence[str]) -> dict[str, StackReport]:
         """Ask for stacks, and wait a little: workers answer at once, unless the whole process is stopped."""
         number = self.request_stacks(workers)
-        found: dict[str, Mapping[str, Any]] = {}
+        found: dict[str, StackReport] = {}
         deadline = self.clock() + SILENT_S
         while len(found) < len(workers) and self.clock() < deadline:
             self.pump(0.05)
-            for answer in [a for a in self._answers if a.message["t"] == "stack" and a.message["id"] == number]:
-                self._answers.remove(answer)
-                found[answer.worker] = answer.message
+            found |= {worker: answer for worker, answer in self.take_answers(StackReport) if answer.round == number}
         return found
 
     def request_stacks(self, workers: Iterable[str]) -> int:
         """Ask workers where they are. Return the number that their answers will have."""
         number = self.next_number()
         for worker in workers:
-            self.group.tell(worker, {"t": "stack", "id": number})
+            self.group.tell(worker, StackRequest(number))
         return number
 
     # -- events ---------------------------------------------------------------------------------------
@@ -317,11 +327,10 @@ class WorkerTable:
         """Return a number that no earlier request has: an answer to an older one must not count."""
         return next(self._numbers)
 
-    def take_answers(self, kind: str) -> list[Heard]:
-        """Remove and return the answers of this kind that have arrived."""
-        taken = [a for a in self._answers if a.message["t"] == kind]
-        for answer in taken:
-            self._answers.remove(answer)
+    def take_answers(self, kind: type[AnswerT]) -> list[tuple[str, AnswerT]]:
+        """Remove and return the answers of this type that have arrived, with their workers."""
+        taken = [(worker, answer) for worker, answer in self._answers if isinstance(answer, kind)]
+        self._answers = [(worker, answer) for worker, answer in self._answers if not isinstance(answer, kind)]
         return taken
 
     def pump(self, timeout: float) -> int:
@@ -341,12 +350,11 @@ class WorkerTable:
 
     def _take(self, event: Event) -> None:
         info = self._workers.get(event.worker)
-        if isinstance(event, Heard) and event.message.get("t") == "upload":
-            said = event.message
-            progress = Progress(*said["progress"])
-            self.snapshots.offer(Snapshot(event.body, progress, said["call"], said["partial"]))
-        elif isinstance(event, Heard) and event.message.get("t") == "message":
-            self._on_message(event.message, event.body)
+        message = event.message if isinstance(event, Heard) else None
+        if isinstance(event, Heard) and isinstance(message, SnapshotUpload):
+            self.snapshots.offer(Snapshot(event.body, message.progress, message.call, message.partial))
+        elif isinstance(event, Heard) and isinstance(message, FunctionReport):
+            self._on_message(message, event.body)
         if info is None:
             return
         if isinstance(event, Arrived):
@@ -357,7 +365,7 @@ class WorkerTable:
         elif isinstance(event, Replied):
             self._replied(info, event)
         else:
-            self._heard(info, event)
+            self._heard(info, event.message)
 
     def _replied(self, info: WorkerInfo, event: Replied) -> None:
         if event.call not in self._asked:
@@ -369,19 +377,16 @@ class WorkerTable:
         if not isinstance(event.outcome, Failed) or event.outcome.progress != Progress():
             info.progress = event.outcome.progress
 
-    def _heard(self, info: WorkerInfo, event: Heard) -> None:
-        kind = event.message.get("t")
-        if kind == "progress":
-            if event.message["call"] < info.last_call:
+    def _heard(self, info: WorkerInfo, message: Message) -> None:
+        if isinstance(message, ProgressReport):
+            if message.call < info.last_call:
                 return  # of an earlier call: that call's result came another way, and overtook it
-            told = event.message["progress"]
-            progress = told if isinstance(told, Progress) else Progress(*told)
-            if progress != info.progress:
+            if message.progress != info.progress:
                 info.moved_at = self.clock()
-            info.progress, info.partial = progress, event.message.get("partial")
+            info.progress, info.partial = message.progress, message.partial
             self._on_progress(info)
             self._raise_cancelled()  # here, too: while this very process trains, `pump` is not called
-        elif kind == "notice":
+        elif isinstance(message, PreemptionNotice):
             info.notice = True
-        elif kind in ("consent", "stack"):
-            self._answers.append(event)
+        elif isinstance(message, BoundaryAnswer | StackReport):
+            self._answers.append((info.worker, message))

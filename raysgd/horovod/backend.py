@@ -25,6 +25,7 @@ class HorovodBackend:
     """
 
     in_place = True
+    needs_offers = False
 
     def __init__(self, *, host: str = "127.0.0.1", join_s: float = 60.0, collective_s: float = 540.0) -> None:
         self._control = TorchBackend("gloo", host=host, join_s=join_s, collective_s=collective_s)
@@ -32,7 +33,10 @@ class HorovodBackend:
         self._place = MeetingPlace(host, wait_s=self._silence_s)
         self._connections = Connections()
 
-    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
+    def offer(self) -> dict[str, Any]:
+        return {}
+
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         pairs = zip(self._control.plan(rank_infos), self._place.open(rank_infos), strict=True)
         return [{"control": control, "environment": environment} for control, environment in pairs]
 

@@ -12,9 +12,9 @@ from importlib import import_module
 from typing import Any
 
 from raysgd.horovod.parting import is_interruption, shut_down
-from raysgd.horovod.rendezvous import Board, MeetingPlace, enter, say_over
+from raysgd.horovod.rendezvous import MeetingPlace, enter, say_over
 from raysgd.rendezvous import RankInfo
-from raysgd.torch.devices import share_devices
+from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
 from raysgd.torch.sockets import Connections
 
 __all__ = ["HorovodMeeting"]
@@ -31,20 +31,28 @@ class HorovodMeeting:
     in_place = True
 
     def __init__(self, *, host: str, wait_s: float, interface: str | None = None, use_gpu: bool = False) -> None:
-        self._wait_s, self._interface, self._use_gpu = wait_s, interface, use_gpu
+        self._wait_s, self._interface, self.needs_offers = wait_s, interface, use_gpu
+        self._gpus: str | None = None
         self._place = MeetingPlace(host, wait_s=wait_s)
         self._environment: dict[str, str] = {}
         self._connections = Connections()
 
-    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
-        return [{"environment": environment} for environment in self._place.open(rank_infos)]
+    def offer(self) -> dict[str, Any]:
+        """The GPUs that Ray gave: joining a generation makes others visible."""
+        self._gpus = visible_gpus() if self._gpus is None else self._gpus
+        return {"gpus": self._gpus}
+
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        gpus = shared_gpus(rank_infos, offers) if self.needs_offers else [None] * len(rank_infos)
+        places = self._place.open(rank_infos)
+        return [{"environment": place, "gpus": shared} for place, shared in zip(places, gpus, strict=True)]
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         self._environment = settings.get("environment", {})
         enter(self._environment, interface=self._interface)
         watch_init(self._connections)
-        if self._use_gpu and not rank_info.solo and not _uses_cuda():
-            share_devices(Board(self._environment), rank_info)
+        if settings.get("gpus") is not None and not _uses_cuda():
+            see_gpus(settings["gpus"], self.offer()["gpus"])
 
     def leave(self) -> None:
         shut_down(self._connections.shut, limit_s=self._wait_s + 10)

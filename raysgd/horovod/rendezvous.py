@@ -5,16 +5,14 @@ from __future__ import annotations
 import http.client
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd.horovod.board_server import GONE, OK, OVER, BoardServer
+from raysgd.horovod.board_server import OVER, BoardServer
 from raysgd.rendezvous import RankInfo
 
-__all__ = ["Board", "MeetingPlace", "enter", "interface_towards", "places", "say_over"]
+__all__ = ["MeetingPlace", "enter", "interface_towards", "places", "say_over"]
 
-BOARD = "raysgd-board"
 ALONE = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 INTERFACE = "HOROVOD_GLOO_IFACE"
@@ -122,32 +120,6 @@ def say_over(environment: Mapping[str, str]) -> None:
         _ask(environment, "PUT", f"{OVER}/1", "1")
     except (OSError, http.client.HTTPException):
         return
-
-
-class Board:
-    """Worker: notes for the other ranks at the meeting place, with the names of torch's stores."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
-
-    def set(self, key: str, value: str) -> None:
-        _ask(self._environment, "PUT", _note(key), value)
-
-    def get(self, key: str) -> bytes:
-        """Waits until somebody has set it."""
-        deadline = time.monotonic() + float(self._environment["HOROVOD_GLOO_TIMEOUT_SECONDS"])
-        while time.monotonic() < deadline:
-            status, content = _ask(self._environment, "GET", _note(key))
-            if status == OK:
-                return content
-            if status == GONE:
-                break
-            time.sleep(0.05)
-        raise ConnectionError(f"no rank has said {key} at the meeting place at {_host(self._environment)}")
-
-
-def _note(key: str) -> str:
-    return f"{BOARD}/{key.replace('/', '-')}"
 
 
 def _host(environment: Mapping[str, str]) -> str:

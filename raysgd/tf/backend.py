@@ -14,7 +14,7 @@ from tensorflow.python.eager import context
 
 from raysgd.rendezvous import RankInfo
 from raysgd.tf.channel import Channel
-from raysgd.tf.meeting import MeetingFailed, MeetingPoint, meet, own_port
+from raysgd.tf.ports import HeldPort, NoFreePortError
 
 __all__ = ["TensorFlowBackend", "prepare_runtime"]
 
@@ -34,13 +34,14 @@ WORDS = ("Collective", "Coordination", "RecvBuf", "tasks are unhealthy", "Could 
 
 
 class TensorFlowBackend:
-    """On the driver: owns the meeting point of the generation that stands. On a worker: owns the membership of
-    TensorFlow's collective runtime, which a process can enter once only; hence `in_place` is False.
+    """On a worker: owns the port for TensorFlow's server, and the membership of TensorFlow's collective runtime, which a
+    process can enter once only; hence `in_place` is False. On the driver it owns nothing.
 
     heartbeat_s: a host that vanished is noticed after so long (one that died, at once: its connections break).
     """
 
     in_place = False
+    needs_offers = True
 
     def __init__(
         self,
@@ -53,37 +54,41 @@ class TensorFlowBackend:
     ) -> None:
         self._host, self._join_s, self._heartbeat_s = host, join_s, heartbeat_s
         self._threads, self._use_gpu = threads, use_gpu
-        self._point: MeetingPoint | None = None
+        self._port: HeldPort | None = None
         self._strategy: Any = None
         self._aborted = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_point": None, "_strategy": None}
+        return {**self.__dict__, "_port": None, "_strategy": None}
 
     # -- driver ---------------------------------------------------------------------------------------
 
-    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
-        if self._point is not None:
-            self._point.close()
-            self._point = None
-        if len(rank_infos) < 2:
-            return [{} for _ in rank_infos]
-        self._point = point = MeetingPoint(len(rank_infos))
-        return [{"host": self._host, "port": point.port, "token": point.token} for _ in rank_infos]
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        return [{"addresses": [offer["address"] for offer in offers]} for _ in rank_infos]
 
     # -- worker ---------------------------------------------------------------------------------------
+
+    def offer(self) -> dict[str, Any]:
+        self._release()
+        self._port = HeldPort()
+        return {"address": self._port.address_towards(self._host)}
+
+    def _release(self) -> None:
+        if self._port is not None:
+            self._port.release()
+            self._port = None
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         if self._strategy is not None:
             raise RuntimeError("TensorFlow's collectives cannot be set up twice in one process: a fresh one is needed")
         prepare_runtime(self._threads, use_gpu=self._use_gpu)
         if rank_info.world_size == 1:
+            self._release()
             return
-        with own_port() as port:
-            addresses = meet(**settings, rank=rank_info.world_rank, own=port, limit_s=self._join_s)
         task = {"type": "worker", "index": rank_info.world_rank}
-        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": settings["addresses"]}, "task": task})
         self._configure(rank_info.world_size)
+        self._release()  # now, as the strategy starts the server
         self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
         # The runtime has taken SIGTERM for itself. It is the worker's: a preemption notice.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
@@ -117,7 +122,7 @@ class TensorFlowBackend:
         for _ in range(10):
             if seen is None:
                 return False
-            if isinstance(seen, MeetingFailed):
+            if isinstance(seen, NoFreePortError):
                 return True
             if isinstance(seen, INTERRUPTIONS) and (self._aborted or any(word in str(seen) for word in WORDS)):
                 return True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import astuple
 from typing import Any, Protocol
 
+from raysgd.core.messages import SnapshotUpload
 from raysgd.progress import Control, Progress
 from raysgd.tf import states
 
@@ -61,7 +61,7 @@ class Snapshotter:
         samples = partial.get("num_samples")
         if isinstance(samples, (int, float)):
             partial["num_samples"] = samples * replica._rank_info.world_size
-        message = {"progress": astuple(replica.progress), "call": replica._cursor.call, "partial": partial}
+        message = SnapshotUpload(replica.progress, replica._cursor.call, partial)
         self._thread = threading.Thread(
             target=lambda: upload(message, states.dump(state)), name="raysgd-snapshot", daemon=True
         )

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from raysgd.rendezvous import RankInfo
-from raysgd.torch.sockets import Connections
-from raysgd.torch.store import enter, open_store, wait_for_all, without_secret
+from raysgd.torch.sockets import Connections, GlooConnections
+from raysgd.torch.store import addresses_of, enter, exchange, open_store, wait_for_all, without_secret
 
 __all__ = ["TorchBackend"]
 
@@ -32,6 +32,8 @@ class TorchBackend:
     """On the driver: owns the store of the generation that stands (its port is bound, not guessed, and it is new each
     time). On a worker: owns the membership of the default process group, and knows its sockets."""
 
+    needs_offers = False
+
     def __init__(
         self,
         name: str,
@@ -47,13 +49,14 @@ class TorchBackend:
         self._standing: list[Any] = []
         self._past: list[Any] = []
         self._connections = Connections()
+        self._gloo = GlooConnections()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_store": None, "_standing": [], "_past": []}  # none of them can travel
 
     # -- driver ---------------------------------------------------------------------------------------
 
-    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         self._store = None  # closes the old one: whoever still waits in it is freed
         if not rank_infos:
             return []
@@ -62,9 +65,13 @@ class TorchBackend:
 
     # -- worker ---------------------------------------------------------------------------------------
 
+    def offer(self) -> dict[str, Any]:
+        return {}
+
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")  # whom it would try again has died
-        self._connections.opening()
+        if self.name != "gloo":
+            self._connections.opening()
         try:
             with without_secret(settings):
                 self._form(rank_info, settings)
@@ -75,16 +82,21 @@ class TorchBackend:
     def _form(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         gloo = self.name == "gloo"
         meet_s = min(MEET_S + rank_info.world_size / RANKS_PER_S, self._collective_s) if gloo else self._collective_s
+        if gloo and not rank_info.solo:
+            self._gloo.add_remote(addresses_of(settings))
         store = dist.HashStore() if rank_info.solo else self._client(settings)  # type: ignore[attr-defined]
         store = dist.PrefixStore(f"generation-{rank_info.generation}", store)  # type: ignore[attr-defined]
         wait_for_all(store, rank_info, limit_s=self._join_s)
-        dist.init_process_group(
-            self.name,
-            store=store,
-            rank=rank_info.world_rank,
-            world_size=rank_info.world_size,
-            timeout=datetime.timedelta(seconds=meet_s),
-        )
+        with self._gloo.forming() if gloo else contextlib.nullcontext():
+            dist.init_process_group(
+                self.name,
+                store=store,
+                rank=rank_info.world_rank,
+                world_size=rank_info.world_size,
+                timeout=datetime.timedelta(seconds=meet_s),
+            )
+        if gloo:
+            self._gloo.add_remote(exchange(store, rank_info, self._gloo.own))
         # The first collective makes every connection now, where its failure belongs to the meeting.
         dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
         if gloo:
@@ -99,6 +111,7 @@ class TorchBackend:
             self._past, self._standing = self._standing, []
         self.abort()
         self._connections.forget()
+        self._gloo.forget()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a group that broke may refuse an orderly end
                 dist.destroy_process_group()
@@ -110,6 +123,7 @@ class TorchBackend:
             with contextlib.suppress(RuntimeError):
                 dist.distributed_c10d._abort_process_group()
         self._connections.shut()
+        self._gloo.shut()
 
     def _hold(self) -> None:
         """Keeps the groups of a generation until the next one ends: a wrapped model, in the traceback of the error that

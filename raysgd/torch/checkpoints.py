@@ -248,9 +248,10 @@ class Checkpoints:
     def _way(self, path: storage.Place) -> Way:
         if isinstance(self._engine.group, InlineGroup):
             return LocalSink(path)
-        from raysgd.workers.cluster import driver_address
+        from raysgd.workers.ray_group import RayGroup
 
-        return Receiver(path, driver_address(), stall_s=max(self._engine.limits.hang_s, STALL_AT_LEAST_S))
+        assert isinstance(self._engine.group, RayGroup)
+        return Receiver(path, self._engine.group.control, stall_s=max(self._engine.limits.hang_s, STALL_AT_LEAST_S))
 
 
 def _give_up(way: Way, error: BaseException) -> None:

@@ -1,25 +1,40 @@
-"""Which GPUs a worker sees."""
+"""Which GPUs a worker sees. Both."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd.rendezvous import RankInfo
 
-__all__ = ["share_devices"]
+__all__ = ["see_gpus", "shared_gpus", "visible_gpus"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def share_devices(store: Any, rank_info: RankInfo) -> int:
-    """Makes the GPUs of all ranks on this node visible, in the order of ranks; the index of this rank's own first one.
+def visible_gpus() -> str:
+    """Return the GPUs that Ray gave to this worker, as CUDA_VISIBLE_DEVICES lists them."""
+    return os.environ.get(VISIBLE, "")
+
+
+def shared_gpus(rank_infos: Sequence[RankInfo], offers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return, for each rank, the GPUs of all ranks on its node in the order of ranks; each rank offers its own as "gpus".
+
+    >>> shared_gpus([RankInfo(0, 2), RankInfo(1, 2, local_rank=1)], [{"gpus": "3,1"}, {"gpus": "1,2"}])
+    ['3,1,2', '3,1,2']
+    """
+    nodes: dict[int, dict[str, None]] = {}
+    for rank_info, offer in zip(rank_infos, offers, strict=True):
+        found = nodes.setdefault(rank_info.node_rank, {})
+        found.update(dict.fromkeys(gpu for gpu in str(offer["gpus"]).split(",") if gpu))
+    return [",".join(nodes[rank_info.node_rank]) for rank_info in rank_infos]
+
+
+def see_gpus(shared: str, own: str) -> int:
+    """Make these GPUs visible. Return the index of this rank's own first one among them.
 
     Only before CUDA is used in this process: later the variable means nothing.
     """
-    own = os.environ.get(VISIBLE, "")
-    store.set(f"{rank_info.node_rank}/{rank_info.local_rank}", own)
-    everybody = [store.get(f"{rank_info.node_rank}/{rank}").decode() for rank in range(rank_info.local_world_size)]
-    union = list(dict.fromkeys(gpu for ids in everybody for gpu in ids.split(",") if gpu))
-    os.environ[VISIBLE] = ",".join(union)
-    return union.index(own.split(",")[0]) if own else 0
+    os.environ[VISIBLE] = shared
+    return shared.split(",").index(own.split(",")[0]) if own else 0

@@ -1,6 +1,6 @@
-"""The driver's end of a save: it lets workers in, takes what they send, and gives the file its name when it is complete.
+"""The driver's end of a save: takes what a worker sends, and gives the file its name when it is complete. Driver.
 
-Each worker that is let in gets a draft of its own, so the bytes of two are never mixed, nor changed by a third. A draft
+Each worker that connects gets a draft of its own, so the bytes of two are never mixed, nor changed by a third. A draft
 becomes the file when its size and its digest are those that its worker has sent (`streams` describes that end).
 """
 
@@ -9,32 +9,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
-from raysgd.admission import Admission
+from raysgd.core.connection import PIECE, ControlAddress, receive, receive_message, receive_some, send
+from raysgd.core.messages import (
+    CheckpointComplete,
+    CheckpointDraft,
+    CheckpointFailed,
+    CheckpointPiece,
+    CheckpointRoute,
+    CheckpointWritten,
+    Message,
+)
 from raysgd.digest import THREADS, Digest, HashingWriter, file_digest
 from raysgd.errors import CheckpointError
 from raysgd.storage import Draft, Place
-from raysgd.torch.streams import (
-    AT,
-    END,
-    FAILED,
-    HEAD,
-    IN_FILE,
-    MARK_BYTES,
-    OVER_WIRE,
-    PIECE,
-    SaveResult,
-    StreamSink,
-    exactly,
-    number,
-    some,
-)
+from raysgd.torch.streams import SaveResult, StreamSink
 
 __all__ = ["FailedOnWorkerError", "Receiver"]
 
@@ -42,8 +39,7 @@ logger = logging.getLogger("raysgd")
 
 TICK_S = 0.1
 CLOSE_S = 5.0
-DIGEST_BYTES = 64
-LONGEST_ERROR = 1 << 16
+MARK_BYTES = 16
 READ_AT_ONCE = 16 << 20
 
 
@@ -51,13 +47,21 @@ class FailedOnWorkerError(CheckpointError):
     """The worker could not write the checkpoint, and said why."""
 
 
+class CheckpointServer(Protocol):
+    """What a receiver needs of the control channel's server."""
+
+    def address_for_workers(self) -> ControlAddress: ...
+    def expect_checkpoint(self, take: Callable[[socket.socket], None]) -> str: ...
+    def end_checkpoint(self, save: str) -> None: ...
+
+
 class Receiver:
-    """Owns the port of one save, a thread, and `done`, which gets the path or the error. A worker that is lost may be
+    """Owns the connections of one save, a thread, and `done`, which gets the path or the error. A worker that is lost may be
     followed by another one until the call of the workers has ended. After that, the one that is writing has `stall_s` for
     each sign of progress."""
 
-    def __init__(self, path: Place, host: str, *, stall_s: float = 600.0) -> None:
-        self._path, self._stall_s = path, stall_s
+    def __init__(self, path: Place, server: CheckpointServer, *, stall_s: float = 600.0) -> None:
+        self._path, self._server, self._stall_s = path, server, stall_s
         self._result = SaveResult()
         self.done = self._result.future
         self._writer: Writer | None = None
@@ -68,9 +72,10 @@ class Receiver:
             draft = Draft(path)  # where no file can be made is reported now
             undo.callback(draft.drop)
             self._spare: Draft | None = draft
-            self._admission = Admission(host)
-            undo.callback(self._admission.close)
-            self.sink = StreamSink(host, self._admission.address[1], self._admission.token, stall_s)
+            self._connections: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+            self._save = server.expect_checkpoint(self._connections.put)
+            undo.callback(self._end_admission)
+            self.sink = StreamSink(server.address_for_workers(), self._save, stall_s)
             self._thread = threading.Thread(target=self._serve, name="raysgd-save", daemon=True)
             undo.callback(setattr, self, "_given_up", CheckpointError("the save was interrupted as it began"))
             self._thread.start()
@@ -88,13 +93,13 @@ class Receiver:
     def _serve(self) -> None:
         try:
             while not self.done.done():
-                for connection in self._admission.admitted(TICK_S):
-                    self._begin(connection)
+                with contextlib.suppress(queue.Empty):
+                    self._begin(self._connections.get(timeout=TICK_S))
                 self._watch()
         except BaseException as error:
             self._result.fail(error)
         finally:
-            self._admission.close()
+            self._end_admission()
             if self._spare is not None:
                 self._spare.drop()
             if self._writer is not None and self._writing is not None:
@@ -102,6 +107,12 @@ class Receiver:
                 self._writing.join(CLOSE_S)
                 if self._writing.is_alive():  # in a call of the system's that does not return
                     self._writer.abandon()
+
+    def _end_admission(self) -> None:
+        self._server.end_checkpoint(self._save)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._connections.get_nowait().close()
 
     def _begin(self, connection: socket.socket) -> None:
         """The newest worker counts: the engine has asked it because the one before was lost."""
@@ -116,7 +127,7 @@ class Receiver:
         """The thread of one writer."""
         try:
             writer.receive()
-        except ConnectionError as error:
+        except (ConnectionError, TimeoutError) as error:  # the second one when its machine cannot be reached
             writer.drop()
             writer.lost = error
         except BaseException as error:
@@ -177,7 +188,7 @@ class Writer:
         self._connection, self._path = connection, path
         self._draft = draft
         self.moved_at = time.monotonic()
-        self.lost: ConnectionError | None = None
+        self.lost: OSError | None = None
 
     @property
     def draft(self) -> Draft:
@@ -189,15 +200,11 @@ class Writer:
         self._draft = self._draft or Draft(self._path)
         mark = secrets.token_bytes(MARK_BYTES)
         self.draft.file.write(mark)
-        path = os.fsencode(self.draft.temporary.absolute())
-        self._connection.sendall(mark + HEAD.pack(len(path)) + path)
-        how = number(self._connection)
-        if how == IN_FILE:
+        send(self._connection, CheckpointDraft(mark.hex(), str(self.draft.temporary.absolute())))
+        if receive(self._connection, CheckpointRoute).in_file:
             self._follow()
-        elif how == OVER_WIRE:
-            self._take()
         else:
-            raise CheckpointError(f"a worker began its checkpoint with {how}, which means nothing")
+            self._take()
         self.draft.file.sync()
 
     def cancel(self) -> None:
@@ -224,14 +231,16 @@ class Writer:
         self.draft.again()
         file, buffer = HashingWriter(self.draft.file), memoryview(bytearray(PIECE))
         try:
-            while (length := self._next()) > END:
+            message, length = self._next()
+            while isinstance(message, CheckpointPiece):
                 while length:
-                    count = some(self._connection, buffer[: min(length, PIECE)])
+                    count = receive_some(self._connection, buffer[: min(length, PIECE)])
                     file.write(buffer[:count])
                     length -= count
                     self.moved_at = time.monotonic()
-            size, digest = self._ending(length)
-            self._compare(size, digest, os.fstat(self.draft.file.fileno()).st_size, file.hexdigest())
+                message, length = self._next()
+            end = self._ending(message)
+            self._compare(end.size, end.digest, os.fstat(self.draft.file.fileno()).st_size, file.hexdigest())
         finally:
             file.close()
 
@@ -242,9 +251,12 @@ class Writer:
             open(self.draft.temporary, "rb", buffering=0) as file,
         ):
             digest, seen, buffer = Digest(pool), 0, memoryview(bytearray(READ_AT_ONCE))
-            while (length := self._next()) == AT:
-                seen += self._read(file, seen, number(self._connection), digest, buffer)
-            size, sent = self._ending(length)
+            message, _ = self._next()
+            while isinstance(message, CheckpointWritten):
+                seen += self._read(file, seen, message.size, digest, buffer)
+                message, _ = self._next()
+            end = self._ending(message)
+            size, sent = end.size, end.digest
             # Another machine's file system may have shown less, or something older, until the worker closed the file.
             with open(self.draft.temporary, "rb", buffering=0) as file:
                 found, fresh = os.fstat(file.fileno()).st_size, digest.hexdigest() if seen == size else ""
@@ -265,19 +277,22 @@ class Writer:
             self.moved_at = time.monotonic()
         return at - start
 
-    def _next(self) -> int:
-        told = number(self._connection)
+    def _next(self) -> tuple[Message, int]:
+        try:
+            message = receive_message(self._connection)
+        except ValueError as error:
+            raise CheckpointError(f"a worker sent what is not part of a checkpoint: {error}") from error
         self.moved_at = time.monotonic()
-        return told
+        return message
 
-    def _ending(self, told: int) -> tuple[int, str]:
-        """What comes after the last piece: size and digest of all, or an error."""
-        if told == FAILED:
-            said = exactly(self._connection, min(number(self._connection), LONGEST_ERROR)).decode(errors="replace")
-            raise FailedOnWorkerError(f"the checkpoint could not be written: {said}")
-        if told != END:
-            raise CheckpointError(f"a worker sent {told} in the middle of its checkpoint, which means nothing")
-        return number(self._connection), exactly(self._connection, DIGEST_BYTES).decode("latin-1")
+    @staticmethod
+    def _ending(message: Message) -> CheckpointComplete:
+        """Return what follows the last piece: the size and the digest of everything. Raise the worker's error."""
+        if isinstance(message, CheckpointFailed):
+            raise FailedOnWorkerError(f"the checkpoint could not be written: {message.error}")
+        if not isinstance(message, CheckpointComplete):
+            raise CheckpointError(f"a worker sent {type(message).__name__} in the middle of its checkpoint")
+        return message
 
     def _compare(self, size: int, digest: str, found: int, actual: str) -> None:
         self.moved_at = time.monotonic()

@@ -6,11 +6,11 @@ import copy
 import logging
 import threading
 import time
-from dataclasses import astuple
 from typing import Any, Protocol
 
 import torch
 
+from raysgd.core.messages import SnapshotUpload
 from raysgd.progress import Control, Progress
 from raysgd.torch import states
 
@@ -77,7 +77,7 @@ class Snapshotter:
         samples = partial.get("num_samples")
         if isinstance(samples, (int, float)):
             partial["num_samples"] = samples * replica._rank_info.world_size
-        message = {"progress": astuple(replica.progress), "call": replica._cursor.call, "partial": partial}
+        message = SnapshotUpload(replica.progress, replica._cursor.call, partial)
         self._thread = threading.Thread(
             target=lambda: upload(message, states.dump(state)), name="raysgd-snapshot", daemon=True
         )

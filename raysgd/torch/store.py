@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import logging
 import secrets
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from raysgd.rendezvous import RankInfo
 
-__all__ = ["enter", "open_store", "wait_for_all", "without_secret"]
+__all__ = ["addresses_of", "enter", "exchange", "open_store", "wait_for_all", "without_secret"]
 
 logger = logging.getLogger("raysgd")
 
@@ -168,6 +169,22 @@ def wait_for_all(store: Any, rank_info: RankInfo, *, limit_s: float) -> None:
     that one still waits for has died."""
     store.set(f"here-{rank_info.world_rank}", "")
     store.wait([f"here-{rank}" for rank in range(rank_info.world_size)], datetime.timedelta(seconds=limit_s))
+
+
+def exchange(store: Any, rank_info: RankInfo, own: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Publish the addresses at which gloo listens in this process. Return those of all ranks."""
+    store.set(f"gloo-{rank_info.world_rank}", json.dumps(own))
+    everybody = [json.loads(store.get(f"gloo-{rank}")) for rank in range(rank_info.world_size)]
+    return [(str(host), int(port)) for addresses in everybody for host, port in addresses]
+
+
+def addresses_of(settings: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return the addresses by which this rank can reach the store."""
+    try:
+        found = socket.getaddrinfo(settings["host"], settings["port"], type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise dist.DistNetworkError(f"the host of the rendezvous store cannot be resolved: {error}") from error
+    return [(str(address[0]), int(address[1])) for *_, address in found]
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
-"""The worker's end of a save: from the worker that has a checkpoint to a file of the driver's, never whole in memory.
+"""The worker's end of a save: from the worker that has a checkpoint to a file of the driver's, never whole in memory. Worker.
 
-The worker gets a sink (an address and a token). It connects, shows the token, and is told of a draft: a file that the
-driver made for this connection alone. A worker that sees that very file, since it is on the same machine or file system,
-writes there, and says how far it is; another one sends its bytes. At the end it sends the size and the digest of what it
-wrote. The driver compares them with what is in the file before that gets its name (`receiver`).
+The worker gets a sink: the driver's address, and the secret name of the save. It opens a checkpoint connection of the
+control channel, and the driver makes a draft for this connection alone: a file, whose path it sends. A worker that sees
+that very file, since it is on the same machine or file system, writes there, and reports how far it is; another one sends
+its bytes. At the end it sends the size and the digest of what it wrote. The driver compares them with what is in the file
+before the file gets its name (`receiver`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -21,23 +20,29 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.core.connection import PIECE, ControlAddress, RejectedError, connect, receive, send
+from raysgd.core.messages import (
+    CheckpointComplete,
+    CheckpointDraft,
+    CheckpointFailed,
+    CheckpointPiece,
+    CheckpointRoute,
+    CheckpointWritten,
+    Message,
+    OpenCheckpoint,
+)
 from raysgd.digest import HashingWriter
 from raysgd.durable import DurableFile
 from raysgd.errors import CheckpointError
 from raysgd.storage import Draft, Place
 
-__all__ = ["Disconnected", "LocalSink", "SaveResult", "Stream", "StreamSink", "exactly", "number", "some", "written"]
+__all__ = ["Disconnected", "LocalSink", "SaveResult", "Stream", "StreamSink", "written"]
 
 logger = logging.getLogger(__name__)
 
-# A worker's first number says how it writes. Each number above 0 is a length, and so many bytes follow.
-HEAD = struct.Struct("!q")
-END, FAILED, AT, IN_FILE, OVER_WIRE = 0, -1, -2, -3, -4
-PIECE = 4 << 20
-MARK_BYTES = 16
-LONGEST_PATH = 1 << 16
 CONNECT_S = 60.0
 AGAIN_S = 0.2
+LONGEST_ERROR = 10_000
 
 
 class SaveResult:
@@ -111,9 +116,8 @@ class StreamSink:
     """Travels to the worker. A write that is not taken for `stall_s` is an error. `shared=False`: the worker does not even
     look whether it sees the driver's file."""
 
-    host: str
-    port: int
-    token: str = field(repr=False)
+    address: ControlAddress
+    save: str = field(repr=False)
     stall_s: float
     shared: bool = True
 
@@ -121,34 +125,30 @@ class StreamSink:
         self.connect().send(write)
 
     def connect(self) -> Stream:
-        """Connect, show the token, and learn of the draft. A connection that ends before that is tried again: a driver that
-        is flooded with clients drops some of them."""
+        """Connect, and learn of the draft. A connection that ends before that is tried again: a driver that is flooded with
+        clients drops some of them."""
         until = time.monotonic() + CONNECT_S
         while True:
             try:
                 return self._admitted()
-            except ConnectionRefusedError as error:
+            except (ConnectionRefusedError, RejectedError) as error:
                 raise Disconnected(
                     "the driver has ended this save, and does not wait for the checkpoint any more"
                 ) from error
             except OSError as error:
                 if time.monotonic() > until:
                     raise Disconnected(
-                        f"the driver at {self.host}:{self.port} did not answer for {CONNECT_S:g} s ({error})"
+                        f"the driver at {self.address.host}:{self.address.port} did not answer for {CONNECT_S:g} s ({error})"
                     ) from error
             time.sleep(AGAIN_S)
 
     def _admitted(self) -> Stream:
-        connection = socket.create_connection((self.host, self.port), timeout=CONNECT_S)
+        connection = connect(self.address, OpenCheckpoint(self.save), patience_s=0.0, connect_s=CONNECT_S)
         try:
-            connection.sendall(self.token.encode())
-            mark, length = exactly(connection, MARK_BYTES), number(connection)
-            if not 0 < length < LONGEST_PATH:
-                raise ConnectionError("this is not the driver's answer")
-            path = os.fsdecode(exactly(connection, length))
+            draft = receive(connection, CheckpointDraft)
             connection.settimeout(self.stall_s)
-            file = _opened(path, mark) if self.shared else None
-            connection.sendall(HEAD.pack(OVER_WIRE if file is None else IN_FILE))
+            file = _opened(draft.path, bytes.fromhex(draft.mark)) if self.shared else None
+            send(connection, CheckpointRoute(in_file=file is not None))
         except BaseException:
             connection.close()
             raise
@@ -192,7 +192,7 @@ class Stream:
             if self._file is not None:
                 self._file.sync()
                 self._file.close()  # first, for file systems that show others what was written when it is closed
-            self._tell(HEAD.pack(END) + HEAD.pack(size) + digest.encode())
+            self._tell(CheckpointComplete(size, digest))
         except BaseException as error:
             self.give_up(error)
             raise
@@ -200,18 +200,18 @@ class Stream:
 
     def give_up(self, error: BaseException) -> None:
         """Tell the driver that there will be no checkpoint, and why."""
-        said = f"{type(error).__name__}: {error}"[:10_000].encode(errors="replace")
+        why = f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
         try:
             if not isinstance(error, Disconnected):
-                self._tell(HEAD.pack(FAILED) + HEAD.pack(len(said)) + said)
+                self._tell(CheckpointFailed(why))
         except Disconnected as gone:
             logger.debug("the driver could not be told that a save failed: %s", gone)
         finally:
             self._close()
 
-    def _tell(self, data: Any) -> None:
+    def _tell(self, message: Message, body: memoryview | bytes = b"") -> None:
         try:
-            self._connection.sendall(data)
+            send(self._connection, message, body)
         except OSError as error:
             raise Disconnected(
                 f"the connection to the driver broke while the checkpoint was saved ({error})"
@@ -224,29 +224,28 @@ class Stream:
 
 
 class _OverWire:
-    """Sends each piece with its length before it."""
+    """Sends each piece as a message."""
 
-    def __init__(self, tell: Callable[[Any], None]) -> None:
+    def __init__(self, tell: Callable[..., None]) -> None:
         self._tell = tell
 
     def write(self, data: Any) -> int:
         piece = memoryview(data).cast("B")[:PIECE]  # a socket's limit is for one piece
         if len(piece):
-            self._tell(HEAD.pack(len(piece)))
-            self._tell(piece)
+            self._tell(CheckpointPiece(), piece)
         return len(piece)
 
 
 class _InFile:
     """Writes the driver's file, and says how far it is: the driver reads behind."""
 
-    def __init__(self, tell: Callable[[Any], None], file: DurableFile) -> None:
+    def __init__(self, tell: Callable[..., None], file: DurableFile) -> None:
         self._tell, self._file, self._at = tell, file, 0
 
     def write(self, data: Any) -> int:
         count = self._file.write(data)
         self._at += count
-        self._tell(HEAD.pack(AT) + HEAD.pack(self._at))
+        self._tell(CheckpointWritten(self._at))
         return count
 
 
@@ -283,26 +282,3 @@ def written(write: Callable[[Any], Any], target: Any) -> tuple[int, str]:
                 raise watched.failure from None
             raise
         return watched.written, watched.hexdigest()
-
-
-# -- what both ends read ------------------------------------------------------------------------------
-
-
-def number(connection: socket.socket) -> int:
-    return int(HEAD.unpack(exactly(connection, HEAD.size))[0])
-
-
-def exactly(connection: socket.socket, length: int) -> bytes:
-    data = bytearray(length)
-    view = memoryview(data)
-    while view:
-        view = view[some(connection, view) :]
-    return bytes(data)
-
-
-def some(connection: socket.socket, buffer: memoryview) -> int:
-    """Fill a part of the buffer, and return how much."""
-    count = connection.recv_into(buffer)
-    if count == 0:
-        raise ConnectionError("its connection ended early")
-    return count

@@ -145,7 +145,7 @@ class TensorflowConfig(BackendConfig):
     def meeting(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
         from raysgd.train.tensorflow_meeting import TensorflowMeeting
 
-        return TensorflowMeeting(host=host, join_s=join_s)
+        return TensorflowMeeting(host=host)
 
 
 class HorovodHooks(Backend):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd.config import ElasticConfig
+from raysgd.core.messages import FunctionReport
 from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
 from raysgd.engine.guard import CallGuard, Claim
@@ -330,7 +331,7 @@ class BackendExecutor:
             else:
                 self._backend.on_start(self._group, self._config)
 
-    def _on_message(self, message: dict[str, Any], body: Any) -> None:
+    def _on_message(self, message: FunctionReport, body: Any) -> None:
         if self._run is not None:
             self._run.take(message, body)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from raysgd.config import flag_from_environment
+from raysgd.core.messages import FunctionReport
 from raysgd.errors import ConfigError
 from raysgd.storage import Uri, place
 from raysgd.train.checkpoint import Checkpoint
@@ -95,15 +96,15 @@ class Run:
             detailed=self._detailed,
         )
 
-    def take(self, message: dict[str, Any], body: Any) -> None:
+    def take(self, message: FunctionReport, body: Any) -> None:
         """One rank's report has come. Those of an attempt that is over are late, and nobody was promised them."""
-        if (message.get("run"), message.get("attempt")) != (self.number, self._attempt):
+        if (message.run, message.attempt) != (self.number, self._attempt):
             return
         try:
-            split = int(message["metrics"])
+            split = message.metrics_size
             metrics = self._decode(pickle.loads(body[:split]))
-            payload = bytes(memoryview(body)[split:]) if message["checkpoint"] else None
-            complete = self._rounds.add(Report(int(message["rank"]), message["kind"], metrics, payload))
+            payload = bytes(memoryview(body)[split:]) if message.has_checkpoint else None
+            complete = self._rounds.add(Report(message.rank, message.kind, metrics, payload))
             if complete is not None:
                 self._close(complete)
         except Exception as error:

@@ -8,8 +8,9 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from raysgd.core.messages import FunctionReport
 from raysgd.errors import ConfigError, described
 from raysgd.metrics import check_metrics
 from raysgd.progress import Control
@@ -95,16 +96,12 @@ class Session:
             checkpoint.set_metadata(self.attempt.metadata)
         return checkpoint.checked_bytes(dumps=self.dumps, users_files=True)  # the peers will trust them
 
-    def _send(self, kind: str, metrics: dict[str, Any], payload: bytes | None) -> None:
+    def _send(self, kind: Literal["report", "checkpoint"], metrics: dict[str, Any], payload: bytes | None) -> None:
         self._check_stop()
         head = self._pickled(metrics)
-        message = {
-            "kind": kind,
-            "run": self.attempt.run,
-            "attempt": self.attempt.number,
-            "rank": self.rank_info.world_rank,
-        }
-        message |= {"metrics": len(head), "checkpoint": payload is not None}
+        message = FunctionReport(
+            kind, self.attempt.run, self.attempt.number, self.rank_info.world_rank, len(head), payload is not None
+        )
         self._control.deliver(message, head if payload is None else b"".join((head, payload)))
         if payload is not None:
             self._payload, self._unpacked = payload, None

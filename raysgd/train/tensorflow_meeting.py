@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.rendezvous import RankInfo
-from raysgd.tf.meeting import MeetingFailed, MeetingPoint, meet, own_port
+from raysgd.tf.ports import HeldPort, NoFreePortError
 
 __all__ = ["TensorflowMeeting"]
 
@@ -19,41 +19,39 @@ WORDS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
 
 
 class TensorflowMeeting:
-    """On the driver: owns the meeting point of the generation that stands. A process can enter TensorFlow's collectives
-    only once, so after a loss the function runs again in fresh processes."""
+    """On a worker: owns the port for the server that the function starts. A process can enter TensorFlow's collectives only
+    once, so after a worker failure the function runs again in fresh processes."""
 
     in_place = False
+    needs_offers = True
 
-    def __init__(self, *, host: str, join_s: float) -> None:
-        self._host, self._join_s = host, join_s
-        self._point: MeetingPoint | None = None
+    def __init__(self, *, host: str) -> None:
+        self._host = host
+        self._port: HeldPort | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_point": None}
+        return {**self.__dict__, "_port": None}
 
-    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
-        if self._point is not None:
-            self._point.close()
-            self._point = None
-        if not rank_infos:
-            return []
-        self._point = point = MeetingPoint(len(rank_infos))
-        return [{"host": self._host, "port": point.port, "token": point.token} for _ in rank_infos]
+    def offer(self) -> dict[str, Any]:
+        self.leave()
+        self._port = HeldPort()
+        return {"address": self._port.address_towards(self._host)}
+
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        return [{"addresses": [offer["address"] for offer in offers]} for _ in rank_infos]
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         if rank_info.solo:
             return
-        addresses = self.addresses(rank_info, settings)
+        addresses = settings["addresses"]
         task = {"type": "worker", "index": rank_info.world_rank}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
 
-    def addresses(self, rank_info: RankInfo, settings: dict[str, Any]) -> list[str]:
-        """Everybody's, in rank order; this rank's port is free for the server that the function will start."""
-        with own_port() as port:
-            return meet(**settings, rank=rank_info.world_rank, own=port, limit_s=self._join_s)
-
     def leave(self) -> None:
-        """There is no way out but the end of the process."""
+        """Release the port. There is no way out of the collectives but the end of the process."""
+        if self._port is not None:
+            self._port.release()
+            self._port = None
 
     def abort(self) -> None:
         context = sys.modules.get("tensorflow.python.eager.context")
@@ -69,7 +67,7 @@ class TensorflowMeeting:
         for _ in range(10):
             if seen is None:
                 return False
-            if isinstance(seen, MeetingFailed):
+            if isinstance(seen, NoFreePortError):
                 return True
             if type(seen).__module__.startswith("tensorflow") and any(word in str(seen) for word in WORDS):
                 return True

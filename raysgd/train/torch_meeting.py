@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from raysgd.rendezvous import RankInfo
 from raysgd.torch.backend import TorchBackend
-from raysgd.torch.devices import share_devices
-from raysgd.torch.store import without_secret
+from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
 
-__all__ = ["TorchMeeting", "share_devices", "to_cpu"]
+__all__ = ["TorchMeeting", "to_cpu"]
 
 
 class TorchMeeting(TorchBackend):
@@ -22,15 +21,25 @@ class TorchMeeting(TorchBackend):
 
     def __init__(self, name: str, *, env: bool = True, use_gpu: bool = False, **limits: Any) -> None:
         super().__init__(name, **limits)
-        self._env, self._use_gpu = env, use_gpu
+        self._env, self.needs_offers = env, use_gpu
+        self._gpus: str | None = None
+
+    def offer(self) -> dict[str, Any]:
+        """The GPUs that Ray gave: joining a generation makes others visible."""
+        self._gpus = visible_gpus() if self._gpus is None else self._gpus
+        return {"gpus": self._gpus}
+
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        settings = super().plan(rank_infos)
+        if not self.needs_offers:
+            return settings
+        return [{**each, "gpus": gpus} for each, gpus in zip(settings, shared_gpus(rank_infos, offers), strict=True)]
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         if self._env and not rank_info.solo:
             os.environ.update(environment(rank_info, settings))
-        if self._use_gpu and not rank_info.solo and not torch.cuda.is_initialized():
-            with without_secret(settings):
-                store = dist.PrefixStore(f"devices-{rank_info.generation}", self._client(settings))  # type: ignore[attr-defined]
-                torch.cuda.set_device(share_devices(store, rank_info))
+        if "gpus" in settings and not torch.cuda.is_initialized():
+            torch.cuda.set_device(see_gpus(settings["gpus"], self.offer()["gpus"]))
         super().join(rank_info, settings)
 
 

@@ -1,4 +1,4 @@
-"""The Ray actor: a body on the process's main thread, and a line beside it."""
+"""The Ray actor: a body on the process's main thread, and the control channel beside it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from raysgd.core.connection import ControlAddress
 from raysgd.durable import own_folder
 from raysgd.errors import described
 from raysgd.outcomes import Failed, Ok, Outcome
 from raysgd.protocols import Backend
 from raysgd.workers.body import Body
-from raysgd.workers.line import Line, LineAddress
+from raysgd.workers.control_client import ControlClient
 
 __all__ = ["WorkerActor"]
 
@@ -33,25 +34,25 @@ class WorkerActor:
     """One worker process. Its methods run one at a time on the main thread (so must `max_concurrency=1`):
     data loaders, signal handlers and user code expect that."""
 
-    def __init__(self, worker: str, address: LineAddress, backend: Backend) -> None:
+    def __init__(self, worker: str, address: ControlAddress, backend: Backend) -> None:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        self._line = Line(address, worker, node, backend.abort, _leave)
-        self._body = Body(backend, self._line.control)
-        self._line.control.upload = self._line.upload
-        self._line.control.deliver = self._line.deliver
+        self._client = ControlClient(address, worker, node, backend.abort, _leave)
+        self._body = Body(backend, self._client.control)
+        self._client.control.upload = self._client.upload
+        self._client.control.deliver = self._client.deliver
         signal.signal(signal.SIGTERM, self._on_sigterm)
         os.register_at_fork(before=_share_temporary_folder)
-        self._line.on_end = _remove_temporary_folder
+        self._client.on_end = _remove_temporary_folder
         _end_forks_with_this_process()
 
     def perform(self, call: int, generation: int, verb: str, arguments: dict[str, Any]) -> Outcome:
         import ray
 
-        self._line.begin(call)
+        self._client.begin(call)
         if verb in ("join", "warm"):
-            self._line.generation = generation
+            self._client.generation = generation
         fetched = {
             name: ray.get(value) if isinstance(value, ray.ObjectRef) else value for name, value in arguments.items()
         }
@@ -70,9 +71,9 @@ class WorkerActor:
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         """A preemption notice: say so, finish the batch, let the driver move the work. The second one ends it."""
-        if self._line.control.notice:
+        if self._client.control.notice:
             os._exit(128 + signum)
-        self._line.notice()
+        self._client.notice()
 
 
 def _share_temporary_folder() -> None:

@@ -133,6 +133,9 @@ class Body:
         if self._replica is not None:
             self._replica.joined(rank_info)
 
+    def _offer(self) -> dict[str, Any]:
+        return self._backend.offer()
+
     def _build(self, factory: ReplicaFactory, rank_info: RankInfo) -> None:
         self._replica = factory(rank_info, self._control)
 

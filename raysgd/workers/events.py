@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+from raysgd.core.connection import Body
+from raysgd.core.messages import Message
 from raysgd.outcomes import Outcome
-from raysgd.workers.landing import Landing
 
 __all__ = ["Arrived", "Event", "Gone", "Heard", "Replied"]
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A launched worker's process is up and its line stands."""
+    """A launched worker's process is up and connected."""
 
     worker: str
     node: str
@@ -40,11 +40,11 @@ class Gone:
 
 @dataclass(frozen=True)
 class Heard:
-    """A message on a worker's line: progress, an answer, or a notice."""
+    """A worker sent a message: progress, an answer, a snapshot, a report. `body` is what came with it."""
 
     worker: str
-    message: dict[str, Any] = field(default_factory=dict)
-    body: bytes | Landing = b""
+    message: Message
+    body: bytes | Body = b""
 
 
 Event = Arrived | Replied | Gone | Heard

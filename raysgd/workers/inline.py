@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from raysgd.core.messages import FunctionReport, Message, ProgressReport, StartDealer
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Backend
 from raysgd.workers.body import Body
@@ -62,7 +63,7 @@ class InlineGroup:
         events, self._events = self._events, []
         return events
 
-    def tell(self, worker: str, message: dict[str, Any]) -> bool:
+    def tell(self, worker: str, message: Message) -> bool:
         return False  # nobody can listen while this thread trains
 
     def kill(self, worker: str) -> None:
@@ -102,9 +103,8 @@ class InlineGroup:
             self.dismiss(self._worker)
         self._rows = {}  # what is still being read ends with the last that holds it
 
-    def _deliver(self, message: dict[str, Any], body: Any) -> None:
-        self.listener(Heard(self._worker, {**message, "t": "message"}, body))
+    def _deliver(self, message: FunctionReport | StartDealer, body: Any) -> None:
+        self.listener(Heard(self._worker, message, body))
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
-        message = {"t": "progress", "call": self._calls, "progress": progress, "partial": partial}
-        self.listener(Heard(self._worker, message))
+        self.listener(Heard(self._worker, ProgressReport(self._calls, progress, partial)))

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from raysgd.config import WorkerResources
+from raysgd.core.messages import KillProcess, Message, StartDealer
 from raysgd.elastic import OUT_OF_STEP
 from raysgd.errors import NotActiveError
 from raysgd.outcomes import Failed, Outcome
@@ -24,13 +25,12 @@ from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
 from raysgd.workers.asking import Question, answer_limit_s, require_ray
 from raysgd.workers.blob import Blob
+from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
-from raysgd.workers.line import LineAddress
 from raysgd.workers.packing import pack
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.rows import DEALER, RemoteDealer, Rows, begin_dealer
 from raysgd.workers.shards import no_room_for_data
-from raysgd.workers.switchboard import Switchboard
 
 __all__ = ["RayGroup"]
 
@@ -58,7 +58,7 @@ class _Handle:
 
 
 class RayGroup:
-    """Owns actor handles, the switchboard and one queue of events. One worker is one actor with resources of its
+    """Owns actor handles, the control server and one queue of events. One worker is one actor with resources of its
     own (no placement group, which could not be resized), so growing never moves a survivor."""
 
     elastic = True
@@ -73,7 +73,7 @@ class RayGroup:
         self._calls = itertools.count(1)
         self._events: queue.Queue[Event] = queue.Queue()
         self._here = ray.get_runtime_context().get_node_id()
-        self._board = Switchboard(self._events, ray.util.get_node_ip_address())
+        self.control = ControlServer(self._events, ray.util.get_node_ip_address())
         self._actor_class = ray.remote(WorkerActor)
         self._dealers: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
@@ -91,7 +91,7 @@ class RayGroup:
 
         The actors have no names, as Ray's client would wait for the GCS to register those."""
         require_ray(self._session)
-        address = LineAddress(*self._board.address, self._board.token)
+        address = self.control.address_for_workers()
         workers = []
         for _ in range(count):
             worker = uuid.uuid4().hex[:8]
@@ -104,7 +104,7 @@ class RayGroup:
                 max_task_retries=0,
             ).remote(worker, address, self._backend)
             self._handles[worker] = _Handle(actor)
-            # Its only use: it fails when the process ends before its line stands, and nobody else would tell.
+            # Its only use: it fails when the process ends before it is connected, which nothing else would report.
             actor.__ray_ready__.remote().future().add_done_callback(partial(self._up, worker))
             workers.append(worker)
         return workers
@@ -180,10 +180,10 @@ class RayGroup:
     def _fresh(self, event: Event) -> bool:
         handle = self._handles.get(event.worker)
         if handle is None:
-            self._board.hang_up(event.worker)  # one that came up after it was given up
+            self.control.hang_up(event.worker)  # one that came up after it was given up
             return False
-        if isinstance(event, Heard) and event.message.get("kind") == DEALER:
-            self._deal(event.message["name"], bytes(event.body))
+        if isinstance(event, Heard) and isinstance(event.message, StartDealer):
+            self._deal(event.message.name, bytes(event.body))
             return False
         if isinstance(event, Arrived):
             handle.node, handle.pid = event.node, event.pid
@@ -215,15 +215,15 @@ class RayGroup:
 
     # -- control --------------------------------------------------------------------------------------
 
-    def tell(self, worker: str, message: dict[str, Any]) -> bool:
-        return self._board.tell(worker, message)
+    def tell(self, worker: str, message: Message) -> bool:
+        return self.control.tell(worker, message)
 
     def silent_for(self, worker: str) -> float:
-        return self._board.silent_for(worker)
+        return self.control.silent_for(worker)
 
     def set_patience(self, unreachable_s: float) -> None:
         """Before the first launch: how long a machine may not answer before its workers count as lost."""
-        self._board.unreachable_s = unreachable_s
+        self.control.unreachable_s = unreachable_s
 
     def kill(self, worker: str) -> None:
         """SIGKILL, now: from here or by a neighbour on its node. Ray's own kill asks first, and takes seconds."""
@@ -235,12 +235,12 @@ class RayGroup:
         elif handle.pid:
             for neighbour, other in self._handles.items():
                 if neighbour != worker and other.node == handle.node and not other.gone:
-                    self.tell(neighbour, {"t": "kill", "pid": handle.pid})
+                    self.tell(neighbour, KillProcess(handle.pid))
         self._end_actor(handle.actor)
 
     def _end(self, worker: str) -> None:
         """Makes sure that a worker we gave up cannot come back."""
-        self._board.hang_up(worker)
+        self.control.hang_up(worker)
         self._end_actor(self._handles[worker].actor)
 
     def _end_actor(self, actor: Any) -> None:
@@ -256,7 +256,7 @@ class RayGroup:
         handle = self._handles.get(worker)
         if handle is None:
             return
-        self._board.hang_up(worker)
+        self.control.hang_up(worker)
         self._end_actor(handle.actor)
         self._leaving = [process for process in self._leaving if not process.ended]
         if handle.process is not None:
@@ -279,7 +279,7 @@ class RayGroup:
         with self.releasing():
             for worker in list(self._handles):
                 self.dismiss(worker)
-        self._board.close()
+        self.control.close()
         for dealer in self._dealers.values():
             self._end_actor(dealer)
         self._dealers = {}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.core.messages import StartDealer
 from raysgd.errors import ResourceError
 from raysgd.rendezvous import RankInfo
 from raysgd.workers import asking
@@ -159,11 +160,11 @@ class SharedRows:
 
     mark: str
 
-    def __call__(self, name: str, dataset: Any, deliver: Callable[[dict[str, Any], bytes], None]) -> Rows:
+    def __call__(self, name: str, dataset: Any, deliver: Callable[[StartDealer, bytes], None]) -> Rows:
         from ray import cloudpickle
 
         full = f"{DEALER}-{self.mark}-{name}"
-        deliver({"kind": DEALER, "name": full}, cloudpickle.dumps(dataset))
+        deliver(StartDealer(full), cloudpickle.dumps(dataset))
         return Rows(RemoteDealer(full))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from raysgd.core.messages import Message
 from raysgd.workers.events import Event
 
 __all__ = ["WorkerGroup"]
@@ -31,7 +32,7 @@ class WorkerGroup(Protocol):
         """Return what has happened, and wait up to `timeout` for the first event. A worker's failure is reported
         once."""
 
-    def tell(self, worker: str, message: dict[str, Any]) -> bool:
+    def tell(self, worker: str, message: Message) -> bool:
         """Send a message alongside the running call. Return False if the worker cannot be reached."""
 
     def silent_for(self, worker: str) -> float:

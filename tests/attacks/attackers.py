@@ -51,8 +51,12 @@ def framed(header: bytes, body: int = 0) -> bytes:
     return PREFIX.pack(len(header), body) + header
 
 
-def hello(worker: str, token: str, kind: str = "hello") -> bytes:
-    return framed(json.dumps({"t": kind, "token": token, "worker": worker, "node": "n", "pid": 1}).encode())
+def hello(worker: str) -> bytes:
+    return framed(json.dumps({"type": "Hello", "worker": worker, "node": "n", "pid": 1}).encode())
+
+
+def open_bulk(worker: str) -> bytes:
+    return framed(json.dumps({"type": "OpenBulk", "worker": worker}).encode())
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ PAYLOADS: dict[str, Payload] = {
     "http-put": lambda aim: b"PUT /global/0 HTTP/1.1\r\nHost: example\r\nContent-Length: 3\r\n\r\nabc",
     "ff": lambda aim: b"\xff" * 64,
     "half-prefix": lambda aim: PREFIX.pack(100, 0)[:6],
-    "half-header": lambda aim: PREFIX.pack(100, 0) + b'{"t": "hello", "tok',
+    "half-header": lambda aim: PREFIX.pack(100, 0) + b'{"type": "Hello", "wor',
     "nested-json": lambda aim: framed(NESTED),
     "nested-json-line": lambda aim: NESTED + b"\n",
     "json-number-line": lambda aim: b"1\n",
@@ -86,11 +90,12 @@ PAYLOADS: dict[str, Payload] = {
     "pickle-header": lambda aim: framed(pickle.dumps(Creates(aim.marker))),
     "huge-length": lambda aim: PREFIX.pack(2**32 - 1, 2**64 - 1) + b"{}",
     "huge-length-native": lambda aim: struct.pack("<Q", 2**62) + b"x" * 100,
-    "huge-body": lambda aim: framed(b'{"t": "upload", "worker": "w"}', 2**62),
+    "huge-body": lambda aim: framed(b'{"type": "OpenBulk", "worker": "w"}', 2**62),
     "zeros": lambda aim: bytes(4096),
-    "forged": lambda aim: b"".join(hello(worker, "0" * 32) for worker in aim.workers or ("w",)),
-    "forged-upload": lambda aim: hello((*aim.workers, "w")[0], "", "upload"),
-    "forged-after-token": lambda aim: b"0" * 32 + hello((*aim.workers, "w")[0], "0" * 32),
+    "forged": lambda aim: b"".join(hello(worker) for worker in aim.workers or ("w",)),
+    "forged-upload": lambda aim: open_bulk((*aim.workers, "w")[0]),
+    "forged-checkpoint": lambda aim: b"0" * 32 + framed(b'{"type": "OpenCheckpoint", "save": "' + b"0" * 32 + b'"}'),
+    "forged-after-token": lambda aim: b"0" * 32 + hello((*aim.workers, "w")[0]),
     "token-without-end": lambda aim: b"0" * 31,
 }
 
@@ -128,7 +133,7 @@ class Client:
     def drip(self) -> None:
         """One byte per second of something that could become a message."""
         connection = self.connect()
-        for byte in hello("w", "0" * 32):
+        for byte in hello("w"):
             if connection is None or self.stop.wait(1.0):
                 return
             try:

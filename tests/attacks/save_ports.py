@@ -1,13 +1,14 @@
-"""Clients without a token that attack the ports which saves open: a process of its own, on the loopback interface.
+"""Clients without a token that attack the ports over which saves go: a process of its own, on the loopback interface.
 
-It watches the listening ports of a driver's process, and attacks each port that was not there when it began. Run it as
-`python save_ports.py PID KIND`; it says "ready" on its standard output, ends when its standard input ends, and prints how
-many connections it has made.
+It watches the listening ports of a driver's process, and attacks each one that is not among the given ones, which are Ray's.
+Run it as `python save_ports.py PID KIND PORTS`; it says "ready" on its standard output, ends when its standard input ends,
+and prints how many connections it has made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import socket
@@ -32,12 +33,11 @@ class Attack:
 
 
 @contextlib.contextmanager
-def attacked(kind: str) -> Iterator[Attack]:
-    """While this lasts, each new listening port of this process is attacked."""
+def attacked(kind: str, spared: set[Address]) -> Iterator[Attack]:
+    """While this lasts, each listening port of this process is attacked, but for the spared ones."""
     attack = Attack()
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(os.getpid()), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, __file__, str(os.getpid()), kind, json.dumps(sorted(spared))]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     try:
         assert process.stdout.readline() == "ready\n"
@@ -151,18 +151,17 @@ KINDS: dict[str, tuple[int, Callable[[socket.socket], Steps]]] = {
 
 
 class Attacker:
-    """Keeps `count` connections of one kind at each new port."""
+    """Keeps `count` connections of one kind at each port."""
 
-    def __init__(self, pid: int, kind: str) -> None:
-        self._pid = pid
+    def __init__(self, pid: int, kind: str, spared: set[Address]) -> None:
+        self._pid, self._spared = pid, spared
         self._count, self._behave = KINDS[kind]
-        self._before = listening(pid)
         self._open: dict[Address, list[tuple[socket.socket, Steps, float]]] = {}
         self._made: dict[Address, int] = {}
         self.connections = 0
 
     def step(self) -> None:
-        fresh = listening(self._pid) - self._before
+        fresh = listening(self._pid) - self._spared
         for port in fresh:
             while len(self._open.get(port, ())) < self._count and self._may_connect(port):
                 if not self._connect(port):
@@ -198,7 +197,7 @@ class Attacker:
 
 
 def main() -> None:
-    attacker = Attacker(int(sys.argv[1]), sys.argv[2])
+    attacker = Attacker(int(sys.argv[1]), sys.argv[2], {(host, port) for host, port in json.loads(sys.argv[3])})
     ended = selectors.DefaultSelector()
     ended.register(sys.stdin, selectors.EVENT_READ)
     print("ready", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from raysgd.core.messages import BoundaryAnswer, ConfirmBoundary, Message, ProposeBoundary
 from raysgd.engine import boundary as module
 from raysgd.engine.boundary import Boundary
 from raysgd.engine.worker_table import WorkerTable
@@ -17,7 +18,7 @@ class Ranks:
     """A group of two ranks without processes: it keeps what they were told, and a test says what they answer."""
 
     def __init__(self, *steps: int) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.told: list[tuple[str, Message]] = []
         self._events: list[Event] = []
         group: Any = self
         self.table = WorkerTable(group)
@@ -32,8 +33,8 @@ class Ranks:
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         return int(worker) + 1
 
-    def tell(self, worker: str, message: dict[str, Any]) -> bool:
-        self.told.append({**message, "to": worker})
+    def tell(self, worker: str, message: Message) -> bool:
+        self.told.append((worker, message))
         return True
 
     def poll(self, timeout: float) -> list[Event]:
@@ -41,13 +42,16 @@ class Ranks:
         return events
 
     def say(self, worker: str, kept: bool, begun: int) -> None:
-        newest = max(each["id"] for each in self.told if each["t"] == "propose")
-        self._events.append(Heard(worker, {"t": "consent", "id": newest, "kept": kept, "begun": begun}))
+        self._events.append(Heard(worker, BoundaryAnswer(self._newest.round, kept, begun)))
         self.table.pump(0.0)
 
     @property
+    def _newest(self) -> ProposeBoundary:
+        return [message for _, message in self.told if isinstance(message, ProposeBoundary)][-1]
+
+    @property
     def proposed(self) -> int:
-        return int([each["at"] for each in self.told if each["t"] == "propose"][-1])
+        return self._newest.step
 
 
 def test_a_rank_that_has_begun_nothing_puts_no_boundary_out_of_reach(monkeypatch: Any) -> None:
@@ -64,7 +68,7 @@ def test_a_rank_that_has_begun_nothing_puts_no_boundary_out_of_reach(monkeypatch
     ranks.say("0", True, 6)
     ranks.say("1", True, 1)
     boundary.advance(["0", "1"])
-    assert boundary.settled and [each["to"] for each in ranks.told if each["t"] == "confirm"] == ["0", "1"]
+    assert boundary.settled and [to for to, message in ranks.told if message == ConfirmBoundary()] == ["0", "1"]
 
 
 def test_a_faster_rank_gets_a_proposal_further_ahead() -> None:

@@ -70,9 +70,6 @@ def answering() -> tuple[int, int]:
 
 
 @pytest.mark.elastic
-@pytest.mark.xfail(
-    strict=True, reason="recovery shuts every TCP socket that appeared while the process group was formed"
-)
 def test_a_connection_opened_during_a_rendezvous_survives_the_recovery(
     ray_cluster: None, tmp_path: Path, echo: int
 ) -> None:

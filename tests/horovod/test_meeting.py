@@ -18,9 +18,9 @@ import pytest
 from raysgd import ConfigError, TorchTrainer
 from raysgd.horovod import parting
 from raysgd.horovod.arguments import HorovodArguments, check_installed
-from raysgd.horovod.rendezvous import Board, MeetingPlace, enter, interface_towards, places, say_over
+from raysgd.horovod.function import HorovodMeeting
+from raysgd.horovod.rendezvous import MeetingPlace, enter, interface_towards, places, say_over
 from raysgd.rendezvous import RankInfo, assign_ranks
-from raysgd.torch.devices import share_devices
 from raysgd.train.backends import HorovodConfig, parse_backend
 from tests.faults import LedgerOperator
 
@@ -159,17 +159,14 @@ def test_a_meeting_place_is_closed_and_can_be_called_off() -> None:
     assert place.open([]) == []
 
 
-def test_workers_of_a_node_learn_of_each_others_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank_infos = assign_ranks(["a", "a", "b"])
-    place = MeetingPlace("127.0.0.1", wait_s=1)
-    boards = [Board(environment) for environment in place.open(rank_infos)]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(ConnectionError, match="0/1"):
-        share_devices(boards[0], rank_infos[0])
-    boards[1].set("0/1", "7")
-    assert share_devices(boards[0], rank_infos[0]) == 0
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,7"
-    place.close()
+def test_workers_of_a_node_see_each_others_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = HorovodMeeting(host="127.0.0.1", wait_s=1, use_gpu=True)
+    plans = driver.plan(assign_ranks(["a", "a", "b"]), [{"gpus": "3"}, {"gpus": "7"}, {"gpus": "3"}])
+    assert [plan["gpus"] for plan in plans] == ["3,7", "3,7", "3"]
+    assert driver.plan([]) == []
+    plain = HorovodMeeting(host="127.0.0.1", wait_s=1)
+    assert not plain.needs_offers and plain.plan(assign_ranks(["a"]))[0]["gpus"] is None
+    plain.plan([])
 
 
 def test_when_all_ranks_have_finished_the_next_init_finds_an_empty_board() -> None:

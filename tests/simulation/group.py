@@ -11,11 +11,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from raysgd.core.messages import Message, PreemptionNotice, ProgressReport, SnapshotUpload
 from raysgd.outcomes import Outcome
 from raysgd.progress import Control
 from raysgd.workers.body import Body
+from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
-from raysgd.workers.line import Line
 from tests.simulation.network import ProcessGroup, SimBackend
 from tests.simulation.replica import SimReplica
 from tests.simulation.world import Condition, Process, Wake, World
@@ -57,7 +58,7 @@ class Link:
         self._world.at(self._last - self._world.now, deliver)
 
 
-class SimLine(Line):
+class SimClient(ControlClient):
     """The worker's end of the control channel without its socket: what it does on a message is the library's own code."""
 
     def __init__(self, worker: Worker) -> None:
@@ -68,16 +69,16 @@ class SimLine(Line):
         self._turning = threading.Lock()
         self.control = Control(self._publish, clock=worker.world.clock, changed=Condition(worker))  # type: ignore[arg-type]
 
-    def receive(self, message: dict[str, Any]) -> None:
+    def receive(self, message: Message) -> None:
         self._worker_process.strike("message")
         if self._worker_process.alive:
             self._obey(message)
 
     def notice(self) -> None:
         self.control.notice = True
-        self._say({"t": "notice"})
+        self._send(PreemptionNotice())
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         self._worker_process.say(message)
 
     def _stack(self) -> list[str]:
@@ -99,8 +100,8 @@ class Worker(Process):
             collective_s=plan.limits.collective_s,
             member=self,
         )
-        self.line = SimLine(self)
-        self.body = Body(self.backend, self.line.control, travels=False)
+        self.client = SimClient(self)
+        self.body = Body(self.backend, self.client.control, travels=False)
         self.replica: SimReplica | None = None
         self.slow = 1.0
         self.given_up = False
@@ -124,9 +125,9 @@ class Worker(Process):
                 self._idle = Wake(self)
                 self._idle.wait()
             call, generation, verb, arguments = self._calls.popleft()
-            self.line.begin(call)
+            self.client.begin(call)
             if verb in ("join", "warm"):
-                self.line.generation = generation
+                self.client.generation = generation
             self.point(verb)
             outcome = self.body.perform(verb, arguments)
             self.point(f"{verb} ended")
@@ -168,16 +169,16 @@ class Worker(Process):
 
     # -- messages -------------------------------------------------------------------------------------
 
-    def say(self, message: dict[str, Any]) -> None:
+    def say(self, message: Message) -> None:
         self._to_driver.send(partial(self._group.emit, Heard(self.name, message)))
 
-    def upload(self, message: dict[str, Any], body: bytes) -> None:
-        """On a connection of its own: it arrives whole, later than messages that were sent meanwhile, or not at all."""
-        heard = Heard(self.name, {"t": "upload", **message}, body)
+    def upload(self, message: SnapshotUpload, body: bytes) -> None:
+        """On a connection of its own: it arrives whole, later than what was said meanwhile, or not at all."""
+        heard = Heard(self.name, message, body)
         self.at(self.world.between(0.001, 0.05), partial(self._group.snapshot_arrives, heard))
 
-    def hear(self, message: dict[str, Any]) -> None:
-        self._from_driver.send(lambda: self.at(0.0, lambda: self.line.receive(message)))
+    def hear(self, message: Message) -> None:
+        self._from_driver.send(lambda: self.at(0.0, lambda: self.client.receive(message)))
 
     def ask(self, call: int, generation: int, verb: str, arguments: dict[str, Any]) -> None:
         def arrive() -> None:
@@ -259,7 +260,7 @@ class SimGroup:
                 return False
             self._gone.add(event.worker)
             self._end(event.worker)
-        if not (isinstance(event, Heard) and event.message.get("t") == "progress"):
+        if not (isinstance(event, Heard) and isinstance(event.message, ProgressReport)):
             self.world.note("driver: %s", _Shown(event))
         return True
 
@@ -269,7 +270,7 @@ class SimGroup:
     def snapshot_arrives(self, heard: Heard) -> None:
         self._events.append(heard)
 
-    def tell(self, worker: str, message: dict[str, Any]) -> bool:
+    def tell(self, worker: str, message: Message) -> bool:
         if worker not in self.workers or worker in self._gone:
             return False
         self.world.note("%s <- %s", worker, message)

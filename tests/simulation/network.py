@@ -125,6 +125,8 @@ class Rendezvous:
 class SimBackend:
     """The protocol of `raysgd.protocols.Backend`. One on the driver, which plans; one in each worker, which joins."""
 
+    needs_offers = True  # gloo's does not, TensorFlow's does: one more moment at which a worker can fail
+
     def __init__(self, world: World, *, in_place: bool, join_s: float, collective_s: float, member: Any = None) -> None:
         self.world, self.in_place = world, in_place
         self.join_s, self.collective_s, self._member = join_s, collective_s, member
@@ -134,13 +136,18 @@ class SimBackend:
 
     # -- driver ---------------------------------------------------------------------------------------
 
-    def plan(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, Any]]:
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        assert len({offer["worker"] for offer in offers}) == len(rank_infos), "one offer of each worker"
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous = Rendezvous(self.world, len(rank_infos)) if rank_infos else None
         return [{"rendezvous": self._rendezvous} for _ in rank_infos]
 
     # -- worker ---------------------------------------------------------------------------------------
+
+    def offer(self) -> dict[str, Any]:
+        self._member.sleep(self.world.between(0.0005, 0.01))
+        return {"worker": self._member.name}
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         if self._joined and not self.in_place and not rank_info.solo:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
 
+from raysgd.core.messages import SnapshotUpload
 from raysgd.metrics import COMMITTED
 from raysgd.outcomes import Interrupted
 from raysgd.plan import Deal
@@ -190,5 +190,5 @@ class SimReplica:
 
     def _snapshot(self) -> None:
         if self._rank_info.world_rank == 0 and self._plan.snapshot_every is not None:
-            message = {"progress": astuple(self.progress), "call": self._cursor.call, "partial": self.partial()}
+            message = SnapshotUpload(self.progress, self._cursor.call, self.partial())
             self._worker.upload(message, self._state())

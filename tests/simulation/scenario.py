@@ -195,7 +195,7 @@ class Schedule:
             for each in list(node.workers):
                 each.die("its node vanished", silently=True)
         elif fault.kind == "notice":
-            victim.line.notice()
+            victim.client.notice()
         elif fault.kind == "drain":
             if not node.draining:
                 node.draining = True
@@ -238,7 +238,7 @@ class Script:
         )
 
     def _build(self, rank_info: Any, control: Any) -> SimReplica:
-        worker = next(each for each in self.group.workers.values() if each.line.control is control)
+        worker = next(each for each in self.group.workers.values() if each.client.control is control)
         worker.compute()
         worker.replica = SimReplica(worker, self.plan, rank_info, control)
         return worker.replica

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import queue
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import CheckpointError, admission, digest, durable
+from raysgd import CheckpointError, digest, durable
+from raysgd.core.messages import CheckpointDraft, Message
 from raysgd.torch import receiver as receiving
 from raysgd.torch.receiver import Receiver
 from raysgd.torch.streams import LocalSink, StreamSink
+from raysgd.workers import control_server
+from raysgd.workers.control_server import ControlServer
 
 CONTENT = {"x": torch.arange(3_000_000, dtype=torch.float32), "name": "here"}
 OLD = b"the old one"
@@ -35,10 +39,17 @@ def way(request: pytest.FixtureRequest) -> Callable[[StreamSink], StreamSink]:
 
 
 @pytest.fixture
-def receiver(tmp_path: Path) -> Iterator[Receiver]:
+def server() -> Iterator[ControlServer]:
+    server = ControlServer(queue.Queue(), "127.0.0.1")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def receiver(tmp_path: Path, server: ControlServer) -> Iterator[Receiver]:
     """To the file x.pt, which is there already."""
     (tmp_path / "x.pt").write_bytes(OLD)
-    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1", stall_s=20)
+    receiver = Receiver(tmp_path / "x.pt", server, stall_s=20)
     yield receiver
     receiver.close(CheckpointError("the test has ended"))
 
@@ -67,8 +78,8 @@ def drafts(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name.endswith(".tmp")]
 
 
-def test_what_arrives_is_what_was_sent(way: Any, tmp_path: Path) -> None:
-    receiver = Receiver(tmp_path / "deep" / "x.pt", "127.0.0.1")
+def test_what_arrives_is_what_was_sent(way: Any, tmp_path: Path, server: ControlServer) -> None:
+    receiver = Receiver(tmp_path / "deep" / "x.pt", server)
     way(receiver.sink).send(write)
     assert receiver.done.result(20) == str(tmp_path / "deep" / "x.pt")
     assert_new(tmp_path / "deep")
@@ -97,7 +108,7 @@ def test_a_file_of_the_same_name_on_another_machine_is_not_taken_for_the_drivers
 ) -> None:
     elsewhere = tmp_path.parent / "elsewhere"
     elsewhere.write_bytes(b"a file of another machine")
-    monkeypatch.setattr(receiving.os, "fsencode", lambda path: str(elsewhere).encode())
+    monkeypatch.setattr(receiving, "CheckpointDraft", lambda mark, path: CheckpointDraft(mark, str(elsewhere)))
     assert not receiver.sink.connect().in_file
     assert elsewhere.read_bytes() == b"a file of another machine"
 
@@ -262,9 +273,9 @@ def test_an_error_of_the_drivers_thread_ends_the_save(
 
 
 @pytest.mark.parametrize("half", [b"", b"half of it" * 1_000_000])
-def test_a_worker_that_stands_still_is_given_up(way: Any, half: bytes, tmp_path: Path) -> None:
+def test_a_worker_that_stands_still_is_given_up(way: Any, half: bytes, tmp_path: Path, server: ControlServer) -> None:
     (tmp_path / "x.pt").write_bytes(OLD)
-    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1", stall_s=0.5)
+    receiver = Receiver(tmp_path / "x.pt", server, stall_s=0.5)
     stream = way(receiver.sink).connect()
     receiver.call_ended()
 
@@ -280,9 +291,11 @@ def test_a_worker_that_stands_still_is_given_up(way: Any, half: bytes, tmp_path:
     assert_old(tmp_path)
 
 
-def test_a_disk_that_stands_still_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_stands_still_is_given_up(
+    tmp_path: Path, server: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "x.pt").write_bytes(OLD)
-    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1", stall_s=0.5)
+    receiver = Receiver(tmp_path / "x.pt", server, stall_s=0.5)
     monkeypatch.setattr(receiving, "CLOSE_S", 0.2)
     stuck = receiving.threading.Event()
     monkeypatch.setattr(durable.DurableFile, "sync", lambda file: stuck.wait(20))
@@ -298,8 +311,8 @@ def test_a_disk_that_stands_still_is_given_up(tmp_path: Path, monkeypatch: pytes
     assert_old(tmp_path)
 
 
-def test_a_receiver_without_a_worker_ends(tmp_path: Path) -> None:
-    receiver = Receiver(tmp_path / "x.pt", "127.0.0.1")
+def test_a_receiver_without_a_worker_ends(tmp_path: Path, server: ControlServer) -> None:
+    receiver = Receiver(tmp_path / "x.pt", server)
     receiver.close(CheckpointError("the call has failed"))
     with pytest.raises(CheckpointError, match="the call has failed"):
         receiver.done.result(0)
@@ -312,14 +325,14 @@ def test_a_receiver_without_a_worker_ends(tmp_path: Path) -> None:
 
 
 def client(sink: StreamSink) -> socket.socket:
-    return socket.create_connection((sink.host, sink.port), timeout=10)
+    return socket.create_connection((sink.address.host, sink.address.port), timeout=10)
 
 
 @pytest.mark.parametrize("sent", [b"?" * 32 + b"\0" * 8, b"", b"?" * 31], ids=["another", "nothing", "half"])
 def test_clients_without_the_token_are_dropped(
     sent: bytes, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "TOKEN_S", 0.5)
+    monkeypatch.setattr(control_server, "ADMISSION_S", 0.5)
     with client(receiver.sink) as stranger:
         stranger.sendall(sent)
         with contextlib.suppress(ConnectionResetError):
@@ -339,19 +352,19 @@ def test_three_hundred_silent_clients_delay_nobody(way: Any, receiver: Receiver,
 
 
 def test_a_worker_that_was_dropped_among_many_clients_tries_again(
-    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    receiver: Receiver, server: ControlServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dropped: list[Any] = []
-    real = admission.Admission._shows_token
+    dropped: list[Message] = []
+    first_message = server._first_message
 
-    def drop_first(door: Any, connection: Any) -> bool:
-        if dropped:
-            return real(door, connection)
-        dropped.append(connection)
-        door._drop(connection)
-        return False
+    async def drop_first(peer: Any) -> Message:
+        message = await first_message(peer)
+        if not dropped:
+            dropped.append(message)
+            raise ValueError("planned")
+        return message
 
-    monkeypatch.setattr(admission.Admission, "_shows_token", drop_first)
+    monkeypatch.setattr(server, "_first_message", drop_first)
     receiver.sink.send(write)
     receiver.done.result(20)
     assert dropped

@@ -1,75 +1,60 @@
-"""The socket over which TensorFlow's ranks learn each other's addresses, and clients that do not belong there.
-
-Most of these fail today. The exchange is replaced by a call to the workers, and its socket goes away with it.
-"""
+"""How TensorFlow's ranks learn each other's addresses: by calls to the workers, so no socket is open that others could use."""
 
 import contextlib
+import os
 import socket
-import threading
-import time
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from raysgd.tf.meeting import MeetingPoint, meet
+from raysgd.rendezvous import assign_ranks
+from raysgd.tf.ports import HeldPort
+from raysgd.train.tensorflow_meeting import TensorflowMeeting
+from tests.attacks.attackers import listening
 
-LIMIT_S = 3.0
+COUNT = 3
 
 
 @pytest.fixture
-def point() -> Iterator[MeetingPoint]:
-    opened = MeetingPoint(2)
-    yield opened
-    opened.close()
+def ranks() -> Iterator[list[TensorflowMeeting]]:
+    ranks = [TensorflowMeeting(host="127.0.0.1") for _ in range(COUNT)]
+    yield ranks
+    for rank in ranks:
+        rank.leave()
 
 
-def all_ranks_meet(point: MeetingPoint) -> bool:
-    """Return whether two ranks that come now learn each other's addresses within the limit."""
-    found: list[list[str]] = []
-
-    def rank(number: int) -> None:
-        with contextlib.suppress(OSError):
-            found.append(meet("127.0.0.1", point.port, point.token, rank=number, own=1000 + number, limit_s=LIMIT_S))
-
-    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * LIMIT_S)
-    return found == [["127.0.0.1:1000", "127.0.0.1:1001"]] * 2
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at this process through /proc and netlink")
+def test_nothing_listens_while_addresses_are_exchanged(ranks: list[TensorflowMeeting]) -> None:
+    before = listening([os.getpid()])
+    offers = [rank.offer() for rank in ranks]
+    plans = TensorflowMeeting(host="127.0.0.1").plan(assign_ranks(["a"] * COUNT), offers)
+    assert listening([os.getpid()]) == before
+    assert [plan["addresses"] for plan in plans] == [[offer["address"] for offer in offers]] * COUNT
 
 
-ENDS = pytest.mark.xfail(reason="an unexpected packet ends the thread of the exchange", strict=True)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(
-    "packet",
-    [
-        pytest.param(b"1\n", marks=ENDS, id="number"),
-        pytest.param(b"[1]\n", marks=ENDS, id="list"),
-        pytest.param(b"[" * 200_000 + b"\n", marks=ENDS, id="nested"),
-        pytest.param(b'{"token": [[]]}\n', id="no token"),
-        pytest.param(b"\xff" * 64 + b"\n", id="no text"),
-    ],
-)
-def test_a_packet_without_the_token_disturbs_nothing(point: MeetingPoint, packet: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", point.port)) as stranger:
+@pytest.mark.parametrize("packet", [b"", b"1\n", b"[1]\n", b"[" * 200_000 + b"\n", b'{"token": [[]]}\n', b"\xff" * 64])
+def test_nobody_can_send_anything_to_a_port_that_is_held(packet: bytes) -> None:
+    port = HeldPort()
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port.number)) as stranger:
         stranger.sendall(packet)
-        assert all_ranks_meet(point)
+    port.release()
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.xfail(reason="a silent client holds the exchange up", strict=True)
-def test_silent_clients_delay_nothing(point: MeetingPoint, count: int) -> None:
-    with contextlib.ExitStack() as stack:
-        for _ in range(count):
-            stack.enter_context(socket.create_connection(("127.0.0.1", point.port)))
-        time.sleep(0.1)
-        assert all_ranks_meet(point)
+def test_ports_are_free_and_not_shared() -> None:
+    one, other = HeldPort(), HeldPort()
+    assert one.number != other.number
+    with socket.socket() as probe, pytest.raises(OSError):
+        probe.bind(("", one.number))
+    for each in (one, other):
+        each.release()
+    with socket.socket() as probe:
+        probe.bind(("", one.number))
 
 
-@pytest.mark.xfail(reason="the exchange listens on all addresses", strict=True)
-def test_it_listens_on_one_address(point: MeetingPoint) -> None:
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", point.port), timeout=1).close()
+def test_the_address_is_that_which_the_driver_is_reached_by() -> None:
+    port = HeldPort()
+    assert port.address_towards("127.0.0.1") == f"127.0.0.1:{port.number}"
+    with contextlib.suppress(OSError):  # no IPv6 here
+        assert port.address_towards("::1") == f"[::1]:{port.number}"
+    port.release()

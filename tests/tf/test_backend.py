@@ -8,7 +8,7 @@ tf = pytest.importorskip("tensorflow")
 
 from raysgd.rendezvous import RankInfo, assign_ranks  # noqa: E402
 from raysgd.tf.backend import TensorFlowBackend  # noqa: E402
-from raysgd.tf.meeting import MeetingFailed  # noqa: E402
+from raysgd.tf.ports import NoFreePortError  # noqa: E402
 
 
 def unavailable(text: str) -> Exception:
@@ -18,7 +18,7 @@ def unavailable(text: str) -> Exception:
 def test_the_runtimes_own_errors_are_interruptions() -> None:
     backend = TensorFlowBackend()
     assert backend.is_interruption(unavailable("Collective ops is aborted by: Connection reset by peer"))
-    assert backend.is_interruption(MeetingFailed("nobody came"))
+    assert backend.is_interruption(NoFreePortError("all are taken"))
     assert not backend.is_interruption(unavailable("the bucket is not there"))
     assert not backend.is_interruption(ValueError("Collective"))
     assert not backend.is_interruption(tf.errors.InvalidArgumentError(None, None, "Collective sizes differ"))
@@ -33,14 +33,18 @@ def test_an_error_raised_while_handling_one_counts_too() -> None:
     assert TensorFlowBackend().is_interruption(caught.value)
 
 
-def test_plans_are_for_each_generation() -> None:
-    backend = TensorFlowBackend(host="127.0.0.1")
-    assert backend.plan(assign_ranks(["a"])) == [{}], "one rank has nobody to meet"
-    first, second = (backend.plan(assign_ranks(["a", "b"])) for _ in range(2))
-    assert len(first) == 2 and first[0] == first[1] != second[0]
-    copy = pickle.loads(pickle.dumps(backend))
-    assert (copy._point, copy.in_place) == (None, False)
-    assert backend.plan([]) == []
+def test_everybody_is_told_the_addresses_that_were_offered() -> None:
+    driver = TensorFlowBackend(host="127.0.0.1")
+    ranks = [pickle.loads(pickle.dumps(driver)) for _ in range(2)]
+    offers = [rank.offer() for rank in ranks]
+    addresses = [offer["address"] for offer in offers]
+    assert len(set(addresses)) == 2 and all(address.startswith("127.0.0.1:") for address in addresses)
+    assert driver.plan(assign_ranks(["a", "b"]), offers) == [{"addresses": addresses}] * 2
+    assert driver.plan([]) == []
+    again = ranks[0].offer()
+    assert ranks[0]._port.number == int(again["address"].rpartition(":")[2]), "the newest port is held"
+    for rank in ranks:
+        rank._release()
 
 
 def test_nobody_joins_twice() -> None:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from raysgd.torch.sockets import Connections
+from raysgd.torch.sockets import Connections, GlooConnections
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -72,3 +72,38 @@ def test_what_is_forgotten_is_left_alone(connect: Callable[[], Pair]) -> None:
     connections.forget()
     connections.shut()
     assert not is_shut(own)
+
+
+# -- gloo's -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("during", [False, True], ids=["after", "during the forming"])
+def test_connections_to_a_listener_of_the_group_are_shut(connect: Callable[[], Pair], during: bool) -> None:
+    gloo = GlooConnections()
+    with ExitStack() as stack:
+        with gloo.forming():
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            own = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=5))
+            accepted = stack.enter_context(listener.accept()[0])
+            other = connect()
+            if during:
+                gloo.shut()
+        assert gloo.own == [listener.getsockname()]
+        gloo.shut()
+        accepted.settimeout(0.2)
+        assert is_shut((accepted, own)) and not is_shut(other)
+        stack.enter_context(socket.create_connection(listener.getsockname(), timeout=5))  # it still listens
+
+
+def test_connections_to_a_peer_and_to_the_store_are_shut(connect: Callable[[], Pair]) -> None:
+    gloo = GlooConnections()
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        own = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=5))
+        accepted = stack.enter_context(listener.accept()[0])
+        other = connect()
+        gloo.add_remote([("::ffff:127.0.0.1", listener.getsockname()[1])])
+        gloo.shut()
+        assert is_shut((own, accepted)) and not is_shut(other)
+    gloo.forget()
+    assert gloo.own == []

@@ -1,18 +1,19 @@
 """Backend configs: how they are named, what they need, how their ranks meet."""
 
 import importlib.util
+import json
 import os
-import threading
+import socket
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from raysgd.rendezvous import Alone, assign_ranks
+from raysgd.torch.devices import see_gpus
 from raysgd.train import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.backends import backend_of, parse_backend
 from raysgd.train.tensorflow_meeting import TensorflowMeeting
-from raysgd.train.torch_meeting import environment, share_devices
+from raysgd.train.torch_meeting import TorchMeeting, environment
 
 LIMITS: dict[str, Any] = {"host": "127.0.0.1", "join_s": 5, "collective_s": 5}
 
@@ -98,50 +99,49 @@ def test_the_environment_is_that_of_torchs_launcher() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_workers_of_a_node_see_all_their_gpus(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes with two GPUs each, one GPU for a worker."""
+    """Two nodes with two GPUs each, one GPU for a worker. The ranks leave, and come again with what they see by then."""
     places = [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")][:workers]
-    rank_infos = assign_ranks([node for node, _ in places])
-    store = dist.HashStore()
-    for rank_info, (_, gpu) in zip(rank_infos, places, strict=True):
-        store.set(f"{rank_info.node_rank}/{rank_info.local_rank}", gpu)
-    for rank_info, (node, gpu) in zip(rank_infos, places, strict=True):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
-        index = share_devices(store, rank_info)
-        everybody = [other for place, other in places if place == node]
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(everybody)
-        assert everybody[index] == gpu
-
-
-def test_workers_with_shared_gpus_list_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    rank_infos = assign_ranks(["a", "a"])
-    store.set("0/0", "3,1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    assert share_devices(store, rank_infos[1]) == 1
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,1,2"
-
-
-def test_every_tensorflow_rank_is_told_everybodys_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = TensorflowMeeting(host="127.0.0.1", join_s=10)
-    rank_infos = assign_ranks(["a", "a", "b"])
-    places = driver.plan(rank_infos)
-    addresses: dict[int, list[str]] = {}
-
-    def come(rank: int) -> None:
-        addresses[rank] = TensorflowMeeting(host="127.0.0.1", join_s=10).addresses(rank_infos[rank], places[rank])
-
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert len(set(addresses[0])) == 3
-    assert addresses[0] == addresses[1] == addresses[2]
+    driver = TorchMeeting("nccl", use_gpu=True)
+    ranks = [TorchMeeting("nccl", use_gpu=True) for _ in places]
+    for generation in range(2):
+        offers = []
+        for rank, (_, gpu) in zip(ranks, places, strict=True):
+            if generation == 0:
+                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
+            offers.append(rank.offer())
+        plans = driver.plan(assign_ranks([node for node, _ in places]), offers)
+        for plan, rank, (node, gpu) in zip(plans, ranks, places, strict=True):
+            everybody = [other for place, other in places if place == node]
+            index = see_gpus(plan["gpus"], rank.offer()["gpus"])
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(everybody) and everybody[index] == gpu
     driver.plan([])
 
 
+def test_without_gpus_nothing_is_asked_of_the_workers() -> None:
+    driver = TorchMeeting("gloo")
+    assert not driver.needs_offers and "gpus" not in driver.plan(assign_ranks(["a"]))[0]
+    driver.plan([])
+
+
+def test_every_tensorflow_rank_is_told_everybodys_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", "")
+    ranks = [TensorflowMeeting(host="127.0.0.1") for _ in range(3)]
+    rank_infos = assign_ranks(["a", "a", "b"])
+    offers = [rank.offer() for rank in ranks]
+    plans = TensorflowMeeting(host="127.0.0.1").plan(rank_infos, offers)
+    for rank, rank_info, plan in zip(ranks, rank_infos, plans, strict=True):
+        rank.join(rank_info, plan)
+        told = json.loads(os.environ["TF_CONFIG"])
+        assert told["cluster"]["worker"] == [offer["address"] for offer in offers]
+        assert told["task"] == {"type": "worker", "index": rank_info.world_rank}
+        with pytest.raises(OSError), socket.socket() as probe:
+            probe.bind(("", int(offers[rank_info.world_rank]["address"].rpartition(":")[2])))
+        rank.leave()
+    assert len({offer["address"] for offer in offers}) == 3
+
+
 def test_a_tensorflow_loss_is_known_by_the_runtimes_words() -> None:
-    meeting = TensorflowMeeting(host="127.0.0.1", join_s=1)
+    meeting = TensorflowMeeting(host="127.0.0.1")
     unavailable = type("UnavailableError", (Exception,), {"__module__": "tensorflow.python.framework.errors_impl"})
     wrapped = ValueError("training failed")
     wrapped.__cause__ = unavailable("Collective ops is aborted by: peer left")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from raysgd import CheckpointError, train
+from raysgd.core.messages import FunctionReport, StartDealer
 from raysgd.outcomes import Interrupted
 from raysgd.progress import Control
 from raysgd.protocols import Call
@@ -26,15 +27,16 @@ class Bench:
     """A replica, and what reached the driver: (message, metrics, checkpoint)."""
 
     def __init__(self, rank_info: RankInfo = RANKS, factory: FunctionReplicaFactory | None = None) -> None:
-        self.said: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = []
+        self.said: list[tuple[FunctionReport, dict[str, Any], dict[str, Any] | None]] = []
         self.control = Control()
         self.control.deliver = self._deliver
         self.replica: FunctionReplica = (factory or FunctionReplicaFactory())(rank_info, self.control)
         self.rank_info = rank_info
 
-    def _deliver(self, message: dict[str, Any], body: Any) -> None:
-        split = message["metrics"]
-        payload = pickle.loads(body[split:]) if message["checkpoint"] else None
+    def _deliver(self, message: FunctionReport | StartDealer, body: Any) -> None:
+        assert isinstance(message, FunctionReport)
+        split = message.metrics_size
+        payload = pickle.loads(body[split:]) if message.has_checkpoint else None
         self.said.append((message, pickle.loads(body[:split]), payload))
 
     def run(self, function: Callable[..., Any], *arguments: Any, checkpoint: Any = None, **attempt: Any) -> Any:
@@ -73,7 +75,7 @@ def test_report_in_both_spellings() -> None:
 
     bench = Bench()
     bench.run(function)
-    assert [(m["kind"], m["rank"], m["run"], m["attempt"]) for m, _, _ in bench.said] == [("report", 1, 1, 1)] * 4
+    assert [(m.kind, m.rank, m.run, m.attempt) for m, _, _ in bench.said] == [("report", 1, 1, 1)] * 4
     shown = [{k: v for k, v in metrics.items() if not k.startswith("_")} for _, metrics, _ in bench.said]
     assert shown == [{"loss": 1, "step": 0}, {"loss": 2}, {"loss": 3}, {"metrics": 4, "checkpoint": 5}]
     assert [payload and payload["epoch"] for _, _, payload in bench.said] == [None, None, 3, None]
@@ -115,7 +117,7 @@ def test_load_checkpoint_is_the_newest() -> None:
     assert before == {"epoch": 0}
     assert after["epoch"] == again["epoch"] == 1
     assert "_timestamp" in after
-    assert bench.said[0][0]["kind"] == "checkpoint"
+    assert bench.said[0][0].kind == "checkpoint"
     assert Bench().run(lambda: (train.load_checkpoint(), train.get_checkpoint())) == (None, None)
 
 

@@ -1,0 +1,1 @@
+"""What the driver and its workers have in common, with the standard library only. Both."""

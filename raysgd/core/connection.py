@@ -1,0 +1,216 @@
+"""Connect to the driver, and send and receive whole messages over a socket in blocking mode. Both.
+
+A connection starts with the driver's token, as TOKEN_BYTES raw bytes; the driver reads and parses nothing before that is
+verified. Then messages follow: the length of a header and of a body, the header (a message of `messages` as JSON), and the
+body, raw bytes that may be empty. Nothing is pickled or unpickled here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import mmap
+import os
+import socket
+import struct
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from raysgd.core.messages import Admitted, Message, Rejected, decode, encode
+
+__all__ = [
+    "LARGEST_HEADER",
+    "PIECE",
+    "PREFIX",
+    "TOKEN_BYTES",
+    "Body",
+    "ControlAddress",
+    "RejectedError",
+    "connect",
+    "detect_unreachable",
+    "framed",
+    "receive",
+    "receive_body",
+    "receive_into",
+    "receive_message",
+    "receive_some",
+    "send",
+    "send_now",
+    "sizes",
+]
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BYTES = 32
+PREFIX = struct.Struct(">IQ")
+LARGEST_HEADER = 1 << 20
+PIECE = 4 << 20
+LARGE = 64 << 20
+Body = bytearray | mmap.mmap
+MessageT = TypeVar("MessageT", bound=Message)
+
+CONNECT_S = 30.0
+SEND_S = 60.0  # for the driver to take or answer a small message: it may be suspended for a while
+# The driver drops connections that are not admitted yet when it is flooded with them.
+PAUSES_S = (0.1, 0.3, 1.0, 3.0)
+PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True)
+class ControlAddress:
+    """Where the driver listens, and the token that lets a worker in."""
+
+    host: str
+    port: int
+    token: str = field(repr=False)
+
+
+class RejectedError(ConnectionError):
+    """The driver admitted this client, and has no use for the connection."""
+
+
+def connect(
+    address: ControlAddress, first: Message, *, patience_s: float = PATIENCE_S, connect_s: float = CONNECT_S
+) -> socket.socket:
+    """Open a connection, show the token and send the first message. Return the socket when the driver has admitted it.
+
+    A connection that ends before that is tried again for `patience_s`."""
+    greeting = address.token.encode() + framed(first)
+    until = time.monotonic() + patience_s
+    for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
+        connection = socket.create_connection((address.host, address.port), timeout=connect_s)
+        try:
+            connection.settimeout(SEND_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(greeting)
+            answer, _ = receive_message(connection)
+            if isinstance(answer, Admitted):
+                return connection
+            if isinstance(answer, Rejected):
+                raise RejectedError(answer.reason)
+        except (ConnectionError, ValueError) as error:
+            if isinstance(error, RejectedError):
+                connection.close()
+                raise
+            logger.debug("the driver at %s:%d closed a new connection: %s", address.host, address.port, error)
+        except BaseException:
+            connection.close()
+            raise
+        connection.close()
+        if time.monotonic() + pause_s > until:
+            break
+        time.sleep(pause_s)
+    raise ConnectionAbortedError(
+        f"the driver at {address.host}:{address.port} closed every new connection for {patience_s:g} s: it is flooded with "
+        "connections, or another process has that port now"
+    )
+
+
+def framed(message: Message, size: int = 0) -> bytes:
+    """Return what is sent before the body, which has `size` bytes."""
+    header = encode(message)
+    if len(header) > LARGEST_HEADER:
+        raise ValueError(f"a control message of {len(header)} bytes is too long: at most {LARGEST_HEADER} are allowed")
+    return PREFIX.pack(len(header), size) + header
+
+
+def send(connection: socket.socket, message: Message, body: bytes | bytearray | memoryview = b"") -> None:
+    """Send a message. Return when the kernel has it.
+
+    The body is sent in pieces, so that the socket's timeout limits a standstill and not the whole transfer."""
+    view = memoryview(body).cast("B") if len(body) else memoryview(b"")
+    connection.sendall(framed(message, len(view)))
+    for start in range(0, len(view), PIECE):
+        connection.sendall(view[start : start + PIECE])
+
+
+def send_now(connection: socket.socket, message: Message) -> None:
+    """Send a message on a non-blocking socket. Raise BlockingIOError when the kernel has no room for all of it: the other
+    end has not read for a long time, and the connection cannot be used any more."""
+    frame = framed(message)
+    if connection.send(frame) < len(frame):
+        raise BlockingIOError("only a part of the message could be sent")
+
+
+def sizes(prefix: bytes | bytearray) -> tuple[int, int]:
+    """Return the sizes of a header and a body. Raise ValueError if the header is too large."""
+    header, body = PREFIX.unpack(prefix)
+    if header > LARGEST_HEADER:
+        raise ValueError(f"not a raysgd control message: its header has {header} bytes, more than {LARGEST_HEADER}")
+    return header, body
+
+
+def receive_message(connection: socket.socket) -> tuple[Message, int]:
+    """Return the next message and the size of its body, which follows. Raise ConnectionError when the connection ends."""
+    header, body = sizes(_exactly(connection, PREFIX.size))
+    return decode(_exactly(connection, header)), body
+
+
+def receive(connection: socket.socket, expected: type[MessageT]) -> MessageT:
+    """Return the next message, which must be of this type and have no body."""
+    message, size = receive_message(connection)
+    if not isinstance(message, expected) or size:
+        raise ValueError(f"received {type(message).__name__} instead of {expected.__name__}")
+    return message
+
+
+def receive_body(connection: socket.socket, size: int) -> Body:
+    """Return a message's body, read directly to where it stays."""
+    body = _room(size)
+    receive_into(connection, memoryview(body))
+    if isinstance(body, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        body.madvise(mmap.MADV_DONTNEED)  # the system may put it out of memory until somebody reads it
+    return body
+
+
+def receive_into(connection: socket.socket, room: memoryview) -> None:
+    """Fill the buffer."""
+    while room:
+        room = room[receive_some(connection, room[:PIECE]) :]
+
+
+def receive_some(connection: socket.socket, room: memoryview) -> int:
+    """Fill a part of the buffer, and return the size of that part."""
+    count = connection.recv_into(room)
+    if count == 0:
+        raise ConnectionError("the connection ended early")
+    return count
+
+
+def detect_unreachable(connection: socket.socket, limit_s: float) -> None:
+    """Let the kernel ask the other machine's kernel all the time whether it is reachable: reading raises TimeoutError when
+    it is not. The kernel answers for a process that is stopped or busy. What a system cannot set is left as it is."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    limit_s = max(limit_s, 1.0)
+    every = max(int(limit_s / 5), 1)
+    settings = {
+        "TCP_KEEPIDLE": every,
+        "TCP_KEEPINTVL": every,
+        "TCP_KEEPCNT": max(int(limit_s / every) - 1, 1),
+        "TCP_USER_TIMEOUT": int(limit_s * 1000),
+    }
+    for name, value in settings.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    receive_into(connection, memoryview(data))
+    return data
+
+
+def _room(size: int) -> Body:
+    """Return room for a body. A large one (a whole state) is a temporary file without a name, so that a driver on a small
+    machine need not have the memory for it."""
+    if size < LARGE or not hasattr(os, "posix_fallocate"):
+        return bytearray(size)
+    try:
+        with tempfile.TemporaryFile(prefix="raysgd-") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # now, because a full disk could not be reported later
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        logger.info("%d bytes are kept in memory, because no temporary file can hold them: %s", size, error)
+        return bytearray(size)

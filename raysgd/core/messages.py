@@ -1,0 +1,369 @@
+"""Define every message between the driver and its workers. Both.
+
+A message is a frozen dataclass. On a connection it is a JSON object with the name of its class as `type` and its fields;
+some are followed by a body of raw bytes. `connection` describes how they are framed.
+
+Every connection starts with the token, then with one of `Hello`, `OpenBulk` and `OpenCheckpoint`, which the driver answers
+with `Admitted` or `Rejected`:
+
+    Hello            the control connection of a worker, for as long as it lives
+    OpenBulk         carries what is large or must not be lost: snapshots, reports of training functions
+    OpenCheckpoint   carries one checkpoint to a file of the driver's
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from raysgd.progress import Progress
+
+__all__ = [
+    "Admitted",
+    "Alive",
+    "BoundaryAnswer",
+    "Bye",
+    "CheckpointComplete",
+    "CheckpointDraft",
+    "CheckpointFailed",
+    "CheckpointPiece",
+    "CheckpointRoute",
+    "CheckpointWritten",
+    "ConfirmBoundary",
+    "FunctionReport",
+    "Hello",
+    "Interrupt",
+    "KillProcess",
+    "Message",
+    "MessageError",
+    "OpenBulk",
+    "OpenCheckpoint",
+    "PreemptionNotice",
+    "ProgressReport",
+    "ProposeBoundary",
+    "Received",
+    "Rejected",
+    "SnapshotUpload",
+    "StackReport",
+    "StackRequest",
+    "StartDealer",
+    "decode",
+    "encode",
+]
+
+
+class MessageError(ValueError):
+    """What was received is not a message of this module."""
+
+
+# -- the first message of a connection, and its answer ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A worker sends this when its process has started. The group reports it to the engine as `Arrived`, and the end of
+    the connection as `Gone`."""
+
+    worker: str
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class OpenBulk:
+    """A worker sends this before its first snapshot or report. The connection stays open: `SnapshotUpload`,
+    `FunctionReport` and `StartDealer` follow, and the driver answers each with `Received`."""
+
+    worker: str
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """The worker that writes a checkpoint sends this. `save` is the secret name of one save. `CheckpointDraft` follows."""
+
+    save: str
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The driver accepted a connection's first message."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """The driver has no use for this connection, and closes it: the save that it names has ended. The worker does not try
+    again."""
+
+    reason: str
+
+
+# -- the control connection, from the worker ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A worker sends this every second, from a thread beside the training thread. A process that is stopped does not."""
+
+
+@dataclass(frozen=True)
+class ProgressReport:
+    """The training thread sends this after a batch, a few times a second at most. `call` is the call that made the
+    progress, `partial` its metrics so far. The driver uses it for progress bars, for boundaries, and when the worker fails."""
+
+    call: int
+    progress: Progress
+    partial: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class PreemptionNotice:
+    """A worker sends this when it received SIGTERM, because its machine will be stopped. The engine moves its work to other
+    workers at the next batch boundary."""
+
+
+@dataclass(frozen=True)
+class BoundaryAnswer:
+    """A worker answers `ProposeBoundary` with this. `accepted`: it will stop there. `begun` is the step that it has begun,
+    -1 if it has not begun that call. When all ranks accept, `ConfirmBoundary` follows, otherwise another proposal."""
+
+    round: int
+    accepted: bool
+    begun: int
+
+
+@dataclass(frozen=True)
+class StackReport:
+    """A worker answers `StackRequest` with this: the training thread's stack (innermost frame first), phase and batch."""
+
+    round: int
+    frames: tuple[str, ...]
+    phase: str = ""
+    batch: int = 0
+
+
+# -- the control connection, from the driver ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """The driver sends this when a rank of the generation failed. Its peers leave their collective call and end the running
+    call. Workers of a later generation ignore it."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class ProposeBoundary:
+    """The driver asks every rank to stop after `step` of this call, for a planned change. `BoundaryAnswer` follows."""
+
+    round: int
+    call: int
+    step: int
+
+
+@dataclass(frozen=True)
+class ConfirmBoundary:
+    """The driver sends this when all ranks accepted the boundary. Ranks that wait there end their call."""
+
+
+@dataclass(frozen=True)
+class StackRequest:
+    """The driver's watchdog asks where a worker is. `StackReport` follows, unless the whole process is stopped."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class KillProcess:
+    """The driver asks a worker to kill a process on the same machine: a worker that hangs."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Bye:
+    """The driver does not need this worker any more. The worker ends itself if Ray does not end it."""
+
+
+# -- bulk connections ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SnapshotUpload:
+    """Rank 0 sends this when a snapshot is due. Body: the whole state. `call` and `partial` as in `ProgressReport`. The
+    driver keeps the newest one, for the case that all workers fail."""
+
+    progress: Progress
+    call: int
+    partial: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class FunctionReport:
+    """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint"). Body: the pickled metrics,
+    `metrics_size` bytes, then the checkpoint, if there is one. The driver drops those of earlier attempts."""
+
+    kind: Literal["report", "checkpoint"]
+    run: int
+    attempt: int
+    rank: int
+    metrics_size: int
+    has_checkpoint: bool
+
+
+@dataclass(frozen=True)
+class StartDealer:
+    """Each rank sends this when it registers a Ray Dataset. Body: the pickled data set. The driver starts one actor of this
+    name, from which all ranks read."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Received:
+    """The driver has a whole message of a bulk connection."""
+
+
+# -- checkpoint connections ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckpointDraft:
+    """The driver made a file for this connection alone, which begins with `mark`, in hexadecimal. `CheckpointRoute` follows."""
+
+    mark: str
+    path: str
+
+
+@dataclass(frozen=True)
+class CheckpointRoute:
+    """The worker writes the driver's file itself, since it sees it (`in_file`): `CheckpointWritten` follows. Or it sends the
+    bytes: `CheckpointPiece` follows."""
+
+    in_file: bool
+
+
+@dataclass(frozen=True)
+class CheckpointPiece:
+    """The worker sends the next part of the checkpoint. Body: its bytes."""
+
+
+@dataclass(frozen=True)
+class CheckpointWritten:
+    """The worker has written `size` bytes to the driver's file. The driver reads behind it."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class CheckpointComplete:
+    """The worker has written everything. The driver compares size and digest with its file, and gives the file its name."""
+
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class CheckpointFailed:
+    """The worker could not write the checkpoint, for this reason. Nothing follows."""
+
+    error: str
+
+
+Message = (
+    Hello
+    | OpenBulk
+    | OpenCheckpoint
+    | Admitted
+    | Rejected
+    | Alive
+    | ProgressReport
+    | PreemptionNotice
+    | BoundaryAnswer
+    | StackReport
+    | Interrupt
+    | ProposeBoundary
+    | ConfirmBoundary
+    | StackRequest
+    | KillProcess
+    | Bye
+    | SnapshotUpload
+    | FunctionReport
+    | StartDealer
+    | Received
+    | CheckpointDraft
+    | CheckpointRoute
+    | CheckpointPiece
+    | CheckpointWritten
+    | CheckpointComplete
+    | CheckpointFailed
+)
+TYPES: dict[str, Callable[..., Message]] = {each.__name__: each for each in get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as JSON.
+
+    >>> encode(Interrupt(3))
+    b'{"type": "Interrupt", "generation": 3}'
+    """
+    return json.dumps({"type": type(message).__name__, **asdict(message)}, default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    """Return Python's number for one of NumPy's, which counts and metrics may be."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be part of a control message")
+
+
+def decode(data: bytes | bytearray) -> Message:
+    """Return the message. Raise MessageError for an unknown type, and for fields that are missing, unknown or of another
+    type than the class says."""
+    try:
+        said = json.loads(data)
+        if not isinstance(said, dict):
+            raise MessageError("it is not a JSON object")
+        kind = TYPES.get(str(said.pop("type", None)))
+        if kind is None:
+            raise MessageError("its type is unknown")
+        message: Message = _built(kind, said)
+    except (ValueError, RecursionError) as error:
+        why = str(error) if isinstance(error, MessageError) else f"{type(error).__name__}: {error}"
+        raise MessageError(f"not a raysgd control message: {why}") from None
+    return message
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _built(kind: Any, given: dict[str, Any]) -> Any:
+    """Return an object of this dataclass with exactly these fields."""
+    hints = _hints(kind)
+    if given.keys() != hints.keys():
+        raise MessageError(f"the fields of {kind.__name__} are {', '.join(hints) or 'none'}")
+    return kind(**{name: _checked(given[name], hint, f"{kind.__name__}.{name}") for name, hint in hints.items()})
+
+
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):  # only "or None" is used
+        return None if value is None else _checked(value, arguments[0], where)
+    if origin is Literal and value in arguments:
+        return value
+    if is_dataclass(hint) and isinstance(value, dict):
+        return _built(hint, value)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_checked(each, arguments[0], where) for each in value)
+    if origin is dict and isinstance(value, dict):
+        return value
+    if isinstance(hint, type) and type(value) is hint:
+        return value
+    raise MessageError(f"{where} must be {getattr(hint, '__name__', hint)}")

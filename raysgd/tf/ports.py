@@ -1,0 +1,48 @@
+"""A port for TensorFlow's server, taken before the server starts: every rank's address must be known by then. Worker.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+
+__all__ = ["HeldPort", "NoFreePortError"]
+
+PORTS = (15000, 32000)
+TRIES = 100
+
+
+class NoFreePortError(OSError):
+    """No port could be taken."""
+
+
+class HeldPort:
+    """Owns a port that a server of this process can take after `release`.
+
+    TensorFlow's server takes a number only, no open socket. So the port is held until then (neighbours choose at the same
+    time), and lies below the range from which systems give ports to outgoing connections. Nothing listens on it.
+    """
+
+    def __init__(self) -> None:
+        for _ in range(TRIES):
+            self._held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            with contextlib.suppress(OSError):
+                self._held.bind(("", random.SystemRandom().randrange(*PORTS)))
+                self.number: int = self._held.getsockname()[1]
+                return
+            self._held.close()
+        raise NoFreePortError(f"no free port was found between {PORTS[0]} and {PORTS[1]}")
+
+    def address_towards(self, host: str) -> str:
+        """Return the port with the address of this machine that a host reaches it by."""
+        family, _, _, _, there = socket.getaddrinfo(host, self.number, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(there)  # sends nothing
+            own = str(probe.getsockname()[0])
+        return f"[{own}]:{self.number}" if ":" in own else f"{own}:{self.number}"
+
+    def release(self) -> None:
+        self._held.close()

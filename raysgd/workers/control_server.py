@@ -1,0 +1,401 @@
+"""The driver's end of the control channel: admits workers' connections, and turns what they send into events. Driver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import logging
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from raysgd.core.connection import (
+    PREFIX,
+    TOKEN_BYTES,
+    ControlAddress,
+    detect_unreachable,
+    framed,
+    receive_body,
+    receive_message,
+    send,
+    send_now,
+    sizes,
+)
+from raysgd.core.messages import (
+    Admitted,
+    Alive,
+    Bye,
+    FunctionReport,
+    Hello,
+    Message,
+    OpenBulk,
+    OpenCheckpoint,
+    Received,
+    Rejected,
+    SnapshotUpload,
+    StartDealer,
+    decode,
+)
+from raysgd.workers.events import Arrived, Event, Gone, Heard
+
+__all__ = ["ControlServer"]
+
+logger = logging.getLogger(__name__)
+
+ENDED = "its process ended (its control connection was closed)"
+
+# Limits on what a client without the token can hold: this many connections, each for this long, each with one token's
+# worth of bytes. A worker sends its first message at once.
+ADMISSION_S = 5.0
+UNADMITTED_AT_MOST = 128
+
+BACKLOG = 1024
+ACCEPT_PAUSE_S = 1.0
+CLOSE_S = 2.0
+NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+LOG_LINES, LOG_EVERY_S = 5, 30.0
+
+
+class _Peer:
+    """One connection in the control thread: not admitted yet, or a worker's control connection (`worker` says whose)."""
+
+    def __init__(self, connection: socket.socket, address: Any) -> None:
+        self.connection = connection
+        self.address = f"{address[0]}:{address[1]}"
+        self.worker: str | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+        self.refused = ""  # why the control thread closes it
+        self.broken = ""  # why another thread has shut it down
+
+
+class ControlServer:
+    """Owns the listening socket, all connections of workers, and the control thread. Turns what comes in into events, and
+    decides nothing.
+
+    The control thread runs an asyncio loop: it authenticates every connection, and reads the control connections. A bulk
+    connection gets a thread of its own once it is admitted, and a checkpoint's connection goes to whoever expects it, so
+    that no transfer delays a heartbeat.
+
+    A control connection that ends is a `Gone` event within milliseconds of the process's end, usually before Ray reports
+    it. One whose other machine does not acknowledge anything for `unreachable_s` ends too. Whatever one connection sends,
+    an error ends that connection only.
+    """
+
+    def __init__(self, events: queue.Queue[Event], host: str) -> None:
+        self.token = secrets.token_hex(TOKEN_BYTES // 2)
+        self.unreachable_s = 60.0
+        self._events = events
+        self._workers: dict[str, _Peer] = {}
+        self._unadmitted: dict[_Peer, None] = {}  # the oldest first
+        self._handed_over: set[socket.socket] = set()
+        self._expected: dict[str, Callable[[socket.socket], None]] = {}
+        self._expecting = threading.Lock()
+        self._heard_at: dict[str, float] = {}
+        self._sending = threading.Lock()
+        self._refusals = _Refusals()
+        self._listener = _listen(host)
+        self._listener.setblocking(False)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._short_of_resources = False  # logged once, until it is over
+        self._loop = asyncio.SelectorEventLoop()  # also where a policy of the user's prefers another one
+        self._loop.set_exception_handler(_log_unexpected)
+        self._thread = threading.Thread(target=self._run, name="raysgd-control", daemon=True)
+        self._thread.start()
+
+    def address_for_workers(self) -> ControlAddress:
+        """Return what a worker needs to connect."""
+        return ControlAddress(*self.address, self.token)
+
+    # -- any thread -----------------------------------------------------------------------------------
+
+    def tell(self, worker: str, message: Message) -> bool:
+        """Send a message to a worker. Return False when it has no connection, which is or will be a `Gone` event. Never
+        block."""
+        peer = self._workers.get(worker)
+        if peer is None:
+            return False
+        try:
+            with self._sending:
+                send_now(peer.connection, message)
+        except BlockingIOError:
+            peer.broken = "it has not read any message for a long time"
+            with contextlib.suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_RDWR)  # the control thread sees the end, and reports it
+            return False
+        except OSError:
+            return False
+        return True
+
+    def silent_for(self, worker: str) -> float:
+        """Return the seconds since the worker last sent anything (it does so every second)."""
+        heard = self._heard_at.get(worker)
+        return 0.0 if heard is None else time.monotonic() - heard
+
+    def hang_up(self, worker: str) -> None:
+        """Forget a worker that is not needed any more: the end of its connection is no event."""
+        peer = self._workers.pop(worker, None)
+        if peer is not None:
+            with contextlib.suppress(OSError), self._sending:
+                send_now(peer.connection, Bye())
+
+    def expect_checkpoint(self, take: Callable[[socket.socket], None]) -> str:
+        """Return the name of a new save. `take` is called in the control thread with every connection that names it, in
+        blocking mode, and owns that; it must not block."""
+        save = secrets.token_hex(TOKEN_BYTES // 2)
+        with self._expecting:
+            self._expected[save] = take
+        return save
+
+    def end_checkpoint(self, save: str) -> None:
+        """Expect no more connections for this save: workers are told that it has ended. `take` is not called after this."""
+        with self._expecting:
+            self._expected.pop(save, None)
+
+    def close(self) -> None:
+        for worker in list(self._workers):
+            self.hang_up(worker)
+        with contextlib.suppress(RuntimeError):  # it was closed before
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=CLOSE_S)
+
+    # -- the control thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.add_reader(self._listener, self._accept)
+        self._summarize()
+        self._loop.run_forever()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._loop.run_until_complete(self._cancel_all())
+        for connection in list(self._handed_over):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _summarize(self) -> None:
+        self._refusals.summarize()
+        self._loop.call_later(1.0, self._summarize)
+
+    def _accept(self) -> None:
+        """Accept one connection. The loop serves all others before it accepts the next one, so that a worker that has sent
+        its first message is admitted before newer connections push it out."""
+        try:
+            connection, address = self._listener.accept()
+        except OSError as error:
+            if error.errno in NO_RESOURCES:
+                self._pause_accepting(error)
+            return
+        self._short_of_resources = False
+        peer = _Peer(connection, address)
+        try:
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            detect_unreachable(connection, self.unreachable_s)
+        except OSError as error:  # it has ended already
+            connection.close()
+            self._refusals.add(peer.address, str(error))
+            return
+        self._unadmitted[peer] = None
+        late = f"it was not admitted within {ADMISSION_S:g} s: its token or its first message was not complete"
+        peer.deadline = self._loop.call_later(ADMISSION_S, self._refuse, peer, late)
+        peer.task = self._loop.create_task(self._serve(peer))
+        if len(self._unadmitted) > UNADMITTED_AT_MOST:
+            oldest = next(iter(self._unadmitted))
+            self._refuse(oldest, f"more than {UNADMITTED_AT_MOST} connections were waiting to be admitted")
+
+    def _pause_accepting(self, error: OSError) -> None:
+        """The waiting connection stays in the kernel's queue, so the listener would be ready again at once."""
+        if not self._short_of_resources:
+            logger.warning("cannot accept connections of workers (%s): trying again every %g s", error, ACCEPT_PAUSE_S)
+        self._short_of_resources = True
+        self._loop.remove_reader(self._listener)
+        self._loop.call_later(ACCEPT_PAUSE_S, self._loop.add_reader, self._listener, self._accept)
+
+    def _refuse(self, peer: _Peer, why: str) -> None:
+        """Close a connection that is not admitted, for this reason."""
+        self._unadmitted.pop(peer, None)
+        peer.refused = why
+        if peer.task is not None:
+            peer.task.cancel()
+
+    async def _serve(self, peer: _Peer) -> None:
+        """Read a connection until it ends, or until it is handed over."""
+        why, reason = ENDED, "worker death"
+        try:
+            first = await self._first_message(peer)
+            if not isinstance(first, Hello):
+                self._hand_over(peer, first)
+                return
+            await self._read_control(peer, first)
+        except asyncio.CancelledError:
+            why = peer.refused
+        except TimeoutError:
+            why, reason = f"its machine has not answered for {self.unreachable_s:g} s", "network"
+        except OSError as error:  # also the orderly end
+            logger.debug("the connection from %s has ended: %s", peer.address, error)
+            if peer.broken:
+                why, reason = peer.broken, "network"
+        except Exception as error:  # whatever one connection sends, the others are served
+            peer.refused = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            why, reason = f"its control connection was closed: {peer.refused}", "network"
+        self._end(peer)
+        worker = peer.worker
+        if worker is None or self._workers.get(worker) is not peer:
+            return
+        if self._workers.pop(worker, None) is not None:  # else `hang_up` was faster
+            self._events.put(Gone(worker, why, reason))
+
+    def _end(self, peer: _Peer) -> None:
+        self._handed_over.discard(peer.connection)
+        peer.connection.close()
+        self._forget_unadmitted(peer)
+        if peer.refused:
+            self._refusals.add(peer.address, peer.refused)
+
+    def _forget_unadmitted(self, peer: _Peer) -> None:
+        self._unadmitted.pop(peer, None)
+        if peer.deadline is not None:
+            peer.deadline.cancel()
+
+    async def _first_message(self, peer: _Peer) -> Message:
+        """Admit the connection, and return its first message. Before the token is complete and verified, not one byte
+        behind it is read."""
+        token = await self._exactly(peer, TOKEN_BYTES)
+        if not hmac.compare_digest(token, self.token.encode()):
+            raise ValueError("it does not have this trainer's token")
+        message = await self._message(peer)
+        if not isinstance(message, Hello | OpenBulk | OpenCheckpoint):
+            raise ValueError(f"its first message is {type(message).__name__}")
+        if isinstance(message, Hello) and message.worker in self._workers:
+            raise ValueError(f"worker {message.worker} is connected already")
+        self._forget_unadmitted(peer)
+        return message
+
+    async def _read_control(self, peer: _Peer, hello: Hello) -> None:
+        worker = hello.worker
+        peer.connection.send(framed(Admitted()))
+        peer.worker = worker
+        self._heard_at[worker] = time.monotonic()
+        self._workers[worker] = peer
+        self._events.put(Arrived(worker, hello.node, hello.pid))
+        while True:
+            message = await self._message(peer)
+            if self._workers.get(worker) is not peer:
+                continue  # `hang_up` was called
+            self._heard_at[worker] = time.monotonic()
+            if not isinstance(message, Alive):
+                self._events.put(Heard(worker, message))
+            await asyncio.sleep(0)  # a worker that sends without pause does not keep the loop from the others
+
+    async def _message(self, peer: _Peer) -> Message:
+        header, body = sizes(await self._exactly(peer, PREFIX.size))
+        if body:
+            raise ValueError(f"not a raysgd control message: it has a body of {body} bytes on a control connection")
+        return decode(await self._exactly(peer, header))
+
+    async def _exactly(self, peer: _Peer, size: int) -> bytes:
+        """asyncio's StreamReader would read ahead, past the token and into what a handed-over connection carries."""
+        data = bytearray()
+        while len(data) < size:
+            received = await self._loop.sock_recv(peer.connection, size - len(data))
+            if not received:
+                raise ConnectionError("it was closed")
+            data += received
+        return bytes(data)
+
+    # -- other connections ----------------------------------------------------------------------------
+
+    def _hand_over(self, peer: _Peer, first: Message) -> None:
+        connection = peer.connection
+        if isinstance(first, OpenBulk):
+            connection.send(framed(Admitted()))
+            connection.setblocking(True)
+            self._handed_over.add(connection)
+            name = f"raysgd-bulk-{first.worker}"
+            threading.Thread(target=self._receive, args=(peer, first.worker), name=name, daemon=True).start()
+            return
+        assert isinstance(first, OpenCheckpoint)
+        with self._expecting:
+            take = self._expected.get(first.save)
+            if take is not None:
+                connection.send(framed(Admitted()))
+                connection.setblocking(True)
+                take(connection)
+                return
+        connection.send(framed(Rejected("the save has ended")))
+        self._end(peer)
+
+    def _receive(self, peer: _Peer, worker: str) -> None:
+        """The thread of a bulk connection."""
+        connection = peer.connection
+        try:
+            while True:
+                message, size = receive_message(connection)
+                if not isinstance(message, SnapshotUpload | FunctionReport | StartDealer):
+                    raise ValueError(f"{type(message).__name__} on a bulk connection")
+                body = receive_body(connection, size)
+                self._heard_at[worker] = time.monotonic()
+                self._events.put(Heard(worker, message, body))
+                send(connection, Received())
+        except OSError as error:  # the worker's end is reported by its control connection
+            logger.debug("the bulk connection of worker %s has ended: %s", worker, error)
+        except Exception as error:
+            why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError):  # the server was closed
+                self._loop.call_soon_threadsafe(self._refusals.add, peer.address, why)
+        finally:
+            self._handed_over.discard(connection)
+            connection.close()
+
+
+class _Refusals:
+    """Logs refused connections: a few lines at once, then one line per interval that counts the others."""
+
+    def __init__(self) -> None:
+        self._lines = LOG_LINES
+        self._others = 0
+        self._until = 0.0
+
+    def add(self, address: str, why: str) -> None:
+        self.summarize()
+        if self._lines == 0:
+            self._others += 1
+            return
+        self._lines -= 1
+        logger.warning("refused a connection from %s to the control channel: %s", address, why)
+
+    def summarize(self) -> None:
+        """Begin a new interval, if it is time."""
+        now = time.monotonic()
+        if now < self._until:
+            return
+        if self._others:
+            logger.warning("refused %d more connections to the control channel", self._others)
+        self._lines, self._others, self._until = LOG_LINES, 0, now + LOG_EVERY_S
+
+
+def _log_unexpected(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    logger.error(
+        "unexpected error in the control thread, which continues: %s", context, exc_info=context.get("exception")
+    )
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        return socket.create_server((host, 0), backlog=BACKLOG)
+    except OSError:  # the address that others know this machine by is not one of its own (NAT): listen on all
+        return socket.create_server(("", 0), backlog=BACKLOG)
