@@ -254,14 +254,15 @@ class CheckpointPiece:
 
 @dataclass(frozen=True)
 class CheckpointWritten:
-    """The worker has written `size` bytes to the driver's file. The driver reads behind it."""
+    """The worker has written `size` bytes to the driver's file: a sign of progress."""
 
     size: int
 
 
 @dataclass(frozen=True)
 class CheckpointComplete:
-    """The worker has written everything. The driver compares size and digest with its file, and gives the file its name."""
+    """The worker has written everything. The driver compares size and digest with its file, and gives the file its name. The
+    digest is that of everything sent, or, of a file that the worker wrote itself, that of the file's last 4096 bytes."""
 
     size: int
     digest: str

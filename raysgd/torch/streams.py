@@ -10,6 +10,7 @@ before the file gets its name (`receiver`).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import logging
 import socket
@@ -40,6 +41,7 @@ __all__ = ["Disconnected", "LocalSink", "SaveResult", "Stream", "StreamSink", "w
 
 logger = logging.getLogger(__name__)
 
+END_BYTES = 4096  # of a file that the worker writes itself, the driver compares its size and this much of its end
 CONNECT_S = 60.0
 AGAIN_S = 0.2
 LONGEST_ERROR = 10_000
@@ -186,12 +188,14 @@ class Stream:
     def send(self, write: Callable[[Any], Any]) -> None:
         """Run `write(file)`. Send what it writes, with its size and digest at the end; or say what went wrong."""
         try:
-            size, digest = written(
-                write, _OverWire(self._tell) if self._file is None else _InFile(self._tell, self._file)
-            )
-            if self._file is not None:
+            if self._file is None:
+                size, digest = written(write, _OverWire(self._tell))
+            else:
+                target = _InFile(self._tell, self._file)
+                size, _ = written(write, target)
                 self._file.sync()
                 self._file.close()  # first, for file systems that show others what was written when it is closed
+                digest = hashlib.sha256(target.end).hexdigest()
             self._tell(CheckpointComplete(size, digest))
         except BaseException as error:
             self.give_up(error)
@@ -237,14 +241,16 @@ class _OverWire:
 
 
 class _InFile:
-    """Writes the driver's file, and says how far it is: the driver reads behind."""
+    """Writes the driver's file, and says how far it is. `end` is what it wrote last."""
 
     def __init__(self, tell: Callable[..., None], file: DurableFile) -> None:
         self._tell, self._file, self._at = tell, file, 0
+        self.end = b""
 
     def write(self, data: Any) -> int:
         count = self._file.write(data)
         self._at += count
+        self.end = (self.end + bytes(memoryview(data).cast("B")[:count][-END_BYTES:]))[-END_BYTES:]
         self._tell(CheckpointWritten(self._at))
         return count
 

@@ -177,10 +177,11 @@ def test_two_workers_never_mix_their_bytes(
 
 
 def flip_a_bit(draft: Path) -> None:
+    """At the end: what is before that is for the digest that every `load` verifies."""
     with open(draft, "r+b") as file:
-        file.seek(1000)
+        file.seek(-1000, os.SEEK_END)
         byte = file.read(1)[0]
-        file.seek(1000)
+        file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 4]))
 
 
@@ -194,41 +195,17 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_draft_that_something_else_has_changed_does_not_replace_the_old_file(
-    damage: str, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str, receiver: Receiver, tmp_path: Path
 ) -> None:
     def write_and_damage(file: Any) -> None:
         write(file)
         file.flush()
         DAMAGES[damage](drafts(tmp_path)[0])
 
-    if damage == "changed":  # the driver reads behind: what it has seen already it does not read again
-        monkeypatch.setattr(receiving.Writer, "_read", lambda *_: 0)
     receiver.sink.send(write_and_damage)
     with pytest.raises(CheckpointError, match="is not what the worker has written"):
         receiver.done.result(20)
     assert_old(tmp_path)
-
-
-def test_a_file_system_that_shows_late_what_was_written(
-    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The driver sees nothing, or something older, until the worker has closed the file."""
-    real, calls = os.preadv, []
-
-    def late(descriptor: int, buffers: Any, at: int) -> int:
-        calls.append(at)
-        if len(calls) == 1:
-            return 0
-        count = real(descriptor, buffers, at)
-        if len(calls) == 2:
-            buffers[0][:10] = b"something!"
-        return count
-
-    monkeypatch.setattr(receiving.os, "preadv", late)
-    receiver.sink.send(write)
-    receiver.done.result(20)
-    assert_new(tmp_path)
-    assert len(calls) > 1
 
 
 # -- a full disk --------------------------------------------------------------------------------------
