@@ -247,7 +247,7 @@ class Engine:
         with self.claim(f"the call {job.call.name!r}"):
             self._calls += 1
             running = self._ready_call(max_failures=job.max_failures)
-            if job.again == "resume" and self._membership.due():
+            if job.again == "resume" and self._is_change_due():
                 self._restore(Observation("paused"), running)
             parts: list[PartialResults] = []
             network_at: Progress | None = None  # where the newest network fault was, with all workers alive
@@ -290,6 +290,14 @@ class Engine:
         newest = self._table.snapshots.latest()
         if newest is not None and newest.call == running.number:
             self._snapshot_is_stale = False
+
+    def _is_change_due(self) -> bool:
+        """Return, before training, whether there is a change of the group to make. Note an outage of Ray's."""
+        try:
+            return self._membership.due()
+        except ClusterError:
+            self._outage_raised = True
+            raise
 
     def _wants_boundary(self, job: Job) -> bool:
         """Look for leavers in every call, because that also notices that Ray does not answer any more. Training cannot
