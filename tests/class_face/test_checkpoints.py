@@ -85,7 +85,7 @@ def test_a_state_that_does_not_fit_changes_nothing(pair: TorchTrainer, saved: Sa
         pair.load_state_dict(wrong)
     broken = tmp_path / "broken.pt"
     broken.write_bytes(Path(saved.path).read_bytes()[:-50])
-    with pytest.raises(CheckpointError, match=r"broken.pt: this is no whole checkpoint"):
+    with pytest.raises(CheckpointError, match=r"broken.pt: the file is damaged"):
         pair.load(broken)
     assert torch.equal(weights(pair), saved.weights)
     assert pair.train()["batch_count"] == saved.rest["batch_count"]
