@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.messages import StackReport
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
+from raysgd.workers.events import Event, Heard
 
 LIMIT_S = 10.0
 
@@ -45,3 +47,18 @@ def test_who_is_killed_at_the_limit(silent: dict[str, float], killed: list[str])
     for _ in range(2):  # asks, then judges
         watchdog.tick(list(silent))
     assert sorted(group.killed) == killed
+
+
+def test_answers_to_another_request_are_left_for_whoever_made_it() -> None:
+    """A replacement whose set-up takes too long is asked for its stack while the watchdog waits for stacks."""
+    now, events = [1000.0], list[Event]()
+    group: Any = Silent({"a": 0.0, "b": 0.0})
+    group.poll = lambda timeout: [events.pop(0) for _ in list(events)]
+    table = WorkerTable(group, clock=lambda: now[0])
+    table.launch(2)
+    mine, other = table.request_stacks(["a"]), table.request_stacks(["b"])
+    events += [Heard("a", StackReport(mine, ("train",))), Heard("b", StackReport(other, ("set up",)))]
+    table.pump(0.0)
+    assert table.take_answers(StackReport, other) == [("b", StackReport(other, ("set up",)))]
+    assert table.take_answers(StackReport, mine) == [("a", StackReport(mine, ("train",)))]
+    assert table.take_answers(StackReport, mine) == []

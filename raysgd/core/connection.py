@@ -7,6 +7,7 @@ body, raw bytes that may be empty. Nothing is pickled or unpickled here.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import mmap
@@ -28,6 +29,7 @@ __all__ = [
     "Body",
     "ControlAddress",
     "RejectedError",
+    "as_timeout",
     "connect",
     "detect_unreachable",
     "framed",
@@ -56,6 +58,7 @@ SEND_S = 60.0  # for the driver to take or answer a small message: it may be sus
 # The driver drops connections that are not admitted yet when it is flooded with them.
 PAUSES_S = (0.1, 0.3, 1.0, 3.0)
 PATIENCE_S = 5.0
+UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT}
 
 
 @dataclass(frozen=True)
@@ -172,8 +175,11 @@ def receive_into(connection: socket.socket, room: memoryview) -> None:
 
 
 def receive_some(connection: socket.socket, room: memoryview) -> int:
-    """Fill a part of the buffer, and return the size of that part."""
-    count = connection.recv_into(room)
+    """Fill a part of the buffer, and return the size of that part. Raise TimeoutError when the other machine is gone."""
+    try:
+        count = connection.recv_into(room)
+    except OSError as error:
+        raise as_timeout(error) from None
     if count == 0:
         raise ConnectionError("the connection ended early")
     return count
@@ -194,6 +200,11 @@ def detect_unreachable(connection: socket.socket, limit_s: float) -> None:
     for name, value in settings.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def as_timeout(error: OSError) -> OSError:
+    """Return what the kernel's error means: a machine of the same network that is switched off is "no route to host"."""
+    return TimeoutError(str(error)) if error.errno in UNREACHABLE else error
 
 
 def _exactly(connection: socket.socket, size: int) -> bytearray:

@@ -44,11 +44,10 @@ class Boundary:
         """Take in the answers that have arrived. Ranks that have finished their call need not agree."""
         if self.settled:
             return
-        for worker, answer in self._table.take_answers(BoundaryAnswer):
-            if answer.round == self._round:
-                self._accepted[worker] = answer.accepted
-                self._begun = max(self._begun, answer.begun)
-                self._too_late |= not answer.accepted and answer.begun >= 0
+        for worker, answer in self._table.take_answers(BoundaryAnswer, self._round):
+            self._accepted[worker] = answer.accepted
+            self._begun = max(self._begun, answer.begun)
+            self._too_late |= not answer.accepted and answer.begun >= 0
         if still_running and all(self._accepted.get(worker) for worker in still_running):
             self.settled = True
             for worker in still_running:

@@ -80,9 +80,8 @@ class Engine:
             group, silent_s=limits.silent_s, clock=clock, on_progress=on_progress, on_message=on_message
         )
         self._log, in_place = RecoveryLog(on_recovery), backend.in_place
-        self._generation = generation = Generation(
-            table, backend, limits, factory=group.pack(factory), hook=group.pack(hook)
-        )
+        packed = _packed(group, factory, hook)
+        self._generation = generation = Generation(table, backend, limits, factory=packed[0], hook=packed[1])
         replacements = Replacements(table, generation.warm_up_arguments, limits=limits, in_place=in_place)
         self._membership = membership = Membership(
             table, generation, replacements, self._log, target=target, elastic=elastic, limits=limits, in_place=in_place
@@ -130,8 +129,10 @@ class Engine:
 
     def _end_group(self) -> None:
         try:
-            self._backend.plan([])
-            self.group.stop()
+            try:
+                self._backend.plan([])
+            finally:
+                self.group.stop()
         except Exception:
             self._ended = True
             raise
@@ -326,7 +327,8 @@ class Engine:
             if seen.kind == "done":
                 if self._generation.up or self._generation.form(self._table.members()):
                     return call
-                if attempts <= FORM_AT_MOST or self._table.failed():
+                members = self._table.members()
+                if attempts <= FORM_AT_MOST or any(self._table[worker].gone is not None for worker in members):
                     continue
                 seen = Observation(
                     "broken", reason="network", detail="the ranks cannot connect, although all are alive"
@@ -393,6 +395,15 @@ class Engine:
         )
         self._log.record(recovery, continues=False)
         raise out_of_step_error(seen.detail, at)
+
+
+def _packed(group: WorkerGroup, *values: Any) -> list[Any]:
+    """Return what the user gave, ready for the workers. Stop the group if that cannot be pickled: nothing else would."""
+    try:
+        return [group.pack(value) for value in values]
+    except BaseException:
+        group.stop()
+        raise
 
 
 def _kept(outcomes: Mapping[str, Outcome]) -> PartialResults | None:

@@ -95,7 +95,7 @@ class RecoveryLoop:
         finally:
             if not formed:
                 case.tries += 1
-                unharmed = not self._table.failed()
+                unharmed = not {info.worker for info in self._table.failed()} & {*survivors, *joining}
                 self._replacements.take_back([] if unharmed else joining)
                 for worker in joining if unharmed else []:
                     self._table.dismiss(worker)

@@ -57,9 +57,7 @@ class Watchdog:
         self._round = self._table.request_stacks(running)
 
     def _collect(self) -> None:
-        for worker, answer in self._table.take_answers(StackReport):
-            if answer.round == self._round:
-                self._stacks[worker] = answer
+        self._stacks |= dict(self._table.take_answers(StackReport, self._round))
 
     def _judge(self, running: Sequence[str], quiet: float, others_failed: bool) -> None:
         reports = {}

@@ -34,6 +34,8 @@ AnswerT = TypeVar("AnswerT", BoundaryAnswer, StackReport)
 # A worker sends "alive" every second. One that missed two of these messages does not answer any more.
 SILENT_S = 2.5
 KILLED_S = 10.0
+# Answers that came too late for their request are dropped when there are this many.
+ANSWERS_AT_MOST = 10_000
 
 
 @dataclass
@@ -81,7 +83,8 @@ class Blame:
 class WorkerTable:
     """Owns what is known about each worker, their replies and answers, and the newest snapshot.
 
-    Events change it in `pump`, and nowhere else. Never decides what to do about a failure.
+    Events change it in `pump`; a new generation, a call, a kill and a dismissal change it through the methods below. Never
+    decides what to do about a failure.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class WorkerTable:
         self._silent_s = silent_s
         self._on_progress, self._on_message = on_progress, on_message
         self._workers: dict[str, WorkerInfo] = {}
-        self._answers: list[tuple[str, BoundaryAnswer | StackReport]] = []
+        self._answers: deque[tuple[str, BoundaryAnswer | StackReport]] = deque(maxlen=ANSWERS_AT_MOST)
         self._cancelled_by: BaseException | None = None
         self._numbers = itertools.count(1)
         self._inbox: deque[Event] = deque()
@@ -115,13 +118,13 @@ class WorkerTable:
         return self._workers.get(worker)
 
     def members(self) -> list[str]:
-        """Return the workers of the current generation, in rank order."""
-        members = [info for info in self._workers.values() if info.in_group]
+        """Return the workers of the current generation, in rank order. Any thread may call this."""
+        members = [info for info in list(self._workers.values()) if info.in_group]
         return [info.worker for info in sorted(members, key=lambda info: info.rank or 0)]
 
     def failed(self) -> list[WorkerInfo]:
         """Return the workers that have failed and have not been dismissed yet."""
-        return [info for info in self._workers.values() if info.gone is not None]
+        return [info for info in list(self._workers.values()) if info.gone is not None]
 
     def launch(self, count: int) -> list[str]:
         workers = self.group.launch(count)
@@ -135,8 +138,9 @@ class WorkerTable:
 
     def kill(self, worker: str, reason: str, why: str) -> None:
         """End a worker that blocks the others. Its failure will have this reason."""
-        self._workers[worker].blame = Blame(reason, why)
-        self.group.kill(worker)
+        if worker in self._workers:  # a call within the running one may have dismissed it
+            self._workers[worker].blame = Blame(reason, why)
+            self.group.kill(worker)
 
     def cancel(self, error: BaseException | None) -> None:
         """Raise `error` from the running call's next wait. Any thread may call this; None withdraws it."""
@@ -311,7 +315,7 @@ class WorkerTable:
         deadline = self.clock() + SILENT_S
         while len(found) < len(workers) and self.clock() < deadline:
             self.pump(0.05)
-            found |= {worker: answer for worker, answer in self.take_answers(StackReport) if answer.round == number}
+            found |= dict(self.take_answers(StackReport, number))
         return found
 
     def request_stacks(self, workers: Iterable[str]) -> int:
@@ -327,10 +331,14 @@ class WorkerTable:
         """Return a number that no earlier request has: an answer to an older one must not count."""
         return next(self._numbers)
 
-    def take_answers(self, kind: type[AnswerT]) -> list[tuple[str, AnswerT]]:
-        """Remove and return the answers of this type that have arrived, with their workers."""
-        taken = [(worker, answer) for worker, answer in self._answers if isinstance(answer, kind)]
-        self._answers = [(worker, answer) for worker, answer in self._answers if not isinstance(answer, kind)]
+    def take_answers(self, kind: type[AnswerT], number: int) -> list[tuple[str, AnswerT]]:
+        """Remove and return the answers to one request that have arrived, with their workers. Answers to older requests of
+        the same type stay, because another waiter may still want them."""
+        taken = [
+            (worker, answer) for worker, answer in self._answers if isinstance(answer, kind) and answer.round == number
+        ]
+        for each in taken:
+            self._answers.remove(each)
         return taken
 
     def pump(self, timeout: float) -> int:

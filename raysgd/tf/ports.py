@@ -16,7 +16,7 @@ TRIES = 100
 
 
 class NoFreePortError(OSError):
-    """No port could be taken."""
+    """No port could be taken, or the driver's host cannot be reached from here now."""
 
 
 class HeldPort:
@@ -38,10 +38,14 @@ class HeldPort:
 
     def address_towards(self, host: str) -> str:
         """Return the port with the address of this machine that a host reaches it by."""
-        family, _, _, _, there = socket.getaddrinfo(host, self.number, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(there)  # sends nothing
-            own = str(probe.getsockname()[0])
+        try:
+            family, _, _, _, there = socket.getaddrinfo(host, self.number, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(there)  # sends nothing
+                own = str(probe.getsockname()[0])
+        except OSError as error:
+            self.release()
+            raise NoFreePortError(f"this machine has no address towards {host}: {error}") from error
         return f"[{own}]:{self.number}" if ":" in own else f"{own}:{self.number}"
 
     def release(self) -> None:

@@ -85,7 +85,12 @@ class Checkpoints:
         way = self._way(where)
         try:
             arguments = {"sink": way.sink, "ranks": self._random_states(), "blocking": blocking}
-            self._engine.run(Job(Call(answers.save, arguments)))
+            try:
+                self._engine.run(Job(Call(answers.save, arguments)))
+            except CheckpointError:
+                # A worker that failed after the last byte has one that repeats its call, and is refused.
+                if not way.done.done() or way.done.exception() is not None:
+                    raise
             way.call_ended()
             if blocking:
                 way.done.result()

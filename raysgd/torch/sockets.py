@@ -124,10 +124,19 @@ def _sockets(*, listening: bool, names: set[str] | None = None) -> Iterator[sock
     for name, descriptor in _descriptors().items():
         if names is not None and name not in names:
             continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+        with contextlib.suppress(OSError), _copy(descriptor) as found:
             stream = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
             if stream and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) is listening:
                 yield found
+
+
+def _copy(descriptor: int) -> socket.socket:
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:  # another thread has closed it, and a file has its number now
+        os.close(copy)
+        raise
 
 
 def _plain(address: tuple[object, ...]) -> Address:

@@ -77,6 +77,7 @@ class ControlClient:
         self._socket.settimeout(SEND_S)
         self._bulk: socket.socket | None = None
         self._bulk_free = threading.Lock()
+        os.register_at_fork(after_in_child=self._forget_bulk)
         self._room = selectors.DefaultSelector()
         self._room.register(self._socket, selectors.EVENT_WRITE)
         self.control = Control(self._publish)
@@ -109,6 +110,9 @@ class ControlClient:
         """Send a message that must not be lost with this process. Return when the driver has the whole of it."""
         with self._bulk_free:
             bulk, self._bulk = self._bulk, None  # kept only if all goes well: Ctrl-C may end this at any line
+            if bulk is not None and not _is_idle(bulk):  # something between the machines has ended it meanwhile
+                bulk.close()
+                bulk = None
             if bulk is None:
                 bulk = connect(self._address, OpenBulk(self._worker))
             try:
@@ -119,6 +123,10 @@ class ControlClient:
                 bulk.close()
                 raise
             self._bulk = bulk
+
+    def _forget_bulk(self) -> None:
+        """In a forked process: the connection, and whoever uses it now, belong to the parent."""
+        self._bulk, self._bulk_free = None, threading.Lock()
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
         """Skipped while the driver does not read: a later message says the same, and training must not wait for it."""
@@ -146,7 +154,10 @@ class ControlClient:
                 logger.info("the control connection to the driver has ended: %s", error)
                 self._driver_gone()
                 return
-            self._obey(message)
+            try:
+                self._obey(message)
+            except Exception:  # without this thread the driver would take the worker for a stopped process
+                logger.exception("%s could not be carried out", type(message).__name__)
 
     def _obey(self, message: Message) -> None:
         if isinstance(message, Interrupt):
@@ -188,6 +199,18 @@ class ControlClient:
         if self._open:
             self.on_end()
             os._exit(DRIVER_GONE)  # nobody is left to answer to, and the main thread may be stuck in a collective
+
+
+def _is_idle(connection: socket.socket) -> bool:
+    """Return whether a connection on which nothing is expected is still open."""
+    connection.setblocking(False)
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        logger.debug("the bulk connection is opened again: %s", error)
+    return False
 
 
 def brief(result: Mapping[str, Any] | None) -> dict[str, Any] | None:

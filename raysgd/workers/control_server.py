@@ -19,6 +19,7 @@ from raysgd.core.connection import (
     PREFIX,
     TOKEN_BYTES,
     ControlAddress,
+    as_timeout,
     detect_unreachable,
     framed,
     receive_body,
@@ -88,7 +89,7 @@ class ControlServer:
     an error ends that connection only.
     """
 
-    def __init__(self, events: queue.Queue[Event], host: str) -> None:
+    def __init__(self, events: queue.SimpleQueue[Event], host: str) -> None:
         self.token = secrets.token_hex(TOKEN_BYTES // 2)
         self.unreachable_s = 60.0
         self._events = events
@@ -96,9 +97,11 @@ class ControlServer:
         self._unadmitted: dict[_Peer, None] = {}  # the oldest first
         self._handed_over: set[socket.socket] = set()
         self._expected: dict[str, Callable[[socket.socket], None]] = {}
-        self._expecting = threading.Lock()
+        self._expecting = (
+            threading.RLock()
+        )  # like the next one: a signal handler may come while the main thread holds it
         self._heard_at: dict[str, float] = {}
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
         self._refusals = _Refusals()
         self._listener = _listen(host)
         self._listener.setblocking(False)
@@ -141,6 +144,7 @@ class ControlServer:
     def hang_up(self, worker: str) -> None:
         """Forget a worker that is not needed any more: the end of its connection is no event."""
         peer = self._workers.pop(worker, None)
+        self._heard_at.pop(worker, None)
         if peer is not None:
             with contextlib.suppress(OSError), self._sending:
                 send_now(peer.connection, Bye())
@@ -254,17 +258,16 @@ class ControlServer:
             why, reason = f"its control connection was closed: {peer.refused}", "network"
         self._end(peer)
         worker = peer.worker
-        if worker is None or self._workers.get(worker) is not peer:
-            return
-        if self._workers.pop(worker, None) is not None:  # else `hang_up` was faster
+        # `hang_up` may be faster, also between these two steps.
+        if worker is not None and self._workers.get(worker) is peer and self._workers.pop(worker, None) is not None:
             self._events.put(Gone(worker, why, reason))
+        if peer.refused:  # last, as the user's log handlers may be slow, or raise
+            self._refusals.add(peer.address, peer.refused)
 
     def _end(self, peer: _Peer) -> None:
         self._handed_over.discard(peer.connection)
         peer.connection.close()
         self._forget_unadmitted(peer)
-        if peer.refused:
-            self._refusals.add(peer.address, peer.refused)
 
     def _forget_unadmitted(self, peer: _Peer) -> None:
         self._unadmitted.pop(peer, None)
@@ -311,7 +314,10 @@ class ControlServer:
         """asyncio's StreamReader would read ahead, past the token and into what a handed-over connection carries."""
         data = bytearray()
         while len(data) < size:
-            received = await self._loop.sock_recv(peer.connection, size - len(data))
+            try:
+                received = await self._loop.sock_recv(peer.connection, size - len(data))
+            except OSError as error:
+                raise as_timeout(error) from None
             if not received:
                 raise ConnectionError("it was closed")
             data += received
@@ -348,7 +354,6 @@ class ControlServer:
                 if not isinstance(message, SnapshotUpload | FunctionReport | StartDealer):
                     raise ValueError(f"{type(message).__name__} on a bulk connection")
                 body = receive_body(connection, size)
-                self._heard_at[worker] = time.monotonic()
                 self._events.put(Heard(worker, message, body))
                 send(connection, Received())
         except OSError as error:  # the worker's end is reported by its control connection

@@ -9,6 +9,7 @@ import queue
 import re
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -71,9 +72,10 @@ class RayGroup:
         self._backend, self._resources = backend, resources
         self._handles: dict[str, _Handle] = {}
         self._calls = itertools.count(1)
-        self._events: queue.Queue[Event] = queue.Queue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # a signal handler may use it, too
+        self._arrived: deque[Event] = deque()
+        self._ready: list[Event] = []
         self._here = ray.get_runtime_context().get_node_id()
-        self.control = ControlServer(self._events, ray.util.get_node_ip_address())
         self._actor_class = ray.remote(WorkerActor)
         self._dealers: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
@@ -83,6 +85,7 @@ class RayGroup:
         self._draining: set[str] = set()
         self._question: Question[set[str]] | None = None
         self._ask_at = 0.0
+        self.control = ControlServer(self._events, ray.util.get_node_ip_address())  # last, as it starts a thread
 
     # -- members --------------------------------------------------------------------------------------
 
@@ -155,15 +158,18 @@ class RayGroup:
             self._events.put(Replied(worker, call, Failed(error, str(error))))
 
     def poll(self, timeout: float) -> list[Event]:
-        """Everything that has happened, waiting up to `timeout` for the first. A death is told once."""
-        events: list[Event] = []
-        try:
-            events.append(self._events.get(timeout=timeout))
+        """Return what has happened, and wait up to `timeout` for the first event. A worker's end is reported once. An error
+        on the way (no room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
+        with contextlib.suppress(queue.Empty):
+            self._arrived.append(self._events.get(timeout=timeout if not self._arrived else 0.0))
             while True:
-                events.append(self._events.get_nowait())
-        except queue.Empty:
-            pass
-        return [self._explained(event) for event in events if self._fresh(event)]
+                self._arrived.append(self._events.get_nowait())
+        while self._arrived:
+            event = self._arrived.popleft()
+            if self._fresh(event):
+                self._ready.append(self._explained(event))
+        ready, self._ready = self._ready, []
+        return ready
 
     def _explained(self, event: Event) -> Event:
         """Of a process that ended itself because a peer sent data of another size than it waited for, its own words say so."""

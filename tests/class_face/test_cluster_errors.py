@@ -124,3 +124,11 @@ def test_an_operator_that_ends_its_process_in_setup() -> None:
 
     error = raised(WorkerStartError, lambda: two(Dies))
     assert "during start-up" in str(error)
+
+
+def test_a_config_that_cannot_be_pickled_leaves_no_thread_and_no_port() -> None:
+    before = [thread for thread in threading.enumerate() if thread.name == "raysgd-control"]
+    for _ in range(3):
+        with pytest.raises(Exception, match="pickle"):
+            two(config={"lock": threading.Lock()})
+    assert [thread for thread in threading.enumerate() if thread.name == "raysgd-control"] == before

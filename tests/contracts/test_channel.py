@@ -202,7 +202,7 @@ class Desk:
     """A server with its events, and clients of it."""
 
     def __init__(self) -> None:
-        self.events: queue.Queue[Event] = queue.Queue()
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.server = ControlServer(self.events, "127.0.0.1")
         self.accepted: list[Any] = []
         self.aborted: list[str] = []
@@ -432,6 +432,51 @@ def test_a_delivery_that_does_not_arrive_is_an_error_and_the_next_one_works(
     client.deliver(REPORT, b"abc")
     assert desk.next(Heard).message == REPORT
     assert desk.accepted == [OpenBulk("w")] * 2
+    desk.server.hang_up("w")
+
+
+def test_a_bulk_connection_that_has_ended_meanwhile_is_opened_again(desk: Desk) -> None:
+    client = desk.client()
+    client.deliver(REPORT, b"abc")
+    for each in list(desk.server._handed_over):
+        each.shutdown(socket.SHUT_RDWR)
+    wait_for(lambda: not desk.server._handed_over)
+    client.deliver(REPORT, b"def")
+    assert [bytes(desk.next(Heard).body) for _ in range(2)] == [b"abc", b"def"]
+    desk.server.hang_up("w")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_process_reports_over_a_connection_of_its_own(desk: Desk) -> None:
+    client = desk.client()
+    client.deliver(REPORT, b"parent")
+    with client._bulk_free:  # another thread may be sending at that moment
+        child = os.fork()
+        if child == 0:
+            try:
+                client.deliver(REPORT, b"child")
+            finally:
+                os._exit(0)
+    client.deliver(REPORT, b"parent again")
+    os.waitpid(child, 0)
+    bodies = sorted(bytes(desk.next(Heard).body) for _ in range(3))
+    assert bodies == [b"child", b"parent", b"parent again"]
+    assert desk.accepted == [OpenBulk("w")] * 2
+    desk.server.hang_up("w")
+
+
+def test_a_message_that_cannot_be_carried_out_does_not_end_the_workers_thread(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise OSError(24, "too many open files")
+
+    client = ControlClient(desk.address, "w", "node", fails)
+    desk.next(Arrived)
+    desk.server.tell("w", Interrupt(1))
+    desk.server.tell("w", StackRequest(5))
+    assert desk.next(Heard).message.round == 5
+    assert "Interrupt could not be carried out" in caplog.text and client.control.interrupted
     desk.server.hang_up("w")
 
 
