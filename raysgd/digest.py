@@ -218,8 +218,11 @@ def verify(source: Any) -> bool:
 
 
 def _refuse_damaged_seal(source: Any) -> None:
-    """Raise CheckpointError when a zip archive has, or had, a comment: `torch.save` writes none, so it was the digest."""
+    """Raise CheckpointError when a zip archive has, or had, a comment: `torch.save` writes none, so it was the digest. Other
+    files may hold an archive as a part of them."""
     size = _size(source)
+    if _head(source) != b"PK":
+        return
     end = _tail(source, min(ZIP_END_BYTES + LONGEST_COMMENT, size))
     at = end.rfind(ZIP_END)
     if at >= 0 and (end[at + ZIP_END_BYTES - len(NO_COMMENT) :] or NO_COMMENT) != NO_COMMENT:
@@ -262,6 +265,10 @@ def _pieces_at(descriptor: int, start: int, length: int) -> Iterator[bytes]:
 
 def _size(source: Any) -> int:
     return os.fstat(source.fileno()).st_size if hasattr(source, "fileno") else memoryview(source).nbytes
+
+
+def _head(source: Any) -> bytes:
+    return os.pread(source.fileno(), 2, 0) if hasattr(source, "fileno") else bytes(memoryview(source).cast("B")[:2])
 
 
 def _tail(source: Any, length: int = SEAL_BYTES) -> bytes:

@@ -114,7 +114,7 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
     rank is in a call beyond the last one of a rank that has finished; two ranks are in their n-th call, and it is not
     the same; two ranks began the same batch after different numbers of calls; two ranks are at the same line of the
     same batch, and one of them has made more calls in it than in the batch before. With `again` (no worker failed, and
-    it is the second time at this place) different lines of the user's code are enough.
+    it is the second time at this place) different lines of user code are enough.
     """
     ranks = list(enumerate(outcomes.values()))
     sized = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, Lost) and o.reason == OUT_OF_STEP]
@@ -170,7 +170,7 @@ def _nth(count: int) -> str:
 
 @dataclass(frozen=True)
 class Situation:
-    """Where a trainer stands after a failure, in numbers. `ready` and `starting` count replacement workers; `gathered`:
+    """The state of a trainer after a failure, in numbers. `ready` and `starting` count replacement workers; `gathered`:
     no more of them are expected soon."""
 
     survivors: int

@@ -43,6 +43,15 @@ def test_every_changed_bit_and_every_missing_byte_is_noticed(data: bytes) -> Non
             assert not digest.verify(whole[:length])
 
 
+def test_an_older_pickle_that_holds_an_archive_is_no_damaged_archive(tmp_path: Path) -> None:
+    old = pickle.dumps({"model": archive(), "more": digest.sealed(archive()), "epoch": 3})
+    assert not digest.verify(old)
+    (tmp_path / "old").write_bytes(old)
+    with open(tmp_path / "old", "rb") as file:
+        assert not digest.verify(file)
+    assert digest.verify(digest.sealed(old))
+
+
 @pytest.mark.parametrize("size", [0, 1, digest.CHUNK - 1, digest.CHUNK, 3 * digest.CHUNK + 5, digest.PIECE * 2 + 3])
 def test_the_digest_is_the_same_whatever_pieces_the_bytes_come_in(size: int, tmp_path: Path) -> None:
     data = random.Random(size).randbytes(size)

@@ -1,7 +1,7 @@
 """Print raysgd's Python frames between `trainer.train()` and the operator's `train_batch`, on the driver and in a
 worker.
 
-Each frame is one more step for whoever reads a traceback or follows the code. With `--inline` the one worker is this
+Each frame is one more step for a reader of a traceback or of the code. With `--inline` the one worker is this
 process, and both parts are one stack.
 
     python examples/benchmarks/frames.py

@@ -1,4 +1,4 @@
-"""One call of the user's: what to do when workers fail in it, and one fan-out of it over the current generation.
+"""One user call: what to do when workers fail in it, and one fan-out of it over the current generation.
 Driver."""
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CTRL_C_S = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """One call of the user's. `again` says what a failed worker means for it:
+    """One user call. `again` says what a failed worker means for it:
 
     resume   continue where the committed work ends (training)
     repeat   start over on the new generation (validation, reading state)
-    keep     the survivors' answers are the result (functions of the user's that should not run twice)
+    keep     the survivors' answers are the result (user functions that should not run twice)
 
     `prepare` is called whenever the call is fanned out, and returns arguments to add to it.
     """

@@ -302,7 +302,7 @@ class Engine:
 
     def _wants_boundary(self, job: Job) -> bool:
         """Look for leavers in every call, because that also notices that Ray does not answer any more. Training cannot
-        go on without Ray; other calls raise the error once for each outage, so that `save` works after it."""
+        continue without Ray; other calls raise the error once for each outage, so that `save` works after it."""
         try:
             self._membership.look_for_leavers()
             self._outage_raised = False
@@ -373,7 +373,7 @@ class Engine:
         raise_user_error(outcome, self._table[seen.culprit])
 
     def _raise_out_of_step(self, seen: Observation, since: float) -> NoReturn:
-        """Like any error of the user's: the workers that are alive stay, and the next call begins without the
+        """Like any user error: the workers that are alive stay, and the next call begins without the
         others."""
         at, before = self.progress, self.world_size
         self._generation.end()

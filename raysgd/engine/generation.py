@@ -152,7 +152,7 @@ class Generation:
         return self.load(behind, outcome.value)
 
     def load(self, workers: Sequence[str], state: Any) -> bool:
-        """Give workers a state. Return False if one has failed; raise an error of the user's own `load_state_dict`."""
+        """Give workers a state. Return False if one has failed; raise an error of the user's `load_state_dict`."""
         outcomes = self._ask(workers, "load", {"data": state}, self._limits.setup_s)
         for worker, outcome in outcomes.items():  # one that has it can hand it on, should all the others fail now
             self._table.set_holds_state(worker, isinstance(outcome, Ok))

@@ -178,7 +178,7 @@ class WorkerTable:
     # -- calls ----------------------------------------------------------------------------------------
 
     def begin_run(self, worker: str, method: str) -> None:
-        """A call of the user's begins on this worker: results of an earlier one must not count for it."""
+        """A user call begins on this worker: results of an earlier one must not count for it."""
         info = self._workers[worker]
         info.progress, info.partial = info.progress.at(method), None
 

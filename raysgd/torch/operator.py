@@ -205,7 +205,7 @@ class TrainingOperator(OperatorBase):
             return
         if options.parallel == "fsdp":
             parts.shards = Shards(parts.models, parts.optimizers, self._configure_fsdp, self.device)
-            if not self._rank_info.solo:  # a recruit is cut when it joins the others
+            if not self._rank_info.solo:  # a replacement worker is sharded when it joins the others
                 parts.shards.joined()
         elif self._settings.wrap_ddp:
             parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)

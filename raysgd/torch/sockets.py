@@ -1,4 +1,4 @@
-"""Find the TCP connections of a process group, to shut them down when it ends: whoever waits on one is freed at once. Worker."""
+"""Find the TCP connections of a process group, to shut them down when it ends: a rank that waits on one is freed at once. Worker."""
 
 from __future__ import annotations
 

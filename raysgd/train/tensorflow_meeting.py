@@ -41,6 +41,7 @@ class TensorflowMeeting:
         return [{"addresses": [offer["address"] for offer in offers]} for _ in rank_infos]
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        self.leave()  # the port is free for the server that the function starts
         if rank_info.solo:
             return
         addresses = settings["addresses"]

@@ -125,7 +125,7 @@ class ControlClient:
             self._bulk = bulk
 
     def _forget_bulk(self) -> None:
-        """In a forked process: the connection, and whoever uses it now, belong to the parent."""
+        """In a forked process: the connection and its lock belong to the parent."""
         self._bulk, self._bulk_free = None, threading.Lock()
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:

@@ -81,7 +81,7 @@ class ControlServer:
     decides nothing.
 
     The control thread runs an asyncio loop: it authenticates every connection, and reads the control connections. A bulk
-    connection gets a thread of its own once it is admitted, and a checkpoint's connection goes to whoever expects it, so
+    connection gets a thread of its own once it is admitted, and a checkpoint's connection goes to its receiver, so
     that no transfer delays a heartbeat.
 
     A control connection that ends is a `Gone` event within milliseconds of the process's end, usually before Ray reports
@@ -107,7 +107,7 @@ class ControlServer:
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._short_of_resources = False  # logged once, until it is over
-        self._loop = asyncio.SelectorEventLoop()  # also where a policy of the user's prefers another one
+        self._loop = asyncio.SelectorEventLoop()  # also where the user has set another event loop policy
         self._loop.set_exception_handler(_log_unexpected)
         self._thread = threading.Thread(target=self._run, name="raysgd-control", daemon=True)
         self._thread.start()
@@ -158,7 +158,7 @@ class ControlServer:
         return save
 
     def end_checkpoint(self, save: str) -> None:
-        """Expect no more connections for this save: workers are told that it has ended. `take` is not called after this."""
+        """Expect no more connections for this save: workers receive `Rejected`. `take` is not called after this."""
         with self._expecting:
             self._expected.pop(save, None)
 

@@ -71,7 +71,7 @@ def main(folder: Path) -> None:
 
 
 def without_descriptors(folder: Path, ground: Ground) -> None:
-    """Clients take every descriptor that the driver may open; training goes on, and later a replacement is accepted."""
+    """Clients take every descriptor that the driver may open; training continues, and later a replacement is accepted."""
     theirs = set(json.loads((folder / str(os.getpid())).read_text(encoding="ascii")))
     ports = [(each.host, each.port) for each in listening([os.getpid()]) if each.inode not in theirs]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

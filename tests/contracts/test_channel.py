@@ -522,7 +522,7 @@ def connection_rejected() -> type[Exception]:
     return connection.RejectedError
 
 
-# -- whoever does not have the token ------------------------------------------------------------------
+# -- clients without the token ------------------------------------------------------------------------
 
 
 def test_a_stranger_is_refused(desk: Desk) -> None:
