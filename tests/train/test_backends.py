@@ -130,13 +130,15 @@ def test_every_tensorflow_rank_is_told_everybodys_address(monkeypatch: pytest.Mo
     offers = [rank.offer() for rank in ranks]
     plans = TensorflowMeeting(host="127.0.0.1").plan(rank_infos, offers)
     for rank, rank_info, plan in zip(ranks, rank_infos, plans, strict=True):
-        rank.join(rank_info, plan)
-        told = json.loads(os.environ["TF_CONFIG"])
-        assert told["cluster"]["worker"] == [offer["address"] for offer in offers]
-        assert told["task"] == {"type": "worker", "index": rank_info.world_rank}
+        port = int(offers[rank_info.world_rank]["address"].rpartition(":")[2])
         with pytest.raises(OSError), socket.socket() as probe:
-            probe.bind(("", int(offers[rank_info.world_rank]["address"].rpartition(":")[2])))
-        rank.leave()
+            probe.bind(("", port))
+        rank.join(rank_info, plan)
+        config = json.loads(os.environ["TF_CONFIG"])
+        assert config["cluster"]["worker"] == [offer["address"] for offer in offers]
+        assert config["task"] == {"type": "worker", "index": rank_info.world_rank}
+        with socket.socket() as probe:  # free for the server that the function starts
+            probe.bind(("", port))
     assert len({offer["address"] for offer in offers}) == 3
 
 
