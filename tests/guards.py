@@ -18,6 +18,7 @@ import socket
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,8 @@ SERVER = "raysgd-control"
 
 @dataclass(frozen=True)
 class Inventory:
-    """What there is at one moment. `listening` counts sockets: a trainer of wider scope may replace its own."""
+    """What there is at one moment. Threads of one name and listening sockets are only counted, because a trainer of wider scope
+    may replace its own."""
 
     environment: dict[str, str]
     threads: frozenset[threading.Thread]
@@ -99,10 +101,13 @@ class Inventory:
                 yield f"environment variable {name}={now.get(name)!r}, was {self.environment.get(name)!r}"
 
     def _threads(self) -> Iterator[str]:
-        served = any(thread.name == SERVER and thread.is_alive() for thread in self.threads)
-        for thread in threading.enumerate():
+        served = any(thread.name == SERVER for thread in self.threads)
+        old = Counter(thread.name for thread in self.threads)
+        running = threading.enumerate()
+        more = Counter(thread.name for thread in running) - old
+        for thread in running:
             ours = thread.name.startswith("raysgd") and not (served and thread.name.startswith(SERVED))
-            if thread not in self.threads and (ours or not thread.daemon):
+            if thread not in self.threads and more[thread.name] and (ours or not thread.daemon):
                 yield f"{'daemon ' if thread.daemon else ''}thread {thread.name!r}"
 
     def _processes(self) -> Iterator[str]:

@@ -86,6 +86,15 @@ def test_threads_of_others_connections_and_multiprocessings_own_process_are_no_l
     assert locked and before.leaks() == []
 
 
+def test_a_trainer_of_wider_scope_may_replace_its_threads_and_sockets() -> None:
+    with thread(daemon=True, name="raysgd-control"), listener():
+        before = Inventory.take()
+    with thread(daemon=True, name="raysgd-control"), listener():
+        assert before.leaks() == []
+        with thread(daemon=True, name="raysgd-control"):
+            assert len(before.leaks(patience_s=0.05)) >= 1
+
+
 def test_a_server_may_open_connections_for_workers_that_are_started_during_a_test() -> None:
     with thread(daemon=True, name="raysgd-control"):
         before = Inventory.take()
