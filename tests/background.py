@@ -103,6 +103,7 @@ class Lane:
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._outcomes: dict[str, Future[Any]] = {}
         self._threads: list[threading.Thread] = []
+        self._closing = threading.Event()
         for item in items:
             mark = item.get_closest_marker("script")
             if mark is not None:
@@ -129,19 +130,23 @@ class Lane:
     def close(self) -> None:
         """What has not begun never does."""
         self._waiting.clear()
+        self._closing.set()
         for thread in self._threads:
             thread.join()
 
     def _work(self) -> None:
+        """Run jobs until none is left. The thread stays until `close`, because Linux would then count the processes that it
+        started as another thread's, and the guard in `tests/guards.py` tells them by their thread."""
         while self._waiting:
             try:
                 future, job = self._waiting.popleft()
             except IndexError:  # the other thread was faster
-                return
+                break
             try:
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
+        self._closing.wait()
 
 
 def turn(item: pytest.Item) -> tuple[bool, bool]:

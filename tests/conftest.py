@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from tests.background import Background, Lane, turn
+from tests.guards import Guard
 
 ROOT = Path(__file__).resolve().parent.parent
+
+GUARD = pytest.StashKey[Guard]()
 
 # All clusters of a test run keep their files here, and the address file through which `ray.init()` finds a running cluster
 # is here too (in every Ray from 2.9 on). A developer's own cluster has these elsewhere, so neither can find the other.
@@ -60,6 +63,20 @@ def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
     background.close()
 
 
+@pytest.fixture(autouse=True)
+def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves an environment variable, a thread, a process or a listening socket behind.
+
+    pytest sets up fixtures of wider scope before this one, and this one before the test's other fixtures. So what a
+    module's trainer or the session's cluster holds is no leak, and the test's own fixtures have ended when it looks."""
+    guard = request.config.stash[GUARD]
+    guard.begin()
+    yield
+    leaks = guard.end()
+    if leaks:
+        pytest.fail("this test left behind: " + "; ".join(leaks), pytrace=False)
+
+
 @pytest.fixture
 def outcome(request: pytest.FixtureRequest, lane: Lane) -> Callable[[], Any]:
     """Waits for the script of this test (`@pytest.mark.script`); what came of it."""
@@ -82,6 +99,12 @@ def s3() -> Iterator[str]:
         s3fs.S3FileSystem().mkdir("raysgd-tests")
         yield "s3://raysgd-tests"
     server.stop()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the guard for fixtures of all scopes: those of the session do not see the hooks of this file."""
+    config.stash[GUARD] = Guard()
+    config.pluginmanager.register(config.stash[GUARD])
 
 
 def pytest_unconfigure() -> None:

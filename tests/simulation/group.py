@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -308,8 +308,13 @@ class SimGroup:
             process.given_up = True
             self.world.at(self.world.between(0.0005, 0.05), lambda: process.die("dismissed"))
 
-    def releasing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def releasing(self) -> Iterator[None]:
+        """Wait, on exit, until the nodes have the room of the workers that were dismissed meanwhile; 2.5 s at most."""
+        held = set(self._known)
+        yield
+        ended = [self.workers[name] for name in self.workers if name in held and name not in self._known]
+        self.world.run(2.5, lambda: not any(worker in worker.node.workers for worker in ended))
 
     def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         raise NotImplementedError("nothing in the simulation asks for a reference")

@@ -1,4 +1,4 @@
-"""What is an interruption, and what is the user's own error; and that a process joins once."""
+"""What is an interruption, and what is the user's own error; and the addresses that workers offer."""
 
 import pickle
 
@@ -6,7 +6,7 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd.rendezvous import RankInfo, assign_ranks  # noqa: E402
+from raysgd.rendezvous import assign_ranks  # noqa: E402
 from raysgd.tf.backend import TensorFlowBackend  # noqa: E402
 from raysgd.tf.ports import NoFreePortError  # noqa: E402
 
@@ -45,10 +45,3 @@ def test_everybody_is_told_the_addresses_that_were_offered() -> None:
     assert ranks[0]._port.number == int(again["address"].rpartition(":")[2]), "the newest port is held"
     for rank in ranks:
         rank._release()
-
-
-def test_nobody_joins_twice() -> None:
-    backend = TensorFlowBackend()
-    backend._strategy = object()
-    with pytest.raises(RuntimeError, match="twice in one process"):
-        backend.join(RankInfo(world_size=2), {})

@@ -67,17 +67,6 @@ def test_the_end_of_a_group_never_waits_for_threads_that_wait_for_the_interprete
     assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
-def test_who_comes_late_to_a_meeting_that_was_called_off_does_not_wait() -> None:
-    """A peer died on its way to the meeting, and the driver called it off before this rank had begun."""
-    driver, rank_infos = TorchBackend("gloo", join_s=20), assign_ranks(["a", "a"], generation=1)
-    settings = driver.plan(rank_infos)
-    driver.plan([])
-    late = TorchBackend("gloo", join_s=20)
-    with pytest.raises(RuntimeError, match="is over") as raised:
-        late.join(rank_infos[1], settings[1])
-    assert late.is_interruption(raised.value), "its process is well: it goes to the next meeting"
-
-
 def meet_late(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any], late_s: float, said: Any) -> None:
     raysgd.torch.backend.MEET_S = 1.0
     time.sleep(late_s)

@@ -3,8 +3,9 @@
 import pickle
 import queue
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -80,18 +81,23 @@ def test_the_lowest_rank_with_a_checkpoint_counts() -> None:
 
 
 class Driver:
-    """A run of two ranks, and what goes wrong in it."""
+    """A run of some ranks, and what goes wrong in it."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, *, keeper: CheckpointKeeper | None = None, ranks: int = 2) -> None:
         self.failed: list[BaseException] = []
-        self.run = Run(1, CheckpointKeeper(tmp_path), fail=self.failed.append, decode=dict)
-        self.attempt = self.run.begin_attempt(2)
+        self.run = Run(1, keeper or CheckpointKeeper(tmp_path), fail=self.failed.append, decode=dict)
+        self.attempt = self.run.begin_attempt(ranks)
 
     def say(self, rank: int, *, attempt: int | None = None, checkpoint: Any = None, **metrics: Any) -> None:
         head = pickle.dumps(metrics)
-        kind: Literal["report", "checkpoint"] = "report" if checkpoint is None else "checkpoint"
-        number = attempt or self.attempt.number
-        message = FunctionReport(kind, 1, number, rank, metrics_size=len(head), has_checkpoint=checkpoint is not None)
+        message = FunctionReport(
+            kind="report" if checkpoint is None else "checkpoint",
+            run=1,
+            attempt=attempt or self.attempt.number,
+            rank=rank,
+            metrics_size=len(head),
+            has_checkpoint=checkpoint is not None,
+        )
         self.run.take(message, head + (b"" if checkpoint is None else pickle.dumps(checkpoint)))
 
     def latest(self) -> Any:
@@ -99,8 +105,14 @@ class Driver:
         return None if found is None else found.to_dict()["epoch"]
 
 
-def test_after_a_loss_the_first_checkpoint_that_only_some_made_counts(tmp_path: Path) -> None:
-    driver = Driver(tmp_path)
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Driver]:
+    made = Driver(tmp_path)
+    yield made
+    made.run.closed()
+
+
+def test_after_a_loss_the_first_checkpoint_that_only_some_made_counts(driver: Driver) -> None:
     driver.say(0, checkpoint={"epoch": 0})
     driver.say(1, checkpoint={"epoch": 0})
     for epoch in (1, 2, 3):
@@ -110,8 +122,7 @@ def test_after_a_loss_the_first_checkpoint_that_only_some_made_counts(tmp_path: 
     assert (driver.latest(), second.number) == (1, 2)
 
 
-def test_after_a_loss_reports_of_some_are_shown_as_they_are(tmp_path: Path) -> None:
-    driver = Driver(tmp_path)
+def test_after_a_loss_reports_of_some_are_shown_as_they_are(driver: Driver) -> None:
     driver.say(0, step=0)
     driver.say(0, step=1)
     driver.say(1, step=0)
@@ -127,8 +138,7 @@ def test_after_a_loss_reports_of_some_are_shown_as_they_are(tmp_path: Path) -> N
     assert driver.failed == []
 
 
-def test_what_goes_wrong_with_a_report_ends_the_run(tmp_path: Path) -> None:
-    driver = Driver(tmp_path)
+def test_what_goes_wrong_with_a_report_ends_the_run(driver: Driver) -> None:
     driver.say(0, step=0)
     driver.say(1, checkpoint={"epoch": 0})
     (error,) = driver.failed
@@ -150,10 +160,8 @@ class SlowStore(CheckpointKeeper):
 
 
 def slow(tmp_path: Path) -> tuple[Driver, SlowStore]:
-    driver, keeper = Driver(tmp_path), SlowStore(tmp_path)
-    driver.run = Run(1, keeper, fail=driver.failed.append, decode=dict)
-    driver.attempt = driver.run.begin_attempt(1)
-    return driver, keeper
+    keeper = SlowStore(tmp_path)
+    return Driver(tmp_path, keeper=keeper, ranks=1), keeper
 
 
 def test_a_slow_store_holds_up_no_recovery_and_a_round_is_shown_when_its_checkpoint_is_stored(tmp_path: Path) -> None:

@@ -1,0 +1,539 @@
+"""The contract of a group of workers: what the engine can rely on, in Ray, in this process and in the simulation."""
+
+import dataclasses
+import inspect
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import psutil
+import pytest
+
+from raysgd.config import WorkerResources
+from raysgd.core.messages import Interrupt, ProgressReport, StackReport, StackRequest
+from raysgd.outcomes import Failed, Interrupted, Ok, Outcome
+from raysgd.progress import Control, Progress
+from raysgd.protocols import Call
+from raysgd.rendezvous import Alone, RankInfo
+from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
+from raysgd.workers.inline import InlineGroup
+from raysgd.workers.ray_group import RayGroup
+from raysgd.workers.worker_group import WorkerGroup
+from tests.simulation.checker import Checker
+from tests.simulation.group import SimGroup
+from tests.simulation.scenario import plan_for
+from tests.simulation.world import World
+
+POLL_S, POLLS = 0.1, 600
+
+
+class PlannedError(Exception):
+    """A user's own error, whose `__init__` wants more than its `args` have."""
+
+    def __init__(self, text: str, number: int) -> None:
+        super().__init__(text)
+        self.number = number
+
+
+class Probe:
+    """A replica that returns what it is given, and raises what it is given."""
+
+    def __init__(self, rank_info: RankInfo, control: Control) -> None:
+        self.rank_info, self.control, self.closed = rank_info, control, 0
+        self.progress = Progress(step=3)
+        self._pause = threading.Event().wait
+
+    def run(self, call: Call) -> Any:
+        return call.method(self, **call.arguments)
+
+    def give_back(self, value: Any) -> Any:
+        return value
+
+    def throw(self, error: BaseException) -> None:
+        raise error
+
+    def throw_new(self, kind: type[BaseException], arguments: Sequence[Any]) -> None:
+        raise kind(*arguments)
+
+    def report(self) -> None:
+        self.control.report(Progress(step=4), {"loss": 1.0})
+
+    def wait(self) -> str:
+        """Return when the driver interrupts."""
+        while not self.control.interrupted:
+            with self.control._changed:
+                self.control._changed.wait(0.05)
+        return "interrupted"
+
+    def joined(self, rank_info: RankInfo) -> None:
+        self.rank_info = rank_info
+
+    def partial(self) -> dict[str, Any]:
+        return {}
+
+    def state(self) -> bytes:
+        return b"state"
+
+    def load(self, data: bytes) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+# -- the implementations ------------------------------------------------------------------------------
+
+
+class Subject:
+    """One implementation, its workers, and what a test needs of it beside the protocol."""
+
+    size = 2
+    settle_s = 0.0
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self.workers: list[str] = []
+        self.arrivals: list[Arrived] = []
+        self.heard: list[Event] = []
+        group.set_patience(20.0)
+        group.listener = self.heard.append
+
+    def launch(self) -> None:
+        self.workers = self.group.launch(self.size)
+        self.arrivals = [event for event in self.until(Arrived, self.size) if isinstance(event, Arrived)]
+
+    def build(self) -> None:
+        for worker in self.workers:
+            assert isinstance(self.perform(worker, "build", factory=self.group.pack(Probe), rank_info=RankInfo()), Ok)
+
+    def until(self, kind: type[Event], count: int = 1) -> list[Event]:
+        """Return all events up to the `count`th one of this type."""
+        found: list[Event] = []
+        for _ in range(POLLS):
+            found += [*self.group.poll(POLL_S), *self._from_listener()]
+            if sum(isinstance(event, kind) for event in found) >= count:
+                return found
+        raise AssertionError(f"waited for {count} {kind.__name__}, and there were {found}")
+
+    def settle(self) -> list[Event]:
+        """Return the events that still come."""
+        found: list[Event] = []
+        for _ in range(1 + int(self.settle_s / POLL_S)):
+            found += [*self.group.poll(POLL_S), *self._from_listener()]
+        return found
+
+    def _from_listener(self) -> list[Event]:
+        heard, self.heard[:] = list(self.heard), []
+        return heard
+
+    def perform(self, worker: str, verb: str, *, generation: int = 0, **arguments: Any) -> Outcome:
+        call = self.group.submit(worker, verb, arguments, generation=generation)
+        (reply,) = [event for event in self.until(Replied) if isinstance(event, Replied)]
+        assert (reply.worker, reply.call) == (worker, call)
+        return reply.outcome
+
+    def run(self, worker: str, method: Callable[..., Any], **arguments: Any) -> Outcome:
+        return self.perform(worker, "run", call=Call(method, arguments))
+
+    def ended(self, worker: str) -> bool:
+        """Return whether the worker's process has ended."""
+        raise NotImplementedError
+
+    def crash(self, worker: str) -> None:
+        """End the worker's process from outside of the group."""
+        raise NotImplementedError
+
+    def freeze(self, worker: str) -> None:
+        """Stop the worker's process, so that it sends nothing."""
+        raise NotImplementedError
+
+    def thaw(self, worker: str) -> None:
+        """Let a frozen process continue."""
+        raise NotImplementedError
+
+
+class Inline(Subject):
+    size = 1
+
+    def __init__(self) -> None:
+        super().__init__(InlineGroup(Alone()))
+
+    def ended(self, worker: str) -> bool:
+        return True  # the worker is this process, and what ends is only what it hosts
+
+
+class InRay(Subject):
+    settle_s = 0.6
+
+    def __init__(self) -> None:
+        super().__init__(RayGroup(Alone(), WorkerResources(cpus=1)))
+
+    def _pid(self, worker: str) -> int:
+        return next(event.pid for event in self.arrivals if event.worker == worker)
+
+    def ended(self, worker: str) -> bool:
+        return not psutil.pid_exists(self._pid(worker))
+
+    def crash(self, worker: str) -> None:
+        os.kill(self._pid(worker), signal.SIGKILL)
+
+    def freeze(self, worker: str) -> None:
+        os.kill(self._pid(worker), signal.SIGSTOP)
+
+    def thaw(self, worker: str) -> None:
+        os.kill(self._pid(worker), signal.SIGCONT)
+
+
+class Simulated(Subject):
+    settle_s = 5.0  # virtual: what Ray says of a dead actor comes up to 3 s late
+
+    def __init__(self) -> None:
+        plan = dataclasses.replace(plan_for(0), nodes=(2, 2), in_place=True)
+        self._sim = SimGroup(World(0), plan, Checker(plan), lambda worker, point: None)
+        super().__init__(self._sim)
+
+    def ended(self, worker: str) -> bool:
+        self.settle()
+        return not self._sim.workers[worker].alive
+
+    def crash(self, worker: str) -> None:
+        self._sim.workers[worker].die()
+
+    def freeze(self, worker: str) -> None:
+        self._sim.workers[worker].stop()
+
+    def thaw(self, worker: str) -> None:
+        self._sim.workers[worker].resume()
+
+
+KINDS: dict[str, type[Subject]] = {"ray": InRay, "inline": Inline, "simulated": Simulated}
+ALL = [*KINDS]
+# The inline worker is the driver's own process: it cannot be killed, cannot fail alone, and reads no messages, because the one
+# thread that could read them is the one that trains. What it does instead has tests of its own below.
+APART = ["ray", "simulated"]
+# Arguments travel to Ray's workers only, and only Ray has references.
+TRAVELLING, SAME_MEMORY = ["ray"], ["inline", "simulated"]
+
+
+def started(request: pytest.FixtureRequest) -> Subject:
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+    return KINDS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def shared(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    """Workers that are up and host a replica, for tests that end none of them."""
+    subject = started(request)
+    subject.launch()
+    subject.build()
+    yield subject
+    subject.group.stop()
+
+
+@pytest.fixture
+def fresh(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    """A group without workers."""
+    subject = started(request)
+    yield subject
+    subject.group.stop()
+
+
+def each(fixture: str, kinds: Sequence[str]) -> pytest.MarkDecorator:
+    """Run the test on these implementations."""
+    return pytest.mark.parametrize(fixture, kinds, indirect=True)
+
+
+# -- workers start and end ----------------------------------------------------------------------------
+
+
+@each("fresh", ALL)
+def test_each_launched_worker_arrives_once_and_the_room_shrinks(fresh: Subject) -> None:
+    group, room, most = fresh.group, fresh.group.room(), fresh.group.holds_at_most()
+    assert most >= room >= fresh.size
+    fresh.launch()
+    assert len(set(fresh.workers)) == fresh.size
+    assert sorted(event.worker for event in fresh.arrivals) == sorted(fresh.workers)
+    assert all(event.pid > 0 and group.lives(event.node) for event in fresh.arrivals)
+    assert fresh.settle() == []
+    for _ in range(POLLS):
+        if group.room() == room - fresh.size:
+            break
+        assert group.poll(POLL_S) == []
+    assert (group.room(), group.holds_at_most()) == (room - fresh.size, most)
+    outcome = fresh.run(fresh.workers[0], Probe.give_back, value=1)
+    assert isinstance(outcome, Failed) and "hosts no replica" in str(outcome.error)
+    with group.releasing():
+        for worker in fresh.workers:
+            group.dismiss(worker)
+    assert group.room() == room, "the resources of dismissed workers are free"
+    assert fresh.settle() == [], "a worker that was dismissed is not reported"
+    assert all(fresh.ended(worker) for worker in fresh.workers)
+
+
+@each("fresh", APART)
+def test_the_failure_of_a_worker_is_reported_exactly_once(fresh: Subject) -> None:
+    """One is killed by the driver, the other one from outside; each has a call that never ends."""
+    fresh.launch()
+    fresh.build()
+    killed, crashed = fresh.workers
+    for worker in fresh.workers:
+        fresh.group.submit(worker, "run", {"call": Call(Probe.wait)})
+    fresh.group.kill(killed)
+    first = fresh.until(Gone)
+    assert [(type(event), event.worker) for event in first] == [(Gone, killed)]
+    fresh.crash(crashed)
+    second = fresh.until(Gone)
+    assert [(type(event), event.worker) for event in second] == [(Gone, crashed)]
+    assert all(isinstance(event, Gone) and event.cause and event.reason == "worker death" for event in first + second)
+    for worker in fresh.workers:
+        assert not fresh.group.tell(worker, StackRequest(1))
+        fresh.group.submit(worker, "run", {"call": Call(Probe.wait)})
+        fresh.group.kill(worker)
+    assert fresh.settle() == [], "each failure is reported once, and calls of a failed worker have no reply"
+    for worker in fresh.workers:
+        fresh.group.dismiss(worker)
+    assert fresh.settle() == []
+
+
+@each("fresh", APART)
+def test_a_worker_can_be_dismissed_before_it_arrives(fresh: Subject) -> None:
+    (worker,) = fresh.group.launch(1)
+    assert fresh.group.silent_for(worker) == 0.0
+    fresh.group.dismiss(worker)
+    fresh.group.dismiss(worker)
+    assert fresh.settle() == []
+    assert not fresh.group.tell(worker, StackRequest(1))
+
+
+@each("fresh", ALL)
+def test_stop_ends_all_workers_and_can_be_called_twice(fresh: Subject) -> None:
+    fresh.launch()
+    fresh.group.stop()
+    assert all(fresh.ended(worker) for worker in fresh.workers)
+    fresh.group.stop()
+    assert fresh.settle() == []
+
+
+def test_the_inline_group_has_one_worker_and_it_cannot_be_killed() -> None:
+    subject = Inline()
+    subject.launch()
+    with pytest.raises(RuntimeError, match="one worker"):
+        subject.group.launch(1)
+    with pytest.raises(RuntimeError, match="one worker"):
+        InlineGroup(Alone()).launch(2)
+    with pytest.raises(RuntimeError, match="cannot be killed"):
+        subject.group.kill(subject.workers[0])
+    assert subject.arrivals[0].pid == os.getpid()
+    assert not subject.group.tell(subject.workers[0], StackRequest(1)), "no thread reads messages"
+    assert subject.group.silent_for(subject.workers[0]) == 0.0
+
+
+def test_the_inline_group_closes_its_replica_once() -> None:
+    subject = Inline()
+    subject.launch()
+    made: list[Probe] = []
+
+    def make(rank_info: RankInfo, control: Control) -> Probe:
+        made.append(Probe(rank_info, control))
+        return made[0]
+
+    subject.perform(subject.workers[0], "build", factory=make, rank_info=RankInfo())
+    subject.group.stop()
+    subject.group.stop()
+    assert [probe.closed for probe in made] == [1]
+
+
+# -- calls --------------------------------------------------------------------------------------------
+
+
+@each("shared", ALL)
+def test_every_call_has_one_reply_with_its_number(shared: Subject) -> None:
+    calls = {}
+    for value in range(3):
+        for worker in shared.workers:
+            number = shared.group.submit(worker, "run", {"call": Call(Probe.give_back, {"value": (worker, value)})})
+            calls[number] = worker, value
+    assert len(calls) == 3 * shared.size
+    replies = [event for event in [*shared.until(Replied, len(calls)), *shared.settle()] if isinstance(event, Replied)]
+    assert sorted(reply.call for reply in replies) == sorted(calls)
+    for worker in shared.workers:
+        own = [reply.call for reply in replies if reply.worker == worker]
+        assert own == sorted(own), "the calls of a worker are made in the order in which they were submitted"
+    for reply in replies:
+        assert isinstance(reply.outcome, Ok) and tuple(reply.outcome.value) == calls[reply.call]
+        assert reply.outcome.progress.step == 3, "a reply has the progress of the replica"
+
+
+@each("shared", ALL)
+@pytest.mark.parametrize(("kind", "arguments"), [(PlannedError, ("planned", 7)), (KeyError, ("planned",))])
+def test_a_users_error_is_a_failed_outcome_and_the_worker_continues(
+    shared: Subject, kind: type[BaseException], arguments: Sequence[Any]
+) -> None:
+    outcome = shared.run(shared.workers[0], Probe.throw_new, kind=kind, arguments=arguments)
+    assert isinstance(outcome, Failed) and type(outcome.error) is kind
+    assert outcome.error.args == ("planned",) and vars(outcome.error) == vars(kind(*arguments))
+    assert "in throw_new" in outcome.traceback
+    again = shared.run(shared.workers[0], Probe.give_back, value="more")
+    assert isinstance(again, Ok) and again.value == "more"
+
+
+@each("shared", ALL)
+def test_sys_exit_in_the_users_code_ends_neither_the_worker_nor_the_script(shared: Subject) -> None:
+    outcome = shared.run(shared.workers[0], Probe.throw_new, kind=SystemExit, arguments=(3,))
+    assert isinstance(outcome, Failed) and "sys.exit(3)" in str(outcome.error)
+
+
+@each("shared", SAME_MEMORY)
+def test_an_error_that_does_not_travel_is_the_users_own_object(shared: Subject) -> None:
+    error = PlannedError("planned", 7)
+    outcome = shared.run(shared.workers[0], Probe.throw, error=error)
+    assert isinstance(outcome, Failed) and outcome.error is error
+
+
+@each("shared", ALL)
+def test_an_interrupted_call_stays_interrupted(shared: Subject) -> None:
+    given = Interrupted({"loss": 1.0}, "stopped", asked=True)
+    assert shared.run(shared.workers[0], Probe.give_back, value=given) == given
+
+
+def test_ctrl_c_in_the_inline_worker_reaches_the_user() -> None:
+    subject = Inline()
+    subject.launch()
+    subject.build()
+    with pytest.raises(KeyboardInterrupt):
+        subject.run(subject.workers[0], Probe.throw, error=KeyboardInterrupt())
+    subject.group.stop()
+
+
+@each("shared", ALL)
+def test_a_hook_runs_on_the_worker(shared: Subject) -> None:
+    assert isinstance(shared.perform(shared.workers[0], "prepare", hook=shared.group.pack(None)), Ok)
+    failed = shared.perform(shared.workers[0], "prepare", hook=shared.group.pack(planned_hook))
+    assert isinstance(failed, Failed) and type(failed.error) is PlannedError
+
+
+def planned_hook() -> None:
+    raise PlannedError("in the hook", 7)
+
+
+@each("shared", ALL)
+def test_a_packed_object_arrives_as_the_object(shared: Subject) -> None:
+    given = {"a": [1, 2], "b": "text"}
+    packed = shared.group.pack(given)
+    outcome = shared.run(shared.workers[0], Probe.give_back, value=packed)
+    assert isinstance(outcome, Ok) and outcome.value == given
+
+
+@each("shared", SAME_MEMORY)
+def test_what_does_not_travel_is_not_copied(shared: Subject) -> None:
+    lock = threading.Lock()
+    assert shared.group.pack(lock) is lock
+    outcome = shared.run(shared.workers[0], Probe.give_back, value=lock)
+    assert isinstance(outcome, Ok) and outcome.value is lock
+
+
+@each("shared", TRAVELLING)
+def test_an_object_that_cannot_be_pickled_is_named(shared: Subject) -> None:
+    with pytest.raises(TypeError, match=r"lock.* cannot be sent to the workers"):
+        shared.group.pack({"mine": threading.Lock()})
+
+
+@each("shared", TRAVELLING)
+def test_a_reference_leads_to_the_value_or_to_the_users_error(shared: Subject) -> None:
+    import ray
+
+    worker = shared.workers[0]
+    reference = shared.group.refer(worker, "run", {"call": Call(Probe.give_back, {"value": 5})})
+    failing = shared.group.refer(worker, "run", {"call": Call(Probe.throw, {"error": KeyError("planned")})})
+    assert ray.get(reference) == 5
+    with pytest.raises(KeyError, match="planned"):
+        ray.get(failing)
+    assert shared.settle() == [], "a call by reference has no event"
+
+
+@each("shared", SAME_MEMORY)
+def test_without_ray_there_are_no_references(shared: Subject) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError), match="reference"):
+        shared.group.refer(shared.workers[0], "run", {"call": Call(Probe.give_back, {"value": 5})})
+
+
+# -- messages -----------------------------------------------------------------------------------------
+
+
+@each("shared", ALL)
+def test_progress_arrives_with_the_number_of_its_call(shared: Subject) -> None:
+    worker = shared.workers[-1]
+    call = shared.group.submit(worker, "run", {"call": Call(Probe.report)})
+    events = [*shared.until(Replied), *shared.settle()]
+    (heard,) = [event for event in events if isinstance(event, Heard)]
+    assert (heard.worker, heard.message) == (worker, ProgressReport(call, Progress(step=4), {"loss": 1.0}))
+
+
+@each("shared", ALL)
+def test_an_unknown_worker_cannot_be_told_anything(shared: Subject) -> None:
+    assert not shared.group.tell("unknown", StackRequest(1))
+    assert shared.group.silent_for("unknown") == 0.0
+
+
+@each("shared", APART)
+def test_messages_reach_a_running_call_of_the_same_generation(shared: Subject) -> None:
+    worker = shared.workers[0]
+    shared.perform(worker, "join", rank_info=RankInfo(solo=True), settings={}, generation=2)
+    call = shared.group.submit(worker, "run", {"call": Call(Probe.wait)})
+    assert shared.group.tell(worker, StackRequest(8))
+    (stack,) = shared.until(Heard)
+    assert isinstance(stack, Heard) and isinstance(stack.message, StackReport) and stack.message.round == 8
+    assert shared.group.tell(worker, Interrupt(1))
+    assert shared.settle() == [], "an order of an old generation changes nothing"
+    assert shared.group.tell(worker, Interrupt(2))
+    (reply,) = shared.until(Replied)
+    assert isinstance(reply, Replied) and reply.call == call
+    assert isinstance(reply.outcome, Ok) and reply.outcome.value == "interrupted"
+    shared.perform(worker, "join", rank_info=RankInfo(solo=True), settings={}, generation=3)
+
+
+@each("shared", APART)
+def test_silence_is_measured_from_the_last_message(shared: Subject) -> None:
+    worker, other = shared.workers
+    shared.freeze(worker)
+    try:
+        for _ in range(POLLS):
+            shared.group.poll(POLL_S)
+            if shared.group.silent_for(worker) > 2.5:
+                break
+        assert shared.group.silent_for(worker) > max(2.5, shared.group.silent_for(other))
+    finally:
+        shared.thaw(worker)
+    for _ in range(POLLS):
+        shared.group.poll(POLL_S)
+        if shared.group.silent_for(worker) < 2.0:
+            return
+    raise AssertionError("the worker sends again, and counts as silent")
+
+
+# -- the cluster --------------------------------------------------------------------------------------
+
+
+@each("shared", ALL)
+def test_what_is_known_of_the_cluster(shared: Subject) -> None:
+    assert shared.group.draining() == set()
+    assert all(shared.group.lives(event.node) for event in shared.arrivals)
+    assert isinstance(shared.group.wanting(3), str) and shared.group.wanting(3)
+
+
+@each("shared", APART)
+def test_wanting_says_what_is_needed_and_what_is_free(shared: Subject) -> None:
+    assert shared.group.wanting(3) == f"3 CPU ({shared.group.room()} free)"
+    assert not shared.group.lives("unknown")
+
+
+@pytest.mark.parametrize("kind", [RayGroup, InlineGroup, SimGroup])
+def test_every_method_of_the_protocol_exists_with_its_parameters(kind: type[Any]) -> None:
+    for name, method in inspect.getmembers(WorkerGroup, inspect.isfunction):
+        if not name.startswith("_"):
+            expected, found = inspect.signature(method), inspect.signature(getattr(kind, name))
+            assert list(found.parameters) == list(expected.parameters), name
+    assert isinstance(kind.elastic, bool)
