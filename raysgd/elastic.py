@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Lost, Ok, Outcome
+from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome, WorkerFailed
 
 __all__ = [
     "OUT_OF_STEP",
@@ -64,12 +64,12 @@ class Observation:
 
     kind: "done" all ranks finished; "user_error" the user's code raised; "broken" workers, the network or a data loader
     failed; "paused" all ranks stopped because they were asked to; "out_of_step" the ranks did not make the same
-    collective calls, which is an error in the user's code. `lost` are the failed workers, `culprit` is the worker whose
+    collective calls, which is an error in the user's code. `failed_workers` are the failed workers, `culprit` is the worker whose
     code raised or whose data loader failed.
     """
 
     kind: Literal["done", "user_error", "broken", "paused", "out_of_step"]
-    lost: tuple[str, ...] = ()
+    failed_workers: tuple[str, ...] = ()
     culprit: str | None = None
     reason: str = ""
     detail: str = ""
@@ -83,17 +83,17 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
     no worker failed and the driver did not ask for it mean a network fault, unless one of them names another reason, or
     they were in collective calls that do not match.
     """
-    lost = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, Lost))
+    failed_workers = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, WorkerFailed))
     failed = [worker for worker, outcome in outcomes.items() if isinstance(outcome, Failed)]
     if failed:
-        return Observation("user_error", lost=lost, culprit=failed[0])
+        return Observation("user_error", failed_workers=failed_workers, culprit=failed[0])
     apart = different_calls(outcomes)
     if apart:
-        return Observation("out_of_step", lost=lost, reason=OUT_OF_STEP, detail=apart)
-    if lost:
-        first = outcomes[lost[0]]
-        assert isinstance(first, Lost)
-        return Observation("broken", lost=lost, reason=first.reason, detail=first.cause)
+        return Observation("out_of_step", failed_workers=failed_workers, reason=OUT_OF_STEP, detail=apart)
+    if failed_workers:
+        first = outcomes[failed_workers[0]]
+        assert isinstance(first, WorkerFailed)
+        return Observation("broken", failed_workers=failed_workers, reason=first.reason, detail=first.cause)
     interrupted = {worker: outcome for worker, outcome in outcomes.items() if isinstance(outcome, Interrupted)}
     for worker, outcome in interrupted.items():
         if outcome.reason:
@@ -117,7 +117,7 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
     it is the second time at this place) different lines of the user's code are enough.
     """
     ranks = list(enumerate(outcomes.values()))
-    sized = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, Lost) and o.reason == OUT_OF_STEP]
+    sized = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, WorkerFailed) and o.reason == OUT_OF_STEP]
     waiting = {r: o.place for r, o in ranks if isinstance(o, Interrupted) and not o.asked and o.place.name}
     counted = {r: place for r, place in waiting.items() if place.count >= 0}
     finished = {r: o.collectives for r, o in ranks if isinstance(o, Ok) and o.collectives >= 0}

@@ -7,7 +7,16 @@ from typing import Any
 
 from raysgd.progress import Progress
 
-__all__ = ["DATA_LOADER", "CollectivePlace", "DataLoaderFailure", "Failed", "Interrupted", "Lost", "Ok", "Outcome"]
+__all__ = [
+    "DATA_LOADER",
+    "CollectivePlace",
+    "DataLoaderFailure",
+    "Failed",
+    "Interrupted",
+    "Ok",
+    "Outcome",
+    "WorkerFailed",
+]
 
 DATA_LOADER = "data loader"
 
@@ -60,7 +69,7 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
-class Lost:
+class WorkerFailed:
     """The process or its node is gone. `value` is what its last progress message said."""
 
     cause: str
@@ -80,4 +89,4 @@ class DataLoaderFailure(BaseException):
         return Interrupted(value, f"{where}: {self}", progress, reason=DATA_LOADER)
 
 
-Outcome = Ok | Failed | Interrupted | Lost
+Outcome = Ok | Failed | Interrupted | WorkerFailed

@@ -11,7 +11,7 @@ from raysgd.outcomes import Failed, Interrupted, Ok
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Call
 from raysgd.rendezvous import Alone, RankInfo
-from raysgd.workers.events import Arrived, Heard, Replied
+from raysgd.workers.events import CallEnded, MessageReceived, WorkerStarted
 from raysgd.workers.inline import InlineGroup
 
 
@@ -66,7 +66,7 @@ class Hosting:
     def do(self, verb: str, **arguments: Any) -> Any:
         call = self.group.submit(self.worker, verb, arguments)
         (event,) = self.group.poll(0)
-        assert isinstance(event, Replied)
+        assert isinstance(event, CallEnded)
         assert event.call == call
         return event.outcome
 
@@ -81,7 +81,7 @@ def hosting() -> Hosting:
 
 def test_the_worker_is_this_process(hosting: Hosting) -> None:
     (event,) = hosting.arrival
-    assert isinstance(event, Arrived)
+    assert isinstance(event, WorkerStarted)
     assert event.pid == os.getpid()
 
 
@@ -137,7 +137,7 @@ def test_a_call_without_a_replica_fails_with_words() -> None:
     group.poll(0)
     group.submit(worker, "run", {"call": Call(FakeReplica.report)})
     (event,) = group.poll(0)
-    assert isinstance(event, Replied)
+    assert isinstance(event, CallEnded)
     assert isinstance(event.outcome, Failed)
     assert "hosts no replica" in str(event.outcome.error)
 
@@ -147,7 +147,7 @@ def test_progress_goes_straight_to_the_listener(hosting: Hosting) -> None:
     hosting.group.listener = heard.append
     hosting.run(FakeReplica.report)
     (event,) = heard
-    assert isinstance(event, Heard)
+    assert isinstance(event, MessageReceived)
     assert isinstance(event.message, ProgressReport)
     assert event.message.progress.step == 4
     assert event.message.partial == {"loss": 1.0}

@@ -260,7 +260,7 @@ class Engine:
                 seen = classify(outcomes)
                 if seen.kind == "user_error":
                     self._raise_user_error(seen, outcomes)
-                if seen.reason == "network" and not seen.lost:
+                if seen.reason == "network" and not seen.failed_workers:
                     seen = self._apart(seen, outcomes, network_at)
                     network_at = self.progress
                 if seen.kind == "out_of_step":
@@ -340,7 +340,7 @@ class Engine:
         members = [self._table[worker] for worker in self._table.members()]
         if not members:
             return Observation("broken", reason="worker death", detail="no worker is left")
-        seen = classify({m.worker: Ok() if m.gone is None else self._table.failure_of(m) for m in members})
+        seen = classify({m.worker: Ok() if m.ended is None else self._table.failure_of(m) for m in members})
         if seen.kind == "done" and not self._generation.up and not self._backend.in_place:
             return Observation("broken", reason="restart", detail="an error ended the generation")
         return seen

@@ -21,10 +21,10 @@ from raysgd.core.messages import (
     StackRequest,
 )
 from raysgd.hang import Report, culprits, unfinished
-from raysgd.outcomes import Failed, Lost, Ok, Outcome
+from raysgd.outcomes import Failed, Ok, Outcome, WorkerFailed
 from raysgd.progress import Progress
 from raysgd.snapshot import Snapshot, SnapshotKeeper
-from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
+from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.worker_group import WorkerGroup
 
 __all__ = ["SILENT_S", "WorkerInfo", "WorkerTable"]
@@ -46,8 +46,8 @@ class WorkerInfo:
     holds_state  it has the group's weights, not just its own initial ones
     notice       its node announced that it will be taken away
     moved_at     when it last made progress
-    gone         how it failed
-    blame        why the driver killed it: the reason and the details of its failure
+    ended        how it failed
+    killed_for   why the driver killed it: the reason and the details of its failure
     unfinished   what it did not finish in time, with its stack; a stopped process shows none
     """
 
@@ -55,7 +55,7 @@ class WorkerInfo:
     node: str = ""
     pid: int = 0
     rank: int | None = None
-    arrived: bool = False
+    started: bool = False
     built: bool = False
     in_group: bool = False
     holds_state: bool = False
@@ -63,15 +63,15 @@ class WorkerInfo:
     progress: Progress = field(default_factory=Progress)
     partial: dict[str, Any] | None = None
     moved_at: float = 0.0
-    gone: Gone | None = None
-    blame: Blame | None = None
+    ended: WorkerEnded | None = None
+    killed_for: KillReason | None = None
     unfinished: str = ""
     busy: int | None = None
     last_call: int = -1
 
 
 @dataclass(frozen=True)
-class Blame:
+class KillReason:
     """Why the driver killed a worker."""
 
     reason: str
@@ -121,7 +121,7 @@ class WorkerTable:
 
     def failed(self) -> list[WorkerInfo]:
         """Return the workers that have failed and have not been dismissed yet."""
-        return [info for info in self._workers.values() if info.gone is not None]
+        return [info for info in self._workers.values() if info.ended is not None]
 
     def launch(self, count: int) -> list[str]:
         workers = self.group.launch(count)
@@ -135,7 +135,7 @@ class WorkerTable:
 
     def kill(self, worker: str, reason: str, why: str) -> None:
         """End a worker that blocks the others. Its failure will have this reason."""
-        self._workers[worker].blame = Blame(reason, why)
+        self._workers[worker].killed_for = KillReason(reason, why)
         self.group.kill(worker)
 
     def cancel(self, error: BaseException | None) -> None:
@@ -193,7 +193,7 @@ class WorkerTable:
             self._asked.pop(call, None)
             return outcome
         info = self._workers.get(self._asked.get(call, ""))
-        if info is None or info.gone is not None:
+        if info is None or info.ended is not None:
             self._asked.pop(call, None)
             return self.failure_of(info)
         return None
@@ -204,19 +204,19 @@ class WorkerTable:
             self._asked.pop(call, None)
             self._replies.pop(call, None)
 
-    def failure_of(self, info: WorkerInfo | None) -> Lost:
+    def failure_of(self, info: WorkerInfo | None) -> WorkerFailed:
         """Return the outcome of a call to a worker that has failed."""
-        if info is None or info.gone is None:
-            return Lost("it was dismissed")
-        if info.blame is not None:
-            reason, why = info.blame.reason, info.blame.why
+        if info is None or info.ended is None:
+            return WorkerFailed("it was dismissed")
+        if info.killed_for is not None:
+            reason, why = info.killed_for.reason, info.killed_for.why
         else:
-            reason, why = info.gone.reason, info.gone.cause
+            reason, why = info.ended.reason, info.ended.cause
             if info.node and not self.group.lives(info.node):
                 reason, why = "node loss", f"its node {info.node[:8]} is gone"
             elif info.notice:
                 reason = "preemption"
-        return Lost(why, reason, info.partial, info.progress)
+        return WorkerFailed(why, reason, info.partial, info.progress)
 
     def ask(
         self,
@@ -265,7 +265,7 @@ class WorkerTable:
     def end_if_silent(self, worker: str, verb: str) -> None:
         """Kill the worker if its process is stopped: it does not even send "alive", which a long set-up does
         meanwhile."""
-        if self._workers[worker].blame is None and self.group.silent_for(worker) > self._silent_s:
+        if self._workers[worker].killed_for is None and self.group.silent_for(worker) > self._silent_s:
             self.kill(worker, "hang", unfinished(self._report(worker, None), verb, self._silent_s))
 
     def _end_late(self, late: Iterable[str], verb: str, limit_s: float) -> None:
@@ -273,10 +273,10 @@ class WorkerTable:
         never reported count as failed."""
         remaining = []
         for worker in late:
-            if self._workers[worker].blame is None:
+            if self._workers[worker].killed_for is None:
                 remaining.append(worker)
             else:
-                self._workers[worker].gone = Gone(worker, "it was killed, and its exit was never reported")
+                self._workers[worker].ended = WorkerEnded(worker, "it was killed, and its exit was never reported")
         silent = [worker for worker in remaining if self.group.silent_for(worker) > SILENT_S]
         for worker, story in self.stuck(silent or remaining, verb, limit_s).items():
             self.kill(worker, "hang", story)
@@ -350,24 +350,24 @@ class WorkerTable:
 
     def _take(self, event: Event) -> None:
         info = self._workers.get(event.worker)
-        message = event.message if isinstance(event, Heard) else None
-        if isinstance(event, Heard) and isinstance(message, SnapshotUpload):
+        message = event.message if isinstance(event, MessageReceived) else None
+        if isinstance(event, MessageReceived) and isinstance(message, SnapshotUpload):
             self.snapshots.offer(Snapshot(event.body, message.progress, message.call, message.partial))
-        elif isinstance(event, Heard) and isinstance(message, FunctionReport):
+        elif isinstance(event, MessageReceived) and isinstance(message, FunctionReport):
             self._on_message(message, event.body)
         if info is None:
             return
-        if isinstance(event, Arrived):
-            info.arrived, info.node, info.pid = True, event.node, event.pid
+        if isinstance(event, WorkerStarted):
+            info.started, info.node, info.pid = True, event.node, event.pid
             info.moved_at = self.clock()
-        elif isinstance(event, Gone):
-            info.gone = event
-        elif isinstance(event, Replied):
-            self._replied(info, event)
+        elif isinstance(event, WorkerEnded):
+            info.ended = event
+        elif isinstance(event, CallEnded):
+            self._call_ended(info, event)
         else:
-            self._heard(info, event.message)
+            self._message_received(info, event.message)
 
-    def _replied(self, info: WorkerInfo, event: Replied) -> None:
+    def _call_ended(self, info: WorkerInfo, event: CallEnded) -> None:
         if event.call not in self._asked:
             return
         self._replies[event.call] = event.outcome
@@ -377,7 +377,7 @@ class WorkerTable:
         if not isinstance(event.outcome, Failed) or event.outcome.progress != Progress():
             info.progress = event.outcome.progress
 
-    def _heard(self, info: WorkerInfo, message: Message) -> None:
+    def _message_received(self, info: WorkerInfo, message: Message) -> None:
         if isinstance(message, ProgressReport):
             if message.call < info.last_call:
                 return  # of an earlier call: that call's result came another way, and overtook it

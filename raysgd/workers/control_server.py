@@ -42,7 +42,7 @@ from raysgd.core.messages import (
     StartDealer,
     decode,
 )
-from raysgd.workers.events import Arrived, Event, Gone, Heard
+from raysgd.workers.events import Event, MessageReceived, WorkerEnded, WorkerStarted
 
 __all__ = ["ControlServer"]
 
@@ -83,7 +83,7 @@ class ControlServer:
     connection gets a thread of its own once it is admitted, and a checkpoint's connection goes to whoever expects it, so
     that no transfer delays a heartbeat.
 
-    A control connection that ends is a `Gone` event within milliseconds of the process's end, usually before Ray reports
+    A control connection that ends is a `WorkerEnded` event within milliseconds of the process's end, usually before Ray reports
     it. One whose other machine does not acknowledge anything for `unreachable_s` ends too. Whatever one connection sends,
     an error ends that connection only.
     """
@@ -116,7 +116,7 @@ class ControlServer:
     # -- any thread -----------------------------------------------------------------------------------
 
     def tell(self, worker: str, message: Message) -> bool:
-        """Send a message to a worker. Return False when it has no connection, which is or will be a `Gone` event. Never
+        """Send a message to a worker. Return False when it has no connection, which is or will be a `WorkerEnded` event. Never
         block."""
         peer = self._workers.get(worker)
         if peer is None:
@@ -257,7 +257,7 @@ class ControlServer:
         if worker is None or self._workers.get(worker) is not peer:
             return
         if self._workers.pop(worker, None) is not None:  # else `hang_up` was faster
-            self._events.put(Gone(worker, why, reason))
+            self._events.put(WorkerEnded(worker, why, reason))
 
     def _end(self, peer: _Peer) -> None:
         self._handed_over.discard(peer.connection)
@@ -291,14 +291,14 @@ class ControlServer:
         peer.worker = worker
         self._heard_at[worker] = time.monotonic()
         self._workers[worker] = peer
-        self._events.put(Arrived(worker, hello.node, hello.pid))
+        self._events.put(WorkerStarted(worker, hello.node, hello.pid))
         while True:
             message = await self._message(peer)
             if self._workers.get(worker) is not peer:
                 continue  # `hang_up` was called
             self._heard_at[worker] = time.monotonic()
             if not isinstance(message, Alive):
-                self._events.put(Heard(worker, message))
+                self._events.put(MessageReceived(worker, message))
             await asyncio.sleep(0)  # a worker that sends without pause does not keep the loop from the others
 
     async def _message(self, peer: _Peer) -> Message:
@@ -349,7 +349,7 @@ class ControlServer:
                     raise ValueError(f"{type(message).__name__} on a bulk connection")
                 body = receive_body(connection, size)
                 self._heard_at[worker] = time.monotonic()
-                self._events.put(Heard(worker, message, body))
+                self._events.put(MessageReceived(worker, message, body))
                 send(connection, Received())
         except OSError as error:  # the worker's end is reported by its control connection
             logger.debug("the bulk connection of worker %s has ended: %s", worker, error)

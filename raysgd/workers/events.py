@@ -8,11 +8,11 @@ from raysgd.core.connection import Body
 from raysgd.core.messages import Message
 from raysgd.outcomes import Outcome
 
-__all__ = ["Arrived", "Event", "Gone", "Heard", "Replied"]
+__all__ = ["CallEnded", "Event", "MessageReceived", "WorkerEnded", "WorkerStarted"]
 
 
 @dataclass(frozen=True)
-class Arrived:
+class WorkerStarted:
     """A launched worker's process is up and connected."""
 
     worker: str
@@ -21,7 +21,7 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Replied:
+class CallEnded:
     """A call came back. `call` is the number that `submit` gave it."""
 
     worker: str
@@ -30,7 +30,7 @@ class Replied:
 
 
 @dataclass(frozen=True)
-class Gone:
+class WorkerEnded:
     """A worker is dead, or cannot be reached any more."""
 
     worker: str
@@ -39,7 +39,7 @@ class Gone:
 
 
 @dataclass(frozen=True)
-class Heard:
+class MessageReceived:
     """A worker sent a message: progress, an answer, a snapshot, a report. `body` is what came with it."""
 
     worker: str
@@ -47,4 +47,4 @@ class Heard:
     body: bytes | Body = b""
 
 
-Event = Arrived | Replied | Gone | Heard
+Event = WorkerStarted | CallEnded | WorkerEnded | MessageReceived

@@ -11,7 +11,7 @@ from raysgd.core.messages import FunctionReport, Message, ProgressReport, StartD
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Backend
 from raysgd.workers.body import Body
-from raysgd.workers.events import Arrived, Event, Heard, Replied
+from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStarted
 from raysgd.workers.rows import Rows, local_rows
 
 __all__ = ["InlineGroup"]
@@ -37,13 +37,13 @@ class InlineGroup:
         if self._launched or count != 1:
             raise RuntimeError("the inline group is one worker, this process")
         self._launched = True
-        self._events.append(Arrived(self._worker, "this process", os.getpid()))
+        self._events.append(WorkerStarted(self._worker, "this process", os.getpid()))
         return [self._worker]
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         self._calls += 1
         outcome = self._body.perform(verb, arguments)
-        self._events.append(Replied(worker, self._calls, outcome))
+        self._events.append(CallEnded(worker, self._calls, outcome))
         return self._calls
 
     def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
@@ -104,7 +104,7 @@ class InlineGroup:
         self._rows = {}  # what is still being read ends with the last that holds it
 
     def _deliver(self, message: FunctionReport | StartDealer, body: Any) -> None:
-        self.listener(Heard(self._worker, message, body))
+        self.listener(MessageReceived(self._worker, message, body))
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
-        self.listener(Heard(self._worker, ProgressReport(self._calls, progress, partial)))
+        self.listener(MessageReceived(self._worker, ProgressReport(self._calls, progress, partial)))

@@ -26,7 +26,7 @@ from raysgd.workers.actor import WorkerActor
 from raysgd.workers.asking import Question, answer_limit_s, require_ray
 from raysgd.workers.blob import Blob
 from raysgd.workers.control_server import ControlServer
-from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
+from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.packing import pack
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.rows import DEALER, RemoteDealer, Rows, begin_dealer
@@ -53,7 +53,7 @@ class _Handle:
     actor: Any
     node: str = ""
     pid: int = 0
-    gone: bool = False
+    ended: bool = False
     process: LocalProcess | None = None
 
 
@@ -87,7 +87,7 @@ class RayGroup:
     # -- members --------------------------------------------------------------------------------------
 
     def launch(self, count: int) -> list[str]:
-        """Asks Ray for `count` processes; each is an `Arrived` event when it is up.
+        """Asks Ray for `count` processes; each is an `WorkerStarted` event when it is up.
 
         The actors have no names, as Ray's client would wait for the GCS to register those."""
         require_ray(self._session)
@@ -110,7 +110,7 @@ class RayGroup:
         return workers
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
-        """Starts one call; its end is a `Replied` (or `Gone`) event with the number returned here."""
+        """Starts one call; its end is a `CallEnded` (or `WorkerEnded`) event with the number returned here."""
         require_ray(self._session)
         call = next(self._calls)
         shared = {name: self._shared(v) if isinstance(v, Blob) else v for name, v in arguments.items()}
@@ -141,18 +141,18 @@ class RayGroup:
     def _up(self, worker: str, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
-            self._events.put(Gone(worker, _first_line(error)))
+            self._events.put(WorkerEnded(worker, _first_line(error)))
 
     def _done(self, worker: str, call: int, done: Future[Outcome]) -> None:
         from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
 
         error = done.exception()
         if error is None:
-            self._events.put(Replied(worker, call, done.result()))
+            self._events.put(CallEnded(worker, call, done.result()))
         elif isinstance(error, (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)):
-            self._events.put(Gone(worker, _first_line(error)))
+            self._events.put(WorkerEnded(worker, _first_line(error)))
         else:  # an answer that cannot be read here; its worker is well
-            self._events.put(Replied(worker, call, Failed(error, str(error))))
+            self._events.put(CallEnded(worker, call, Failed(error, str(error))))
 
     def poll(self, timeout: float) -> list[Event]:
         """Everything that has happened, waiting up to `timeout` for the first. A death is told once."""
@@ -167,7 +167,7 @@ class RayGroup:
 
     def _explained(self, event: Event) -> Event:
         """Of a process that ended itself because a peer sent data of another size than it waited for, its own words say so."""
-        if not isinstance(event, Gone) or event.reason != "worker death":
+        if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
         handle = self._handles[event.worker]
         words = cluster.last_words(handle.pid) if handle.node == self._here else ""
@@ -175,23 +175,23 @@ class RayGroup:
         if found is None:
             return event
         cause = f"its process was ended by {found['library']} ({found['what']})"
-        return Gone(event.worker, cause, OUT_OF_STEP)
+        return WorkerEnded(event.worker, cause, OUT_OF_STEP)
 
     def _fresh(self, event: Event) -> bool:
         handle = self._handles.get(event.worker)
         if handle is None:
             self.control.hang_up(event.worker)  # one that came up after it was given up
             return False
-        if isinstance(event, Heard) and isinstance(event.message, StartDealer):
+        if isinstance(event, MessageReceived) and isinstance(event.message, StartDealer):
             self._deal(event.message.name, bytes(event.body))
             return False
-        if isinstance(event, Arrived):
+        if isinstance(event, WorkerStarted):
             handle.node, handle.pid = event.node, event.pid
             handle.process = LocalProcess(event.pid) if event.node == self._here else None
-        if isinstance(event, Gone):
-            if handle.gone:
+        if isinstance(event, WorkerEnded):
+            if handle.ended:
                 return False
-            handle.gone = True
+            handle.ended = True
             self._end(event.worker)
         return True
 
@@ -209,7 +209,7 @@ class RayGroup:
     def _deal(self, name: str, packed: bytes) -> None:
         """Begins the process that reads a data set for all workers, once."""
         if name not in self._dealers:
-            nodes = [handle.node for handle in self._handles.values() if handle.node and not handle.gone]
+            nodes = [handle.node for handle in self._handles.values() if handle.node and not handle.ended]
             no_room_for_data(nodes, self._resources.cpus, "a Ray Dataset")
             self._dealers[name] = begin_dealer(name, packed)
 
@@ -234,7 +234,7 @@ class RayGroup:
             handle.process.kill()
         elif handle.pid:
             for neighbour, other in self._handles.items():
-                if neighbour != worker and other.node == handle.node and not other.gone:
+                if neighbour != worker and other.node == handle.node and not other.ended:
                     self.tell(neighbour, KillProcess(handle.pid))
         self._end_actor(handle.actor)
 
@@ -267,7 +267,7 @@ class RayGroup:
     def releasing(self) -> Iterator[None]:
         """Wait at the end until Ray shows as free what the workers held that were dismissed meanwhile: the next line of the
         user's script may ask for it."""
-        held = {worker: h.actor for worker, h in self._handles.items() if h.node and not h.gone}
+        held = {worker: h.actor for worker, h in self._handles.items() if h.node and not h.ended}
         room = cluster.within(ANSWER_S, self.room) if held and self._resources.as_dict() else None
         yield
         ended = [actor for worker, actor in held.items() if worker not in self._handles]

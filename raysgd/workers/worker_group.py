@@ -23,10 +23,10 @@ class WorkerGroup(Protocol):
     listener: Callable[[Event], None]
 
     def launch(self, count: int) -> list[str]:
-        """Start workers and return their names at once. Each one that comes up is an `Arrived` event."""
+        """Start workers and return their names at once. Each one that comes up is an `WorkerStarted` event."""
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
-        """Start a call and return its number, which its `Replied` event has, too."""
+        """Start a call and return its number, which its `CallEnded` event has, too."""
 
     def poll(self, timeout: float) -> list[Event]:
         """Return what has happened, and wait up to `timeout` for the first event. A worker's failure is reported
