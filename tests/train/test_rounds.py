@@ -4,10 +4,11 @@ import pickle
 import queue
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from raysgd.core.messages import FunctionReport
 from raysgd.errors import CheckpointError
 from raysgd.train import scribe
 from raysgd.train.errors import ReportMismatchError
@@ -88,8 +89,9 @@ class Driver:
 
     def say(self, rank: int, *, attempt: int | None = None, checkpoint: Any = None, **metrics: Any) -> None:
         head = pickle.dumps(metrics)
-        message = {"run": 1, "attempt": attempt or self.attempt.number, "rank": rank, "metrics": len(head)}
-        message |= {"kind": "report" if checkpoint is None else "checkpoint", "checkpoint": checkpoint is not None}
+        kind: Literal["report", "checkpoint"] = "report" if checkpoint is None else "checkpoint"
+        number = attempt or self.attempt.number
+        message = FunctionReport(kind, 1, number, rank, metrics_size=len(head), has_checkpoint=checkpoint is not None)
         self.run.take(message, head + (b"" if checkpoint is None else pickle.dumps(checkpoint)))
 
     def latest(self) -> Any:
