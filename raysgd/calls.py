@@ -12,9 +12,9 @@ from raysgd.callbacks.base import TRACES, Kind, Result, Run, Underway
 from raysgd.callbacks.crowd import Callbacks, checked
 from raysgd.callbacks.history import History
 from raysgd.callbacks.progress_bar import ProgressBar
-from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job, PartialResults
 from raysgd.engine.worker_table import WorkerInfo
+from raysgd.policy import Recovery
 from raysgd.progress import Progress
 
 __all__ = ["Calls", "exclusive"]

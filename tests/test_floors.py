@@ -16,7 +16,7 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 # The longest entry that covers a file decides, so "torch/trainer" is not among the bodies. Package __init__
 # files gather names for the user, and nothing below may lean on them.
 FLOORS = {
-    "0": "errors config constants version protocols meters timers metrics outcomes progress plan elastic "
+    "0": "errors config constants version protocols meters timers metrics outcomes progress sampling_plan policy "
     "hang rendezvous snapshot masking core",
     "1a": "digest durable folders archives storage remote callbacks data",
     "1b": "torch tf horovod train",
@@ -48,7 +48,7 @@ SIBLINGS = {
     "storage": {"durable", "folders", "remote"},
     "outcomes": {"progress"},
     "meters": {"metrics"},
-    "elastic": {"outcomes"},
+    "policy": {"outcomes"},
     "snapshot": {"progress"},
     "core": {"progress"},
     "protocols": {"outcomes", "progress", "rendezvous", "snapshot"},

@@ -4,11 +4,11 @@ run(job):
     make sure that the process group is up
     repeat:
         fan the call out to all ranks           (call.py)
-        classify the outcomes                   (elastic.py, pure)
+        classify the outcomes                   (policy.py, pure)
         done       -> return what the ranks measured, one part for each generation
         user error -> raise it as it is; the next call forms the group again
         paused     -> form a generation with the replacements, and without the workers that leave
-        broken     -> recover: decide (elastic.py, pure) to rejoin, restart, wait or give up
+        broken     -> recover: decide (policy.py, pure) to rejoin, restart, wait or give up
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 
 from raysgd.config import ElasticConfig, Limits
 from raysgd.core.messages import FunctionReport
-from raysgd.elastic import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.engine.call import CTRL_C_S, FanOut, Job, RunningCall
 from raysgd.engine.failure import out_of_step_error, raise_user_error
 from raysgd.engine.generation import Generation
@@ -37,6 +36,7 @@ from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError
 from raysgd.outcomes import Failed, Interrupted, Ok, Outcome
+from raysgd.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.progress import Progress, most_advanced
 from raysgd.protocols import Backend, Call
 from raysgd.snapshot import Snapshot

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
-from raysgd.elastic import Recovery
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import OutOfStepError, RemoteTraceback, ResourceError, TrainingFailedError, WorkerStartError
 from raysgd.outcomes import DATA_LOADER, Failed
+from raysgd.policy import Recovery
 from raysgd.progress import Progress
 from raysgd.workers.worker_group import WorkerGroup
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from raysgd.config import ElasticConfig
-from raysgd.elastic import GiveUp, Observation, Recovery, Rejoin, Restart, Situation, backoff, decide
 from raysgd.engine.call import RunningCall
 from raysgd.engine.failure import failed_error, raise_user_error, unfinished_error
 from raysgd.engine.generation import Generation
@@ -17,6 +16,7 @@ from raysgd.engine.recovery_log import PLANNED, RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.outcomes import DATA_LOADER
+from raysgd.policy import GiveUp, Observation, Recovery, Rejoin, Restart, Situation, backoff, decide
 from raysgd.progress import Progress, most_advanced
 from raysgd.snapshot import Snapshot
 from raysgd.workers.blob import Blob
@@ -29,7 +29,7 @@ LOOK_S = 0.25
 
 
 class RecoveryLoop:
-    """Carries out what `elastic.decide` decides, until the group is up. Owns nothing between two recoveries.
+    """Carries out what `policy.decide` decides, until the group is up. Owns nothing between two recoveries.
 
     Each pass starts from the workers that are there now, so that further failures, also in the middle of a recovery,
     only mean another pass.

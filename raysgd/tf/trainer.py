@@ -14,9 +14,9 @@ from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
 from raysgd.calls import Calls, exclusive
 from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call, start_limit_s
-from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
+from raysgd.policy import Recovery
 from raysgd.protocols import Backend, Call
 from raysgd.rendezvous import Alone, RankInfo
 from raysgd.tf import arguments, states

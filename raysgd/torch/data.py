@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from raysgd.data.rows import RayData
 from raysgd.outcomes import DataLoaderFailure
-from raysgd.plan import Deal
 from raysgd.rendezvous import RankInfo
+from raysgd.sampling_plan import SamplingPlan
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.loading import LoaderIterator
 from raysgd.torch.sampling import (
@@ -91,7 +91,7 @@ class PlannedSource:
     def _generate(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         if self._pad and self._own_batches and self._global_batch is None:
             self.order = evened(self.order, rank_info.world_size, offset)
-        self._picker.follow(self.order, self._deal(rank_info), rank_info.world_rank, offset)
+        self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset)
         try:
             for (after, share), batch in zip(self._picker.steps(), LoaderIterator(self._twin), strict=True):
                 assert self._open is not None
@@ -104,12 +104,12 @@ class PlannedSource:
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
         """How many more batches the epoch has for every rank."""
-        return self._deal(rank_info).steps_left(offset)
+        return self._plan(rank_info).steps_left(offset)
 
-    def _deal(self, rank_info: RankInfo) -> Deal:
+    def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         size = unit_size(self.loader)
         step = self._global_batch or size * rank_info.world_size
-        return Deal(
+        return SamplingPlan(
             total=len(self.order),
             step_size=max(step, rank_info.world_size) if self._pad else step,
             world_size=rank_info.world_size,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.errors import ConfigError
-from raysgd.plan import Deal, Share
+from raysgd.sampling_plan import RankPart, SamplingPlan
 from raysgd.torch.gathering import gathering
 
 __all__ = [
@@ -108,19 +108,19 @@ class Picker:
     def __init__(self, *, own_batches: bool, batched: bool) -> None:
         self._own_batches, self._batched = own_batches, batched
         self._order: Order = range(0)
-        self._deal = Deal(total=0, step_size=1, world_size=1)
+        self._plan = SamplingPlan(total=0, step_size=1, world_size=1)
         self._rank = self._offset = 0
 
-    def follow(self, order: Order, deal: Deal, rank: int, offset: int) -> None:
-        self._order, self._deal, self._rank, self._offset = order, deal, rank, offset
+    def follow(self, order: Order, plan: SamplingPlan, rank: int, offset: int) -> None:
+        self._order, self._plan, self._rank, self._offset = order, plan, rank, offset
 
-    def steps(self) -> Iterator[tuple[int, Share]]:
-        """For each step of this rank: the offset after it, and the share. Steps it sits out are left out."""
-        offset, size, total = self._offset, self._deal.step_size, self._deal.total
-        for share in self._deal.of(self._rank, offset):
+    def steps(self) -> Iterator[tuple[int, RankPart]]:
+        """For each step of this rank: the offset after it, and the part. Steps it sits out are left out."""
+        offset, size, total = self._offset, self._plan.step_size, self._plan.total
+        for part in self._plan.parts_of(self._rank, offset):
             offset = offset + size if offset + size < total else total
-            if share.stop > share.start:
-                yield offset, share
+            if part.stop > part.start:
+                yield offset, part
 
     def __len__(self) -> int:
         return sum(1 for _ in self.steps())
@@ -128,12 +128,12 @@ class Picker:
     def __iter__(self) -> Iterator[Any]:
         order = self._order
         tensor = order if isinstance(order, torch.Tensor) else None
-        for _, share in self.steps():
+        for _, part in self.steps():
             units: Any
             if tensor is not None:
-                units = tensor[share.start : share.stop].tolist()
+                units = tensor[part.start : part.stop].tolist()
             else:
-                units = list(order[share.start : share.stop])
+                units = list(order[part.start : part.stop])
             if self._own_batches:
                 units = [index for batch in units for index in batch]
             yield units if self._batched else units[0]
@@ -154,12 +154,12 @@ def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
 def evened(order: Order, world_size: int, offset: int) -> Order:
     """Whole batches, with those of a short last step cut so that there is one for each rank.
 
-    A rank without a share would have to repeat one, although there are samples enough to go round.
+    A rank without a part would have to repeat one, although there are samples enough to go round.
     """
     units = list(order)
     left = (len(units) - offset) % world_size
     if left == 0:
         return order
     tail = [index for batch in units[-left:] for index in batch]
-    pieces = [share for share in Deal(total=len(tail), step_size=len(tail), world_size=world_size).shares(0)]
+    pieces = [part for part in SamplingPlan(total=len(tail), step_size=len(tail), world_size=world_size).parts(0)]
     return [*units[:-left], *([tail[p.start : p.stop] for p in pieces] if len(tail) >= world_size else units[-left:])]

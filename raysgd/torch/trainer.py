@@ -14,9 +14,9 @@ from raysgd.callbacks.base import Callback
 from raysgd.callbacks.history import History
 from raysgd.calls import exclusive
 from raysgd.config import ElasticConfig, check_call
-from raysgd.elastic import Recovery
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError
+from raysgd.policy import Recovery
 from raysgd.protocols import Call
 from raysgd.rendezvous import RankInfo
 from raysgd.torch import answers, assembly, states

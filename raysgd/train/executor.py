@@ -21,10 +21,10 @@ from typing import Any
 
 from raysgd.config import ElasticConfig
 from raysgd.core.messages import FunctionReport
-from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
 from raysgd.engine.guard import CallGuard, Claim
 from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.policy import Recovery
 from raysgd.protocols import Call
 from raysgd.storage import Place, place
 from raysgd.train.backends import BackendConfig, backend_of

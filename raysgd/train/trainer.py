@@ -13,8 +13,8 @@ from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import made_folder
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources
-from raysgd.elastic import Recovery
 from raysgd.errors import ConfigError
+from raysgd.policy import Recovery
 from raysgd.storage import Place, Uri, copy_logs, names, place
 from raysgd.train.backends import parse_backend
 from raysgd.train.callbacks import Callbacks

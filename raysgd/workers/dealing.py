@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from raysgd.plan import Deal
+from raysgd.sampling_plan import SamplingPlan
 
 __all__ = ["Ask", "Dealer", "Dealt", "Piece", "Window"]
 
@@ -134,10 +134,10 @@ class Dealer:
         if window.complete:
             self._totals[ask.number] = window.end
         known = min(ask.start + ask.step, window.end)
-        shares = Deal(total=known, step_size=ask.step, world_size=ask.world_size, pad=ask.pad).shares(ask.start)
-        if not shares:
+        parts = SamplingPlan(total=known, step_size=ask.step, world_size=ask.world_size, pad=ask.pad).parts(ask.start)
+        if not parts:
             return None
-        mine = shares[ask.rank]
+        mine = parts[ask.rank]
         return Dealt(window.pieces(mine.start, mine.stop), known, mine.fresh)
 
     def _open(self, ask: Ask) -> None:

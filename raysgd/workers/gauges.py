@@ -10,8 +10,8 @@ import ray
 from ray.util.metrics import Gauge
 
 from raysgd.callbacks.base import Callback, Result, Run, Underway
-from raysgd.elastic import Recovery
 from raysgd.errors import ConfigError
+from raysgd.policy import Recovery
 
 __all__ = ["RayMetricsCallback"]
 

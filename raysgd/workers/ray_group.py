@@ -17,9 +17,9 @@ from typing import Any
 
 from raysgd.config import WorkerResources
 from raysgd.core.messages import KillProcess, Message, StartDealer
-from raysgd.elastic import OUT_OF_STEP
 from raysgd.errors import NotActiveError
 from raysgd.outcomes import Failed, Outcome
+from raysgd.policy import OUT_OF_STEP
 from raysgd.protocols import Backend
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor

@@ -10,10 +10,10 @@ from typing import Any
 from raysgd.core.messages import SnapshotUpload
 from raysgd.metrics import COMMITTED
 from raysgd.outcomes import Interrupted
-from raysgd.plan import Deal
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Call
 from raysgd.rendezvous import RankInfo
+from raysgd.sampling_plan import SamplingPlan
 from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import Drawn, PlannedSource
 from raysgd.torch.feed import Feed
@@ -43,14 +43,14 @@ class SimSource(PlannedSource):
         """Every epoch has the same order."""
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        deal = self._deal(rank_info)
-        for share in deal.of(rank_info.world_rank, offset):
-            before, offset = offset, deal.advance(offset)
+        plan = self._plan(rank_info)
+        for share in plan.parts_of(rank_info.world_rank, offset):
+            before, offset = offset, plan.offset_after(offset)
             yield Drawn((before, offset, share), offset, share.fresh)
 
-    def _deal(self, rank_info: RankInfo) -> Deal:
+    def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         step = self._global or self._batch_size * rank_info.world_size
-        return Deal(self._total, max(step, rank_info.world_size), rank_info.world_size)
+        return SamplingPlan(self._total, max(step, rank_info.world_size), rank_info.world_size)
 
 
 class SimReplica:

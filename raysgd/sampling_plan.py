@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Deal", "Share"]
+__all__ = ["RankPart", "SamplingPlan"]
 
 
-class Share(NamedTuple):
+class RankPart(NamedTuple):
     """One rank's units of one step: order[start:stop]. `fresh` is False when another rank has them too."""
 
     start: int
@@ -23,7 +23,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Deal:
+class SamplingPlan:
     """How a world of ranks shares the rest of an epoch.
 
     `step_size` is what all ranks take together in one full step. The last, smaller step is dealt out evenly;
@@ -41,40 +41,40 @@ class Deal:
         left = max(self.total - offset, 0)
         return left // self.step_size if self.drop_last else -(-left // self.step_size)
 
-    def advance(self, offset: int) -> int:
+    def offset_after(self, offset: int) -> int:
         """The offset after the step that begins at `offset`."""
         return min(offset + self.step_size, self.total)
 
-    def shares(self, offset: int) -> list[Share]:
+    def parts(self, offset: int) -> list[RankPart]:
         """Every rank's share of the step that begins at `offset`, in rank order."""
-        units = self.advance(offset) - offset
+        units = self.offset_after(offset) - offset
         if units <= 0:
             return []
         base, extra = divmod(units, self.world_size)
-        shares = []
+        parts = []
         start = offset
         for rank in range(self.world_size):
             size = base + (rank < extra)
             if size:
-                shares.append(Share(start, start + size))
+                parts.append(RankPart(start, start + size))
             elif self.pad:
                 again = offset + rank % units
-                shares.append(Share(again, again + 1, fresh=False))
+                parts.append(RankPart(again, again + 1, fresh=False))
             else:
-                shares.append(Share(start, start, fresh=False))
+                parts.append(RankPart(start, start, fresh=False))
             start += size
-        return shares
+        return parts
 
-    def of(self, rank: int, offset: int) -> Iterator[Share]:
-        """One rank's shares from `offset` to the end of the epoch, one for each step."""
+    def parts_of(self, rank: int, offset: int) -> Iterator[RankPart]:
+        """One rank's parts from `offset` to the end of the epoch, one for each step."""
         base, extra = divmod(self.step_size, self.world_size)
         size = base + (rank < extra)
         whole = max(self.total - offset, 0) // self.step_size if size else 0
         # Full steps are alike; they are nearly all there are, and this runs once for each batch.
         first = offset + rank * base + min(rank, extra)
         for start in range(first, first + whole * self.step_size, self.step_size):
-            yield Share(start, start + size)
+            yield RankPart(start, start + size)
         offset += whole * self.step_size
         for _ in range(self.steps_left(offset)):
-            yield self.shares(offset)[rank]
-            offset = self.advance(offset)
+            yield self.parts(offset)[rank]
+            offset = self.offset_after(offset)
