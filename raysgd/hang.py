@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Report", "collective_in", "culprits", "describe", "in_collective", "is_users", "unfinished"]
+__all__ = [
+    "RankReport",
+    "blocking_ranks",
+    "collective_name",
+    "describe_rank",
+    "describe_unfinished",
+    "is_in_collective",
+    "is_user_frame",
+]
 
 # Where a rank stands when it waits for its peers: (end of the file's path, function), innermost frame first.
 COLLECTIVE_FRAMES = (
@@ -28,7 +36,7 @@ TOGETHER_S = 2.5
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What one rank that does not move said when it was asked. `stack` is None when it did not answer at all, and it
     has not said a word for `silent_s`."""
 
@@ -40,7 +48,7 @@ class Report:
     silent_s: float = 0.0
 
 
-def in_collective(stack: Sequence[str]) -> bool:
+def is_in_collective(stack: Sequence[str]) -> bool:
     """Frames are "path:line function" lines, innermost first."""
     for frame in stack:
         place, _, function = frame.rpartition(" ")
@@ -56,10 +64,10 @@ def in_collective(stack: Sequence[str]) -> bool:
 BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "monitored_barrier")
 
 
-def collective_in(stack: Sequence[str]) -> str:
+def collective_name(stack: Sequence[str]) -> str:
     """Return the name of the collective call in which a stack is ("path:line function" lines, innermost first), "" if it is
     in none that all ranks must make."""
-    if not in_collective(stack):
+    if not is_in_collective(stack):
         return ""
     found = ""
     for frame in stack:  # the outermost function of the library that a user calls: all_gather_object, not all_gather
@@ -69,19 +77,21 @@ def collective_in(stack: Sequence[str]) -> str:
             found = function
         elif any(path.endswith(end) and name in ("", function) for end, name in COLLECTIVE_FRAMES):
             found = found or "backward" if function == "_engine_run_backward" else found or function
-        elif is_users(frame):
+        elif is_user_frame(frame):
             break
     return "" if found in BETWEEN_TWO else found
 
 
-def is_users(frame: str) -> bool:
+def is_user_frame(frame: str) -> bool:
     """Return whether a line of a stack is neither of a framework, nor of raysgd, nor of Python's own."""
     path = frame.replace("\\", "/")
     inside = path.startswith((PACKAGE, "<")) or RAY in path
     return not inside and not any(framework in path for framework in FRAMEWORKS)
 
 
-def culprits(reports: Mapping[str, Report], *, still_s: float = 0.0, others_fell: bool = False) -> list[str]:
+def blocking_ranks(
+    reports: Mapping[str, RankReport], *, still_s: float = 0.0, others_failed: bool = False
+) -> list[str]:
     """Ranks that hold the others up: those that do not answer; else those outside any collective. `still_s`: for so long
     nothing has moved.
 
@@ -89,18 +99,18 @@ def culprits(reports: Mapping[str, Report], *, still_s: float = 0.0, others_fell
     silent for seconds on a machine with too much to do. Nor is one that fell silent well after another one: it may only
     suffer from that, and its turn comes if it stays silent.
 
-    When everybody waits in a collective, or nobody does, there is nobody to blame: an empty list. `others_fell`:
+    When everybody waits in a collective, or nobody does, there is nobody to blame: an empty list. `others_failed`:
     these are the last ones running, the others gave up waiting for them already.
     """
     frozen = [worker for worker, report in reports.items() if report.stack is None]
     if frozen:
         longest = max(reports[worker].silent_s for worker in frozen)
         return [each for each in frozen if reports[each].silent_s >= max(still_s / 2, longest - TOGETHER_S)]
-    busy = [worker for worker, report in reports.items() if not in_collective(report.stack or ())]
-    return busy if others_fell or len(busy) < len(reports) else []
+    busy = [worker for worker, report in reports.items() if not is_in_collective(report.stack or ())]
+    return busy if others_failed or len(busy) < len(reports) else []
 
 
-def describe(report: Report) -> str:
+def describe_rank(report: RankReport) -> str:
     """One line (and the stack's top frames) for a log a person reads at night."""
     where = f"rank {report.rank} on {report.node or 'this machine'}, in {report.phase or '?'}, batch {report.batch}"
     if report.stack is None:
@@ -117,7 +127,7 @@ USERS_PART = {
 MOST_FRAMES = 20
 
 
-def unfinished(report: Report, verb: str, limit_s: float) -> str:
+def describe_unfinished(report: RankReport, verb: str, limit_s: float) -> str:
     """Say what a rank did not finish within a limit, and where it is: its own frames, innermost first."""
     rank = "a replacement worker" if report.rank is None else f"rank {report.rank}"
     where = f"{rank} on node {report.node or '?'}"

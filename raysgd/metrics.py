@@ -1,7 +1,7 @@
 """From what every rank measured to one dictionary. Pure, and any split of the same work gives the same figures.
 
-One worker's result of one piece of work is a dict: `num_samples`, `batch_count`, metrics, `last_` metrics.
-`over_workers` merges the ranks of one piece; `over_pieces` chains the pieces of a call that was interrupted.
+One worker's result of one part of work is a dict: `num_samples`, `batch_count`, metrics, `last_` metrics.
+`merge_ranks` merges the ranks of one part; `merge_parts` chains the parts of a call that was interrupted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = [
     "SKIPPED",
     "check_metric",
     "check_metrics",
-    "completed",
+    "count_committed_samples",
     "is_in_range",
-    "over_pieces",
-    "over_workers",
+    "merge_parts",
+    "merge_ranks",
     "plain",
 ]
 
@@ -121,8 +121,8 @@ def _mean(pairs: Sequence[tuple[Any, float]]) -> Any:
     return sum(float(value) * weight for value, weight in pairs if weight) / total
 
 
-def over_workers(results: Sequence[Mapping[str, Any]]) -> Result:
-    """One piece of work, merged over its ranks.
+def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
+    """One part of work, merged over its ranks.
 
     `num_samples` is summed; `epoch` and `batch_count` are the largest; other numbers are means weighted by
     samples, over the ranks that have them; anything else is the first rank's. `epoch` comes first.
@@ -145,9 +145,9 @@ def over_workers(results: Sequence[Mapping[str, Any]]) -> Result:
     return _ordered(merged)
 
 
-def over_pieces(pieces: Sequence[Mapping[str, Any]]) -> Result:
-    """One call, chained from its pieces in order: counts add up, means are weighted by samples, `last_` is the last."""
-    rows = [dict(piece) for piece in pieces if piece]
+def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
+    """One call, chained from its parts in order: counts add up, means are weighted by samples, `last_` is the last."""
+    rows = [dict(part) for part in parts if part]
     busy = [row for row in rows if row.get(BATCHES) or row.get(SAMPLES)] or rows
     if not busy:
         return {}
@@ -164,13 +164,13 @@ def over_pieces(pieces: Sequence[Mapping[str, Any]]) -> Result:
     return _ordered(merged)
 
 
-def completed(result: Result, pieces: Sequence[Mapping[str, Any]]) -> Result:
+def count_committed_samples(result: Result, parts: Sequence[Mapping[str, Any]]) -> Result:
     """A call that lost workers counts the samples its plan knows were trained on, also those whose metrics were lost.
 
     Reports in other units (tokens, say) are larger than that, and left alone.
     """
-    committed = max((piece.get(COMMITTED) or 0 for piece in pieces), default=0)
-    if len(pieces) > 1 and _is_number(result.get(SAMPLES)) and committed > result[SAMPLES]:
+    committed = max((part.get(COMMITTED) or 0 for part in parts), default=0)
+    if len(parts) > 1 and _is_number(result.get(SAMPLES)) and committed > result[SAMPLES]:
         result = {**result, SAMPLES: committed}
     return result
 

@@ -50,19 +50,19 @@ def most_advanced(progress: dict[str, Progress]) -> str:
     return max(progress, key=lambda worker: progress[worker].order)
 
 
-REMEMBERED = 16
-OFTEN_S, SELDOM_S, REPORTS_PER_S = 0.1, 0.5, 40
+REMEMBERED_STEPS = 16
+MIN_INTERVAL_S, MAX_INTERVAL_S, REPORTS_PER_S = 0.1, 0.5, 40
 
 Uploader = Callable[["SnapshotUpload", Any], None]
 Deliverer = Callable[["FunctionReport | StartDealer", Any], None]
 Publisher = Callable[[Progress, dict[str, Any] | None], None]
 
 
-def _nobody(progress: Progress, partial: dict[str, Any] | None) -> None:
+def _ignore_progress(progress: Progress, partial: dict[str, Any] | None) -> None:
     """The publisher of a replica that nobody watches."""
 
 
-def _unheard(message: FunctionReport | StartDealer, body: Any) -> None:
+def _ignore_message(message: FunctionReport | StartDealer, body: Any) -> None:
     """Where messages of such a replica go."""
 
 
@@ -83,9 +83,9 @@ class Control:
 
     def __init__(
         self,
-        publish: Publisher = _nobody,
+        publish: Publisher = _ignore_progress,
         *,
-        interval_s: float = OFTEN_S,
+        interval_s: float = MIN_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
         changed: threading.Condition | None = None,
     ) -> None:
@@ -95,10 +95,10 @@ class Control:
         self.phase = "idle"
         self.batch = 0
         self.upload: Uploader | None = None
-        self.deliver: Deliverer = _unheard
+        self.deliver: Deliverer = _ignore_message
         self.on_interrupt: Callable[[], None] = lambda: None
         self.collectives: Callable[[], int] = lambda: -1
-        self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
+        self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._publish = publish
         self._interval_s = interval_s
         self._next_publish = 0.0
@@ -166,9 +166,9 @@ class Control:
             self.begun = step
         return True
 
-    def shared_by(self, ranks: int) -> None:
+    def set_world_size(self, ranks: int) -> None:
         """A generation stands. Its driver hears some forty reports a second, from however many ranks."""
-        self._interval_s = min(max(OFTEN_S, ranks / REPORTS_PER_S), SELDOM_S)
+        self._interval_s = min(max(MIN_INTERVAL_S, ranks / REPORTS_PER_S), MAX_INTERVAL_S)
 
     def due(self) -> bool:
         """Is it time for another progress message? One clock read per batch."""

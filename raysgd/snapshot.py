@@ -8,7 +8,7 @@ from typing import Any
 
 from raysgd.progress import Progress
 
-__all__ = ["Snapshot", "SnapshotKeeper"]
+__all__ = ["Snapshot", "SnapshotStore"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Snapshot:
     partial: dict[str, Any] | None = None
 
 
-class SnapshotKeeper:
+class SnapshotStore:
     """Holds the newest whole snapshot. Filled by the thread that receives uploads, read by the engine."""
 
     def __init__(self) -> None:

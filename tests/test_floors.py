@@ -23,7 +23,7 @@ FLOORS = {
     "2": "workers",
     "3": "engine",
     "4": "torch/trainer torch/assembly torch/ways torch/checkpoints tf/trainer train/trainer train/executor train/iterator "
-    "train/worker_group train/shards train/job train/fitting train/data_parallel_trainer train/frameworks calls utils",
+    "train/worker_group train/shards train/job train/fitting train/data_parallel_trainer train/frameworks call_runner utils",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__",
     "5b": "operators tune cli",
 }
@@ -52,9 +52,9 @@ SIBLINGS = {
     "snapshot": {"progress"},
     "core": {"progress"},
     "protocols": {"outcomes", "progress", "rendezvous", "snapshot"},
-    "torch/assembly": {"calls", "torch/ways"},
-    "torch/trainer": {"torch/checkpoints", "torch/assembly", "calls"},
-    "tf/trainer": {"calls"},
+    "torch/assembly": {"call_runner", "torch/ways"},
+    "torch/trainer": {"torch/checkpoints", "torch/assembly", "call_runner"},
+    "tf/trainer": {"call_runner"},
 }
 
 # Where a package from outside may be imported; the operators are bodies of the user's kind.

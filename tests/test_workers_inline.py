@@ -10,7 +10,7 @@ from raysgd.core.messages import ProgressReport
 from raysgd.outcomes import Failed, Interrupted, Ok
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Call
-from raysgd.rendezvous import Alone, RankInfo
+from raysgd.rendezvous import RankInfo, SingleWorkerBackend
 from raysgd.workers.events import CallEnded, MessageReceived, WorkerStarted
 from raysgd.workers.inline import InlineGroup
 
@@ -54,7 +54,7 @@ class Hosting:
     """An inline group with a replica in it."""
 
     def __init__(self) -> None:
-        self.group = InlineGroup(Alone())
+        self.group = InlineGroup(SingleWorkerBackend())
         (self.worker,) = self.group.launch(1)
         self.arrival = self.group.poll(0)
         self.do("build", factory=self._make, rank_info=RankInfo())
@@ -89,7 +89,7 @@ def test_there_is_only_one(hosting: Hosting) -> None:
     with pytest.raises(RuntimeError, match="one worker"):
         hosting.group.launch(1)
     with pytest.raises(RuntimeError, match="one worker"):
-        InlineGroup(Alone()).launch(2)
+        InlineGroup(SingleWorkerBackend()).launch(2)
     assert hosting.group.room() == 0
 
 
@@ -132,7 +132,7 @@ def test_an_interrupted_call_stays_interrupted(hosting: Hosting) -> None:
 
 
 def test_a_call_without_a_replica_fails_with_words() -> None:
-    group = InlineGroup(Alone())
+    group = InlineGroup(SingleWorkerBackend())
     (worker,) = group.launch(1)
     group.poll(0)
     group.submit(worker, "run", {"call": Call(FakeReplica.report)})

@@ -25,9 +25,9 @@ from typing import Any, NoReturn
 from raysgd.config import ElasticConfig, Limits
 from raysgd.core.messages import FunctionReport
 from raysgd.engine.call import CTRL_C_S, FanOut, Job, RunningCall
+from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.failure import out_of_step_error, raise_user_error
 from raysgd.engine.generation import Generation
-from raysgd.engine.guard import CallGuard, Claim
 from raysgd.engine.membership import Membership
 from raysgd.engine.partial_results import PartialResults, partial_results_since
 from raysgd.engine.recovery import RecoveryLoop
@@ -91,7 +91,7 @@ class Engine:
             table, generation, replacements, membership, self._log, elastic=elastic, in_place=in_place, jitter=jitter
         )
         self._active, self._ended, self._reached = True, False, Progress()
-        self._guard = CallGuard()
+        self._call_lock = CallLock()
         self._calls = 0
         self._snapshot_is_stale = True
         self._outage_raised = False  # Ray's, once for each
@@ -138,19 +138,19 @@ class Engine:
         self._ended = True
 
     def _end_call_elsewhere(self) -> None:
-        claim = self._guard.elsewhere()
+        claim = self._call_lock.held_elsewhere()
         if claim is None:
             return
         thread = threading.current_thread().name
-        self.cancel(NotActiveError(f"the trainer was shut down in thread {thread!r} while {claim.described()}"))
+        self.cancel(NotActiveError(f"the trainer was shut down in thread {thread!r} while {claim.describe()}"))
         deadline = time.monotonic() + RELEASE_S
-        while self._guard.elsewhere() is not None and time.monotonic() < deadline:
+        while self._call_lock.held_elsewhere() is not None and time.monotonic() < deadline:
             time.sleep(RELEASE_LOOK_S)
         self.cancel(None)
 
     def claim(self, call: str) -> Claim:
         """Return a context in which only this thread may call the engine: for a call that consists of several jobs."""
-        return self._guard.claim(call)
+        return self._call_lock.claim(call)
 
     # -- state ----------------------------------------------------------------------------------------
 

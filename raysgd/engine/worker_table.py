@@ -20,10 +20,10 @@ from raysgd.core.messages import (
     StackReport,
     StackRequest,
 )
-from raysgd.hang import Report, culprits, unfinished
+from raysgd.hang import RankReport, blocking_ranks, describe_unfinished
 from raysgd.outcomes import Failed, Ok, Outcome, WorkerFailed
 from raysgd.progress import Progress
-from raysgd.snapshot import Snapshot, SnapshotKeeper
+from raysgd.snapshot import Snapshot, SnapshotStore
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.worker_group import WorkerGroup
 
@@ -94,7 +94,7 @@ class WorkerTable:
         on_message: Callable[[FunctionReport, Any], None] = lambda message, body: None,
     ) -> None:
         self.group, self.clock = group, clock
-        self.snapshots = SnapshotKeeper()
+        self.snapshots = SnapshotStore()
         self._silent_s = silent_s
         self._on_progress, self._on_message = on_progress, on_message
         self._workers: dict[str, WorkerInfo] = {}
@@ -266,7 +266,7 @@ class WorkerTable:
         """Kill the worker if its process is stopped: it does not even send "alive", which a long set-up does
         meanwhile."""
         if self._workers[worker].killed_for is None and self.group.silent_for(worker) > self._silent_s:
-            self.kill(worker, "hang", unfinished(self._report(worker, None), verb, self._silent_s))
+            self.kill(worker, "hang", describe_unfinished(self._report(worker, None), verb, self._silent_s))
 
     def _end_late(self, late: Iterable[str], verb: str, limit_s: float) -> None:
         """Kill those that do not even send "alive"; all, if all do. Workers that were killed before but whose exit was
@@ -286,18 +286,18 @@ class WorkerTable:
         block the others come first."""
         stacks = self._stacks(workers)
         reports = {w: self._report(w, stacks.get(w)) for w in workers if self._workers[w].busy is not None}
-        guilty = culprits(reports) or list(reports)
-        waiting = [worker for worker in reports if worker not in guilty]
-        first = ", ".join(f"rank {reports[worker].rank}" for worker in guilty)
-        stories = {worker: unfinished(reports[worker], verb, limit_s) for worker in guilty}
-        for worker in guilty:
+        blocking = blocking_ranks(reports) or list(reports)
+        waiting = [worker for worker in reports if worker not in blocking]
+        first = ", ".join(f"rank {reports[worker].rank}" for worker in blocking)
+        stories = {worker: describe_unfinished(reports[worker], verb, limit_s) for worker in blocking}
+        for worker in blocking:
             if reports[worker].stack is not None:
                 self._workers[worker].unfinished = stories[worker]
         return stories | {worker: f"waited for {first} in '{verb}' for {limit_s:g} s" for worker in waiting}
 
-    def _report(self, worker: str, said: StackReport | None) -> Report:
+    def _report(self, worker: str, said: StackReport | None) -> RankReport:
         info = self._workers[worker]
-        return Report(
+        return RankReport(
             rank=info.rank,
             node=info.node[:8],
             stack=None if said is None else said.frames,

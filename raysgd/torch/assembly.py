@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from raysgd.call_runner import CallRunner
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.torch_profiler import ProfilerSettings
-from raysgd.calls import Calls
 from raysgd.config import ElasticConfig, Limits, WorkerResources, check_trainer, start_limit_s
 from raysgd.data.rows import RayData
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError
 from raysgd.protocols import Backend
-from raysgd.rendezvous import Alone
+from raysgd.rendezvous import SingleWorkerBackend
 from raysgd.torch import arguments, ways
 from raysgd.torch.exchange import Exchange
 from raysgd.torch.operator import TrainingOperator
@@ -79,7 +79,7 @@ class Plan:
     way: Way
     remote: bool
     rejoins: bool
-    calls: Calls
+    calls: CallRunner
 
 
 def plan(given: TrainerArguments) -> Plan:
@@ -102,7 +102,7 @@ def plan(given: TrainerArguments) -> Plan:
         config=shown,
         use_gpu=use_gpu,
         num_workers=given.num_workers,
-        factory=_factory(given.training_operator_cls, worker_config, settings, calls.wishes),
+        factory=_factory(given.training_operator_cls, worker_config, settings, calls.on_workers),
         hook=given.initialization_hook,
         resources=resources,
         elastic=elastic if rejoins else replace(elastic, grow=False),
@@ -118,7 +118,7 @@ def plan(given: TrainerArguments) -> Plan:
     )
 
 
-def _calls(given: TrainerArguments, config: dict[str, Any]) -> Calls:
+def _calls(given: TrainerArguments, config: dict[str, Any]) -> CallRunner:
     name = given.training_operator_cls.__name__
     run = Run(
         trainer="TorchTrainer",
@@ -127,23 +127,25 @@ def _calls(given: TrainerArguments, config: dict[str, Any]) -> Calls:
         config=config,
         folder=folder_to_be(given.logdir, name),
     )
-    return Calls(given.callbacks, run, bar=given.use_tqdm)
+    return CallRunner(given.callbacks, run, bar=given.use_tqdm)
 
 
 def _factory(
-    operator_cls: Any, config: dict[str, Any], settings: ReplicaSettings, wishes: list[Any]
+    operator_cls: Any, config: dict[str, Any], settings: ReplicaSettings, on_workers: list[Any]
 ) -> TorchReplicaFactory:
     """With a profiler, where a callback wants one."""
-    if not wishes:
+    if not on_workers:
         return TorchReplicaFactory(operator_cls, config, settings)
-    if len(wishes) > 1 or not isinstance(wishes[0], ProfilerSettings):
-        raise ConfigError(f"one profiler callback is possible at a time, and nothing else on the workers, got {wishes}")
-    return ProfiledReplicaFactory(operator_cls, config, settings, wishes[0])
+    if len(on_workers) > 1 or not isinstance(on_workers[0], ProfilerSettings):
+        raise ConfigError(
+            f"one profiler callback is possible at a time, and nothing else on the workers, got {on_workers}"
+        )
+    return ProfiledReplicaFactory(operator_cls, config, settings, on_workers[0])
 
 
 def engine(plan: Plan) -> Engine:
     """Puts the parts together; connects to Ray, or starts it, where the plan needs it. Launches no worker yet."""
-    meeting: Backend = _meeting(plan) if plan.num_workers > 1 else Alone()
+    meeting: Backend = _meeting(plan) if plan.num_workers > 1 else SingleWorkerBackend()
     group: Any = _ray_group(meeting, plan.resources) if plan.remote else InlineGroup(meeting)
     return Engine(
         group,
@@ -153,8 +155,8 @@ def engine(plan: Plan) -> Engine:
         target=plan.num_workers,
         elastic=plan.elastic,
         limits=plan.limits,
-        on_progress=plan.calls.progressed,
-        on_recovery=plan.calls.recovered,
+        on_progress=plan.calls.on_progress,
+        on_recovery=plan.calls.on_recovery,
     )
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from raysgd.call_runner import exclusive
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.history import History
-from raysgd.calls import exclusive
 from raysgd.config import ElasticConfig, check_call
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError
@@ -135,7 +135,7 @@ class TorchTrainer:
 
     @exclusive
     def update_scheduler(self, metric: Any) -> None:
-        """Calls `step(metric)` on every registered scheduler of every worker."""
+        """Call `step(metric)` on every registered scheduler of every worker."""
         self._engine.run(Job(Call(answers.update_scheduler, {"metric": metric}), again="keep"))
         self._engine.state_changed_by_hand()
 
@@ -242,7 +242,7 @@ class TorchTrainer:
         return self._calls.run.folder
 
     def __repr__(self) -> str:
-        return self._calls.described(self._engine)
+        return self._calls.describe(self._engine)
 
     @exclusive
     def resize(self, num_workers: int) -> None:
@@ -280,7 +280,7 @@ class TorchTrainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._calls.left(error)
+        self._calls.exited(error)
         self.shutdown(force=kind is not None)
 
     @classmethod

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raysgd.errors import ConfigError
-from raysgd.rendezvous import Alone
+from raysgd.rendezvous import SingleWorkerBackend
 
 __all__ = [
     "Backend",
@@ -73,7 +73,7 @@ class BackendConfig:
 
     def meeting(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
         """Driver: how the ranks of a generation meet. This one has them meet nowhere."""
-        return Alone()
+        return SingleWorkerBackend()
 
     @property
     def collective_timeout_s(self) -> float:

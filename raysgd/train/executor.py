@@ -21,8 +21,8 @@ from typing import Any
 
 from raysgd.config import ElasticConfig
 from raysgd.core.messages import FunctionReport
+from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine, Job
-from raysgd.engine.guard import CallGuard, Claim
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.policy import Recovery
 from raysgd.protocols import Call
@@ -85,7 +85,7 @@ class BackendExecutor:
         self._numbers = itertools.count(1)
         self._run: Run | None = None
         self._thread: threading.Thread | None = None
-        self._starting = CallGuard()
+        self._starting = CallLock()
         self._running: Claim | None = None
 
     # -- life -----------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class BackendExecutor:
         thread, running = self._thread, self._running
         if running and thread is not None and thread.is_alive() and thread is not threading.current_thread():
             raise TrainingRunningError(
-                f"a training function is running on these workers: {running.described()}. Wait for its end "
+                f"a training function is running on these workers: {running.describe()}. Wait for its end "
                 "(finish_training, or get_final_results(force=True) of its iterator) before you use them for something "
                 "else, or use another trainer"
             )
@@ -319,7 +319,7 @@ class BackendExecutor:
         return {"attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
 
     def _settle(self) -> None:
-        """Calls the backend's hooks for the workers that stand, until they are still those when the hooks are done."""
+        """Call the backend's hooks for the workers that stand, until they are still those when the hooks are done."""
         engine = self._active()
         while self._settled != engine.generation:
             first, self._settled = self._settled < 0, engine.generation

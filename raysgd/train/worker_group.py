@@ -10,7 +10,7 @@ from raysgd.config import ElasticConfig, Limits, WorkerResources, start_limit_s
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.protocols import Call
-from raysgd.rendezvous import Alone
+from raysgd.rendezvous import SingleWorkerBackend
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.workers.packing import dumps
@@ -72,7 +72,7 @@ class WorkerGroup:
     def start(self) -> None:
         if self._engine is not None:
             raise InactiveWorkerGroupError("this worker group was started already; shut it down first")
-        meeting = Alone()
+        meeting = SingleWorkerBackend()
         engine = Engine(
             RayGroup(meeting, self._resources),
             meeting,
@@ -105,11 +105,11 @@ class WorkerGroup:
     # -- calls ----------------------------------------------------------------------------------------
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls `func(*args, **kwargs)` on every worker; the answers in rank order."""
+        """Call `func(*args, **kwargs)` on every worker; the answers in rank order."""
         return self._call(func, args, kwargs, None)
 
     def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls it on one worker."""
+        """Call it on one worker."""
         self._check_index(worker_index)
         return self._call(func, args, kwargs, worker_index)[worker_index]
 
@@ -124,7 +124,7 @@ class WorkerGroup:
         return engine.refer(worker_index, call)
 
     def execute_object(self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None = None) -> list[Any]:
-        """Calls `func(obj, *args, **kwargs)` with the object that each worker made of the class it was given."""
+        """Call `func(obj, *args, **kwargs)` with the object that each worker made of the class it was given."""
         if not self._has_object:
             raise ConfigError(
                 "execute() calls a function on an object in each worker, and there is none: name its class in "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.errors import described, shown, text_of
-from raysgd.hang import collective_in, is_users
+from raysgd.hang import collective_name, is_user_frame
 from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Backend, Call, Replica, ReplicaFactory
@@ -127,7 +127,7 @@ class Body:
     def _join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         self._backend.leave()  # a recruit may have met a generation that did not come to stand, and nobody has told it
         self._control.clear()
-        self._control.shared_by(rank_info.world_size)
+        self._control.set_world_size(rank_info.world_size)
         self._rank = None if rank_info.solo else rank_info.world_rank
         self._backend.join(rank_info, settings)
         if self._replica is not None:
@@ -212,8 +212,8 @@ def _collective_of(error: BaseException, count: int, begun: tuple[tuple[int, int
         f"{frame.f_code.co_filename}:{line} {frame.f_code.co_name}"
         for frame, line in traceback.walk_tb(error.__traceback__)
     ][::-1]
-    users = [frame for frame in frames if is_users(frame)]
-    return CollectivePlace(count, collective_in(frames), users[0] if users else "", begun)
+    users = [frame for frame in frames if is_user_frame(frame)]
+    return CollectivePlace(count, collective_name(frames), users[0] if users else "", begun)
 
 
 def _formatted(error: BaseException) -> str:

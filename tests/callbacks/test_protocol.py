@@ -8,7 +8,7 @@ import pytest
 
 from raysgd import TorchTrainer
 from raysgd.callbacks import Callback, Result
-from raysgd.callbacks.crowd import Callbacks as Crowd
+from raysgd.callbacks.callback_list import CallbackList
 from tests.callbacks.listening import Broken, Demanding, Heard, Line
 
 
@@ -175,7 +175,7 @@ class Late(Callback):
 
 
 def test_a_stop_that_comes_too_late_is_logged_and_not_raised_in_another_call(caplog: pytest.LogCaptureFixture) -> None:
-    told = Crowd([Late(), Demanding()])
+    told = CallbackList([Late(), Demanding()])
     with caplog.at_level(logging.ERROR, logger="raysgd"):
         told.error(ValueError("the call's own"))
         told.raise_stop()

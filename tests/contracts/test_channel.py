@@ -43,7 +43,7 @@ from raysgd.core.messages import (
 from raysgd.outcomes import Ok
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Call
-from raysgd.rendezvous import Alone
+from raysgd.rendezvous import SingleWorkerBackend
 from raysgd.workers import control_server
 from raysgd.workers.blob import Blob
 from raysgd.workers.body import Body
@@ -290,7 +290,7 @@ class Stepping:
 def test_a_stop_that_was_agreed_on_before_the_work_began_is_kept(desk: Desk) -> None:
     """The driver asks as soon as the call is sent; the main thread may still be fetching its arguments."""
     client = desk.client()
-    body = Body(Alone(), client.control)
+    body = Body(SingleWorkerBackend(), client.control)
     body.perform("build", {"factory": Stepping, "rank_info": None})
     desk.next(WorkerStarted)
     client.begin(7)

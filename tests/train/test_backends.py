@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.rendezvous import Alone, assign_ranks
+from raysgd.rendezvous import SingleWorkerBackend, assign_ranks
 from raysgd.torch.devices import see_gpus
 from raysgd.train import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.backends import backend_of, parse_backend
@@ -46,7 +46,7 @@ def test_torch_settings() -> None:
     assert TorchConfig().meeting(use_gpu=False, **LIMITS).name == "gloo"
     assert TorchConfig().meeting(use_gpu=True, **LIMITS).name == "nccl"
     assert TorchConfig(backend="gloo").meeting(use_gpu=True, **LIMITS).name == "gloo"
-    assert isinstance(BackendConfig().meeting(use_gpu=False, **LIMITS), Alone)
+    assert isinstance(BackendConfig().meeting(use_gpu=False, **LIMITS), SingleWorkerBackend)
 
 
 def test_horovod_and_tensorflow_settings_can_be_made_without_them() -> None:

@@ -11,12 +11,12 @@ from raysgd.callbacks.base import Callback, Result, Run, Underway
 from raysgd.errors import ConfigError
 from raysgd.policy import Recovery
 
-__all__ = ["Callbacks", "checked"]
+__all__ = ["CallbackList", "check_callbacks"]
 
 logger = logging.getLogger("raysgd")
 
 
-class Callbacks:
+class CallbackList:
     """Owns the callbacks of one trainer, in their order, and the error of one that wants training to stop.
 
     `raise_stop` raises that error: at a place where the trainer can be left, which is not where it happened.
@@ -28,7 +28,7 @@ class Callbacks:
         self._stop: Exception | None = None
 
     @property
-    def wishes(self) -> list[Any]:
+    def on_workers(self) -> list[Any]:
         """What the callbacks want of the workers."""
         return [callback.on_workers for callback in self._all if callback.on_workers is not None]
 
@@ -85,7 +85,7 @@ class Callbacks:
             logger.error("the callback %s raised; training goes on", name, exc_info=error)
 
 
-def checked(callbacks: Any) -> list[Callback]:
+def check_callbacks(callbacks: Any) -> list[Callback]:
     """What a trainer was given as `callbacks`."""
     if callbacks is None:
         return []

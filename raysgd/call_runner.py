@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from raysgd import metrics
 from raysgd.callbacks.base import TRACES, Kind, Result, Run, Underway
-from raysgd.callbacks.crowd import Callbacks, checked
+from raysgd.callbacks.callback_list import CallbackList, check_callbacks
 from raysgd.callbacks.history import History
 from raysgd.callbacks.progress_bar import ProgressBar
 from raysgd.engine.engine import Engine, Job, PartialResults
@@ -17,7 +17,7 @@ from raysgd.engine.worker_table import WorkerInfo
 from raysgd.policy import Recovery
 from raysgd.progress import Progress
 
-__all__ = ["Calls", "exclusive"]
+__all__ = ["CallRunner", "exclusive"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,36 +38,36 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
     return call
 
 
-class Calls:
+class CallRunner:
     """Owns a trainer's callbacks, its history the first of them. `hidden` are names in results that are the trainer's
     own."""
 
     def __init__(self, callbacks: Any, run: Run, *, bar: bool = False, hidden: Sequence[str] = ()) -> None:
         self.history, self.run = History(), run
-        self._told = Callbacks([self.history, *checked(callbacks), *([ProgressBar()] if bar else [])])
+        self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *([ProgressBar()] if bar else [])])
         self._hidden = (metrics.COMMITTED, TRACES, *hidden)
         self._kind: Kind | None = None
         self._failed = False
         self._open = False
 
     @property
-    def wishes(self) -> list[Any]:
+    def on_workers(self) -> list[Any]:
         """What callbacks want of the workers."""
-        return self._told.wishes
+        return self._callbacks.on_workers
 
     # -- the engine's listeners -----------------------------------------------------------------------
 
-    def progressed(self, info: WorkerInfo) -> None:
+    def on_progress(self, info: WorkerInfo) -> None:
         if self._kind is not None:
             figures = {name: value for name, value in (info.partial or {}).items() if name not in self._hidden}
             now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=figures)
-            self._told.progress(now)
-            self._told.raise_stop()
+            self._callbacks.progress(now)
+            self._callbacks.raise_stop()
 
-    def recovered(self, recovery: Recovery) -> None:
+    def on_recovery(self, recovery: Recovery) -> None:
         """A callback that wants to stop because of it does so at the next progress or at the end of the call: now, the workers are
         between two generations."""
-        self._told.recovery(recovery)
+        self._callbacks.recovery(recovery)
 
     # -- the trainer's calls --------------------------------------------------------------------------
 
@@ -75,8 +75,8 @@ class Calls:
         """Tell the callbacks, and launch the workers."""
         self._open = True
         try:
-            self._told.start(self.run)
-            self._told.raise_stop()
+            self._callbacks.start(self.run)
+            self._callbacks.raise_stop()
             engine.start()
         except BaseException as error:
             self._fail(error)
@@ -88,15 +88,15 @@ class Calls:
         """Run the job. Return one dict for all workers, and each worker's own (of every generation, one after the other)."""
         began, self._kind, self._failed = time.monotonic(), kind, False
         try:
-            self._told.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
-            self._told.raise_stop()
+            self._callbacks.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
+            self._callbacks.raise_stop()
             parts = engine.run(job)
-            merged = [metrics.over_workers([_bare(value) for value in part.values]) for part in parts]
-            result = metrics.completed(metrics.over_pieces(merged), merged)
-            rows = [self._shown(value) for part in parts for value in part.values]
+            merged = [metrics.merge_ranks([_without_traces(value) for value in part.values]) for part in parts]
+            result = metrics.count_committed_samples(metrics.merge_parts(merged), merged)
+            rows = [self._visible(value) for part in parts for value in part.values]
             self._kind = None
-            self._told.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
-            self._told.raise_stop()
+            self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
+            self._callbacks.raise_stop()
         except BaseException as error:
             self._fail(error)
             raise
@@ -108,13 +108,13 @@ class Calls:
         """After the workers' end. A second call is fine."""
         if self._open:
             self._open = False
-            self._told.end(failed=self._failed)
+            self._callbacks.end(failed=self._failed)
 
-    def left(self, error: BaseException | None) -> None:
+    def exited(self, error: BaseException | None) -> None:
         """The trainer's `with` block is over."""
         self._failed = self._failed or error is not None
 
-    def described(self, engine: Engine) -> str:
+    def describe(self, engine: Engine) -> str:
         """The trainer in one line."""
         state = {None: "idle", "train": "training", "validate": "validating"}.get(self._kind) or str(self._kind)
         state = state if engine.active else "shut down"
@@ -125,7 +125,7 @@ class Calls:
 
     def _fail(self, error: BaseException) -> None:
         self._failed = True
-        self._told.error(error)
+        self._callbacks.error(error)
 
     def _result(
         self,
@@ -140,16 +140,16 @@ class Calls:
             kind=kind,
             epoch=engine.progress.epoch,
             step=engine.progress.step,
-            metrics=self._shown(result),
+            metrics=self._visible(result),
             by_worker=rows,
             world_size=engine.world_size,
             seconds=took,
             traces=[value.get(TRACES, {}) for part in parts for value in part.values],
         )
 
-    def _shown(self, value: dict[str, Any]) -> dict[str, Any]:
+    def _visible(self, value: dict[str, Any]) -> dict[str, Any]:
         return {name: metrics.plain(each) for name, each in value.items() if name not in self._hidden}
 
 
-def _bare(value: dict[str, Any]) -> dict[str, Any]:
+def _without_traces(value: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in value.items() if name != TRACES}

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from raysgd.errors import TrainerBusyError
 
-__all__ = ["CallGuard", "Claim"]
+__all__ = ["CallLock", "Claim"]
 
 
-class CallGuard:
+class CallLock:
     """Owns the claim of the call that is running. Never waits: a second thread gets an error at once.
 
     The thread that has the claim may make further calls inside the first one (a callback that saves, a signal handler).
@@ -24,7 +24,7 @@ class CallGuard:
         """Return what to enter for the time of `call`."""
         return Claim(self._held, call)
 
-    def elsewhere(self) -> Claim | None:
+    def held_elsewhere(self) -> Claim | None:
         """Return the claim that another thread holds now."""
         held = self._held.get("call")
         return None if held is None or held.thread == threading.get_ident() else held
@@ -45,7 +45,7 @@ class Claim:
         holder = self.held.setdefault("call", self)
         if holder.thread != self.thread:
             raise TrainerBusyError(
-                f"{self.call} was called in thread {self.name!r} while {holder.described()}. Workers carry out one call at "
+                f"{self.call} was called in thread {self.name!r} while {holder.describe()}. Workers carry out one call at "
                 "a time, so only one thread at a time may use a trainer: wait until that call has returned, put a lock "
                 "around the calls, or use one trainer per thread"
             )
@@ -54,6 +54,6 @@ class Claim:
         if self.held.get("call") is self:
             del self.held["call"]
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return what is running, where, and for how long."""
         return f"{self.call} has been running for {time.monotonic() - self.since:.1f} s, called in thread {self.name!r}"
