@@ -18,7 +18,7 @@ class Silent:
         self.launch = lambda count: list(silent)
         self.killed: list[str] = []
 
-    def tell(self, worker: str, message: Any) -> bool:
+    def send(self, worker: str, message: Any) -> bool:
         return True
 
     def kill(self, worker: str) -> None:

@@ -12,7 +12,7 @@ from raysgd.progress import Control, Progress
 from raysgd.protocols import Call
 from raysgd.rendezvous import RankInfo, SingleWorkerBackend
 from raysgd.workers.events import CallEnded, MessageReceived, WorkerStarted
-from raysgd.workers.inline import InlineGroup
+from raysgd.workers.inline_group import InlineGroup
 
 
 class FakeReplica:

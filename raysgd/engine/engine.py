@@ -238,9 +238,9 @@ class Engine:
         """Return a user's object in the form in which it travels as an argument of a job."""
         return self.group.pack(value)
 
-    def refer(self, rank: int, call: Call) -> Any:
+    def reference(self, rank: int, call: Call) -> Any:
         """Return a Ray reference to a call on one rank, for the user to wait for. Failures are the user's to handle."""
-        return self.group.refer(self._table.members()[rank], "run", {"call": call})
+        return self.group.reference(self._table.members()[rank], "run", {"call": call})
 
     def run(self, job: Job) -> list[PartialResults]:
         """Run a job to its end, whatever fails meanwhile. Return the results of its parts, in order."""

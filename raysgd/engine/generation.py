@@ -58,7 +58,7 @@ class Generation:
     def interrupt(self, workers: Sequence[str]) -> None:
         """Tell these workers that the generation is over: those that wait for a peer stop waiting."""
         for worker in workers:
-            self._table.group.tell(worker, Interrupt(self._number))
+            self._table.group.send(worker, Interrupt(self._number))
 
     # -- the first one --------------------------------------------------------------------------------
 

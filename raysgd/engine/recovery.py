@@ -145,7 +145,7 @@ class RecoveryLoop:
     def _replace_all(self, left: int) -> None:
         """Start new processes for all: the places of those that were dismissed are free, even if Ray does not show it
         yet."""
-        places = min(self._membership.target, max(left, self._table.group.holds_at_most()))
+        places = min(self._membership.target, max(left, self._table.group.capacity()))
         wanted = places - self._replacements.ready - self._replacements.starting
         if wanted > 0:
             self._replacements.launch(wanted)
@@ -191,13 +191,13 @@ class RecoveryLoop:
                 now.survivors,
                 now.min_workers,
                 seconds,
-                self._table.group.wanting(max(now.min_workers - now.survivors, 1)),
+                self._table.group.demand(max(now.min_workers - now.survivors, 1)),
                 now.attempts + 1,
                 now.max_attempts,
             )
         elif now.survivors == 0:
-            wanting = self._table.group.wanting(now.starting)
-            logger.warning("waiting for %d new worker(s) to start; they need %s", now.starting, wanting)
+            demand = self._table.group.demand(now.starting)
+            logger.warning("waiting for %d new worker(s) to start; they need %s", now.starting, demand)
         while self._table.clock() < deadline:
             self._table.pump(LOOK_S)
             self._replacements.tick()

@@ -212,7 +212,7 @@ class WorkerTable:
             reason, why = info.killed_for.reason, info.killed_for.why
         else:
             reason, why = info.ended.reason, info.ended.cause
-            if info.node and not self.group.lives(info.node):
+            if info.node and not self.group.is_node_alive(info.node):
                 reason, why = "node loss", f"its node {info.node[:8]} is gone"
             elif info.notice:
                 reason = "preemption"
@@ -318,7 +318,7 @@ class WorkerTable:
         """Ask workers where they are. Return the number that their answers will have."""
         number = self.next_number()
         for worker in workers:
-            self.group.tell(worker, StackRequest(number))
+            self.group.send(worker, StackRequest(number))
         return number
 
     # -- events ---------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.replica import TFReplica, TFReplicaFactory
 from raysgd.tf.settings import ReplicaSettings
 from raysgd.workers.blob import Blob
-from raysgd.workers.inline import InlineGroup
+from raysgd.workers.inline_group import InlineGroup
 
 __all__ = ["TFTrainer"]
 

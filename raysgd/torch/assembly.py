@@ -29,8 +29,8 @@ from raysgd.torch.profiled import ProfiledReplicaFactory
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import ReplicaSettings
 from raysgd.torch.ways import Way
-from raysgd.workers.inline import InlineGroup
-from raysgd.workers.rows import SharedRows, local_rows
+from raysgd.workers.inline_group import InlineGroup
+from raysgd.workers.row_reader import SharedRowReaders, local_row_reader
 
 __all__ = ["Plan", "TrainerArguments", "engine", "opened", "plan", "wants_gpu"]
 
@@ -208,7 +208,7 @@ def _settings(
         threads=threads,
         batch=elastic.batch,
         snapshot_every=elastic.snapshot_every,
-        rows=local_rows if threads is None else SharedRows(uuid.uuid4().hex[:8]),
+        rows=local_row_reader if threads is None else SharedRowReaders(uuid.uuid4().hex[:8]),
         options=options,
         exchange=way.exchange if given.num_workers > 1 else Exchange,
     )

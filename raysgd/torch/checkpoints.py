@@ -24,7 +24,7 @@ from raysgd.torch.receiver import FailedOnWorkerError, Receiver
 from raysgd.torch.shard_files import is_replaceable
 from raysgd.torch.streams import LocalSink
 from raysgd.workers.blob import Blob
-from raysgd.workers.inline import InlineGroup
+from raysgd.workers.inline_group import InlineGroup
 
 __all__ = ["Checkpoints", "SaveHandle"]
 

@@ -26,7 +26,7 @@ from raysgd.torch.checkpoints import Checkpoints, SaveHandle
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import ReplicaSettings
-from raysgd.workers.inline import InlineGroup
+from raysgd.workers.inline_group import InlineGroup
 
 __all__ = ["TorchTrainer"]
 

@@ -42,8 +42,8 @@ from raysgd.train.strategy import CheckpointConfig, check_strategy
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
 from raysgd.workers.blob import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
-from raysgd.workers.packing import dumps
 from raysgd.workers.ray_group import RayGroup
+from raysgd.workers.serialization import dumps
 
 __all__ = ["BackendExecutor", "check_max_retries"]
 

@@ -13,8 +13,8 @@ from raysgd.protocols import Call
 from raysgd.rendezvous import SingleWorkerBackend
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.workers.packing import dumps
 from raysgd.workers.ray_group import RayGroup
+from raysgd.workers.serialization import dumps
 
 __all__ = ["RemoteObject", "TrainWorkerGroup", "WorkerGroup", "limits_for"]
 
@@ -121,7 +121,7 @@ class WorkerGroup:
         self._check_index(worker_index)
         engine = self._active
         call = Call(FunctionReplica.apply, {"function": engine.pack(functools.partial(func, *args, **kwargs))})
-        return engine.refer(worker_index, call)
+        return engine.reference(worker_index, call)
 
     def execute_object(self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None = None) -> list[Any]:
         """Call `func(obj, *args, **kwargs)` with the object that each worker made of the class it was given."""
@@ -197,7 +197,7 @@ class RemoteMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         given = {"name": self._name, "positional": self._engine.pack(args), "named": self._engine.pack(kwargs)}
-        return self._engine.refer(self._rank, Call(FunctionReplica.method, given))
+        return self._engine.reference(self._rank, Call(FunctionReplica.method, given))
 
 
 class TrainWorkerGroup:

@@ -20,8 +20,8 @@ from raysgd.durable import own_folder
 from raysgd.errors import described
 from raysgd.outcomes import Failed, Ok, Outcome
 from raysgd.protocols import Backend
-from raysgd.workers.body import Body
 from raysgd.workers.control_client import ControlClient
+from raysgd.workers.replica_host import ReplicaHost
 
 __all__ = ["WorkerActor"]
 
@@ -39,7 +39,7 @@ class WorkerActor:
 
         node = ray.get_runtime_context().get_node_id()
         self._client = ControlClient(address, worker, node, backend.abort, _leave)
-        self._body = Body(backend, self._client.control)
+        self._host = ReplicaHost(backend, self._client.control)
         self._client.control.upload = self._client.upload
         self._client.control.deliver = self._client.deliver
         signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -56,11 +56,11 @@ class WorkerActor:
         fetched = {
             name: ray.get(value) if isinstance(value, ray.ObjectRef) else value for name, value in arguments.items()
         }
-        return self._body.perform(verb, fetched)
+        return self._host.perform(verb, fetched)
 
     def value(self, verb: str, arguments: dict[str, Any]) -> Any:
         """Like `perform`, for people who hold Ray's references themselves: the value, or the error."""
-        outcome = self._body.perform(verb, arguments)
+        outcome = self._host.perform(verb, arguments)
         if isinstance(outcome, Ok):
             return outcome.value
         if not isinstance(outcome, Failed):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-__all__ = ["Blob", "Packed", "unpacked"]
+__all__ = ["Blob", "PickledObject", "unpickled"]
 
 
 class Blob:
@@ -27,10 +27,10 @@ class Blob:
         return memoryview(self.data).nbytes
 
 
-class Packed(Blob):
+class PickledObject(Blob):
     """A user's object (an operator class, a function), pickled once by value for all workers."""
 
 
-def unpacked(value: Any) -> Any:
+def unpickled(value: Any) -> Any:
     """The object inside, where there is one."""
-    return pickle.loads(value.data) if isinstance(value, Packed) else value
+    return pickle.loads(value.data) if isinstance(value, PickledObject) else value

@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 
 from raysgd.config import WorkerResources
 from raysgd.errors import ClusterError, ConfigError
-from raysgd.workers.asking import ask
+from raysgd.workers.gcs import ask
 
 __all__ = [
     "alive_nodes",
+    "capacity",
     "draining_nodes",
     "driver_address",
     "end_actor",
     "ensure_cluster",
     "free_by_node",
-    "holds_at_most",
-    "last_words",
-    "node_lives",
+    "is_node_alive",
     "placement",
     "room_for",
+    "stderr_tail",
     "wait_for_room",
     "within",
 ]
@@ -36,14 +36,14 @@ logger = logging.getLogger("raysgd")
 T = TypeVar("T")
 
 PROBE_S = 0.3
-LAST_WORDS = 1 << 14
+STDERR_TAIL_BYTES = 1 << 14
 LOOK_S = 0.02
 ENDED_S, FREED_S = 2.0, 0.5
 THROUGH_CLIENT = (
     "and workers cannot reach it there. Run it on the cluster (for example with `ray job submit`), or connect with "
     "ray.init(address='auto')"
 )
-LIVES_S = 2.0
+NODE_QUERY_S = 2.0
 
 
 def ensure_cluster() -> None:
@@ -151,13 +151,13 @@ def alive_nodes() -> dict[str, Mapping[str, float]]:
     return {node["NodeID"]: node["Resources"] for node in ask(ray.nodes) if node["Alive"]}
 
 
-def node_lives(node: str) -> bool:
+def is_node_alive(node: str) -> bool:
     """Does its node manager still take connections? Ray itself knows of a node's death only seconds later. True also
     when Ray does not answer: nothing is known of the node then."""
     import ray
 
     try:
-        nodes = ask(ray.nodes, limit_s=LIVES_S)
+        nodes = ask(ray.nodes, limit_s=NODE_QUERY_S)
     except ClusterError as error:
         logger.debug("whether node %s is alive is not known: %s", node, error)
         return True
@@ -180,7 +180,7 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
     return {node: resources for node, resources in free.items() if node not in leaving}
 
 
-def last_words(pid: int) -> str:
+def stderr_tail(pid: int) -> str:
     """Return the end of what a process of Ray's on this machine wrote to its standard error; "" where that is not kept."""
     from ray._private.worker import _global_node
 
@@ -190,12 +190,12 @@ def last_words(pid: int) -> str:
     if not files:
         return ""
     with open(files[-1], "rb") as file:
-        file.seek(max(os.path.getsize(files[-1]) - LAST_WORDS, 0))
+        file.seek(max(os.path.getsize(files[-1]) - STDERR_TAIL_BYTES, 0))
         return file.read().decode(errors="replace")
 
 
 def draining_nodes() -> set[str]:
-    """Nodes that Ray was told will go away soon (preemption, downscaling). Waits for the GCS: see `asking`."""
+    """Nodes that Ray was told will go away soon (preemption, downscaling). Waits for the GCS: see `gcs`."""
     import ray
 
     try:
@@ -230,7 +230,7 @@ def _held(free: Mapping[str, float]) -> Mapping[str, float]:
     return {name.removesuffix(mark): amount for name, amount in free.items() if name.endswith(mark)}
 
 
-def holds_at_most(resources: WorkerResources) -> int:
+def capacity(resources: WorkerResources) -> int:
     """How many workers the whole cluster could hold if it were empty."""
     return sum(resources.fits(total) for total in alive_nodes().values())
 

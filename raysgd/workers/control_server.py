@@ -115,7 +115,7 @@ class ControlServer:
 
     # -- any thread -----------------------------------------------------------------------------------
 
-    def tell(self, worker: str, message: Message) -> bool:
+    def send(self, worker: str, message: Message) -> bool:
         """Send a message to a worker. Return False when it has no connection, which is or will be a `WorkerEnded` event. Never
         block."""
         peer = self._workers.get(worker)
@@ -138,7 +138,7 @@ class ControlServer:
         heard = self._heard_at.get(worker)
         return 0.0 if heard is None else time.monotonic() - heard
 
-    def hang_up(self, worker: str) -> None:
+    def disconnect(self, worker: str) -> None:
         """Forget a worker that is not needed any more: the end of its connection is no event."""
         peer = self._workers.pop(worker, None)
         if peer is not None:
@@ -160,7 +160,7 @@ class ControlServer:
 
     def close(self) -> None:
         for worker in list(self._workers):
-            self.hang_up(worker)
+            self.disconnect(worker)
         with contextlib.suppress(RuntimeError):  # it was closed before
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLOSE_S)
@@ -256,7 +256,7 @@ class ControlServer:
         worker = peer.worker
         if worker is None or self._workers.get(worker) is not peer:
             return
-        if self._workers.pop(worker, None) is not None:  # else `hang_up` was faster
+        if self._workers.pop(worker, None) is not None:  # else `disconnect` was faster
             self._events.put(WorkerEnded(worker, why, reason))
 
     def _end(self, peer: _Peer) -> None:
@@ -295,7 +295,7 @@ class ControlServer:
         while True:
             message = await self._message(peer)
             if self._workers.get(worker) is not peer:
-                continue  # `hang_up` was called
+                continue  # `disconnect` was called
             self._heard_at[worker] = time.monotonic()
             if not isinstance(message, Alive):
                 self._events.put(MessageReceived(worker, message))

@@ -23,14 +23,14 @@ from raysgd.policy import OUT_OF_STEP
 from raysgd.protocols import Backend
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
-from raysgd.workers.asking import Question, answer_limit_s, require_ray
 from raysgd.workers.blob import Blob
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
-from raysgd.workers.packing import pack
+from raysgd.workers.gcs import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.processes import LocalProcess, end_all
-from raysgd.workers.rows import DEALER, RemoteDealer, Rows, begin_dealer
-from raysgd.workers.shards import no_room_for_data
+from raysgd.workers.row_reader import DEALER, RemoteDealer, RowReader, start_dealer
+from raysgd.workers.serialization import pack
+from raysgd.workers.splits import no_room_for_data
 
 __all__ = ["RayGroup"]
 
@@ -81,7 +81,7 @@ class RayGroup:
         self._session = require_ray()
         self._leaving: list[LocalProcess] = []
         self._draining: set[str] = set()
-        self._question: Question[set[str]] | None = None
+        self._drain_query: GcsQuery[set[str]] | None = None
         self._ask_at = 0.0
 
     # -- members --------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class RayGroup:
         future.add_done_callback(lambda done: self._done(worker, call, done))
         return call
 
-    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
+    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         """A call whose Ray reference the user holds; nobody here waits for it."""
         require_ray(self._session)
         return self._handles[worker].actor.value.remote(verb, arguments)
@@ -170,7 +170,7 @@ class RayGroup:
         if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
         handle = self._handles[event.worker]
-        words = cluster.last_words(handle.pid) if handle.node == self._here else ""
+        words = cluster.stderr_tail(handle.pid) if handle.node == self._here else ""
         found = MISMATCH.search(words)
         if found is None:
             return event
@@ -180,10 +180,10 @@ class RayGroup:
     def _fresh(self, event: Event) -> bool:
         handle = self._handles.get(event.worker)
         if handle is None:
-            self.control.hang_up(event.worker)  # one that came up after it was given up
+            self.control.disconnect(event.worker)  # one that came up after it was given up
             return False
         if isinstance(event, MessageReceived) and isinstance(event.message, StartDealer):
-            self._deal(event.message.name, bytes(event.body))
+            self._start_dealer(event.message.name, bytes(event.body))
             return False
         if isinstance(event, WorkerStarted):
             handle.node, handle.pid = event.node, event.pid
@@ -197,26 +197,26 @@ class RayGroup:
 
     # -- data -----------------------------------------------------------------------------------------
 
-    def rows(self, dataset: Any) -> Rows:
+    def rows(self, dataset: Any) -> RowReader:
         """The way to the rows of a Ray Dataset of the user's; the same one for the same data set."""
         from ray import cloudpickle
 
         name = f"{DEALER}-{self._mark}-given-{id(dataset)}"
         self._given[name] = dataset  # as long as it is held, no other object has its id
-        self._deal(name, cloudpickle.dumps(dataset) if name not in self._dealers else b"")
-        return Rows(RemoteDealer(name))
+        self._start_dealer(name, cloudpickle.dumps(dataset) if name not in self._dealers else b"")
+        return RowReader(RemoteDealer(name))
 
-    def _deal(self, name: str, packed: bytes) -> None:
+    def _start_dealer(self, name: str, packed: bytes) -> None:
         """Begins the process that reads a data set for all workers, once."""
         if name not in self._dealers:
             nodes = [handle.node for handle in self._handles.values() if handle.node and not handle.ended]
             no_room_for_data(nodes, self._resources.cpus, "a Ray Dataset")
-            self._dealers[name] = begin_dealer(name, packed)
+            self._dealers[name] = start_dealer(name, packed)
 
     # -- control --------------------------------------------------------------------------------------
 
-    def tell(self, worker: str, message: Message) -> bool:
-        return self.control.tell(worker, message)
+    def send(self, worker: str, message: Message) -> bool:
+        return self.control.send(worker, message)
 
     def silent_for(self, worker: str) -> float:
         return self.control.silent_for(worker)
@@ -235,12 +235,12 @@ class RayGroup:
         elif handle.pid:
             for neighbour, other in self._handles.items():
                 if neighbour != worker and other.node == handle.node and not other.ended:
-                    self.tell(neighbour, KillProcess(handle.pid))
+                    self.send(neighbour, KillProcess(handle.pid))
         self._end_actor(handle.actor)
 
     def _end(self, worker: str) -> None:
         """Makes sure that a worker we gave up cannot come back."""
-        self.control.hang_up(worker)
+        self.control.disconnect(worker)
         self._end_actor(self._handles[worker].actor)
 
     def _end_actor(self, actor: Any) -> None:
@@ -256,7 +256,7 @@ class RayGroup:
         handle = self._handles.get(worker)
         if handle is None:
             return
-        self.control.hang_up(worker)
+        self.control.disconnect(worker)
         self._end_actor(handle.actor)
         self._leaving = [process for process in self._leaving if not process.ended]
         if handle.process is not None:
@@ -293,11 +293,11 @@ class RayGroup:
         self.draining()  # raises at once, when it is known that Ray does not answer
         return cluster.room_for(self._resources)
 
-    def holds_at_most(self) -> int:
+    def capacity(self) -> int:
         self.draining()
-        return cluster.holds_at_most(self._resources)
+        return cluster.capacity(self._resources)
 
-    def wanting(self, count: int) -> str:
+    def demand(self, count: int) -> str:
         """ "4 CPU (2 free)": what `count` workers need against what is free."""
         free: dict[str, float] = {}
         for node in cluster.free_by_node().values():
@@ -309,19 +309,19 @@ class RayGroup:
     def draining(self) -> set[str]:
         """Return what Ray said last, without waiting. Raise `ClusterError` when it has not answered for too long."""
         require_ray(self._session)
-        if self._question is None:
+        if self._drain_query is None:
             if time.monotonic() >= self._ask_at:
-                self._question = Question(cluster.draining_nodes)
-        elif self._question.answered or self._question.age_s > answer_limit_s():
-            self._draining = self._question.answer(answer_limit_s())
-            self._question, self._ask_at = None, time.monotonic() + DRAIN_LOOK_S
+                self._drain_query = GcsQuery(cluster.draining_nodes)
+        elif self._drain_query.answered or self._drain_query.age_s > gcs_limit_s():
+            self._draining = self._drain_query.result(gcs_limit_s())
+            self._drain_query, self._ask_at = None, time.monotonic() + DRAIN_LOOK_S
         return self._draining
 
-    def lives(self, node: str) -> bool:
+    def is_node_alive(self, node: str) -> bool:
         """Return True also when Ray does not answer."""
-        if self._question is not None and not self._question.answered and self._question.age_s > UNANSWERED_S:
+        if self._drain_query is not None and not self._drain_query.answered and self._drain_query.age_s > UNANSWERED_S:
             return True
-        return cluster.node_lives(node)
+        return cluster.is_node_alive(node)
 
 
 def _first_line(error: BaseException) -> str:

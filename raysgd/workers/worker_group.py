@@ -32,7 +32,7 @@ class WorkerGroup(Protocol):
         """Return what has happened, and wait up to `timeout` for the first event. A worker's failure is reported
         once."""
 
-    def tell(self, worker: str, message: Message) -> bool:
+    def send(self, worker: str, message: Message) -> bool:
         """Send a message alongside the running call. Return False if the worker cannot be reached."""
 
     def silent_for(self, worker: str) -> float:
@@ -47,7 +47,7 @@ class WorkerGroup(Protocol):
     def dismiss(self, worker: str) -> None:
         """End a worker that is not needed any more, and free its resources. No event about it follows."""
 
-    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
+    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         """Return a Ray reference to the result of a call, for the user to wait for."""
 
     def pack(self, value: Any) -> Any:
@@ -56,16 +56,16 @@ class WorkerGroup(Protocol):
     def room(self) -> int:
         """Return how many more workers fit into the cluster now."""
 
-    def holds_at_most(self) -> int:
+    def capacity(self) -> int:
         """Return how many such workers the cluster could hold if it were empty."""
 
-    def wanting(self, count: int) -> str:
+    def demand(self, count: int) -> str:
         """Return what `count` workers need, and what is free, for messages."""
 
     def draining(self) -> set[str]:
         """Return the nodes that will be taken away. Raise `ClusterError` if Ray has not answered for too long."""
 
-    def lives(self, node: str) -> bool:
+    def is_node_alive(self, node: str) -> bool:
         """Return whether the node belongs to the cluster, as far as is known."""
 
     def releasing(self) -> AbstractContextManager[None]:

@@ -46,10 +46,10 @@ from raysgd.protocols import Call
 from raysgd.rendezvous import SingleWorkerBackend
 from raysgd.workers import control_server
 from raysgd.workers.blob import Blob
-from raysgd.workers.body import Body
 from raysgd.workers.control_client import ControlClient, brief
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.replica_host import ReplicaHost
 
 REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_checkpoint=False)
 
@@ -258,21 +258,21 @@ def test_a_worker_arrives_and_obeys(desk: Desk) -> None:
     client = desk.client()
     assert desk.next(WorkerStarted) == WorkerStarted("w", "node", os.getpid())
     client.call, client.generation = 7, 2
-    desk.server.tell("w", ProposeBoundary(round=1, call=7, step=5))
+    desk.server.send("w", ProposeBoundary(round=1, call=7, step=5))
     assert desk.next(MessageReceived).message == BoundaryAnswer(round=1, accepted=True, begun=0)
-    desk.server.tell("w", ProposeBoundary(round=2, call=6, step=5))
+    desk.server.send("w", ProposeBoundary(round=2, call=6, step=5))
     assert desk.next(MessageReceived).message == BoundaryAnswer(2, False, -1), "an order for another call is refused"
-    desk.server.tell("w", Interrupt(1))
-    desk.server.tell("w", StackRequest(3))
+    desk.server.send("w", Interrupt(1))
+    desk.server.send("w", StackRequest(3))
     assert any("test_channel.py" in frame for frame in desk.next(MessageReceived).message.frames)
     assert not client.control.interrupted and not desk.aborted, "an order of an old generation means nothing"
-    desk.server.tell("w", Interrupt(2))
+    desk.server.send("w", Interrupt(2))
     wait_for(lambda: desk.aborted == ["w"] and client.control.interrupted)
     client.notice()
     assert desk.next(MessageReceived).message == PreemptionNotice()
     client.control.report(Progress(step=4), {"loss": 0.5, "table": [1]})
     assert desk.next(MessageReceived).message == ProgressReport(7, Progress(step=4), {"loss": 0.5})
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 class Stepping:
@@ -290,19 +290,19 @@ class Stepping:
 def test_a_stop_that_was_agreed_on_before_the_work_began_is_kept(desk: Desk) -> None:
     """The driver asks as soon as the call is sent; the main thread may still be fetching its arguments."""
     client = desk.client()
-    body = Body(SingleWorkerBackend(), client.control)
-    body.perform("build", {"factory": Stepping, "rank_info": None})
+    host = ReplicaHost(SingleWorkerBackend(), client.control)
+    host.perform("build", {"factory": Stepping, "rank_info": None})
     desk.next(WorkerStarted)
     client.begin(7)
-    desk.server.tell("w", ProposeBoundary(1, 7, 5))
+    desk.server.send("w", ProposeBoundary(1, 7, 5))
     assert desk.next(MessageReceived).message.accepted
-    desk.server.tell("w", ConfirmBoundary())
-    stopped = body.perform("run", {"call": Call(Stepping.run)})
+    desk.server.send("w", ConfirmBoundary())
+    stopped = host.perform("run", {"call": Call(Stepping.run)})
     assert isinstance(stopped, Ok) and stopped.value is False
     client.begin(8)
-    free = body.perform("run", {"call": Call(Stepping.run)})
+    free = host.perform("run", {"call": Call(Stepping.run)})
     assert isinstance(free, Ok) and free.value is True, "it was asked of another call"
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_the_end_of_a_connection_is_an_event_at_once_and_once(desk: Desk) -> None:
@@ -312,14 +312,14 @@ def test_the_end_of_a_connection_is_an_event_at_once_and_once(desk: Desk) -> Non
     gone = desk.next(WorkerEnded)
     assert time.monotonic() - began < 0.5
     assert "process ended" in gone.cause and gone.reason == "worker death"
-    assert not desk.server.tell("w", ConfirmBoundary())
+    assert not desk.server.send("w", ConfirmBoundary())
     assert desk.events.empty()
 
 
 def test_the_end_of_a_worker_that_was_dismissed_is_no_event(desk: Desk) -> None:
     desk.client()
     desk.next(WorkerStarted)
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
     time.sleep(0.1)
     assert desk.events.empty()
 
@@ -327,11 +327,11 @@ def test_the_end_of_a_worker_that_was_dismissed_is_no_event(desk: Desk) -> None:
 def test_late_messages_of_a_worker_that_was_dismissed_are_dropped(desk: Desk) -> None:
     with desk.greet() as worker:
         desk.next(WorkerStarted)
-        desk.server.hang_up("w")
+        desk.server.disconnect("w")
         send(worker, PreemptionNotice())
         desk.client("next")
         assert desk.next(WorkerStarted).worker == "next", "the server serves others"
-    desk.server.hang_up("next")
+    desk.server.disconnect("next")
     assert desk.events.empty()
 
 
@@ -349,7 +349,7 @@ def test_a_worker_that_never_reads_does_not_hold_the_driver_up(desk: Desk) -> No
     with desk.greet() as worker:
         desk.next(WorkerStarted)
         deadline = time.monotonic() + 30
-        while desk.server.tell("w", StartDealer("x" * 5000)):
+        while desk.server.send("w", StartDealer("x" * 5000)):
             assert time.monotonic() < deadline
         gone = desk.next(WorkerEnded)
         assert gone.reason == "network" and "has not read" in gone.cause
@@ -367,7 +367,7 @@ def test_an_unreachable_machine_is_noticed(desk: Desk) -> None:
     for name, value in limits.items():
         if hasattr(socket, name):
             assert server_end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value, name
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_progress_messages_carry_short_values_only() -> None:
@@ -397,7 +397,7 @@ def test_all_reports_and_snapshots_of_a_worker_use_one_connection(desk: Desk) ->
     client.deliver(StartDealer("d"), b"")
     assert desk.next(MessageReceived).message == StartDealer("d")
     assert desk.accepted == [OpenBulk("w")]
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_a_large_body_does_not_delay_the_control_connection(desk: Desk) -> None:
@@ -409,12 +409,12 @@ def test_a_large_body_does_not_delay_the_control_connection(desk: Desk) -> None:
     number = 0
     while sender.is_alive():
         began, number = time.monotonic(), number + 1
-        desk.server.tell("w", StackRequest(number))
+        desk.server.send("w", StackRequest(number))
         while not isinstance(desk.next(MessageReceived).message, StackReport):
             continue
         slowest = max(slowest, time.monotonic() - began)
     assert number > 2 and slowest < 1.0
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_a_delivery_that_does_not_arrive_is_an_error_and_the_next_one_works(
@@ -432,7 +432,7 @@ def test_a_delivery_that_does_not_arrive_is_an_error_and_the_next_one_works(
     client.deliver(REPORT, b"abc")
     assert desk.next(MessageReceived).message == REPORT
     assert desk.accepted == [OpenBulk("w")] * 2
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 @pytest.mark.parametrize("size", [2**62, 2**64 - 1])
@@ -446,7 +446,7 @@ def test_a_body_without_room_ends_its_connection_only(desk: Desk, first: Message
         assert gone.worker == "w" and gone.reason == "network" and "a body of" in gone.cause
     desk.client("next")
     assert desk.next(WorkerStarted).worker == "next"
-    desk.server.hang_up("next")
+    desk.server.disconnect("next")
 
 
 def test_control_messages_on_a_bulk_connection_end_it(desk: Desk) -> None:
@@ -521,7 +521,7 @@ def test_a_first_message_of_another_type_ends_its_connection_only(desk: Desk, he
         desk.next(WorkerStarted)
         with desk.open(desk.address.token.encode() + PREFIX.pack(len(header), 0) + header) as other:
             assert ended(other)
-        assert desk.server.tell("there", ConfirmBoundary()), "the one that was there is served"
+        assert desk.server.send("there", ConfirmBoundary()), "the one that was there is served"
     assert desk.next(WorkerEnded).worker == "there"
 
 
@@ -538,7 +538,7 @@ def test_a_connection_that_is_not_admitted_in_time_is_closed(desk: Desk, monkeyp
     with desk.greet():
         desk.next(WorkerStarted)
         time.sleep(0.5)
-        assert desk.server.tell("w", ConfirmBoundary()), "an admitted worker may be silent"
+        assert desk.server.send("w", ConfirmBoundary()), "an admitted worker may be silent"
 
 
 def test_only_so_many_wait_for_admission(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,7 +559,7 @@ def test_a_worker_is_admitted_among_many_silent_clients(desk: Desk) -> None:
     began = time.monotonic()
     desk.client()
     assert desk.next(WorkerStarted).worker == "w" and time.monotonic() - began < 3
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
     for each in silent:
         each.close()
 
@@ -578,7 +578,7 @@ def test_a_refused_worker_tries_again(desk: Desk, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(desk.server, "_first_message", first_refused)
     desk.client()
     assert desk.next(WorkerStarted).worker == "w" and len(tries) == 2
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_a_client_does_not_wait_for_ever_for_another_kind_of_server() -> None:
@@ -610,7 +610,7 @@ def test_without_a_descriptor_it_waits_and_goes_on(desk: Desk, monkeypatch: pyte
     desk.client()
     assert desk.next(WorkerStarted).worker == "w"
     opened.close()
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_refused_connections_are_counted_instead_of_listed(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,7 @@ class Ranks:
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         return int(worker) + 1
 
-    def tell(self, worker: str, message: Message) -> bool:
+    def send(self, worker: str, message: Message) -> bool:
         self.told.append((worker, message))
         return True
 

@@ -14,9 +14,9 @@ from typing import Any
 from raysgd.core.messages import Message, PreemptionNotice, ProgressReport, SnapshotUpload
 from raysgd.outcomes import Outcome
 from raysgd.progress import Control
-from raysgd.workers.body import Body
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.replica_host import ReplicaHost
 from tests.simulation.network import ProcessGroup, SimBackend
 from tests.simulation.replica import SimReplica
 from tests.simulation.world import Condition, Process, Wake, World
@@ -101,7 +101,7 @@ class Worker(Process):
             member=self,
         )
         self.client = SimClient(self)
-        self.body = Body(self.backend, self.client.control, travels=False)
+        self.host = ReplicaHost(self.backend, self.client.control, travels=False)
         self.replica: SimReplica | None = None
         self.slow = 1.0
         self.given_up = False
@@ -129,7 +129,7 @@ class Worker(Process):
             if verb in ("join", "warm"):
                 self.client.generation = generation
             self.point(verb)
-            outcome = self.body.perform(verb, arguments)
+            outcome = self.host.perform(verb, arguments)
             self.point(f"{verb} ended")
             self._replies.send(partial(self._group.emit, CallEnded(self.name, call, outcome)))
 
@@ -270,7 +270,7 @@ class SimGroup:
     def snapshot_arrives(self, heard: MessageReceived) -> None:
         self._events.append(heard)
 
-    def tell(self, worker: str, message: Message) -> bool:
+    def send(self, worker: str, message: Message) -> bool:
         if worker not in self.workers or worker in self._gone:
             return False
         self.world.note("%s <- %s", worker, message)
@@ -311,7 +311,7 @@ class SimGroup:
     def releasing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
+    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         raise NotImplementedError("nothing in the simulation asks for a reference")
 
     def pack(self, value: Any) -> Any:
@@ -326,16 +326,16 @@ class SimGroup:
     def room(self) -> int:
         return max(sum(node.free for node in self.nodes) - len(self._pending), 0)
 
-    def holds_at_most(self) -> int:
+    def capacity(self) -> int:
         return sum(node.slots for node in self.nodes if node.alive)
 
-    def wanting(self, count: int) -> str:
+    def demand(self, count: int) -> str:
         return f"{count} CPU ({self.room()} free)"
 
     def draining(self) -> set[str]:
         return {node.name for node in self.nodes if node.draining}
 
-    def lives(self, node: str) -> bool:
+    def is_node_alive(self, node: str) -> bool:
         return any(each.name == node and each.alive for each in self.nodes)
 
 

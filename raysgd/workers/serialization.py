@@ -16,12 +16,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from raysgd.workers.blob import Packed
+from raysgd.workers.blob import PickledObject
 
 __all__ = ["dumps", "is_local", "pack"]
 
 
-def pack(value: Any) -> Packed | None:
+def pack(value: Any) -> PickledObject | None:
     """The user's object as bytes that any node can read.
 
     Modules that are not installed (files beside the script) are pickled with their content. Raises a TypeError
@@ -32,7 +32,7 @@ def pack(value: Any) -> Packed | None:
         return None
     try:
         with _by_value():
-            return Packed(dumps(value))
+            return PickledObject(dumps(value))
     except (TypeError, pickle.PicklingError, AttributeError) as error:
         raise TypeError(
             f"{value!r} cannot be sent to the workers: {error}. Make such objects (locks, files, connections, loaders "

@@ -17,9 +17,9 @@ from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Backend, Call, Replica, ReplicaFactory
 from raysgd.rendezvous import RankInfo
-from raysgd.workers.blob import Blob, unpacked
+from raysgd.workers.blob import Blob, unpickled
 
-__all__ = ["Body"]
+__all__ = ["ReplicaHost"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ CALLED = {
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
-class Body:
+class ReplicaHost:
     """Hosts one replica. Every call ends in an outcome; nothing is raised out of `perform`.
 
     A rank whose own code raised leaves the generation at once, so that its peers fall out of their collective
@@ -178,8 +178,8 @@ def _called(verb: str, arguments: Mapping[str, Any]) -> str:
 def _opened(value: Any) -> Any:
     """Return an argument of a verb, or a call with its arguments, as the user gave it."""
     if isinstance(value, Call):
-        return replace(value, arguments={name: unpacked(each) for name, each in value.arguments.items()})
-    return unpacked(value)
+        return replace(value, arguments={name: unpickled(each) for name, each in value.arguments.items()})
+    return unpickled(value)
 
 
 def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:

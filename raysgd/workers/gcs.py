@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from raysgd.errors import ClusterError, NotActiveError
 
-__all__ = ["Question", "answer_limit_s", "ask", "require_ray"]
+__all__ = ["GcsQuery", "ask", "gcs_limit_s", "require_ray"]
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 RAY_SETTING, RAY_DEFAULT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
 
 
-def answer_limit_s() -> float:
+def gcs_limit_s() -> float:
     """Return how long the GCS may not answer: half of the time after which Ray ends this process, so that there is
     time for `save()`."""
     return float(os.environ.get(RAY_SETTING, RAY_DEFAULT_S)) / 2
@@ -40,7 +40,7 @@ def require_ray(session: str | None = None) -> str:
     return now
 
 
-class Question(Generic[T]):
+class GcsQuery(Generic[T]):
     """Owns one call to the GCS, on a thread of its own: Ray's client waits for the GCS as long as it takes, and does not
     even let Ctrl-C through."""
 
@@ -51,7 +51,7 @@ class Question(Generic[T]):
         self._answer: list[T] = []
         self._error: BaseException | None = None
         self._asked_at = time.monotonic()
-        threading.Thread(target=self._ask, name="raysgd-question", daemon=True).start()
+        threading.Thread(target=self._ask, name="raysgd-gcs", daemon=True).start()
 
     def _ask(self) -> None:
         try:
@@ -69,7 +69,7 @@ class Question(Generic[T]):
     def answered(self) -> bool:
         return self._done.is_set()
 
-    def answer(self, limit_s: float) -> T:
+    def result(self, limit_s: float) -> T:
         """Wait for it, so long after the question was asked at most. Raise `ClusterError` when it does not come."""
         if not self._done.wait(max(limit_s - self.age_s, 0.0)):
             raise ClusterError(_unreachable(self.age_s))
@@ -81,8 +81,8 @@ class Question(Generic[T]):
 
 
 def ask(call: Callable[[], T], *, limit_s: float | None = None) -> T:
-    """Return the answer to one question; see `Question`."""
-    return Question(call).answer(answer_limit_s() if limit_s is None else limit_s)
+    """Return the answer to one question; see `GcsQuery`."""
+    return GcsQuery(call).result(gcs_limit_s() if limit_s is None else limit_s)
 
 
 def _unreachable(waited_s: float) -> str:
@@ -90,7 +90,7 @@ def _unreachable(waited_s: float) -> str:
     return (
         f"Ray's control service (the GCS{f' at {where}' if where else ''}) has not answered for {waited_s:.0f} s. Without "
         "it no worker can be replaced, and Ray ends every process that has not reached it for "
-        f"{2 * answer_limit_s():.0f} s, this one too ({RAY_SETTING}). If the workers are alive, "
+        f"{2 * gcs_limit_s():.0f} s, this one too ({RAY_SETTING}). If the workers are alive, "
         "save() still works until then; what was saved before is intact. Restart the cluster, and load into a new trainer"
     )
 

@@ -10,9 +10,9 @@ from typing import Any
 from raysgd.core.messages import FunctionReport, Message, ProgressReport, StartDealer
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Backend
-from raysgd.workers.body import Body
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStarted
-from raysgd.workers.rows import Rows, local_rows
+from raysgd.workers.replica_host import ReplicaHost
+from raysgd.workers.row_reader import RowReader, local_row_reader
 
 __all__ = ["InlineGroup"]
 
@@ -27,11 +27,11 @@ class InlineGroup:
         self._worker = "inline"
         self._control = Control(self._publish)
         self._control.deliver = self._deliver
-        self._body = Body(backend, self._control, travels=False)
+        self._host = ReplicaHost(backend, self._control, travels=False)
         self._events: list[Event] = []
         self._calls = 0
         self._launched = False
-        self._rows: dict[int, tuple[Rows, Any]] = {}
+        self._rows: dict[int, tuple[RowReader, Any]] = {}
 
     def launch(self, count: int) -> list[str]:
         if self._launched or count != 1:
@@ -42,17 +42,17 @@ class InlineGroup:
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         self._calls += 1
-        outcome = self._body.perform(verb, arguments)
+        outcome = self._host.perform(verb, arguments)
         self._events.append(CallEnded(worker, self._calls, outcome))
         return self._calls
 
-    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
+    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         raise RuntimeError("the inline worker is this process, and has no Ray references to give")
 
-    def rows(self, dataset: Any) -> Rows:
+    def rows(self, dataset: Any) -> RowReader:
         """The way to the rows of a Ray Dataset of the user's; the same one for the same data set."""
         if id(dataset) not in self._rows:
-            self._rows[id(dataset)] = local_rows("given", dataset, None), dataset
+            self._rows[id(dataset)] = local_row_reader("given", dataset, None), dataset
         return self._rows[id(dataset)][0]
 
     def pack(self, value: Any) -> Any:
@@ -63,29 +63,29 @@ class InlineGroup:
         events, self._events = self._events, []
         return events
 
-    def tell(self, worker: str, message: Message) -> bool:
+    def send(self, worker: str, message: Message) -> bool:
         return False  # nobody can listen while this thread trains
 
     def kill(self, worker: str) -> None:
         raise RuntimeError("the inline worker is this process; it cannot be killed")
 
     def dismiss(self, worker: str) -> None:
-        self._body.perform("close", {})
+        self._host.perform("close", {})
         self._launched = False
 
     def room(self) -> int:
         return 0 if self._launched else 1
 
-    def wanting(self, count: int) -> str:
+    def demand(self, count: int) -> str:
         return "nothing: the worker is this process"
 
     def draining(self) -> set[str]:
         return set()
 
-    def lives(self, node: str) -> bool:
+    def is_node_alive(self, node: str) -> bool:
         return True
 
-    def holds_at_most(self) -> int:
+    def capacity(self) -> int:
         return 1
 
     def silent_for(self, worker: str) -> float:

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 from raysgd.workers import cluster
 
-__all__ = ["ShardRules", "Shards", "no_room_for_data"]
+__all__ = ["DatasetSplits", "SplitRules", "no_room_for_data"]
 
 logger = logging.getLogger("raysgd")
 
 
-class ShardRules(Protocol):
+class SplitRules(Protocol):
     """What a `raysgd.train.DataConfig` answers."""
 
     enable_shard_locality: bool
@@ -25,7 +25,7 @@ class ShardRules(Protocol):
     def options_for(self, name: str) -> Any: ...
 
 
-class Shards:
+class DatasetSplits:
     """Owns the splits of one attempt. Ray deals the blocks of a split in an actor that waits until *all* its readers have
     come; a reader that died never comes. So no split outlives an attempt: the next one gets new ones, and the old
     actors are ended, which also frees readers that still wait in them."""
@@ -40,7 +40,7 @@ class Shards:
         self.close()
         if not self._told and all(type(each).__name__ != "MaterializedDataset" for each in self._datasets.values()):
             self._told = no_room_for_data(nodes, self._cpus, ", ".join(self._datasets))
-        shards = self._dealt(world_size, list(nodes))
+        shards = self._split(world_size, list(nodes))
         self._open = [each for rank in shards for each in rank.values()]
         return shards
 
@@ -51,12 +51,12 @@ class Shards:
         for handle in handles.values():
             cluster.end_actor(handle)
 
-    def _dealt(self, world_size: int, nodes: list[str]) -> list[dict[str, Any]]:
+    def _split(self, world_size: int, nodes: list[str]) -> list[dict[str, Any]]:
         hints = nodes if len(nodes) == world_size and all(nodes) else None
         if callable(getattr(self._rules, "configure", None)):  # Ray's own DataConfig, or the user's subclass of it
             own: list[dict[str, Any]] = self._rules.configure(self._datasets, world_size, None, hints)
             return own
-        rules: ShardRules = self._rules
+        rules: SplitRules = self._rules
         shards: list[dict[str, Any]] = [{} for _ in range(world_size)]
         for name, dataset in self._datasets.items():
             options = rules.options_for(name)

@@ -14,10 +14,10 @@ from typing import Any
 from raysgd.core.messages import StartDealer
 from raysgd.errors import ResourceError
 from raysgd.rendezvous import RankInfo
-from raysgd.workers import asking
-from raysgd.workers.dealing import Ask, Dealer, Dealt
+from raysgd.workers import gcs
+from raysgd.workers.dealer import Dealer, PartRequest, RankRows
 
-__all__ = ["DEALER", "RemoteDealer", "Rows", "SharedRows", "begin_dealer", "local_rows"]
+__all__ = ["DEALER", "RemoteDealer", "RowReader", "SharedRowReaders", "local_row_reader", "start_dealer"]
 
 logger = logging.getLogger("raysgd")
 
@@ -28,11 +28,11 @@ COMES_UP_S = 120.0
 SPEAK_S = 10.0
 
 
-class Rows:
-    """Owns nothing but the way to a dealer. `ask_for` is one question, answered."""
+class RowReader:
+    """Owns nothing but the way to a dealer. `take` returns the answer to one request."""
 
-    def __init__(self, ask_for: Callable[[Ask], Dealt | None]) -> None:
-        self._ask_for = ask_for
+    def __init__(self, take: Callable[[PartRequest], RankRows | None]) -> None:
+        self._take = take
 
     def read(
         self, rank_info: RankInfo, *, call: int, number: tuple[int, int], start: int, step: int, pad: bool, keep: int
@@ -40,9 +40,9 @@ class Rows:
         """One rank's batches of a pass as columns, with the row after each step, and whether its rows are new. Rows of
         the last `keep` batches may be asked for again."""
         turn = (call, rank_info.generation)
-        ask = Ask(number, start, step, rank_info.world_rank, rank_info.world_size, turn, pad, floor=start)
-        ahead = _Ahead(self._ask_for, ask)
-        begun: deque[int] = deque([ask.start], maxlen=keep + 1)
+        request = PartRequest(number, start, step, rank_info.world_rank, rank_info.world_size, turn, pad, floor=start)
+        ahead = _Ahead(self._take, request)
+        begun: deque[int] = deque([request.start], maxlen=keep + 1)
         try:
             while (found := ahead.next()) is not None:
                 columns, after, fresh = found
@@ -62,9 +62,9 @@ class _Failure:
 class _Ahead:
     """A thread that fetches a few batches before they are wanted."""
 
-    def __init__(self, ask_for: Callable[[Ask], Dealt | None], ask: Ask) -> None:
-        self.floor = ask.floor
-        self._ask_for, self._ask = ask_for, ask
+    def __init__(self, take: Callable[[PartRequest], RankRows | None], request: PartRequest) -> None:
+        self.floor = request.floor
+        self._take, self._first = take, request
         self._ready: queue.Queue[Any] = queue.Queue(AHEAD)
         self._stopped = threading.Event()
         threading.Thread(target=self._fetch, name="raysgd-rows", daemon=True).start()
@@ -79,7 +79,7 @@ class _Ahead:
                 waited = time.monotonic() - began
                 if waited > SPEAK_S and not told:
                     told = True
-                    logger.warning("rank %d waits for data since %.0f s: %s", self._ask.rank, waited, _why())
+                    logger.warning("rank %d waits for data since %.0f s: %s", self._first.rank, waited, _why())
         if isinstance(found, _Failure):
             raise found.error
         batch: tuple[dict[str, Any], int, bool] | None = found
@@ -89,14 +89,14 @@ class _Ahead:
         self._stopped.set()
 
     def _fetch(self) -> None:
-        ask: Ask | None = self._ask
+        request: PartRequest | None = self._first
         try:
-            while ask is not None and not self._stopped.is_set():
-                dealt = self._ask_for(ask)
+            while request is not None and not self._stopped.is_set():
+                dealt = self._take(request)
                 if dealt is None:
                     break
                 self._put((_columns(dealt), dealt.after, dealt.fresh))
-                ask = ask.next(dealt.after, self.floor)
+                request = request.next(dealt.after, self.floor)
             self._put(None)
         except BaseException as error:  # raised where the batch is wanted
             self._put(_Failure(error))
@@ -110,16 +110,16 @@ class _Ahead:
                 continue
 
 
-def _columns(dealt: Dealt) -> dict[str, Any]:
+def _columns(dealt: RankRows) -> dict[str, Any]:
     """The rows themselves, column by column; a copy, since blocks lie in memory that is shared and read-only."""
     import numpy as np
     import ray
     from ray.data.block import BlockAccessor
 
-    blocks = ray.get([piece.block for piece in dealt.pieces])
+    blocks = ray.get([each.block for each in dealt.slices])
     parts = [
-        BlockAccessor.for_block(BlockAccessor.for_block(block).slice(piece.start, piece.stop)).to_batch_format("numpy")
-        for block, piece in zip(blocks, dealt.pieces, strict=True)
+        BlockAccessor.for_block(BlockAccessor.for_block(block).slice(each.start, each.stop)).to_batch_format("numpy")
+        for block, each in zip(blocks, dealt.slices, strict=True)
     ]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
@@ -140,32 +140,32 @@ def _why() -> str:
 # -- the ways to a dealer -----------------------------------------------------------------------------
 
 
-def local_rows(name: str, dataset: Any, deliver: Any) -> Rows:
+def local_row_reader(name: str, dataset: Any, deliver: Any) -> RowReader:
     """The dealer is in this very process."""
     from ray import cloudpickle
 
     dealer, one_at_a_time = Dealer(cloudpickle.dumps(dataset)), threading.Lock()
 
-    def take(ask: Ask) -> Dealt | None:
+    def take(request: PartRequest) -> RankRows | None:
         with one_at_a_time:
-            return dealer.take(ask)
+            return dealer.take(request)
 
-    return Rows(take)
+    return RowReader(take)
 
 
 @dataclass(frozen=True)
-class SharedRows:
+class SharedRowReaders:
     """In a worker: asks the driver to begin a dealer for a data set that every rank has made alike. The driver outlives
     all workers, and what it began with them. `mark` is the trainer's."""
 
     mark: str
 
-    def __call__(self, name: str, dataset: Any, deliver: Callable[[StartDealer, bytes], None]) -> Rows:
+    def __call__(self, name: str, dataset: Any, deliver: Callable[[StartDealer, bytes], None]) -> RowReader:
         from ray import cloudpickle
 
         full = f"{DEALER}-{self.mark}-{name}"
         deliver(StartDealer(full), cloudpickle.dumps(dataset))
-        return Rows(RemoteDealer(full))
+        return RowReader(RemoteDealer(full))
 
 
 @dataclass
@@ -174,10 +174,10 @@ class RemoteDealer:
 
     name: str
 
-    def __call__(self, ask: Ask) -> Dealt | None:
+    def __call__(self, request: PartRequest) -> RankRows | None:
         import ray
 
-        dealt: Dealt | None = ray.get(self._found().take.remote(ask))
+        dealt: RankRows | None = ray.get(self._found().take.remote(request))
         return dealt
 
     def _found(self) -> Any:
@@ -201,11 +201,11 @@ class RemoteDealer:
         return {"name": self.name}
 
 
-def begin_dealer(name: str, packed: bytes) -> Any:
+def start_dealer(name: str, packed: bytes) -> Any:
     """On the driver, which owns it: on the driver's own node, and without a CPU. What it reads with has CPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor: Any = ray.remote(Dealer)
-    return asking.ask(lambda: actor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(packed))
+    return gcs.ask(lambda: actor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(packed))

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from raysgd.sampling_plan import SamplingPlan
 
-__all__ = ["Ask", "Dealer", "Dealt", "Piece", "Window"]
+__all__ = ["BlockBuffer", "BlockSlice", "Dealer", "PartRequest", "RankRows"]
 
 logger = logging.getLogger("raysgd")
 
 
 @dataclass(frozen=True)
-class Ask:
+class PartRequest:
     """One rank's question for its part of the step that begins at row `start` of a pass.
 
     turn     of which call and generation; what an older one still asks for is not wanted any more
@@ -40,11 +40,11 @@ class Ask:
     pad: bool = True
     floor: int = 0
 
-    def next(self, start: int, floor: int) -> Ask:
+    def next(self, start: int, floor: int) -> PartRequest:
         return replace(self, start=start, floor=floor)
 
 
-class Piece(NamedTuple):
+class BlockSlice(NamedTuple):
     """Rows `start` to `stop` of one block."""
 
     block: Any
@@ -52,15 +52,15 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Dealt(NamedTuple):
+class RankRows(NamedTuple):
     """One rank's rows; the row after the step; and whether they are new, or repeated by a rank that would have none."""
 
-    pieces: tuple[Piece, ...]
+    slices: tuple[BlockSlice, ...]
     after: int
     fresh: bool
 
 
-class Window:
+class BlockBuffer:
     """The blocks of one pass between what nobody asks for any more and what has been read. Pure."""
 
     def __init__(self, blocks: Iterable[tuple[Any, int]]) -> None:
@@ -94,9 +94,9 @@ class Window:
             first, _, rows = self._held.popleft()
             self.begin = first + rows
 
-    def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
+    def slices(self, start: int, stop: int) -> tuple[BlockSlice, ...]:
         return tuple(
-            Piece(block, max(start - first, 0), min(stop - first, rows))
+            BlockSlice(block, max(start - first, 0), min(stop - first, rows))
             for first, block, rows in self._held
             if first < stop and first + rows > start
         )
@@ -110,47 +110,49 @@ class Dealer:
         if hasattr(self._dataset, "context"):
             self._dataset.context.enable_progress_bars = False  # there is no terminal here to draw them in
         self._number: tuple[int, int] | None = None
-        self._window = Window(())
+        self._buffer = BlockBuffer(())
         self._turn = (-1, -1)
         self._floors: dict[int, int] = {}
         self._totals: dict[tuple[int, int], int] = {}
 
-    def take(self, ask: Ask) -> Dealt | None:
+    def take(self, request: PartRequest) -> RankRows | None:
         """One rank's part of one step; None at the end of the pass, and for who is late."""
-        passed = ask.turn == self._turn and self._number is not None and ask.number < self._number
-        if passed or ask.turn < self._turn or ask.start >= self._totals.get(ask.number, ask.start + 1):
+        passed = request.turn == self._turn and self._number is not None and request.number < self._number
+        if passed or request.turn < self._turn or request.start >= self._totals.get(request.number, request.start + 1):
             return None
-        if ask.turn > self._turn:
-            self._turn, self._floors = ask.turn, {}
-            if self._window.error is not None:
+        if request.turn > self._turn:
+            self._turn, self._floors = request.turn, {}
+            if self._buffer.error is not None:
                 self._number = None
-        if ask.number != self._number or ask.start < self._window.begin:
-            self._open(ask)
-        self._floors[ask.rank] = ask.floor
-        lowest = min(self._floors.values()) if len(self._floors) == ask.world_size else self._window.begin
-        window = self._window
-        window.forget(lowest)
-        window.read_to(ask.start + ask.step, keep_from=lowest)
-        if window.complete:
-            self._totals[ask.number] = window.end
-        known = min(ask.start + ask.step, window.end)
-        parts = SamplingPlan(total=known, step_size=ask.step, world_size=ask.world_size, pad=ask.pad).parts(ask.start)
+        if request.number != self._number or request.start < self._buffer.begin:
+            self._open(request)
+        self._floors[request.rank] = request.floor
+        lowest = min(self._floors.values()) if len(self._floors) == request.world_size else self._buffer.begin
+        buffer = self._buffer
+        buffer.forget(lowest)
+        buffer.read_to(request.start + request.step, keep_from=lowest)
+        if buffer.complete:
+            self._totals[request.number] = buffer.end
+        known = min(request.start + request.step, buffer.end)
+        parts = SamplingPlan(total=known, step_size=request.step, world_size=request.world_size, pad=request.pad).parts(
+            request.start
+        )
         if not parts:
             return None
-        mine = parts[ask.rank]
-        return Dealt(window.pieces(mine.start, mine.stop), known, mine.fresh)
+        mine = parts[request.rank]
+        return RankRows(buffer.slices(mine.start, mine.stop), known, mine.fresh)
 
-    def _open(self, ask: Ask) -> None:
+    def _open(self, request: PartRequest) -> None:
         """A new pass; or one that must be read again up to a row, since it was begun before this dealer's time."""
-        if ask.start > 0:
+        if request.start > 0:
             logger.warning(
                 "the data set is read anew, and its first %d row(s), which were used, are left out by their number: the "
                 "same rows, if they come in the same order (ray.data.DataContext's execution_options.preserve_order)",
-                ask.start,
+                request.start,
             )
-        self._number, self._floors = ask.number, {}
-        self._window = Window(_blocks(self._dataset))
-        self._window.read_to(ask.start, keep_from=ask.start)
+        self._number, self._floors = request.number, {}
+        self._buffer = BlockBuffer(_blocks(self._dataset))
+        self._buffer.read_to(request.start, keep_from=request.start)
 
 
 def _blocks(dataset: Any) -> Iterator[tuple[Any, int]]:
