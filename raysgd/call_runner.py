@@ -1,4 +1,4 @@
-"""A call of a trainer that measures something: run it, merge what the ranks measured, tell the callbacks. Driver."""
+"""Runs the calls of a trainer that measure something: merges what the ranks measured, and calls the callbacks. Driver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ S = TypeVar("S")
 
 
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let one thread at a time be in the methods that have this decorator, of one trainer. Others get a TrainerBusyError."""
+    """Let only one thread at a time call the trainer's methods with this decorator. Other threads get a
+    TrainerBusyError."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -39,8 +40,8 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
 
 class CallRunner:
-    """Owns a trainer's callbacks, its history the first of them. `hidden` are names in results that are the trainer's
-    own."""
+    """Owns a trainer's callbacks, the first of which is its history. `hidden` are names in results that users do not
+    see."""
 
     def __init__(self, callbacks: Any, run: Run, *, bar: bool = False, hidden: Sequence[str] = ()) -> None:
         self.history, self.run = History(), run
@@ -52,27 +53,27 @@ class CallRunner:
 
     @property
     def on_workers(self) -> list[Any]:
-        """What callbacks want of the workers."""
+        """Return what the callbacks want the workers to do."""
         return self._callbacks.on_workers
 
     # -- the engine's listeners -----------------------------------------------------------------------
 
     def on_progress(self, info: WorkerInfo) -> None:
         if self._kind is not None:
-            figures = {name: value for name, value in (info.partial or {}).items() if name not in self._hidden}
-            now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=figures)
+            visible = {name: value for name, value in (info.partial or {}).items() if name not in self._hidden}
+            now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=visible)
             self._callbacks.progress(now)
             self._callbacks.raise_stop()
 
     def on_recovery(self, recovery: Recovery) -> None:
-        """A callback that wants to stop because of it does so at the next progress or at the end of the call: now, the workers are
-        between two generations."""
+        """Call the callbacks. One that stops training because of the recovery does so at the next progress message or
+        at the end of the call, because the workers are between two generations now."""
         self._callbacks.recovery(recovery)
 
     # -- the trainer's calls --------------------------------------------------------------------------
 
     def start(self, engine: Engine) -> None:
-        """Tell the callbacks, and launch the workers."""
+        """Call the callbacks, and launch the workers."""
         self._open = True
         try:
             self._callbacks.start(self.run)
@@ -85,7 +86,8 @@ class CallRunner:
             raise
 
     def measure(self, engine: Engine, kind: Kind, job: Job) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Run the job. Return one dict for all workers, and each worker's own (of every generation, one after the other)."""
+        """Run the job. Return one dict for all workers, and a list with each worker's own results, generation by
+        generation."""
         began, self._kind, self._failed = time.monotonic(), kind, False
         try:
             self._callbacks.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
@@ -105,23 +107,23 @@ class CallRunner:
         return result, rows
 
     def end(self) -> None:
-        """After the workers' end. A second call is fine."""
+        """Call the callbacks after the workers have ended. A second call does nothing."""
         if self._open:
             self._open = False
             self._callbacks.end(failed=self._failed)
 
     def exited(self, error: BaseException | None) -> None:
-        """The trainer's `with` block is over."""
+        """Note that the trainer's `with` block has ended, and whether an error ended it."""
         self._failed = self._failed or error is not None
 
     def describe(self, engine: Engine) -> str:
-        """The trainer in one line."""
+        """Return the trainer in one line."""
         state = {None: "idle", "train": "training", "validate": "validating"}.get(self._kind) or str(self._kind)
         state = state if engine.active else "shut down"
         workers, target = engine.world_size, engine.target
         short = f" of {target}" if engine.active and workers != target else ""
-        people = f"{workers or target}{short} worker{'s' if max(workers, target) > 1 else ''}"
-        return f"{self.run.trainer}({self.run.name}, {people}, epoch {engine.progress.epoch}, {state})"
+        size = f"{workers or target}{short} worker{'s' if max(workers, target) > 1 else ''}"
+        return f"{self.run.trainer}({self.run.name}, {size}, epoch {engine.progress.epoch}, {state})"
 
     def _fail(self, error: BaseException) -> None:
         self._failed = True

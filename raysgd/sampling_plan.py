@@ -1,8 +1,8 @@
-"""Which rank takes which part of an epoch. Pure arithmetic on positions.
+"""Which rank takes which part of an epoch. Pure arithmetic on positions. Both.
 
-An epoch is one order of its units (sample indices, or whole batches where the user has a batch sampler).
-What is committed is always a prefix of that order: `offset` units. One step takes the next `size` units and
-deals them over the ranks, so the rest of an epoch can be dealt to any other number of ranks at any border.
+An epoch is a sequence of units (sample indices, or whole batches if the user has a batch sampler). What is committed
+is always a prefix of that sequence: `offset` units. One step takes the next `step_size` units and divides them among
+the ranks. So at every batch boundary the rest of the epoch can be divided among any other number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["RankPart", "SamplingPlan"]
 
 
 class RankPart(NamedTuple):
-    """One rank's units of one step: order[start:stop]. `fresh` is False when another rank has them too."""
+    """One rank's units of one step: order[start:stop]. `fresh` is False if another rank has them, too."""
 
     start: int
     stop: int
@@ -24,11 +24,11 @@ class RankPart(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How a world of ranks shares the rest of an epoch.
+    """How `world_size` ranks divide an epoch of `total` units.
 
-    `step_size` is what all ranks take together in one full step. The last, smaller step is dealt out evenly;
-    when fewer units than ranks remain, the ranks without one repeat one (`pad=True`, training: every rank has to
-    take part in the all-reduce) or sit it out (`pad=False`, validation).
+    `step_size` is how many units all ranks take together in one full step. The last, smaller step is divided evenly. If
+    fewer units than ranks remain, the ranks without a unit of their own repeat one of another rank (`pad=True`, for
+    training, where every rank must take part in the all-reduce) or skip the step (`pad=False`, for validation).
     """
 
     total: int
@@ -38,15 +38,16 @@ class SamplingPlan:
     pad: bool = True
 
     def steps_left(self, offset: int) -> int:
+        """Return how many steps the epoch has from `offset` on."""
         left = max(self.total - offset, 0)
         return left // self.step_size if self.drop_last else -(-left // self.step_size)
 
     def offset_after(self, offset: int) -> int:
-        """The offset after the step that begins at `offset`."""
+        """Return the offset after the step that begins at `offset`."""
         return min(offset + self.step_size, self.total)
 
     def parts(self, offset: int) -> list[RankPart]:
-        """Every rank's share of the step that begins at `offset`, in rank order."""
+        """Return every rank's part of the step that begins at `offset`, in rank order."""
         units = self.offset_after(offset) - offset
         if units <= 0:
             return []
@@ -66,11 +67,11 @@ class SamplingPlan:
         return parts
 
     def parts_of(self, rank: int, offset: int) -> Iterator[RankPart]:
-        """One rank's parts from `offset` to the end of the epoch, one for each step."""
+        """Yield one rank's parts from `offset` to the end of the epoch, one for each step."""
         base, extra = divmod(self.step_size, self.world_size)
         size = base + (rank < extra)
         whole = max(self.total - offset, 0) // self.step_size if size else 0
-        # Full steps are alike; they are nearly all there are, and this runs once for each batch.
+        # Nearly all steps are full ones, which are alike; this is faster than `parts`, and runs once for each batch.
         first = offset + rank * base + min(rank, extra)
         for start in range(first, first + whole * self.step_size, self.step_size):
             yield RankPart(start, start + size)

@@ -1,4 +1,4 @@
-"""Bytes on a journey between the driver and its workers."""
+"""Bytes that are sent between the driver and its workers. Both."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["Blob", "PickledObject", "unpickled"]
 
 
 class Blob:
-    """Bytes that travel beside the pickle stream instead of inside it, so that a big state is copied once.
+    """Bytes that are sent outside the pickle stream (as a `PickleBuffer`), so that a large state is copied only once.
 
-    `ref` is the group's own note of where it has put them; it does not travel.
+    `ref` is where the group has put them in Ray's object store. It is not sent.
     """
 
     def __init__(self, data: Any) -> None:
@@ -32,5 +32,5 @@ class PickledObject(Blob):
 
 
 def unpickled(value: Any) -> Any:
-    """The object inside, where there is one."""
+    """Return the object in a `PickledObject`, and any other value as it is."""
     return pickle.loads(value.data) if isinstance(value, PickledObject) else value

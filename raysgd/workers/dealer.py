@@ -1,8 +1,9 @@
-"""Rows of a Ray Dataset, dealt by their place in its stream: so what ranks have used is always a beginning of it.
+"""Divides the rows of a Ray Dataset among ranks by their position in its stream, so that the rows that have been used
+are always a prefix of it. The dealer is an actor.
 
-The dealer reads the data set once for all ranks, holds the blocks that may still be asked for, and answers which rows
-of which blocks make one rank's part of a step. It waits for nobody: a rank that dies is one that asks no more, and a
-new generation goes on at any row that is still held.
+The dealer reads the data set once for all ranks, holds the blocks that ranks may still request, and returns which rows
+of which blocks are one rank's part of a step. It never waits for a rank: one that fails sends no more requests, and a
+new generation can continue at any row that is still held.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ logger = logging.getLogger("raysgd")
 
 @dataclass(frozen=True)
 class PartRequest:
-    """One rank's question for its part of the step that begins at row `start` of a pass.
+    """One rank's request for its part of the step that begins at row `start` of a pass.
 
-    turn     of which call and generation; what an older one still asks for is not wanted any more
-    step     rows that all ranks take together
-    pad      at the end, a rank without rows repeats one
-    floor    rows before this one are committed as far as this rank knows: it will not ask for them again
+    number   which pass over the data set
+    step     how many rows all ranks take together
+    turn     the call and the generation; late requests of an older one are refused
+    pad      at the end, a rank without rows of its own repeats one
+    floor    the first row that this rank may request again; it has committed those before
     """
 
     number: tuple[int, int]
@@ -53,7 +55,7 @@ class BlockSlice(NamedTuple):
 
 
 class RankRows(NamedTuple):
-    """One rank's rows; the row after the step; and whether they are new, or repeated by a rank that would have none."""
+    """One rank's rows, the row after the step, and whether they are new. (A rank that would have none repeats some.)"""
 
     slices: tuple[BlockSlice, ...]
     after: int
@@ -61,7 +63,7 @@ class RankRows(NamedTuple):
 
 
 class BlockBuffer:
-    """The blocks of one pass between what nobody asks for any more and what has been read. Pure."""
+    """Owns the blocks of one pass that have been read and may still be requested. Pure."""
 
     def __init__(self, blocks: Iterable[tuple[Any, int]]) -> None:
         self._source: Iterator[tuple[Any, int]] = iter(blocks)
@@ -71,10 +73,10 @@ class BlockBuffer:
         self.error: Exception | None = None
 
     def read_to(self, row: int, *, keep_from: int) -> None:
-        """Reads until that row is known, or the pass is over."""
+        """Read until that row is known, or the pass has ended."""
         while self.end < row and not self.complete:
             if self.error is not None:
-                raise self.error  # every rank is to hear of it: a source that failed just ends when it is asked again
+                raise self.error  # for every rank, because a source that has failed only ends when it is read again
             try:
                 found = next(self._source, None)
             except Exception as error:
@@ -90,6 +92,7 @@ class BlockBuffer:
             self.forget(keep_from)
 
     def forget(self, before: int) -> None:
+        """Drop the blocks that end before this row."""
         while self._held and self._held[0][0] + self._held[0][2] <= before:
             first, _, rows = self._held.popleft()
             self.begin = first + rows
@@ -103,12 +106,12 @@ class BlockBuffer:
 
 
 class Dealer:
-    """Owns the stream of one data set. One call at a time (an actor's default): the ranks ask for much the same."""
+    """Owns the stream of one data set. It serves one request at a time, an actor's default."""
 
     def __init__(self, packed: bytes) -> None:
         self._dataset = pickle.loads(packed)
         if hasattr(self._dataset, "context"):
-            self._dataset.context.enable_progress_bars = False  # there is no terminal here to draw them in
+            self._dataset.context.enable_progress_bars = False  # an actor has no terminal
         self._number: tuple[int, int] | None = None
         self._buffer = BlockBuffer(())
         self._turn = (-1, -1)
@@ -116,7 +119,7 @@ class Dealer:
         self._totals: dict[tuple[int, int], int] = {}
 
     def take(self, request: PartRequest) -> RankRows | None:
-        """One rank's part of one step; None at the end of the pass, and for who is late."""
+        """Return one rank's part of one step; None at the end of the pass, and for late requests."""
         passed = request.turn == self._turn and self._number is not None and request.number < self._number
         if passed or request.turn < self._turn or request.start >= self._totals.get(request.number, request.start + 1):
             return None
@@ -143,11 +146,11 @@ class Dealer:
         return RankRows(buffer.slices(mine.start, mine.stop), known, mine.fresh)
 
     def _open(self, request: PartRequest) -> None:
-        """A new pass; or one that must be read again up to a row, since it was begun before this dealer's time."""
+        """Begin a pass. If it does not begin at its first row, another dealer had begun it: read up to that row."""
         if request.start > 0:
             logger.warning(
-                "the data set is read anew, and its first %d row(s), which were used, are left out by their number: the "
-                "same rows, if they come in the same order (ray.data.DataContext's execution_options.preserve_order)",
+                "reading the data set again, and skipping its first %d row(s), which have been used. These are the same "
+                "rows only if the order is the same (set execution_options.preserve_order of ray.data.DataContext)",
                 request.start,
             )
         self._number, self._floors = request.number, {}
@@ -156,7 +159,7 @@ class Dealer:
 
 
 def _blocks(dataset: Any) -> Iterator[tuple[Any, int]]:
-    """References to the blocks of one pass, as they get ready, with the rows of each."""
+    """Yield references to the blocks of one pass as they become ready, and how many rows each has."""
     for bundle in dataset.iter_internal_ref_bundles():
         for entry in bundle.blocks:
             ref, about = (entry.ref, entry.metadata) if hasattr(entry, "ref") else entry

@@ -1,4 +1,4 @@
-"""What a group tells the engine: values, in the order in which they happened."""
+"""The events that a group reports to the engine, in the order in which they happened. Driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CallEnded", "Event", "MessageReceived", "WorkerEnded", "WorkerStarte
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """A launched worker's process is up and connected."""
+    """A launched worker's process has started, and its control client is connected."""
 
     worker: str
     node: str
@@ -22,7 +22,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class CallEnded:
-    """A call came back. `call` is the number that `submit` gave it."""
+    """A call ended. `call` is the number that `submit` returned."""
 
     worker: str
     call: int
@@ -31,7 +31,7 @@ class CallEnded:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """A worker is dead, or cannot be reached any more."""
+    """A worker's process ended, or cannot be reached any more. It has failed, unless it was dismissed."""
 
     worker: str
     cause: str
@@ -40,7 +40,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class MessageReceived:
-    """A worker sent a message: progress, an answer, a snapshot, a report. `body` is what came with it."""
+    """A worker sent a message: progress, an answer, a snapshot or a report. `body` holds its data."""
 
     worker: str
     message: Message

@@ -1,4 +1,5 @@
-"""A group of one, in this very process: no Ray, no network. The twin of `RayGroup`, and the way to debug."""
+"""A group of one worker in the driver's own process, without Ray or a network. It has the same interface as `RayGroup`,
+and makes debugging easy. Driver."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ __all__ = ["InlineGroup"]
 
 
 class InlineGroup:
-    """Calls run where they are submitted. Progress goes straight to `listener`, since nobody polls meanwhile."""
+    """Owns the worker, which runs each call inside `submit`. Progress goes straight to `listener`, because `poll` cannot
+    be called meanwhile."""
 
     elastic = False
 
@@ -27,7 +29,7 @@ class InlineGroup:
         self._worker = "inline"
         self._control = Control(self._publish)
         self._control.deliver = self._deliver
-        self._host = ReplicaHost(backend, self._control, travels=False)
+        self._host = ReplicaHost(backend, self._control, remote=False)
         self._events: list[Event] = []
         self._calls = 0
         self._launched = False
@@ -35,7 +37,7 @@ class InlineGroup:
 
     def launch(self, count: int) -> list[str]:
         if self._launched or count != 1:
-            raise RuntimeError("the inline group is one worker, this process")
+            raise RuntimeError("an inline group has exactly one worker: this process")
         self._launched = True
         self._events.append(WorkerStarted(self._worker, "this process", os.getpid()))
         return [self._worker]
@@ -50,13 +52,13 @@ class InlineGroup:
         raise RuntimeError("the inline worker is this process, and has no Ray references to give")
 
     def rows(self, dataset: Any) -> RowReader:
-        """The way to the rows of a Ray Dataset of the user's; the same one for the same data set."""
+        """Return a reader for a Ray Dataset; the same one for the same data set."""
         if id(dataset) not in self._rows:
             self._rows[id(dataset)] = local_row_reader("given", dataset, None), dataset
         return self._rows[id(dataset)][0]
 
     def pack(self, value: Any) -> Any:
-        """Nothing travels: the user's very object is used."""
+        """Return the object itself, because nothing is sent."""
         return value
 
     def poll(self, timeout: float) -> list[Event]:
@@ -64,7 +66,7 @@ class InlineGroup:
         return events
 
     def send(self, worker: str, message: Message) -> bool:
-        return False  # nobody can listen while this thread trains
+        return False  # this thread trains, and no other one could receive it
 
     def kill(self, worker: str) -> None:
         raise RuntimeError("the inline worker is this process; it cannot be killed")
@@ -95,13 +97,13 @@ class InlineGroup:
         """This process can always be reached."""
 
     def releasing(self) -> contextlib.AbstractContextManager[None]:
-        """It holds nothing of a cluster."""
+        """Do nothing: this group holds no resources of a cluster."""
         return contextlib.nullcontext()
 
     def stop(self) -> None:
         if self._launched:
             self.dismiss(self._worker)
-        self._rows = {}  # what is still being read ends with the last that holds it
+        self._rows = {}  # reading a data set ends with the last reference to its reader
 
     def _deliver(self, message: FunctionReport | StartDealer, body: Any) -> None:
         self.listener(MessageReceived(self._worker, message, body))

@@ -1,4 +1,5 @@
-"""A worker's way to the rows of a Ray Dataset: it asks the dealer ahead of the loop, and fetches the blocks itself."""
+"""Reads a worker's rows of a Ray Dataset: requests them from the dealer ahead of the loop, and fetches the blocks.
+Worker."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ logger = logging.getLogger("raysgd")
 DEALER = "raysgd-dealer"
 AHEAD = 2
 LOOK_S = 0.05
-COMES_UP_S = 120.0
-SPEAK_S = 10.0
+START_S = 120.0
+WARN_S = 10.0
 
 
 class RowReader:
-    """Owns nothing but the way to a dealer. `take` returns the answer to one request."""
+    """Reads the batches of one rank. `take` sends one request to the dealer, and returns its answer."""
 
     def __init__(self, take: Callable[[PartRequest], RankRows | None]) -> None:
         self._take = take
@@ -37,8 +38,8 @@ class RowReader:
     def read(
         self, rank_info: RankInfo, *, call: int, number: tuple[int, int], start: int, step: int, pad: bool, keep: int
     ) -> Iterator[tuple[dict[str, Any], int, bool]]:
-        """One rank's batches of a pass as columns, with the row after each step, and whether its rows are new. Rows of
-        the last `keep` batches may be asked for again."""
+        """Yield one rank's batches of a pass as columns, with the row after each step, and whether the rows are new. The
+        rows of the last `keep` batches may be requested again."""
         turn = (call, rank_info.generation)
         request = PartRequest(number, start, step, rank_info.world_rank, rank_info.world_size, turn, pad, floor=start)
         ahead = _Ahead(self._take, request)
@@ -60,7 +61,7 @@ class _Failure:
 
 
 class _Ahead:
-    """A thread that fetches a few batches before they are wanted."""
+    """Owns a thread that fetches a few batches ahead."""
 
     def __init__(self, take: Callable[[PartRequest], RankRows | None], request: PartRequest) -> None:
         self.floor = request.floor
@@ -70,16 +71,16 @@ class _Ahead:
         threading.Thread(target=self._fetch, name="raysgd-rows", daemon=True).start()
 
     def next(self) -> tuple[dict[str, Any], int, bool] | None:
-        began, told = time.monotonic(), False
+        began, warned = time.monotonic(), False
         while True:
             try:
                 found = self._ready.get(timeout=1.0)
                 break
             except queue.Empty:
                 waited = time.monotonic() - began
-                if waited > SPEAK_S and not told:
-                    told = True
-                    logger.warning("rank %d waits for data since %.0f s: %s", self._first.rank, waited, _why())
+                if waited > WARN_S and not warned:
+                    warned = True
+                    logger.warning("rank %d has been waiting for data for %.0f s: %s", self._first.rank, waited, _why())
         if isinstance(found, _Failure):
             raise found.error
         batch: tuple[dict[str, Any], int, bool] | None = found
@@ -98,7 +99,7 @@ class _Ahead:
                 self._put((_columns(dealt), dealt.after, dealt.fresh))
                 request = request.next(dealt.after, self.floor)
             self._put(None)
-        except BaseException as error:  # raised where the batch is wanted
+        except BaseException as error:  # `next` raises it
             self._put(_Failure(error))
 
     def _put(self, item: Any) -> None:
@@ -125,23 +126,23 @@ def _columns(dealt: RankRows) -> dict[str, Any]:
 
 
 def _why() -> str:
-    """What can be said of a wait for data."""
+    """Return why a rank may be waiting for data."""
     from raysgd.workers import cluster
 
     free = sum(float(node.get("CPU", 0)) for node in cluster.free_by_node().values())
     if free >= 1:
-        return "its tasks are running, or wait for something else than CPUs (see Ray Data's own log)"
+        return "the tasks that read it are running, or wait for something other than CPUs (see Ray Data's log)"
     return (
-        f"only {free:g} CPU of the cluster is free, and each of the tasks that read it needs one. Use fewer workers or "
+        f"only {free:g} CPU of the cluster is free, and each task that reads the data needs one. Use fewer workers or "
         "smaller ones (resources_per_worker={'CPU': 0.5}), add nodes, or start Ray with more: ray.init(num_cpus=...)"
     )
 
 
-# -- the ways to a dealer -----------------------------------------------------------------------------
+# -- connecting to a dealer ---------------------------------------------------------------------------
 
 
 def local_row_reader(name: str, dataset: Any, deliver: Any) -> RowReader:
-    """The dealer is in this very process."""
+    """Return a reader whose dealer is in this process."""
     from ray import cloudpickle
 
     dealer, one_at_a_time = Dealer(cloudpickle.dumps(dataset)), threading.Lock()
@@ -155,8 +156,8 @@ def local_row_reader(name: str, dataset: Any, deliver: Any) -> RowReader:
 
 @dataclass(frozen=True)
 class SharedRowReaders:
-    """In a worker: asks the driver to begin a dealer for a data set that every rank has made alike. The driver outlives
-    all workers, and what it began with them. `mark` is the trainer's."""
+    """Makes a worker's readers. For a data set that every rank has created alike, it asks the driver to start the dealer,
+    because the driver outlives all workers. `mark` identifies the trainer."""
 
     mark: str
 
@@ -170,7 +171,7 @@ class SharedRowReaders:
 
 @dataclass
 class RemoteDealer:
-    """Travels; finds the dealer by its name when it is first asked."""
+    """Sends requests to a dealer, which it finds by its name at the first request. It can be pickled."""
 
     name: str
 
@@ -184,7 +185,7 @@ class RemoteDealer:
         import ray
 
         if "handle" not in vars(self):
-            until = time.monotonic() + COMES_UP_S
+            until = time.monotonic() + START_S
             while True:
                 try:
                     vars(self)["handle"] = ray.get_actor(self.name)
@@ -192,7 +193,7 @@ class RemoteDealer:
                 except ValueError as error:
                     if time.monotonic() > until:
                         raise ResourceError(
-                            f"the process that reads the data set did not come up within {COMES_UP_S:g} s"
+                            f"the process that reads the data set did not start within {START_S:g} s"
                         ) from error
                     time.sleep(LOOK_S)
         return vars(self)["handle"]
@@ -202,7 +203,8 @@ class RemoteDealer:
 
 
 def start_dealer(name: str, packed: bytes) -> Any:
-    """On the driver, which owns it: on the driver's own node, and without a CPU. What it reads with has CPUs."""
+    """Start a dealer on the driver, which owns it: on the driver's node, and without a CPU. The tasks that read use
+    CPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -23,10 +23,10 @@ class WorkerGroup(Protocol):
     listener: Callable[[Event], None]
 
     def launch(self, count: int) -> list[str]:
-        """Start workers and return their names at once. Each one that comes up is an `WorkerStarted` event."""
+        """Start workers and return their names at once. Each one that starts is a `WorkerStarted` event."""
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
-        """Start a call and return its number, which its `CallEnded` event has, too."""
+        """Start a call and return its number, which its `CallEnded` event also has."""
 
     def poll(self, timeout: float) -> list[Event]:
         """Return what has happened, and wait up to `timeout` for the first event. A worker's failure is reported
@@ -36,7 +36,7 @@ class WorkerGroup(Protocol):
         """Send a message alongside the running call. Return False if the worker cannot be reached."""
 
     def silent_for(self, worker: str) -> float:
-        """Return for how many seconds the worker has sent nothing; 0 before it has arrived."""
+        """Return for how many seconds the worker has sent nothing; 0 before it has started."""
 
     def set_patience(self, unreachable_s: float) -> None:
         """Set, before the first launch, how long a machine may not answer before its workers count as failed."""

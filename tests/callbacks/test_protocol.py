@@ -89,7 +89,7 @@ def test_an_error_in_a_callback_is_logged_once_and_changes_nothing(caplog: pytes
         assert [made.train()["train_loss"] for _ in range(2)] == results
     assert heard.order == ["start", "result", "result", "end"], "those behind the broken one hear everything"
     logged = [record for record in caplog.records if "Broken.on_result" in record.getMessage()]
-    assert "training goes on" in logged[0].getMessage()
+    assert "training continues" in logged[0].getMessage()
     assert logged[0].exc_info is not None
     assert isinstance(logged[0].exc_info[1], LookupError)
     assert [record.getMessage() for record in logged[1:]] == ["Broken.on_result raised 2 times; the first is above"]

@@ -98,7 +98,7 @@ def test_late_questions_change_nothing() -> None:
 def test_what_is_not_held_any_more_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
     hand = dealer(4, 4, 4)
     hand.take(PartRequest((0, 1), 8, 4, turn=(1, 1), floor=8))
-    assert "first 8 row(s), which were used, are left out" in caplog.text
+    assert "skipping its first 8 row(s), which have been used" in caplog.text
     assert rows(hand.take(PartRequest((0, 1), 3, 3, turn=(1, 2), floor=3))) == [3, 4, 5]
     assert Blocks.passes == 2
 

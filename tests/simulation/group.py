@@ -101,7 +101,7 @@ class Worker(Process):
             member=self,
         )
         self.client = SimClient(self)
-        self.host = ReplicaHost(self.backend, self.client.control, travels=False)
+        self.host = ReplicaHost(self.backend, self.client.control, remote=False)
         self.replica: SimReplica | None = None
         self.slow = 1.0
         self.given_up = False
