@@ -22,7 +22,7 @@ FLOORS = {
     "1b": "torch tf horovod train",
     "2": "workers",
     "3": "engine",
-    "4": "torch/trainer torch/assembly torch/ways torch/checkpoints tf/trainer train/trainer train/executor train/iterator "
+    "4": "torch/trainer torch/assembly torch/strategies torch/checkpoints tf/trainer train/trainer train/executor train/iterator "
     "train/worker_group train/shards train/job train/fitting train/data_parallel_trainer train/frameworks call_runner utils",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__",
     "5b": "operators tune cli",
@@ -52,7 +52,7 @@ SIBLINGS = {
     "snapshot": {"progress"},
     "core": {"progress"},
     "protocols": {"outcomes", "progress", "rendezvous", "snapshot"},
-    "torch/assembly": {"call_runner", "torch/ways"},
+    "torch/assembly": {"call_runner", "torch/strategies"},
     "torch/trainer": {"torch/checkpoints", "torch/assembly", "call_runner"},
     "tf/trainer": {"call_runner"},
 }

@@ -86,11 +86,11 @@ class TFTrainer:
         settings = _settings(number, resources, elastic, remote=remote, use_tqdm=use_tqdm)
         self._calls = self._listeners(callbacks, operator_cls.__name__, logdir, bar=use_tqdm or bool(verbose))
         self._factory = TFReplicaFactory(operator_cls, dict(self.config), settings)
-        meeting: Backend = _backend(limits, settings) if number > 1 else SingleWorkerBackend()
-        group = _ray_group(meeting, resources) if remote else InlineGroup(meeting)
+        backend: Backend = _backend(limits, settings) if number > 1 else SingleWorkerBackend()
+        group = _ray_group(backend, resources) if remote else InlineGroup(backend)
         given: dict[str, Any] = {"target": number, "elastic": elastic, "limits": limits, "hook": initialization_hook}
         given |= {"on_progress": self._calls.on_progress, "on_recovery": self._calls.on_recovery}
-        self._engine = Engine(group, meeting, self._factory, **given)
+        self._engine = Engine(group, backend, self._factory, **given)
         self._calls.start(self._engine)
 
     def _listeners(self, callbacks: Any, name: str, logdir: Any, *, bar: bool) -> CallRunner:

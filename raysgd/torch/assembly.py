@@ -21,14 +21,14 @@ from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError
 from raysgd.protocols import Backend
 from raysgd.rendezvous import SingleWorkerBackend
-from raysgd.torch import arguments, ways
+from raysgd.torch import arguments, strategies
 from raysgd.torch.exchange import Exchange
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.profiled import ProfiledReplicaFactory
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import ReplicaSettings
-from raysgd.torch.ways import Way
+from raysgd.torch.strategies import Strategy
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.row_reader import SharedRowReaders, local_row_reader
 
@@ -76,7 +76,7 @@ class Plan:
     resources: WorkerResources
     elastic: ElasticConfig
     limits: Limits
-    way: Way
+    strategy: Strategy
     remote: bool
     rejoins: bool
     calls: CallRunner
@@ -92,10 +92,12 @@ def plan(given: TrainerArguments) -> Plan:
     resources, use_gpu = _resources(given)
     elastic = given.elastic or ElasticConfig()
     remote = _needs_ray(given.use_ray, given.num_workers, resources)
-    way = ways.choose(arguments.check_backend(given.backend, use_gpu), options, horovod_args)
-    settings = _settings(given, options, elastic, use_gpu, way, threads=max(1, int(resources.cpus)) if remote else None)
+    strategy = strategies.choose_strategy(arguments.check_backend(given.backend, use_gpu), options, horovod_args)
+    settings = _settings(
+        given, options, elastic, use_gpu, strategy, threads=max(1, int(resources.cpus)) if remote else None
+    )
     options.check_with(num_workers=given.num_workers, use_gpu=use_gpu, precision=settings.precision, elastic=elastic)
-    way.check(use_gpu=use_gpu, precision=settings.precision)
+    strategy.check(use_gpu=use_gpu, precision=settings.precision)
     rejoins = options.parallel != "fsdp"  # a shard that is lost is nowhere else: only a snapshot has it
     calls = _calls(given, shown)
     return Plan(
@@ -111,7 +113,7 @@ def plan(given: TrainerArguments) -> Plan:
             hang_timeout_s=elastic.hang_timeout_s,
             start_s=start_limit_s(),
         ),
-        way=way,
+        strategy=strategy,
         remote=remote,
         rejoins=rejoins,
         calls=calls,
@@ -145,11 +147,11 @@ def _factory(
 
 def engine(plan: Plan) -> Engine:
     """Puts the parts together; connects to Ray, or starts it, where the plan needs it. Launches no worker yet."""
-    meeting: Backend = _meeting(plan) if plan.num_workers > 1 else SingleWorkerBackend()
-    group: Any = _ray_group(meeting, plan.resources) if plan.remote else InlineGroup(meeting)
+    backend: Backend = _backend(plan) if plan.num_workers > 1 else SingleWorkerBackend()
+    group: Any = _ray_group(backend, plan.resources) if plan.remote else InlineGroup(backend)
     return Engine(
         group,
-        meeting,
+        backend,
         plan.factory,
         hook=plan.hook,
         target=plan.num_workers,
@@ -191,14 +193,14 @@ def _settings(
     options: TrainingOptions,
     elastic: ElasticConfig,
     use_gpu: bool,
-    way: Way,
+    strategy: Strategy,
     *,
     threads: int | None,
 ) -> ReplicaSettings:
     return ReplicaSettings(
         distributed=given.num_workers > 1,
         use_gpu=use_gpu,
-        wrap_ddp=options.parallel == "ddp" and way.wraps,
+        wrap_ddp=options.parallel == "ddp" and strategy.wraps,
         add_dist_sampler=given.add_dist_sampler,
         scheduler_step_freq=given.scheduler_step_freq,
         use_tqdm=given.use_tqdm,
@@ -210,7 +212,7 @@ def _settings(
         snapshot_every=elastic.snapshot_every,
         rows=local_row_reader if threads is None else SharedRowReaders(uuid.uuid4().hex[:8]),
         options=options,
-        exchange=way.exchange if given.num_workers > 1 else Exchange,
+        exchange=strategy.make_exchange if given.num_workers > 1 else Exchange,
     )
 
 
@@ -245,11 +247,11 @@ def _needs_ray(use_ray: bool | None, num_workers: int, resources: WorkerResource
     return bool(use_ray)
 
 
-def _meeting(plan: Plan) -> Backend:
+def _backend(plan: Plan) -> Backend:
     from raysgd.workers.cluster import driver_address, ensure_cluster
 
     ensure_cluster()
-    return plan.way.meeting(
+    return plan.strategy.make_backend(
         host=driver_address(),
         join_s=plan.limits.join_s,
         collective_s=plan.limits.collective_s,

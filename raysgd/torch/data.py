@@ -16,8 +16,8 @@ from raysgd.data.rows import RayData
 from raysgd.outcomes import DataLoaderFailure
 from raysgd.rendezvous import RankInfo
 from raysgd.sampling_plan import SamplingPlan
-from raysgd.torch.cursor import Cursor
 from raysgd.torch.loading import LoaderIterator
+from raysgd.torch.position import Position
 from raysgd.torch.sampling import (
     Order,
     Picker,
@@ -217,7 +217,7 @@ class StreamSource:
         """A stream has no epochs."""
 
     def state(self) -> dict[str, Any]:
-        """The position is all there is, and the cursor has it."""
+        """There is no state other than the position."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -242,7 +242,7 @@ class RowSource:
     """A Ray Dataset: its rows are dealt by their place in its stream, which is read once for all ranks. `rows` reads
     them; `own_call`: for that call only, else call after call.
 
-    Owns the number of the pass that is open, which names it for all ranks alike. The place in it is the cursor's.
+    Owns the number of the pass that is open, which names it for all ranks alike. The place in it is the position's.
     """
 
     counts_samples = True
@@ -252,16 +252,16 @@ class RowSource:
         loader: Any,
         rows: Any,
         data: RayData,
-        cursor: Cursor,
+        position: Position,
         *,
         own_call: bool,
         pad: bool,
         step: int | None,
         keep: int,
     ) -> None:
-        self.loader, self._rows, self._data, self._cursor = loader, rows, data, cursor
+        self.loader, self._rows, self._data, self._position = loader, rows, data, position
         self._pad, self._step, self._keep = pad, step, keep
-        self._number = (cursor.call if own_call else -1, cursor.epoch)
+        self._number = (position.call if own_call else -1, position.epoch)
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         self._number = (self._number[0], epoch + 1)
@@ -276,7 +276,7 @@ class RowSource:
         """This rank's part of the rest of the pass."""
         step = self._step or (self._data.batch_size or 1) * rank_info.world_size
         step = max(step, rank_info.world_size)
-        place: dict[str, Any] = {"call": self._cursor.call, "number": self._number, "start": offset}
+        place: dict[str, Any] = {"call": self._position.call, "number": self._number, "start": offset}
         for columns, after, fresh in self._rows.read(rank_info, **place, step=step, pad=self._pad, keep=self._keep):
             yield Drawn(_tensors(self._data.arranged(columns)), after, fresh)
 

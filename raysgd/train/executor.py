@@ -103,7 +103,7 @@ class BackendExecutor:
         ensure_cluster()
         hang_s = self._elastic.hang_timeout_s
         limits = limits_for(collective_s=min(self._config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
-        meeting = self._config.meeting(
+        backend = self._config.make_backend(
             host=driver_address(),
             use_gpu=self._resources.gpus > 0,
             join_s=limits.join_s,
@@ -111,8 +111,8 @@ class BackendExecutor:
         )
         make = None if train_cls is None else functools.partial(train_cls, *train_cls_args, **(train_cls_kwargs or {}))
         engine = Engine(
-            RayGroup(meeting, self._resources),
-            meeting,
+            RayGroup(backend, self._resources),
+            backend,
             FunctionReplicaFactory(dumps=dumps, encode=type(self._backend).encode_data, make=make),
             hook=initialization_hook,
             target=self._count,

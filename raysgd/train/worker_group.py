@@ -72,10 +72,10 @@ class WorkerGroup:
     def start(self) -> None:
         if self._engine is not None:
             raise InactiveWorkerGroupError("this worker group was started already; shut it down first")
-        meeting = SingleWorkerBackend()
+        backend = SingleWorkerBackend()
         engine = Engine(
-            RayGroup(meeting, self._resources),
-            meeting,
+            RayGroup(backend, self._resources),
+            backend,
             self._factory,
             target=self._count,
             elastic=ElasticConfig(grow=False),

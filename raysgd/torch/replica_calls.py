@@ -19,10 +19,10 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.sharded import gathered
 from raysgd.torch.snapshots import Snapshotter
 
-__all__ = ["Holder", "Refused"]
+__all__ = ["CalledReplica", "Refusal"]
 
 
-class Holder(Protocol):
+class CalledReplica(Protocol):
     """What is asked of the replica."""
 
     operator: TrainingOperator
@@ -36,20 +36,20 @@ class Holder(Protocol):
     @property
     def snapshots(self) -> Snapshotter: ...
 
-    def whole(self, *, raw: bool = False) -> dict[str, Any]: ...
+    def full_state(self, *, raw: bool = False) -> dict[str, Any]: ...
 
     def take_over(self, read: Callable[[], dict[str, Any]], loads: int) -> None: ...
 
 
-def apply_operator(replica: Holder, function: Callable[[Any], Any]) -> Any:
+def apply_operator(replica: CalledReplica, function: Callable[[Any], Any]) -> Any:
     return function(replica.operator)
 
 
-def apply(replica: Holder, function: Callable[[], Any]) -> Any:
+def apply(replica: CalledReplica, function: Callable[[], Any]) -> Any:
     return function()
 
 
-def update_scheduler(replica: Holder, metric: Any) -> None:
+def update_scheduler(replica: CalledReplica, metric: Any) -> None:
     schedulers = replica.operator._parts.schedulers
     if not schedulers:
         raise TypeError("update_scheduler needs a scheduler: register one with self.register(schedulers=...)")
@@ -57,7 +57,7 @@ def update_scheduler(replica: Holder, metric: Any) -> None:
         scheduler.step(metric)
 
 
-def get_model(replica: Holder) -> list[Any] | None:
+def get_model(replica: CalledReplica) -> list[Any] | None:
     """Bare models on the CPU, as copies: the training models stay where they are. From rank 0."""
     first, parts = replica.rank == 0, replica.operator._parts
     if parts.shards is not None:
@@ -66,17 +66,17 @@ def get_model(replica: Holder) -> list[Any] | None:
     return [copy.deepcopy(model).cpu() for model in parts.models] if first else None
 
 
-def random_state(replica: Holder) -> dict[str, Any]:
+def random_state(replica: CalledReplica) -> dict[str, Any]:
     return states.random_state()
 
 
-def checkpoint(replica: Holder, ranks: list[Any]) -> Any:
+def checkpoint(replica: CalledReplica, ranks: list[Any]) -> Any:
     """The whole checkpoint as bytes, on rank 0; `ranks` are the random states of all."""
     state = _complete(replica, ranks)
     return None if state is None else states.dump(state)
 
 
-def save(replica: Holder, sink: Any, ranks: list[Any], blocking: bool) -> None:
+def save(replica: CalledReplica, sink: Any, ranks: list[Any], blocking: bool) -> None:
     """Rank 0 sends the checkpoint into `sink`: now, or a copy of it from a thread."""
     state = _complete(replica, ranks)
     if state is None or replica.rank != 0:
@@ -87,13 +87,13 @@ def save(replica: Holder, sink: Any, ranks: list[Any], blocking: bool) -> None:
         replica.snapshots.send(sink, state, in_shards=replica.in_shards)
 
 
-def _complete(replica: Holder, ranks: list[Any]) -> dict[str, Any] | None:
+def _complete(replica: CalledReplica, ranks: list[Any]) -> dict[str, Any] | None:
     """A checkpoint's content, on rank 0. Of a model in shards every rank has a part, so all take part in it."""
-    return {**replica.whole(), "rng": ranks} if replica.rank == 0 or replica.in_shards else None
+    return {**replica.full_state(), "rng": ranks} if replica.rank == 0 or replica.in_shards else None
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refusal:
     """Why a checkpoint is not taken. It is an answer like others, so that the generation goes on; `unseen`: a rank does not
     see the file, and the driver has to send it."""
 
@@ -102,26 +102,26 @@ class Refused:
     unseen: bool = False
 
 
-def _or_refused(answer: Callable[[], None]) -> Refused | None:
+def _or_refusal(answer: Callable[[], None]) -> Refusal | None:
     try:
         answer()
         return None
     except UnseenError:
-        return Refused("a worker does not see the file", unseen=True)
+        return Refusal("a worker does not see the file", unseen=True)
     except CheckpointError as error:
-        return Refused(str(error), traceback.format_exc())
+        return Refusal(str(error), traceback.format_exc())
 
 
-def check(replica: Holder, data: Any, trusted: bool) -> Refused | None:
-    return _or_refused(lambda: check_fits(replica.operator, states.parse(data.data, trusted=trusted)))
+def check(replica: CalledReplica, data: Any, trusted: bool) -> Refusal | None:
+    return _or_refusal(lambda: check_fits(replica.operator, states.parse(data.data, trusted=trusted)))
 
 
-def restore(replica: Holder, data: Any, trusted: bool, loads: int) -> Refused | None:
+def restore(replica: CalledReplica, data: Any, trusted: bool, loads: int) -> Refusal | None:
     """`loads` counts the user's loads; each rank that takes this one has the same number after it."""
-    return _or_refused(lambda: replica.take_over(lambda: states.parse(data.data, trusted=trusted), loads))
+    return _or_refusal(lambda: replica.take_over(lambda: states.parse(data.data, trusted=trusted), loads))
 
 
-def check_file(replica: Holder, file: SeenFile, trusted: bool) -> Refused | None:
+def check_file(replica: CalledReplica, file: SeenFile, trusted: bool) -> Refusal | None:
     """Whether this rank can read the file itself, and whether it fits."""
 
     def look() -> None:
@@ -130,31 +130,31 @@ def check_file(replica: Holder, file: SeenFile, trusted: bool) -> Refused | None
             raise UnseenError
         check_fits(replica.operator, state)
 
-    return _or_refused(look)
+    return _or_refusal(look)
 
 
-def restore_file(replica: Holder, file: SeenFile, trusted: bool, loads: int) -> Refused | None:
-    return _or_refused(lambda: replica.take_over(lambda: states.read(file, trusted=trusted), loads))
+def restore_file(replica: CalledReplica, file: SeenFile, trusted: bool, loads: int) -> Refusal | None:
+    return _or_refusal(lambda: replica.take_over(lambda: states.read(file, trusted=trusted), loads))
 
 
-def save_shards(replica: Holder, folder: str, ranks: list[Any]) -> dict[str, Any]:
+def save_shards(replica: CalledReplica, folder: str, ranks: list[Any]) -> dict[str, Any]:
     """Write this rank's part. Return the sizes and digests of the files that it wrote."""
-    return shard_files.write(folder, {**replica.whole(raw=True), "rng": ranks})
+    return shard_files.write(folder, {**replica.full_state(raw=True), "rng": ranks})
 
 
-def verify_shards(replica: Holder, folder: str, files: dict[str, Any]) -> Refused | None:
+def verify_shards(replica: CalledReplica, folder: str, files: dict[str, Any]) -> Refusal | None:
     """Compare the files' digests; each rank looks at some of them."""
     mine = sorted(files)[replica.rank :: replica.operator.world_size]
-    return _or_refused(lambda: manifest.verify(folder, {name: files[name] for name in mine}))
+    return _or_refusal(lambda: manifest.verify(folder, {name: files[name] for name in mine}))
 
 
-def check_shards(replica: Holder, folder: str) -> Refused | None:
+def check_shards(replica: CalledReplica, folder: str) -> Refusal | None:
     def look() -> None:
-        check_fits(replica.operator, states.shaped(shard_files.read_outline(folder)), hollow=True)
+        check_fits(replica.operator, states.shaped(shard_files.read_outline(folder)), metadata_only=True)
 
-    return _or_refused(look)
+    return _or_refusal(look)
 
 
-def restore_shards(replica: Holder, folder: str, loads: int) -> Refused | None:
+def restore_shards(replica: CalledReplica, folder: str, loads: int) -> Refusal | None:
     state = shard_files.read(folder, replica.operator)  # with the other ranks, so an error here must free them
-    return _or_refused(lambda: replica.take_over(lambda: state, loads))
+    return _or_refusal(lambda: replica.take_over(lambda: state, loads))

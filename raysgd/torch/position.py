@@ -7,11 +7,11 @@ from typing import Any
 
 from raysgd.progress import Progress
 
-__all__ = ["Cursor"]
+__all__ = ["Position"]
 
 
 @dataclass
-class Cursor:
+class Position:
     """Committed counts. `applied` counts single optimizers' steps: two ranks can be in one batch, the one after its first
     optimizer's step and the other after its second. `epoch` counts epochs begun; `offset` is the place in it; `ended` that it is over.
 
@@ -35,16 +35,16 @@ class Cursor:
     stream: int = 0
     parked: list[Any] | None = None
 
-    def park(self, *, anew: bool = False) -> None:
+    def set_aside(self, *, restart: bool = False) -> None:
         """A call on another data set begins: the epoch's place waits, the stream's place is taken up; or, for data that
-        each call begins `anew`, the beginning."""
+        each call begins `restart`, the beginning."""
         if self.parked is None:
-            self.parked = [self.offset, self.ended, self.stream if anew else None]
-            self.offset, self.ended = 0 if anew else self.stream, False
+            self.parked = [self.offset, self.ended, self.stream if restart else None]
+            self.offset, self.ended = 0 if restart else self.stream, False
             self.epoch += 1
             self.call_epoch = self.epoch
 
-    def unpark(self) -> None:
+    def resume_epoch(self) -> None:
         if self.parked is not None:
             kept = self.parked[2] if len(self.parked) > 2 else None  # older checkpoints have two entries
             self.stream = self.offset if kept is None else kept
