@@ -1,4 +1,4 @@
-"""The iterator that a train or validation loop runs over: it deals batches, and counts what is committed.
+"""The iterator of a training or validation loop: returns batches, and counts what is committed. Worker.
 
 A batch is committed when the loop comes back for the next one, or, if the loop is cut short, when an optimizer has
 stepped in it. So it works the same for the default loop and for one of the user's own. Batches that share one step
@@ -22,14 +22,14 @@ __all__ = ["Feed", "MembershipChange"]
 
 
 class MembershipChange(BaseException):
-    """Raised inside a user's own `train_epoch` to end it at a batch border; it is called again for the rest.
+    """Raised inside a user's `train_epoch` to end it at a batch boundary; it is called again for the rest of the epoch.
 
-    Not an Exception, so that a loop that handles errors of its batches lets it pass.
+    This is not an Exception, so that user code that catches the errors of its batches does not catch it.
     """
 
 
 class Feed:
-    """Owns the batch that is being worked on. `epoch_ended` and `fresh` tell the default loop what it needs."""
+    """Owns the batch that is being processed. The default loop reads `epoch_ended` and `fresh`."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ PARTIAL_S = 10.0
 
 
 class TorchReplicaFactory:
-    """Makes a replica in a worker; picklable, and the only thing of a trainer's that travels there."""
+    """Makes a replica in a worker. It is pickled, and it is the only part of a trainer that is sent there."""
 
     def __repr__(self) -> str:
         return f"the operator {self.operator_cls.__name__} with its config"
@@ -62,7 +62,8 @@ class TorchReplicaFactory:
 
 
 class TorchReplica:
-    """Owns the operator, its sources and the position. Trains and validates; the trainer's other calls are in `replica_calls`."""
+    """Owns the operator, its data sources and the position. Trains and validates; the trainer's other calls are in
+    `replica_calls`."""
 
     def __init__(
         self, operator: TrainingOperator, settings: ReplicaSettings, rank_info: RankInfo, control: Control
@@ -108,7 +109,7 @@ class TorchReplica:
         dataset: Any = None,
         snapshot_first: bool = False,
     ) -> Any:
-        """The trainer's `train`: the rest of the epoch, or of `num_steps`, from where the position stands."""
+        """Carry out the trainer's `train`: train the rest of the epoch, or of `num_steps`, from the current position."""
         position, operator = self._position, self.operator
         if not self._open_call(call, dataset):
             return {"epoch": position.epoch, COMMITTED: position.call_units}
@@ -150,7 +151,7 @@ class TorchReplica:
         return self.operator.timers.record("train_epoch")
 
     def _open_call(self, call: int, dataset: Any) -> bool:
-        """Begins the call, or goes on with it after a change of members; False when its work is done already."""
+        """Begin the call, or continue it after a change of members. Return False if its work is done already."""
         if call != self._position.call:
             self.operator._parts.begin_measuring("train")
             if dataset is None:
@@ -191,7 +192,8 @@ class TorchReplica:
             self.snapshots.batch_done(self)
 
     def _partial_to_report(self) -> dict[str, Any] | None:
-        """The figures so far. Those on a GPU are read now and then only, as reading waits for the device."""
+        """Return the partial result. Metrics on a GPU are read only now and then, because reading waits for the
+        device."""
         now = time.monotonic()
         if self.operator.device.type == "cpu" or now >= self._partial_at:
             self._partial_at, self._partial = now + PARTIAL_S, self.partial()
@@ -205,7 +207,7 @@ class TorchReplica:
     # -- validation -----------------------------------------------------------------------------------
 
     def validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int) -> Any:
-        """The trainer's `validate`; no rank waits for another in it."""
+        """Carry out the trainer's `validate`. No rank waits for another one in it."""
         operator, position = self.operator, self._val_position
         if operator._parts.validation_loader is None:
             raise ConfigError(
@@ -219,7 +221,7 @@ class TorchReplica:
             position.open_call(call)
             self._validation_began = position.as_dict()
         else:
-            position.adopt(self._validation_began)  # a peer was lost: all begin again where the first try began
+            position.adopt(self._validation_began)  # a peer failed: all start over where the first attempt began
         self._time(profile)
         self.operator._parts.begin_measuring("validation")
         feed = self._make_feed(self._validation, position, num_steps, shared=True)

@@ -1,6 +1,6 @@
-"""What a replica answers beside training and validation: functions of the user's, models, and state to and from files.
+"""The trainer's calls other than training and validation: user functions, models, and saving and loading state.
 
-The trainer's calls name these functions, and every rank runs them with its replica. Worker.
+A trainer makes a `Call` of one of these functions, and every rank runs it with its replica. Worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["CalledReplica", "Refusal"]
 
 
 class CalledReplica(Protocol):
-    """What is asked of the replica."""
+    """What these functions need from a replica."""
 
     operator: TrainingOperator
 
@@ -58,7 +58,7 @@ def update_scheduler(replica: CalledReplica, metric: Any) -> None:
 
 
 def get_model(replica: CalledReplica) -> list[Any] | None:
-    """Bare models on the CPU, as copies: the training models stay where they are. From rank 0."""
+    """Return copies of the unwrapped models on the CPU, on rank 0. The training models stay where they are."""
     first, parts = replica.rank == 0, replica.operator._parts
     if parts.shards is not None:
         saved = gathered([model.state_dict() for model in parts.models], keep=first)
@@ -71,13 +71,13 @@ def random_state(replica: CalledReplica) -> dict[str, Any]:
 
 
 def checkpoint(replica: CalledReplica, ranks: list[Any]) -> Any:
-    """The whole checkpoint as bytes, on rank 0; `ranks` are the random states of all."""
+    """Return the complete checkpoint as bytes, on rank 0. `ranks` are the random states of all ranks."""
     state = _complete(replica, ranks)
     return None if state is None else states.dump(state)
 
 
 def save(replica: CalledReplica, sink: Any, ranks: list[Any], blocking: bool) -> None:
-    """Rank 0 sends the checkpoint into `sink`: now, or a copy of it from a thread."""
+    """Send the checkpoint to `sink`, from rank 0: now, or a copy of it in the background."""
     state = _complete(replica, ranks)
     if state is None or replica.rank != 0:
         return
@@ -88,14 +88,15 @@ def save(replica: CalledReplica, sink: Any, ranks: list[Any], blocking: bool) ->
 
 
 def _complete(replica: CalledReplica, ranks: list[Any]) -> dict[str, Any] | None:
-    """A checkpoint's content, on rank 0. Of a model in shards every rank has a part, so all take part in it."""
+    """Return a checkpoint's content, on rank 0. If the model is sharded, all ranks take part, because each has a part of
+    it."""
     return {**replica.full_state(), "rng": ranks} if replica.rank == 0 or replica.in_shards else None
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a checkpoint is not taken. It is an answer like others, so that the generation goes on; `unseen`: a rank does not
-    see the file, and the driver has to send it."""
+    """Why a rank does not load a checkpoint. It is returned like a result, so that the generation continues. With
+    `unseen`, the rank does not see the file, and the driver has to send it."""
 
     why: str
     trace: str = ""
@@ -117,12 +118,12 @@ def check(replica: CalledReplica, data: Any, trusted: bool) -> Refusal | None:
 
 
 def restore(replica: CalledReplica, data: Any, trusted: bool, loads: int) -> Refusal | None:
-    """`loads` counts the user's loads; each rank that takes this one has the same number after it."""
+    """Load a checkpoint. `loads` counts the user's loads; it is the same on each rank that has loaded this one."""
     return _or_refusal(lambda: replica.take_over(lambda: states.parse(data.data, trusted=trusted), loads))
 
 
 def check_file(replica: CalledReplica, file: SeenFile, trusted: bool) -> Refusal | None:
-    """Whether this rank can read the file itself, and whether it fits."""
+    """Check whether this rank can read the file itself, and whether its content fits."""
 
     def look() -> None:
         state = states.outline(file, trusted=trusted) if file.here else None
@@ -138,12 +139,12 @@ def restore_file(replica: CalledReplica, file: SeenFile, trusted: bool, loads: i
 
 
 def save_shards(replica: CalledReplica, folder: str, ranks: list[Any]) -> dict[str, Any]:
-    """Write this rank's part. Return the sizes and digests of the files that it wrote."""
+    """Write this rank's shard files. Return their sizes and digests."""
     return shard_files.write(folder, {**replica.full_state(raw=True), "rng": ranks})
 
 
 def verify_shards(replica: CalledReplica, folder: str, files: dict[str, Any]) -> Refusal | None:
-    """Compare the files' digests; each rank looks at some of them."""
+    """Compare the files' digests. Each rank checks some of them."""
     mine = sorted(files)[replica.rank :: replica.operator.world_size]
     return _or_refusal(lambda: manifest.verify(folder, {name: files[name] for name in mine}))
 

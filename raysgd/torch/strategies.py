@@ -1,4 +1,4 @@
-"""The ways in which a trainer's ranks meet and average gradients: what `backend` names, resolved once."""
+"""The strategies by which a trainer's ranks connect and average gradients: resolves the argument `backend`. Driver."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ __all__ = ["Strategy", "choose_strategy"]
 
 
 def _accept_all(*, use_gpu: bool, precision: str) -> None:
-    """Nothing to refuse."""
+    """Accept all options."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """meeting: makes the engine's backend, on the driver. exchange: makes what carries gradients, in each worker. wraps:
-    are models wrapped in DDP? check: refuses what this way cannot do."""
+    """How ranks connect and average gradients.
+
+    make_backend   makes the engine's backend, on the driver
+    make_exchange  makes the object that averages gradients, in each worker
+    wraps          whether models are wrapped in DistributedDataParallel
+    check          raises an error for options that the strategy does not support
+    """
 
     make_backend: Callable[..., Backend]
     make_exchange: Callable[[], Exchange] = Exchange
@@ -33,7 +38,8 @@ class Strategy:
 
 
 def choose_strategy(name: str, options: TrainingOptions, horovod_args: Any) -> Strategy:
-    """`name` is checked already. Raises for options that this way does not have."""
+    """Return the strategy of a backend, whose name has been checked. Raise `ConfigError` for options that it does not
+    have."""
     if name in ("gloo", "nccl"):
         if horovod_args is not None:
             raise ConfigError(f"horovod_args are for backend='horovod', and the backend is {name!r}: leave one out")
