@@ -12,7 +12,7 @@ PACKAGE := setup.py pyproject.toml constraints.txt
 SOURCES := $(shell find raysgd operators -name '*.py')
 PAGES := $(shell find docs -name '*.md') docs/conf.py
 
-PURE := $(patsubst %,tests/test_%.py,config constants elastic hang watchdog meters metrics owners partial_results plan progress replacements rendezvous \
+PURE := $(patsubst %,tests/test_%.py,config constants hang watchdog meters metrics owners partial_results plan policy progress replacements rendezvous \
 	storage timers utils_names) tests/data tests/elastic/test_boundary.py tests/train/test_rounds.py
 
 # Of pip's talk, only what explains a wait: big downloads, builds, the unpacking. Warnings and errors pass untouched.

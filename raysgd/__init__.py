@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from raysgd.config import ElasticConfig
-from raysgd.elastic import Recovery
 from raysgd.errors import (
     CheckpointError,
     ClusterError,
@@ -23,6 +22,7 @@ from raysgd.errors import (
     TrainingFailedError,
     WorkerStartError,
 )
+from raysgd.policy import Recovery
 from raysgd.version import __version__
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""From what every rank measured to one dictionary. Pure, and any split of the same work gives the same figures.
+"""Merges what the ranks measured into one dictionary. Pure; any split of the same work gives the same values. Both.
 
-One worker's result of one piece of work is a dict: `num_samples`, `batch_count`, metrics, `last_` metrics.
-`over_workers` merges the ranks of one piece; `over_pieces` chains the pieces of a call that was interrupted.
+One rank's result of one part of a call is a dict: `num_samples`, `batch_count`, metrics, `last_` metrics.
+`merge_ranks` merges the ranks' results of one part; `merge_parts` merges the parts of a call that was interrupted.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = [
     "SKIPPED",
     "check_metric",
     "check_metrics",
-    "completed",
+    "count_committed_samples",
     "is_in_range",
-    "over_pieces",
-    "over_workers",
+    "merge_parts",
+    "merge_ranks",
     "plain",
 ]
 
 SAMPLES = "num_samples"
 BATCHES = "batch_count"
 SKIPPED = "skipped_steps"
-# Travels with a result, never shown: samples that all ranks together have committed, where the plan knows it.
+# Part of a result that users never see: how many samples all ranks together have committed, if the plan knows it.
 COMMITTED = "__committed__"
 LARGEST = sys.float_info.max
 DEEPEST = 100
@@ -37,7 +37,7 @@ Result = dict[str, Any]
 
 
 def check_metrics(result: Mapping[Any, Any], *, of: str) -> None:
-    """Raise for a metric that could not be averaged, sent, shown or written down later. `of` names who returned it."""
+    """Raise an error for a metric that could not be averaged, sent, shown or stored later. `of` names what returned it."""
     for name, value in result.items():
         try:
             check_metric(name, value)
@@ -46,7 +46,7 @@ def check_metrics(result: Mapping[Any, Any], *, of: str) -> None:
 
 
 def check_metric(name: Any, value: Any) -> None:
-    """Raise TypeError for a name that is no string, and ValueError for a value that nothing here can hold."""
+    """Raise TypeError for a name that is not a string, and ValueError for a value that cannot be stored."""
     if not isinstance(name, str):
         example = f"use a string, such as {shown(str(name), 40)}" if isinstance(name, (int, float)) else "use a string"
         raise TypeError(
@@ -75,7 +75,7 @@ def out_of_range(what: str, number: Any) -> ValueError:
 
 
 def _check_nested(name: str, value: Any, seen: set[int], depth: int) -> None:
-    """Writers walk through lists and dictionaries: one that contains itself would never end."""
+    """Raise an error if a list or dictionary contains itself, because code that walks through it would never end."""
     if depth > DEEPEST:
         raise ValueError(
             f"the metric {name!r} contains itself, or is nested more than {DEEPEST} levels deep: return a flatter value"
@@ -85,7 +85,7 @@ def _check_nested(name: str, value: Any, seen: set[int], depth: int) -> None:
             raise out_of_range(f"a number in the metric {name!r}", inner)
         if isinstance(inner, (Mapping, list, tuple)) and id(inner) not in seen:
             _check_nested(name, inner, seen, depth + 1)
-            seen.add(id(inner))  # after it was walked through: what is inside itself is found by its depth
+            seen.add(id(inner))  # only now: a value that contains itself is found by its depth
 
 
 def plain(value: Any) -> Any:
@@ -98,7 +98,7 @@ def plain(value: Any) -> Any:
             return value
         number = value.numpy() if hasattr(value, "numpy") and not hasattr(value, "item") else value
         return number.item() if hasattr(number, "item") else value
-    except Exception:  # whatever an object of the user's makes of these questions: it is no number
+    except Exception:  # a user's object may raise anything here, and is not a number then
         return value
 
 
@@ -112,7 +112,7 @@ def _weight(result: Mapping[str, Any]) -> float:
 
 
 def _mean(pairs: Sequence[tuple[Any, float]]) -> Any:
-    """Sample-weighted mean. A NaN stays a NaN: it is news, not noise."""
+    """Return the mean weighted by samples. A NaN makes it a NaN, so that users see it."""
     if len(pairs) == 1:
         return float(pairs[0][0])  # exact, however large it is
     total = sum(weight for _, weight in pairs)
@@ -121,11 +121,11 @@ def _mean(pairs: Sequence[tuple[Any, float]]) -> Any:
     return sum(float(value) * weight for value, weight in pairs if weight) / total
 
 
-def over_workers(results: Sequence[Mapping[str, Any]]) -> Result:
-    """One piece of work, merged over its ranks.
+def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
+    """Merge the results of one part of a call over its ranks.
 
-    `num_samples` is summed; `epoch` and `batch_count` are the largest; other numbers are means weighted by
-    samples, over the ranks that have them; anything else is the first rank's. `epoch` comes first.
+    `num_samples` is summed. `epoch` and `batch_count` are the maximum. Other numbers are means weighted by samples, over
+    the ranks that have them. Anything else is the first rank's. `epoch` comes first.
     """
     rows = [{key: plain(value) for key, value in result.items()} for result in results if result]
     if not rows:
@@ -145,9 +145,10 @@ def over_workers(results: Sequence[Mapping[str, Any]]) -> Result:
     return _ordered(merged)
 
 
-def over_pieces(pieces: Sequence[Mapping[str, Any]]) -> Result:
-    """One call, chained from its pieces in order: counts add up, means are weighted by samples, `last_` is the last."""
-    rows = [dict(piece) for piece in pieces if piece]
+def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
+    """Merge the parts of one call, given in order: sum the counts, weight means by samples, and take the last part's
+    `last_` metrics."""
+    rows = [dict(part) for part in parts if part]
     busy = [row for row in rows if row.get(BATCHES) or row.get(SAMPLES)] or rows
     if not busy:
         return {}
@@ -164,13 +165,13 @@ def over_pieces(pieces: Sequence[Mapping[str, Any]]) -> Result:
     return _ordered(merged)
 
 
-def completed(result: Result, pieces: Sequence[Mapping[str, Any]]) -> Result:
-    """A call that lost workers counts the samples its plan knows were trained on, also those whose metrics were lost.
+def count_committed_samples(result: Result, parts: Sequence[Mapping[str, Any]]) -> Result:
+    """Count the samples that the sampling plan knows were trained on, also those whose metrics failed with a worker.
 
-    Reports in other units (tokens, say) are larger than that, and left alone.
+    A report in other units (tokens, say) has a larger number, which is kept.
     """
-    committed = max((piece.get(COMMITTED) or 0 for piece in pieces), default=0)
-    if len(pieces) > 1 and _is_number(result.get(SAMPLES)) and committed > result[SAMPLES]:
+    committed = max((part.get(COMMITTED) or 0 for part in parts), default=0)
+    if len(parts) > 1 and _is_number(result.get(SAMPLES)) and committed > result[SAMPLES]:
         result = {**result, SAMPLES: committed}
     return result
 

@@ -1,4 +1,4 @@
-"""What one rank answers to one call: a value, with how far the rank has got."""
+"""What one rank returns for one call: a value, with the rank's progress. Both."""
 
 from __future__ import annotations
 
@@ -7,19 +7,28 @@ from typing import Any
 
 from raysgd.progress import Progress
 
-__all__ = ["DATA_LOADER", "CollectivePlace", "DataLoaderFailure", "Failed", "Interrupted", "Lost", "Ok", "Outcome"]
+__all__ = [
+    "DATA_LOADER",
+    "CollectivePlace",
+    "DataLoaderFailure",
+    "Failed",
+    "Interrupted",
+    "Ok",
+    "Outcome",
+    "WorkerFailed",
+]
 
 DATA_LOADER = "data loader"
 
 
 @dataclass(frozen=True)
 class CollectivePlace:
-    """Where a rank was when its call was cut short.
+    """Where a rank was when its call was interrupted.
 
-    count    how many collective calls it had begun in this generation; -1 where the backend does not count
-    name     the one that it was in, such as "barrier"; empty when it was in none
-    line     the user's line that called it: "file:line function"
-    begun    (step, number of collective calls that were made before it), for the newest steps
+    count    how many collective calls it had begun in this generation; -1 if the backend does not count them
+    name     the collective call that it was in, such as "barrier"; empty if it was in none
+    line     the line of the user's code that made this call: "file:line function"
+    begun    (step, number of collective calls made before it), for the newest steps
     """
 
     count: int = -1
@@ -30,7 +39,7 @@ class CollectivePlace:
 
 @dataclass(frozen=True)
 class Ok:
-    """The call ended as it should, after so many collective calls (-1: not counted)."""
+    """The call succeeded. `collectives` is how many collective calls it made (-1: not counted)."""
 
     value: Any = None
     progress: Progress = field(default_factory=Progress)
@@ -39,7 +48,7 @@ class Ok:
 
 @dataclass(frozen=True)
 class Failed:
-    """The rank's own code raised. `error` keeps the user's type where it can be pickled."""
+    """The rank's own code raised an error. `error` has the user's type if that can be pickled."""
 
     error: BaseException
     traceback: str = ""
@@ -48,8 +57,8 @@ class Failed:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The rank is fine but had to stop: a peer left, or it was asked to. `value` is what it had so far; `reason` is set
-    when the cause lies in this rank itself."""
+    """The rank is alive but had to stop, because a peer failed or the driver asked it to. `value` is its partial result;
+    `reason` is set if the cause lies in this rank itself."""
 
     value: Any = None
     cause: str = ""
@@ -60,8 +69,8 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
-class Lost:
-    """The process or its node is gone. `value` is what its last progress message said."""
+class WorkerFailed:
+    """The process ended, or its node failed. `value` is the partial result in its last progress message."""
 
     cause: str
     reason: str = "worker death"
@@ -70,14 +79,14 @@ class Lost:
 
 
 class DataLoaderFailure(BaseException):
-    """Raised on a worker when a process of a data loader died: the rank is fine, and goes on with a new loader.
+    """A process of a data loader died. The rank is alive, and continues with a new loader.
 
-    Not an Exception, so that a loop that handles errors of its batches lets it pass.
+    This is not an Exception, so that user code that catches the errors of its batches does not catch it.
     """
 
     def interrupted(self, where: str, value: Any, progress: Progress) -> Interrupted:
-        """Return the outcome of a call that ended by it; `where` names the loader."""
+        """Return the outcome of a call that this ended; `where` names the loader."""
         return Interrupted(value, f"{where}: {self}", progress, reason=DATA_LOADER)
 
 
-Outcome = Ok | Failed | Interrupted | Lost
+Outcome = Ok | Failed | Interrupted | WorkerFailed

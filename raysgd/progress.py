@@ -1,7 +1,7 @@
-"""How far a rank has got, and the desk where a running call hears that it should stop.
+"""The progress of a rank, and the object through which a running call learns that it should stop. Both.
 
-Committed means: the optimizer's step of that batch is applied. Ranks of one generation can differ by one step,
-because one may have finished its all-reduce when another's peer died.
+A batch is committed when the optimizer's step for it has been applied. Ranks of one generation can differ by one step,
+because one rank may have finished its all-reduce before a peer of another rank failed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ __all__ = ["Control", "Progress", "most_advanced"]
 
 @dataclass(frozen=True)
 class Progress:
-    """Committed counts of one rank. `step` grows for ever; the other counts belong to the running call.
+    """What one rank has committed. `step` never starts over; `batches`, `expected` and `finished` are those of the
+    running call.
 
-    `expected` is how many batches the call will have, where that is known (0 otherwise).
+    `expected` is how many batches the call will have, if that is known (0 otherwise).
     """
 
     step: int = 0
@@ -37,8 +38,8 @@ class Progress:
 
     @property
     def order(self) -> tuple[int, int, int, int, bool]:
-        """Sorts ranks by how much they have committed; `applied` tells apart ranks inside one batch. What the user
-        loaded last comes before all that was trained until then."""
+        """Return a key that sorts ranks by how much they have committed. `applied` distinguishes ranks within one
+        batch. A state that the user loaded later is ahead of everything that was trained before."""
         return (self.loads, self.step, self.applied, self.epoch, self.finished)
 
     def at(self, phase: str) -> Progress:
@@ -46,46 +47,46 @@ class Progress:
 
 
 def most_advanced(progress: dict[str, Progress]) -> str:
-    """The worker whose state the others take; the first one (the lowest rank) of equals."""
+    """Return the worker whose state the others take: the first one (the lowest rank) of several equal ones."""
     return max(progress, key=lambda worker: progress[worker].order)
 
 
-REMEMBERED = 16
-OFTEN_S, SELDOM_S, REPORTS_PER_S = 0.1, 0.5, 40
+REMEMBERED_STEPS = 16
+MIN_INTERVAL_S, MAX_INTERVAL_S, REPORTS_PER_S = 0.1, 0.5, 40
 
 Uploader = Callable[["SnapshotUpload", Any], None]
 Deliverer = Callable[["FunctionReport | StartDealer", Any], None]
 Publisher = Callable[[Progress, dict[str, Any] | None], None]
 
 
-def _nobody(progress: Progress, partial: dict[str, Any] | None) -> None:
-    """The publisher of a replica that nobody watches."""
+def _ignore_progress(progress: Progress, partial: dict[str, Any] | None) -> None:
+    """Do nothing with progress, for a replica without a driver."""
 
 
-def _unheard(message: FunctionReport | StartDealer, body: Any) -> None:
-    """Where messages of such a replica go."""
+def _ignore_message(message: FunctionReport | StartDealer, body: Any) -> None:
+    """Do nothing with a message, for a replica without a driver."""
 
 
 class Control:
-    """Where the thread that trains meets the thread that listens.
+    """Connects a worker's training thread with its control thread.
 
-    Owns: the stop signs of one worker, its phase (for a hang's report) and the last published progress. `upload`
-    sends a snapshot to the driver, where there is one that wants it; `deliver` sends a message that must not be lost,
-    and returns when the driver has it; `on_interrupt` is called on the listener's thread. `begun_after` says of the newest
-    steps how many collective calls had been made when each began, by `collectives`. Never blocks the listener, and costs
-    the training thread one attribute read per batch while nothing is asked of it.
+    Owns the stop requests of one worker, its phase (for reports of hangs) and the last published progress. `upload`
+    sends a snapshot to the driver, if there is a driver that wants it. `deliver` sends a message that must not get
+    lost, and returns when the driver has received it. `on_interrupt` is called on the control thread. `begun_after`
+    holds, for the newest steps, how many collective calls (`collectives`) had been made when each began. Never blocks
+    the control thread, and costs the training thread one attribute read per batch while there is no request.
 
-    A planned stop is agreed on in two phases. The listener sets `stop_at` and then reads `begun`; the trainer
-    writes `begun` and then reads `stop_at`. So at least one of them sees the other, and a proposal that came
-    too late is refused (`propose` returns False) instead of being half kept. A trainer that reaches the agreed
-    step waits until the driver has everybody's consent (`confirm`), moves the border, or interrupts.
+    The ranks agree on a planned stop in two phases. The control thread writes `stop_at` and then reads `begun`; the
+    training thread writes `begun` and then reads `stop_at`. So at least one of them sees the other's write, and a
+    proposal that comes too late is refused (`propose` returns False). A training thread that reaches the proposed step
+    waits until the driver confirms it because all ranks have agreed (`confirm`), proposes another step, or interrupts.
     """
 
     def __init__(
         self,
-        publish: Publisher = _nobody,
+        publish: Publisher = _ignore_progress,
         *,
-        interval_s: float = OFTEN_S,
+        interval_s: float = MIN_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
         changed: threading.Condition | None = None,
     ) -> None:
@@ -95,10 +96,10 @@ class Control:
         self.phase = "idle"
         self.batch = 0
         self.upload: Uploader | None = None
-        self.deliver: Deliverer = _unheard
+        self.deliver: Deliverer = _ignore_message
         self.on_interrupt: Callable[[], None] = lambda: None
         self.collectives: Callable[[], int] = lambda: -1
-        self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
+        self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._publish = publish
         self._interval_s = interval_s
         self._next_publish = 0.0
@@ -108,36 +109,36 @@ class Control:
         self._clock, self._changed = clock, changed or threading.Condition()
         self.progress = Progress()
 
-    # -- the listener's side --------------------------------------------------------------------------
+    # -- the control thread's side --------------------------------------------------------------------
 
     def propose(self, step: int) -> bool:
-        """Asks to stop before step number `step` + 1 begins; False when that step has begun already."""
+        """Ask to stop before step number `step` + 1 begins. Return False if that step has begun already."""
         with self._changed:
             self._stop_at, self._confirmed, self.attention = step, False, True
             self._changed.notify_all()
         return self.begun <= step
 
     def confirm(self) -> None:
-        """Everybody agreed: the rank that stands at the border may leave its loop."""
+        """Confirm the boundary, because all ranks agreed: a rank that waits there may leave its loop."""
         with self._changed:
             self._confirmed = True
             self._changed.notify_all()
 
     def interrupt(self) -> None:
-        """The generation is over: stop at the next border, whatever was agreed."""
+        """Stop at the next batch boundary, whatever was agreed, because the generation has ended."""
         with self._changed:
             self._interrupted = self.attention = True
             self._changed.notify_all()
         self.on_interrupt()
 
     def withdraw(self) -> None:
-        """The planned stop is off: whoever stands at the border goes on."""
+        """Cancel the planned stop: a rank that waits at the boundary continues."""
         with self._changed:
             self._stop_at, self._confirmed = None, False
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """A new call or generation begins: old signs mean nothing any more."""
+        """Drop all requests, because a new call or generation begins."""
         with self._changed:
             self._stop_at, self._confirmed, self._interrupted, self.attention = None, False, False, False
             self.begun_after.clear()
@@ -146,10 +147,10 @@ class Control:
     def interrupted(self) -> bool:
         return self._interrupted
 
-    # -- the trainer's side ---------------------------------------------------------------------------
+    # -- the training thread's side -------------------------------------------------------------------
 
     def begin(self, step: int) -> bool:
-        """Called before each batch with its step number; False means: do not begin it, leave the loop."""
+        """Note that the batch with this step number begins. Return False if it must not: then leave the loop."""
         self.begun_after.append((step, self.collectives()))
         self.begun = step
         if not self.attention:
@@ -166,16 +167,17 @@ class Control:
             self.begun = step
         return True
 
-    def shared_by(self, ranks: int) -> None:
-        """A generation stands. Its driver hears some forty reports a second, from however many ranks."""
-        self._interval_s = min(max(OFTEN_S, ranks / REPORTS_PER_S), SELDOM_S)
+    def set_world_size(self, ranks: int) -> None:
+        """Set the interval between reports for a group of this size: the driver receives about 40 reports per second in
+        total."""
+        self._interval_s = min(max(MIN_INTERVAL_S, ranks / REPORTS_PER_S), MAX_INTERVAL_S)
 
     def due(self) -> bool:
-        """Is it time for another progress message? One clock read per batch."""
+        """Return whether it is time for another progress message. This reads the clock once per batch."""
         return self._clock() >= self._next_publish
 
     def report(self, progress: Progress, partial: dict[str, Any] | None = None) -> None:
-        """Publishes what is committed; `partial` are the metric sums that would be lost with this process."""
+        """Publish what is committed. `partial` is the partial result, which would be lost with this process."""
         self.progress = progress
         self._next_publish = self._clock() + self._interval_s
         self._publish(progress, partial)

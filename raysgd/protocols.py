@@ -37,7 +37,7 @@ class Backend(Protocol):
         """Worker, main thread: leave the process group. Never raises, and never waits for a peer."""
 
     def abort(self) -> None:
-        """Worker, listener thread: make a collective that is waiting fail now."""
+        """Worker, control thread: make a collective that is waiting fail now."""
 
     def collectives(self) -> int:
         """Worker: return how many collective calls this rank has begun in this generation; -1 if they are not

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Alone", "RankInfo", "assign_ranks"]
+__all__ = ["RankInfo", "SingleWorkerBackend", "assign_ranks"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def assign_ranks(nodes: Sequence[str], *, generation: int = 0) -> list[RankInfo]
     return rank_infos
 
 
-class Alone:
+class SingleWorkerBackend:
     """The backend of a group that never has more than one worker: it has no process group."""
 
     in_place = True

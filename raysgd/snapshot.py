@@ -1,4 +1,4 @@
-"""Committed state, kept by the driver: what fresh processes start from when nobody is left."""
+"""Committed state that the driver keeps: new processes start from it if no worker has survived. Driver."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from raysgd.progress import Progress
 
-__all__ = ["Snapshot", "SnapshotKeeper"]
+__all__ = ["Snapshot", "SnapshotStore"]
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One replica's whole state as bytes, and how far it had got when they were taken.
+    """One replica's full state as bytes, and its progress when the snapshot was taken.
 
-    `call` is the number of the call that was running, `partial` that call's result so far, over all ranks.
-    Without data it stands for a start from scratch.
+    `call` is the number of the call that was running, and `partial` that call's partial result over all ranks. Without
+    data, training starts from the beginning.
     """
 
     data: Any = b""
@@ -25,15 +25,16 @@ class Snapshot:
     partial: dict[str, Any] | None = None
 
 
-class SnapshotKeeper:
-    """Holds the newest whole snapshot. Filled by the thread that receives uploads, read by the engine."""
+class SnapshotStore:
+    """Owns the newest snapshot. The thread that receives uploads writes it, and the engine reads it."""
 
     def __init__(self) -> None:
         self._latest: Snapshot | None = None
         self._lock = threading.Lock()
 
     def offer(self, snapshot: Snapshot) -> bool:
-        """Keeps it unless a newer one is there: uploads of an old generation may arrive late."""
+        """Keep this snapshot unless a newer one is there, because uploads of an old generation can be late. Return whether
+        it was kept."""
         with self._lock:
             if self._latest is not None and self._latest.progress.order > snapshot.progress.order:
                 return False
@@ -45,6 +46,6 @@ class SnapshotKeeper:
             return self._latest
 
     def forget(self) -> None:
-        """The state was replaced by hand (a load): what was kept is not the newest truth any more."""
+        """Drop the snapshot, because the user has replaced the state (with `load`)."""
         with self._lock:
             self._latest = None

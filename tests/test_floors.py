@@ -16,14 +16,14 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 # The longest entry that covers a file decides, so "torch/trainer" is not among the bodies. Package __init__
 # files gather names for the user, and nothing below may lean on them.
 FLOORS = {
-    "0": "errors config constants version protocols meters timers metrics outcomes progress plan elastic "
+    "0": "errors config constants version protocols meters timers metrics outcomes progress sampling_plan policy "
     "hang rendezvous snapshot masking core",
     "1a": "digest durable folders archives storage remote callbacks data",
     "1b": "torch tf horovod train",
     "2": "workers",
     "3": "engine",
-    "4": "torch/trainer torch/assembly torch/ways torch/checkpoints tf/trainer train/trainer train/executor train/iterator "
-    "train/worker_group train/shards train/job train/fitting train/data_parallel_trainer train/frameworks calls utils",
+    "4": "torch/trainer torch/assembly torch/strategies torch/checkpoints tf/trainer train/trainer train/executor train/iterator "
+    "train/worker_group train/shards train/job train/fitting train/data_parallel_trainer train/frameworks call_runner utils",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__",
     "5b": "operators tune cli",
 }
@@ -48,13 +48,13 @@ SIBLINGS = {
     "storage": {"durable", "folders", "remote"},
     "outcomes": {"progress"},
     "meters": {"metrics"},
-    "elastic": {"outcomes"},
+    "policy": {"outcomes"},
     "snapshot": {"progress"},
     "core": {"progress"},
     "protocols": {"outcomes", "progress", "rendezvous", "snapshot"},
-    "torch/assembly": {"calls", "torch/ways"},
-    "torch/trainer": {"torch/checkpoints", "torch/assembly", "calls"},
-    "tf/trainer": {"calls"},
+    "torch/assembly": {"call_runner", "torch/strategies"},
+    "torch/trainer": {"torch/checkpoints", "torch/assembly", "call_runner"},
+    "tf/trainer": {"call_runner"},
 }
 
 # Where a package from outside may be imported; the operators are bodies of the user's kind.

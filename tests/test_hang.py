@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.hang import Report, culprits, describe, in_collective
+from raysgd.hang import RankReport, blocking_ranks, describe_rank, is_in_collective
 
 WAITS = (
     "/x/torch/autograd/graph.py:824 _engine_run_backward",
@@ -22,17 +22,17 @@ CASES = {
 }
 
 
-def reports(stacks: list) -> dict[str, Report]:
-    return {str(rank): Report(rank=rank, stack=stack) for rank, stack in enumerate(stacks)}
+def reports(stacks: list) -> dict[str, RankReport]:
+    return {str(rank): RankReport(rank=rank, stack=stack) for rank, stack in enumerate(stacks)}
 
 
-@pytest.mark.parametrize(("stacks", "guilty"), CASES.values(), ids=CASES)
-def test_culprits(stacks: list, guilty: list[int]) -> None:
-    assert culprits(reports(stacks)) == [str(rank) for rank in guilty]
+@pytest.mark.parametrize(("stacks", "blocking"), CASES.values(), ids=CASES)
+def test_culprits(stacks: list, blocking: list[int]) -> None:
+    assert blocking_ranks(reports(stacks)) == [str(rank) for rank in blocking]
 
 
 @pytest.mark.parametrize(
-    ("silent", "guilty"),
+    ("silent", "blocking"),
     [
         ((11.0, 0.2, 2.6), ["0"]),
         ((11.0, 11.4, 0.2), ["0", "1"]),
@@ -48,26 +48,26 @@ def test_culprits(stacks: list, guilty: list[int]) -> None:
         "one after the other",
     ],
 )
-def test_a_short_silence_is_nobodys_fault(silent: tuple[float, ...], guilty: list[str]) -> None:
-    said = {str(rank): Report(rank, stack=WAITS if s < 2.5 else None, silent_s=s) for rank, s in enumerate(silent)}
-    assert culprits(said, still_s=10.0) == guilty
+def test_a_short_silence_is_nobodys_fault(silent: tuple[float, ...], blocking: list[str]) -> None:
+    said = {str(rank): RankReport(rank, stack=WAITS if s < 2.5 else None, silent_s=s) for rank, s in enumerate(silent)}
+    assert blocking_ranks(said, still_s=10.0) == blocking
 
 
 def test_the_last_one_running_is_to_blame_when_the_others_gave_up_on_it() -> None:
-    assert culprits(reports([BUSY])) == []
-    assert culprits(reports([BUSY]), others_fell=True) == ["0"]
-    assert culprits(reports([WAITS]), others_fell=True) == []
+    assert blocking_ranks(reports([BUSY])) == []
+    assert blocking_ranks(reports([BUSY]), others_failed=True) == ["0"]
+    assert blocking_ranks(reports([WAITS]), others_failed=True) == []
 
 
 def test_only_the_inner_frames_say_where_a_rank_stands() -> None:
-    assert in_collective(WAITS) and in_collective(GATHERS)
-    assert in_collective(("/x/torch/distributed/c10d_logger.py:83 wrapper", *GATHERS))
-    assert not in_collective(("/u/hook.py:1 a_hook_in_the_backward_pass", *WAITS))
-    assert not in_collective(("/x/torch/autograd/graph.py:10 something_else",))
-    assert not in_collective(())
+    assert is_in_collective(WAITS) and is_in_collective(GATHERS)
+    assert is_in_collective(("/x/torch/distributed/c10d_logger.py:83 wrapper", *GATHERS))
+    assert not is_in_collective(("/u/hook.py:1 a_hook_in_the_backward_pass", *WAITS))
+    assert not is_in_collective(("/x/torch/autograd/graph.py:10 something_else",))
+    assert not is_in_collective(())
 
 
 def test_a_report_reads_well() -> None:
-    line = describe(Report(rank=3, node="abc", phase="a batch", batch=17, stack=BUSY))
+    line = describe_rank(RankReport(rank=3, node="abc", phase="a batch", batch=17, stack=BUSY))
     assert line.startswith("rank 3 on abc, in a batch, batch 17, at\n") and "sleep_for_ever" in line
-    assert "does not answer" in describe(Report(rank=1))
+    assert "does not answer" in describe_rank(RankReport(rank=1))

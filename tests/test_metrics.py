@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysgd.meters import AverageMeterCollection
-from raysgd.metrics import over_pieces, over_workers, plain
+from raysgd.metrics import merge_parts, merge_ranks, plain
 
 NAN = float("nan")
 
@@ -40,24 +40,24 @@ def row(samples: int, batches: int = 1, **metrics: Any) -> dict[str, Any]:
         ([{}, row(5, loss=3.0)], "loss", 3.0),
     ],
 )
-def test_over_workers(rows: list[dict[str, Any]], key: str, expected: Any) -> None:
-    assert over_workers(rows)[key] == expected
+def test_merge_ranks(rows: list[dict[str, Any]], key: str, expected: Any) -> None:
+    assert merge_ranks(rows)[key] == expected
 
 
 def test_a_nan_is_news_wherever_it_was_measured() -> None:
     for position in range(3):
         rows = [row(4, loss=1.0) for _ in range(3)]
         rows[position] = row(4, loss=NAN)
-        assert math.isnan(over_workers(rows)["loss"])
-        assert math.isnan(over_pieces(rows)["loss"])
+        assert math.isnan(merge_ranks(rows)["loss"])
+        assert math.isnan(merge_parts(rows)["loss"])
 
 
 def test_no_rows_give_an_empty_result() -> None:
-    assert over_workers([]) == over_workers([{}, {}]) == over_pieces([]) == over_pieces([{}]) == {}
+    assert merge_ranks([]) == merge_ranks([{}, {}]) == merge_parts([]) == merge_parts([{}]) == {}
 
 
 def test_counts_come_first_and_the_rest_keeps_its_order() -> None:
-    merged = over_workers([{"b": 1.0, "num_samples": 2, "a": 1.0, "batch_count": 1, "epoch": 3}])
+    merged = merge_ranks([{"b": 1.0, "num_samples": 2, "a": 1.0, "batch_count": 1, "epoch": 3}])
     assert list(merged) == ["epoch", "batch_count", "num_samples", "b", "a"]
 
 
@@ -75,14 +75,14 @@ def test_counts_come_first_and_the_rest_keeps_its_order() -> None:
         ([{"own": 1.0}, {"own": 3.0}], "own", 2.0),
     ],
 )
-def test_over_pieces(pieces: list[dict[str, Any]], key: str, expected: Any) -> None:
-    assert over_pieces(pieces)[key] == expected
+def test_merge_parts(pieces: list[dict[str, Any]], key: str, expected: Any) -> None:
+    assert merge_parts(pieces)[key] == expected
 
 
 def test_what_came_in_is_left_alone() -> None:
     rows = [row(1, loss=1.0, more={"x": 1}), row(2, loss=2.0)]
     before = [dict(each) for each in rows]
-    over_pieces([over_workers(rows)])
+    merge_parts([merge_ranks(rows)])
     assert rows == before
 
 
@@ -95,7 +95,7 @@ BATCHES = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(BATCHES)
-def test_any_split_over_pieces_and_ranks_gives_the_same_figures(
+def test_any_split_over_parts_and_ranks_gives_the_same_figures(
     batches: list[tuple[int, float, int, int]],
 ) -> None:
     """Each batch (samples, loss) was done in some piece, on some rank."""
@@ -103,8 +103,8 @@ def test_any_split_over_pieces_and_ranks_gives_the_same_figures(
     for samples, loss, piece, rank in batches:
         meter = meters.setdefault(piece, {}).setdefault(rank, AverageMeterCollection())
         meter.update({"loss": loss}, n=samples)
-    pieces = [over_workers([meter.summary() for meter in ranks.values()]) for ranks in meters.values()]
-    merged = over_pieces(pieces)
+    pieces = [merge_ranks([meter.summary() for meter in ranks.values()]) for ranks in meters.values()]
+    merged = merge_parts(pieces)
 
     total = sum(samples for samples, *_ in batches)
     assert merged["num_samples"] == total
@@ -124,11 +124,11 @@ def test_numpy_and_torch_scalars_are_numbers() -> None:
     assert [plain(value) for value in given] == [1.5] * 5
     assert all(type(plain(value)) is float for value in given)
     assert plain(torch.tensor(1.5, requires_grad=True)) == 1.5
-    assert over_workers([row(1, m=torch.tensor(1.0)), row(3, m=numpy.float64(3.0))])["m"] == 2.5
-    assert type(over_workers([row(1, m=numpy.int64(2))])["m"]) is float
+    assert merge_ranks([row(1, m=torch.tensor(1.0)), row(3, m=numpy.float64(3.0))])["m"] == 2.5
+    assert type(merge_ranks([row(1, m=numpy.int64(2))])["m"]) is float
     several = torch.tensor([1.0, 2.0])
     assert plain(several) is several
-    assert over_workers([row(1, m=several), row(1, m=several)])["m"] is several
+    assert merge_ranks([row(1, m=several), row(1, m=several)])["m"] is several
 
 
 class Table:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from raysgd.engine.partial_results import PartialResults, partial_results_since
-from raysgd.outcomes import Failed, Interrupted, Lost, Ok
+from raysgd.outcomes import Failed, Interrupted, Ok, WorkerFailed
 from raysgd.progress import Progress
 from raysgd.snapshot import Snapshot
 
@@ -15,7 +15,7 @@ CALL = 4
 def piece(batches: int, end: int) -> PartialResults:
     """Cut short after `batches` more batches, at step `end`."""
     return PartialResults(
-        (Interrupted({"batch_count": batches}, "a peer was lost", Progress(step=end)), Lost("killed"))
+        (Interrupted({"batch_count": batches}, "a peer was lost", Progress(step=end)), WorkerFailed("killed"))
     )
 
 
@@ -46,6 +46,6 @@ def test_what_counts(taken: Snapshot, expected: list[int]) -> None:
 
 
 def test_the_end_of_a_piece_is_the_furthest_that_is_known() -> None:
-    ranks = (Ok({}, Progress(step=3)), Lost("killed", progress=Progress(step=5)), Failed(ValueError()))
+    ranks = (Ok({}, Progress(step=3)), WorkerFailed("killed", progress=Progress(step=5)), Failed(ValueError()))
     assert PartialResults(ranks).end == 5
     assert PartialResults(()).end == 0

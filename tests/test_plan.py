@@ -6,26 +6,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.plan import Deal, Share
+from raysgd.sampling_plan import RankPart, SamplingPlan
 
 # (steps taken, size of the world that took them)
 SCHEDULE = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 7)), min_size=1, max_size=6)
 
 
-def dealt(total: int, size: int, schedule: list[tuple[int, int]], *, pad: bool = True) -> list[list[Share]]:
+def dealt(total: int, size: int, schedule: list[tuple[int, int]], *, pad: bool = True) -> list[list[RankPart]]:
     """Every step of an epoch: each stage of the schedule does so many, and the last world does the rest."""
     steps, offset = [], 0
     for stage, (count, world) in enumerate(schedule):
-        deal = Deal(total=total, step_size=size * world, world_size=world, pad=pad)
-        left = deal.steps_left(offset)
+        plan = SamplingPlan(total=total, step_size=size * world, world_size=world, pad=pad)
+        left = plan.steps_left(offset)
         for _ in range(left if stage == len(schedule) - 1 else min(count, left)):
-            steps.append(deal.shares(offset))
-            offset = deal.advance(offset)
+            steps.append(plan.parts(offset))
+            offset = plan.offset_after(offset)
     return steps
 
 
-def units(shares: list[Share]) -> list[int]:
-    return [unit for share in shares for unit in range(share.start, share.stop)]
+def units(parts: list[RankPart]) -> list[int]:
+    return [unit for part in parts for unit in range(part.start, part.stop)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -34,7 +34,7 @@ def test_each_unit_exactly_once_over_any_resizes(
     total: int, size: int, schedule: list[tuple[int, int]], pad: bool
 ) -> None:
     steps = dealt(total, size, schedule, pad=pad)
-    fresh = Counter(unit for shares in steps for unit in units([s for s in shares if s.fresh]))
+    fresh = Counter(unit for parts in steps for unit in units([s for s in parts if s.fresh]))
     assert fresh == Counter(range(total))
 
 
@@ -43,13 +43,13 @@ def test_each_unit_exactly_once_over_any_resizes(
 def test_training_gives_every_rank_something_in_every_step(
     total: int, size: int, schedule: list[tuple[int, int]]
 ) -> None:
-    for shares in dealt(total, size, schedule):
-        sizes = [share.stop - share.start for share in shares]
+    for parts in dealt(total, size, schedule):
+        sizes = [part.stop - part.start for part in parts]
         assert min(sizes) >= 1
         assert max(sizes) - min(sizes) <= 1
-        fresh = units([share for share in shares if share.fresh])
-        repeated = units([share for share in shares if not share.fresh])
-        assert not repeated or len(fresh) < len(shares), "a repeat although there was enough to go round"
+        fresh = units([part for part in parts if part.fresh])
+        repeated = units([part for part in parts if not part.fresh])
+        assert not repeated or len(fresh) < len(parts), "a repeat although there was enough to go round"
         assert set(repeated) <= set(fresh), "what is repeated belongs to the same step"
 
 
@@ -57,32 +57,32 @@ def test_training_gives_every_rank_something_in_every_step(
 @given(st.integers(0, 200), st.integers(1, 9), SCHEDULE)
 def test_validation_repeats_nothing(total: int, size: int, schedule: list[tuple[int, int]]) -> None:
     steps = dealt(total, size, schedule, pad=False)
-    assert units([share for shares in steps for share in shares]) == list(range(total))
+    assert units([part for parts in steps for part in parts]) == list(range(total))
 
 
 @pytest.mark.parametrize(
-    ("deal", "offset", "expected"),
+    ("plan", "offset", "expected"),
     [
-        (Deal(total=101, step_size=64, world_size=2), 64, [(64, 83, True), (83, 101, True)]),
+        (SamplingPlan(total=101, step_size=64, world_size=2), 64, [(64, 83, True), (83, 101, True)]),
         (
-            Deal(total=3, step_size=8, world_size=4),
+            SamplingPlan(total=3, step_size=8, world_size=4),
             0,
             [(0, 1, True), (1, 2, True), (2, 3, True), (0, 1, False)],
         ),
         (
-            Deal(total=1, step_size=4, world_size=4, pad=False),
+            SamplingPlan(total=1, step_size=4, world_size=4, pad=False),
             0,
             [(0, 1, True), (1, 1, False), (1, 1, False), (1, 1, False)],
         ),
-        (Deal(total=5, step_size=4, world_size=3), 4, [(4, 5, True), (4, 5, False), (4, 5, False)]),
-        (Deal(total=8, step_size=8, world_size=3), 0, [(0, 3, True), (3, 6, True), (6, 8, True)]),
-        (Deal(total=4, step_size=4, world_size=2), 4, []),
-        (Deal(total=4, step_size=4, world_size=2), 9, []),
-        (Deal(total=0, step_size=4, world_size=2), 0, []),
+        (SamplingPlan(total=5, step_size=4, world_size=3), 4, [(4, 5, True), (4, 5, False), (4, 5, False)]),
+        (SamplingPlan(total=8, step_size=8, world_size=3), 0, [(0, 3, True), (3, 6, True), (6, 8, True)]),
+        (SamplingPlan(total=4, step_size=4, world_size=2), 4, []),
+        (SamplingPlan(total=4, step_size=4, world_size=2), 9, []),
+        (SamplingPlan(total=0, step_size=4, world_size=2), 0, []),
     ],
 )
-def test_shares(deal: Deal, offset: int, expected: list[tuple[int, int, bool]]) -> None:
-    assert [(share.start, share.stop, share.fresh) for share in deal.shares(offset)] == expected
+def test_shares(plan: SamplingPlan, offset: int, expected: list[tuple[int, int, bool]]) -> None:
+    assert [(part.start, part.stop, part.fresh) for part in plan.parts(offset)] == expected
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_shares(deal: Deal, offset: int, expected: list[tuple[int, int, bool]]) 
     ],
 )
 def test_steps_left(total: int, step: int, drop_last: bool, offset: int, left: int) -> None:
-    deal = Deal(total=total, step_size=step, world_size=2, drop_last=drop_last)
-    assert deal.steps_left(offset) == left
-    assert [len(list(deal.of(rank, offset))) for rank in range(2)] == [left, left]
+    plan = SamplingPlan(total=total, step_size=step, world_size=2, drop_last=drop_last)
+    assert plan.steps_left(offset) == left
+    assert [len(list(plan.parts_of(rank, offset))) for rank in range(2)] == [left, left]
 
 
 def test_one_rank_sees_its_own_shares_of_every_step() -> None:
-    deal = Deal(total=10, step_size=4, world_size=2)
-    assert list(deal.of(1, 0)) == [deal.shares(offset)[1] for offset in (0, 4, 8)]
+    plan = SamplingPlan(total=10, step_size=4, world_size=2)
+    assert list(plan.parts_of(1, 0)) == [plan.parts(offset)[1] for offset in (0, 4, 8)]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from raysgd.progress import Control, Progress, most_advanced
-from raysgd.snapshot import Snapshot, SnapshotKeeper
+from raysgd.snapshot import Snapshot, SnapshotStore
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_progress_messages_are_throttled() -> None:
 def test_the_driver_hears_no_more_of_many(ranks: int, interval_s: float) -> None:
     now = [100.0]
     control = Control(clock=lambda: now[0])
-    control.shared_by(ranks)
+    control.set_world_size(ranks)
     control.report(Progress())
     now[0] += interval_s - 0.01
     assert not control.due()
@@ -121,7 +121,7 @@ def test_the_driver_hears_no_more_of_many(ranks: int, interval_s: float) -> None
 
 
 def test_the_keeper_keeps_the_newest() -> None:
-    keeper = SnapshotKeeper()
+    keeper = SnapshotStore()
     assert keeper.latest() is None
     assert keeper.offer(Snapshot(b"new", Progress(step=5)))
     assert not keeper.offer(Snapshot(b"late", Progress(step=4)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.rendezvous import Alone, RankInfo, assign_ranks
+from raysgd.rendezvous import RankInfo, SingleWorkerBackend, assign_ranks
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_ranks(nodes: list[str], local_ranks: list[int], local_sizes: list[int],
 
 
 def test_a_group_of_one_meets_nobody() -> None:
-    backend = Alone()
+    backend = SingleWorkerBackend()
     assert backend.in_place
     assert backend.plan(assign_ranks(["here"])) == [{}]
     backend.join(RankInfo(), {})

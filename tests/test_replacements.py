@@ -12,7 +12,7 @@ from raysgd.config import Limits
 from raysgd.engine.replacements import OVERDUE_S, Replacements
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.outcomes import Ok
-from raysgd.workers.events import Arrived, Event, Gone, Replied
+from raysgd.workers.events import CallEnded, Event, WorkerEnded, WorkerStarted
 
 START_S = 100.0
 
@@ -34,7 +34,7 @@ class Places:
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         call = next(self._calls)
-        self.told.append(Replied(worker, call, Ok()))  # set-up takes no time here
+        self.told.append(CallEnded(worker, call, Ok()))  # set-up takes no time here
         return call
 
     def poll(self, timeout: float) -> list[Event]:
@@ -93,7 +93,7 @@ def test_the_second_is_taken_and_the_late_one_sent_home(scene: Scene) -> None:
     scene.replacements.launch(1)
     scene.after(OVERDUE_S + 1)
     scene.replacements.launch(1)
-    scene.after(3, Arrived("w2", "node", 1))
+    scene.after(3, WorkerStarted("w2", "node", 1))
     assert scene.replacements.ready == 1
     assert scene.replacements.take(1) == ["w2"]
     assert scene.places.dismissed == ["w1"]
@@ -102,7 +102,7 @@ def test_the_second_is_taken_and_the_late_one_sent_home(scene: Scene) -> None:
 def test_a_late_one_that_comes_after_all_is_taken(scene: Scene) -> None:
     scene.replacements.launch(1)
     scene.after(OVERDUE_S + 1)
-    scene.after(3, Arrived("w1", "node", 1))
+    scene.after(3, WorkerStarted("w1", "node", 1))
     assert scene.replacements.take(2) == ["w1"]
 
 
@@ -110,9 +110,9 @@ def test_it_is_kept_while_places_are_left(scene: Scene) -> None:
     scene.replacements.launch(1)
     scene.after(OVERDUE_S + 1)
     scene.replacements.launch(1)
-    scene.after(3, Arrived("w2", "node", 1))
+    scene.after(3, WorkerStarted("w2", "node", 1))
     assert scene.replacements.take(2) == ["w2"]
-    scene.after(3, Arrived("w1", "node", 2))
+    scene.after(3, WorkerStarted("w1", "node", 2))
     assert scene.replacements.take(1) == ["w1"]
     assert scene.places.dismissed == []
 
@@ -140,7 +140,7 @@ def test_the_second_one_is_doubted_later(scene: Scene) -> None:
 def test_one_that_dies_on_its_way_is_dropped(scene: Scene, late: bool) -> None:
     scene.replacements.launch(1)
     scene.after(OVERDUE_S + 1 if late else 1)
-    scene.after(1, Gone("w1", "killed"))
+    scene.after(1, WorkerEnded("w1", "killed"))
     assert scene.replacements.starting == 0
     assert scene.places.dismissed == ["w1"]
 

@@ -7,7 +7,7 @@ import pytest
 from raysgd.core.messages import StackReport
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.workers.events import Event, Heard
+from raysgd.workers.events import Event, MessageReceived
 
 LIMIT_S = 10.0
 
@@ -20,7 +20,7 @@ class Silent:
         self.launch = lambda count: list(silent)
         self.killed: list[str] = []
 
-    def tell(self, worker: str, message: Any) -> bool:
+    def send(self, worker: str, message: Any) -> bool:
         return True
 
     def kill(self, worker: str) -> None:
@@ -57,7 +57,10 @@ def test_answers_to_another_request_are_left_for_whoever_made_it() -> None:
     table = WorkerTable(group, clock=lambda: now[0])
     table.launch(2)
     mine, other = table.request_stacks(["a"]), table.request_stacks(["b"])
-    events += [Heard("a", StackReport(mine, ("train",))), Heard("b", StackReport(other, ("set up",)))]
+    events += [
+        MessageReceived("a", StackReport(mine, ("train",))),
+        MessageReceived("b", StackReport(other, ("set up",))),
+    ]
     table.pump(0.0)
     assert table.take_answers(StackReport, other) == [("b", StackReport(other, ("set up",)))]
     assert table.take_answers(StackReport, mine) == [("a", StackReport(mine, ("train",)))]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from raysgd.callbacks.tensorboard import TensorBoardCallback
     from raysgd.callbacks.torch_profiler import TorchProfilerCallback
     from raysgd.callbacks.wandb_runs import WandbCallback
-    from raysgd.workers.gauges import RayMetricsCallback
+    from raysgd.workers.ray_metrics import RayMetricsCallback
 
 __all__ = [
     "CSVCallback",
@@ -45,7 +45,7 @@ _HOMES = {
     "MLflowCallback": "raysgd.callbacks.mlflow_store",
     "PrintCallback": "raysgd.callbacks.printing",
     "ProgressBar": "raysgd.callbacks.progress_bar",
-    "RayMetricsCallback": "raysgd.workers.gauges",
+    "RayMetricsCallback": "raysgd.workers.ray_metrics",
     "Result": "raysgd.callbacks.base",
     "Run": "raysgd.callbacks.base",
     "TensorBoardCallback": "raysgd.callbacks.tensorboard",

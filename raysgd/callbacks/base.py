@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from raysgd.elastic import Recovery
+from raysgd.policy import Recovery
 from raysgd.progress import Progress
 
 __all__ = ["TRACES", "Callback", "Result", "Run", "Underway"]

@@ -65,8 +65,8 @@ class MessageError(ValueError):
 
 @dataclass(frozen=True)
 class Hello:
-    """A worker sends this when its process has started. The group reports it to the engine as `Arrived`, and the end of
-    the connection as `Gone`."""
+    """A worker sends this when its process has started. The group reports it to the engine as `WorkerStarted`, and the end of
+    the connection as `WorkerEnded`."""
 
     worker: str
     node: str

@@ -14,5 +14,5 @@ worker_table.py     what the driver knows about each worker, and calls that they
 recovery_log.py     the list behind `trainer.recoveries`
 partial_results.py  what each part of an interrupted call measured
 failure.py          the errors that end a call
-guard.py            only one thread at a time calls the engine
+call_lock.py            only one thread at a time calls the engine
 """

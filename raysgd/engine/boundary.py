@@ -38,7 +38,7 @@ class Boundary:
         self._accepted, self._begun, self._too_late = {}, -1, False
         self._asked_at = self._table.clock()
         for worker, call in self._calls.items():
-            self._table.group.tell(worker, ProposeBoundary(self._round, call, begun + self._lead))
+            self._table.group.send(worker, ProposeBoundary(self._round, call, begun + self._lead))
 
     def advance(self, still_running: Sequence[str]) -> None:
         """Take in the answers that have arrived. Ranks that have finished their call need not agree."""
@@ -51,7 +51,7 @@ class Boundary:
         if still_running and all(self._accepted.get(worker) for worker in still_running):
             self.settled = True
             for worker in still_running:
-                self._table.group.tell(worker, ConfirmBoundary())
+                self._table.group.send(worker, ConfirmBoundary())
         elif any(not accepted for accepted in self._accepted.values()) and len(self._accepted) >= len(still_running):
             self._propose_again()
 

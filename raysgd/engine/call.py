@@ -12,7 +12,7 @@ from raysgd.engine.boundary import Boundary
 from raysgd.engine.generation import Generation
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.outcomes import Failed, Interrupted, Lost, Outcome
+from raysgd.outcomes import Failed, Interrupted, Outcome, WorkerFailed
 from raysgd.protocols import Call
 
 __all__ = ["FanOut", "Job", "RunningCall"]
@@ -129,7 +129,9 @@ class FanOut:
             if self._hurried and isinstance(outcome, Interrupted) and not outcome.reason:
                 outcome = replace(outcome, asked=True)
             self._outcomes[worker] = outcome
-            trouble = isinstance(outcome, (Lost, Failed)) or (isinstance(outcome, Interrupted) and not outcome.asked)
+            trouble = isinstance(outcome, (WorkerFailed, Failed)) or (
+                isinstance(outcome, Interrupted) and not outcome.asked
+            )
             if trouble and self._troubled_at is None:
                 self._troubled_at = self._table.clock()
                 self._generation.interrupt(self._workers)

@@ -4,11 +4,11 @@ run(job):
     make sure that the process group is up
     repeat:
         fan the call out to all ranks           (call.py)
-        classify the outcomes                   (elastic.py, pure)
+        classify the outcomes                   (policy.py, pure)
         done       -> return what the ranks measured, one part for each generation
         user error -> raise it as it is; the next call forms the group again
         paused     -> form a generation with the replacements, and without the workers that leave
-        broken     -> recover: decide (elastic.py, pure) to rejoin, restart, wait or give up
+        broken     -> recover: decide (policy.py, pure) to rejoin, restart, wait or give up
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from typing import Any, NoReturn
 
 from raysgd.config import ElasticConfig, Limits
 from raysgd.core.messages import FunctionReport
-from raysgd.elastic import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.engine.call import CTRL_C_S, FanOut, Job, RunningCall
+from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.failure import out_of_step_error, raise_user_error
 from raysgd.engine.generation import Generation
-from raysgd.engine.guard import CallGuard, Claim
 from raysgd.engine.membership import Membership
 from raysgd.engine.partial_results import PartialResults, partial_results_since
 from raysgd.engine.recovery import RecoveryLoop
@@ -37,6 +36,7 @@ from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError
 from raysgd.outcomes import Failed, Interrupted, Ok, Outcome
+from raysgd.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.progress import Progress, most_advanced
 from raysgd.protocols import Backend, Call
 from raysgd.snapshot import Snapshot
@@ -90,7 +90,7 @@ class Engine:
             table, generation, replacements, membership, self._log, elastic=elastic, in_place=in_place, jitter=jitter
         )
         self._active, self._ended, self._reached = True, False, Progress()
-        self._guard = CallGuard()
+        self._call_lock = CallLock()
         self._calls = 0
         self._snapshot_is_stale = True
         self._outage_raised = False  # Ray's, once for each
@@ -139,19 +139,19 @@ class Engine:
         self._ended = True
 
     def _end_call_elsewhere(self) -> None:
-        claim = self._guard.elsewhere()
+        claim = self._call_lock.held_elsewhere()
         if claim is None:
             return
         thread = threading.current_thread().name
-        self.cancel(NotActiveError(f"the trainer was shut down in thread {thread!r} while {claim.described()}"))
+        self.cancel(NotActiveError(f"the trainer was shut down in thread {thread!r} while {claim.describe()}"))
         deadline = time.monotonic() + RELEASE_S
-        while self._guard.elsewhere() is not None and time.monotonic() < deadline:
+        while self._call_lock.held_elsewhere() is not None and time.monotonic() < deadline:
             time.sleep(RELEASE_LOOK_S)
         self.cancel(None)
 
     def claim(self, call: str) -> Claim:
         """Return a context in which only this thread may call the engine: for a call that consists of several jobs."""
-        return self._guard.claim(call)
+        return self._call_lock.claim(call)
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -239,9 +239,9 @@ class Engine:
         """Return a user's object in the form in which it travels as an argument of a job."""
         return self.group.pack(value)
 
-    def refer(self, rank: int, call: Call) -> Any:
+    def reference(self, rank: int, call: Call) -> Any:
         """Return a Ray reference to a call on one rank, for the user to wait for. Failures are the user's to handle."""
-        return self.group.refer(self._table.members()[rank], "run", {"call": call})
+        return self.group.reference(self._table.members()[rank], "run", {"call": call})
 
     def run(self, job: Job) -> list[PartialResults]:
         """Run a job to its end, whatever fails meanwhile. Return the results of its parts, in order."""
@@ -261,7 +261,7 @@ class Engine:
                 seen = classify(outcomes)
                 if seen.kind == "user_error":
                     self._raise_user_error(seen, outcomes)
-                if seen.reason == "network" and not seen.lost:
+                if seen.reason == "network" and not seen.failed_workers:
                     seen = self._apart(seen, outcomes, network_at)
                     network_at = self.progress
                 if seen.kind == "out_of_step":
@@ -328,7 +328,7 @@ class Engine:
                 if self._generation.up or self._generation.form(self._table.members()):
                     return call
                 members = self._table.members()
-                if attempts <= FORM_AT_MOST or any(self._table[worker].gone is not None for worker in members):
+                if attempts <= FORM_AT_MOST or any(self._table[worker].ended is not None for worker in members):
                     continue
                 seen = Observation(
                     "broken", reason="network", detail="the ranks cannot connect, although all are alive"
@@ -342,7 +342,7 @@ class Engine:
         members = [self._table[worker] for worker in self._table.members()]
         if not members:
             return Observation("broken", reason="worker death", detail="no worker is left")
-        seen = classify({m.worker: Ok() if m.gone is None else self._table.failure_of(m) for m in members})
+        seen = classify({m.worker: Ok() if m.ended is None else self._table.failure_of(m) for m in members})
         if seen.kind == "done" and not self._generation.up and not self._backend.in_place:
             return Observation("broken", reason="restart", detail="an error ended the generation")
         return seen

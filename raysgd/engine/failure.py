@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
-from raysgd.elastic import Recovery
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import OutOfStepError, RemoteTraceback, ResourceError, TrainingFailedError, WorkerStartError
 from raysgd.outcomes import DATA_LOADER, Failed
+from raysgd.policy import Recovery
 from raysgd.progress import Progress
 from raysgd.workers.worker_group import WorkerGroup
 
@@ -60,7 +60,7 @@ def no_room_error(group: WorkerGroup, missing: int, target: int, limit_s: float)
     """Return the error about workers for which the cluster had no room in time."""
     return ResourceError(
         f"the cluster had no room for {missing} of {target} workers within {limit_s:g} s: they need "
-        f"{group.wanting(missing)}, and the whole cluster can hold {group.holds_at_most()} such worker(s). "
+        f"{group.demand(missing)}, and the whole cluster can hold {group.capacity()} such worker(s). "
         "Ask for fewer workers or smaller ones (num_workers, num_cpus_per_worker, resources_per_worker), add nodes, "
         "or, on one machine, start Ray yourself with more logical CPUs: ray.init(num_cpus=...)"
     )
@@ -70,7 +70,7 @@ def warn_no_room(group: WorkerGroup, missing: int, waited_s: float, limit_s: flo
     """Log what workers wait for, unless the wait has only begun. Return whether it was logged."""
     if waited_s < QUIET_S:
         return False
-    logger.warning("%d worker(s) are waiting for %s, for at most %.0f s", missing, group.wanting(missing), limit_s)
+    logger.warning("%d worker(s) are waiting for %s, for at most %.0f s", missing, group.demand(missing), limit_s)
     return True
 
 

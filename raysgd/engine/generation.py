@@ -16,7 +16,7 @@ from raysgd.core.messages import Interrupt
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import WorkerStartError
-from raysgd.outcomes import Failed, Lost, Ok, Outcome
+from raysgd.outcomes import Failed, Ok, Outcome, WorkerFailed
 from raysgd.progress import most_advanced
 from raysgd.protocols import Backend
 from raysgd.rendezvous import RankInfo, assign_ranks
@@ -58,7 +58,7 @@ class Generation:
     def interrupt(self, workers: Sequence[str]) -> None:
         """Tell these workers that the generation is over: those that wait for a peer stop waiting."""
         for worker in workers:
-            self._table.group.tell(worker, Interrupt(self._number))
+            self._table.group.send(worker, Interrupt(self._number))
 
     # -- the first one --------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class Generation:
             room = self._table.group.room()
             count = max(least, min(target, room))
             workers = self._table.launch(count)
-            if self._arrive(workers, target, no_room=count > room) and self.form(workers):
+            if self._wait_for_start(workers, target, no_room=count > room) and self.form(workers):
                 return
             causes = [self._table.failure_of(info).cause for info in self._table.failed() if info.worker in workers]
             logger.warning(
@@ -81,13 +81,13 @@ class Generation:
             "Ray's logs have their last output (out of memory, or a crash in native code?)"
         )
 
-    def _arrive(self, workers: Sequence[str], target: int, *, no_room: bool) -> bool:
+    def _wait_for_start(self, workers: Sequence[str], target: int, *, no_room: bool) -> bool:
         """Wait until launched processes are up. Return False if one has failed; raise an error after the limit."""
         started = self._table.clock()
         warned = False
-        while missing := [worker for worker in workers if not self._table[worker].arrived]:
+        while missing := [worker for worker in workers if not self._table[worker].started]:
             self._table.pump(0.2)
-            if any(self._table[worker].gone is not None for worker in workers):
+            if any(self._table[worker].ended is not None for worker in workers):
                 return False
             waited = self._table.clock() - started
             if waited > self._limits.start_s:
@@ -181,7 +181,7 @@ class Generation:
         """Raise an error about user code that does not end while workers are set up: a second attempt would take as
         long. A process that does not answer may be a stopped one: after the first generation, it counts as a failed
         worker."""
-        hanging = {w: o for w, o in outcomes.items() if isinstance(o, Lost) and o.reason == "hang"}
+        hanging = {w: o for w, o in outcomes.items() if isinstance(o, WorkerFailed) and o.reason == "hang"}
         stories = [story for worker in hanging if (story := self._table[worker].unfinished)]
         if hanging and not stories and not self._has_formed:
             stories = [outcome.cause for outcome in hanging.values()]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from raysgd.config import ElasticConfig
-from raysgd.elastic import GiveUp, Observation, Recovery, Rejoin, Restart, Situation, backoff, decide
 from raysgd.engine.call import RunningCall
 from raysgd.engine.failure import failed_error, raise_user_error, unfinished_error
 from raysgd.engine.generation import Generation
@@ -17,6 +16,7 @@ from raysgd.engine.recovery_log import PLANNED, RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.outcomes import DATA_LOADER
+from raysgd.policy import GiveUp, Observation, Recovery, Rejoin, Restart, Situation, backoff, decide
 from raysgd.progress import Progress, most_advanced
 from raysgd.snapshot import Snapshot
 from raysgd.workers.blob import Blob
@@ -29,7 +29,7 @@ LOOK_S = 0.25
 
 
 class RecoveryLoop:
-    """Carries out what `elastic.decide` decides, until the group is up. Owns nothing between two recoveries.
+    """Carries out what `policy.decide` decides, until the group is up. Owns nothing between two recoveries.
 
     Each pass starts from the workers that are there now, so that further failures, also in the middle of a recovery,
     only mean another pass.
@@ -145,7 +145,7 @@ class RecoveryLoop:
     def _replace_all(self, left: int) -> None:
         """Start new processes for all: the places of those that were dismissed are free, even if Ray does not show it
         yet."""
-        places = min(self._membership.target, max(left, self._table.group.holds_at_most()))
+        places = min(self._membership.target, max(left, self._table.group.capacity()))
         wanted = places - self._replacements.ready - self._replacements.starting
         if wanted > 0:
             self._replacements.launch(wanted)
@@ -191,13 +191,13 @@ class RecoveryLoop:
                 now.survivors,
                 now.min_workers,
                 seconds,
-                self._table.group.wanting(max(now.min_workers - now.survivors, 1)),
+                self._table.group.demand(max(now.min_workers - now.survivors, 1)),
                 now.attempts + 1,
                 now.max_attempts,
             )
         elif now.survivors == 0:
-            wanting = self._table.group.wanting(now.starting)
-            logger.warning("waiting for %d new worker(s) to start; they need %s", now.starting, wanting)
+            demand = self._table.group.demand(now.starting)
+            logger.warning("waiting for %d new worker(s) to start; they need %s", now.starting, demand)
         while self._table.clock() < deadline:
             self._table.pump(LOOK_S)
             self._replacements.tick()

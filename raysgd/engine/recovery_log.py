@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from raysgd.elastic import Recovery
+from raysgd.policy import Recovery
 
 __all__ = ["PLANNED", "RecoveryLog"]
 

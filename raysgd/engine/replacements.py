@@ -105,7 +105,7 @@ class Replacements:
         """Follow up on all that are starting."""
         for worker in [*self._launched, *self._overdue, *self._warming, *self._ready]:
             info = self._table.get(worker)
-            if info is None or info.gone is not None:
+            if info is None or info.ended is not None:
                 self._drop(worker, "its process ended before it was ready")
         for worker, since in [*self._launched.items(), *self._overdue.items()]:
             self._follow_start(worker, since)
@@ -113,7 +113,7 @@ class Replacements:
             self._follow_set_up(worker, call)
 
     def _follow_start(self, worker: str, since: float) -> None:
-        if self._table[worker].arrived:
+        if self._table[worker].started:
             self._launched.pop(worker, None)
             self._overdue.pop(worker, None)
             if self._in_place:
@@ -172,7 +172,7 @@ class Replacements:
         """The generation that these were taken for was not formed: those that can try again wait for the next one."""
         for worker in workers:
             info = self._table.get(worker)
-            if info is not None and info.gone is None and self._in_place:
+            if info is not None and info.ended is None and self._in_place:
                 self._set_ready(worker)
             else:
                 self._table.dismiss(worker)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from raysgd.core.messages import StackReport
 from raysgd.engine.worker_table import SILENT_S, WorkerTable
-from raysgd.hang import Report, culprits, describe
+from raysgd.hang import RankReport, blocking_ranks, describe_rank
 
 __all__ = ["Watchdog"]
 
@@ -63,7 +63,7 @@ class Watchdog:
         reports = {}
         for worker in running:
             info, said = self._table[worker], self._stacks.get(worker)
-            reports[worker] = Report(
+            reports[worker] = RankReport(
                 rank=info.rank or 0,
                 node=info.node[:8],
                 phase=said.phase if said else info.progress.phase,
@@ -71,25 +71,25 @@ class Watchdog:
                 stack=said.frames if said else None,
                 silent_s=self._table.group.silent_for(worker),
             )
-        guilty = culprits(reports, still_s=min(quiet, self._limit_s), others_fell=others_failed)
+        blocking = blocking_ranks(reports, still_s=min(quiet, self._limit_s), others_failed=others_failed)
         if quiet < self._limit_s:
-            for worker in guilty or running:
+            for worker in blocking or running:
                 logger.warning(
                     "no progress for %.0f s (limit %.0f s): %s",
                     quiet,
                     self._limit_s,
-                    describe(reports[worker]),
+                    describe_rank(reports[worker]),
                 )
             return
-        if not guilty and any(report.stack is None for report in reports.values()):
+        if not blocking and any(report.stack is None for report in reports.values()):
             return  # it will answer, or have been silent for long enough
-        if not guilty:
-            stories = "; ".join(describe(report) for report in reports.values())
+        if not blocking:
+            stories = "; ".join(describe_rank(report) for report in reports.values())
             for worker in self._workers:
                 why = f"no progress for {quiet:.0f} s, and no rank blocks the others: {stories}"
                 self._table.kill(worker, "hang", why)
             return
-        for worker in guilty:
-            story = describe(reports[worker])
+        for worker in blocking:
+            story = describe_rank(reports[worker])
             logger.warning("no progress for %.0f s: killing %s", quiet, story)
             self._table.kill(worker, "hang", story)

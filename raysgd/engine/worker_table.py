@@ -20,11 +20,11 @@ from raysgd.core.messages import (
     StackReport,
     StackRequest,
 )
-from raysgd.hang import Report, culprits, unfinished
-from raysgd.outcomes import Failed, Lost, Ok, Outcome
+from raysgd.hang import RankReport, blocking_ranks, describe_unfinished
+from raysgd.outcomes import Failed, Ok, Outcome, WorkerFailed
 from raysgd.progress import Progress
-from raysgd.snapshot import Snapshot, SnapshotKeeper
-from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
+from raysgd.snapshot import Snapshot, SnapshotStore
+from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.worker_group import WorkerGroup
 
 __all__ = ["SILENT_S", "WorkerInfo", "WorkerTable"]
@@ -48,8 +48,8 @@ class WorkerInfo:
     holds_state  it has the group's weights, not just its own initial ones
     notice       its node announced that it will be taken away
     moved_at     when it last made progress
-    gone         how it failed
-    blame        why the driver killed it: the reason and the details of its failure
+    ended        how it failed
+    killed_for   why the driver killed it: the reason and the details of its failure
     unfinished   what it did not finish in time, with its stack; a stopped process shows none
     """
 
@@ -57,7 +57,7 @@ class WorkerInfo:
     node: str = ""
     pid: int = 0
     rank: int | None = None
-    arrived: bool = False
+    started: bool = False
     built: bool = False
     in_group: bool = False
     holds_state: bool = False
@@ -65,15 +65,15 @@ class WorkerInfo:
     progress: Progress = field(default_factory=Progress)
     partial: dict[str, Any] | None = None
     moved_at: float = 0.0
-    gone: Gone | None = None
-    blame: Blame | None = None
+    ended: WorkerEnded | None = None
+    killed_for: KillReason | None = None
     unfinished: str = ""
     busy: int | None = None
     last_call: int = -1
 
 
 @dataclass(frozen=True)
-class Blame:
+class KillReason:
     """Why the driver killed a worker."""
 
     reason: str
@@ -97,7 +97,7 @@ class WorkerTable:
         on_message: Callable[[FunctionReport, Any], None] = lambda message, body: None,
     ) -> None:
         self.group, self.clock = group, clock
-        self.snapshots = SnapshotKeeper()
+        self.snapshots = SnapshotStore()
         self._silent_s = silent_s
         self._on_progress, self._on_message = on_progress, on_message
         self._workers: dict[str, WorkerInfo] = {}
@@ -124,7 +124,7 @@ class WorkerTable:
 
     def failed(self) -> list[WorkerInfo]:
         """Return the workers that have failed and have not been dismissed yet."""
-        return [info for info in list(self._workers.values()) if info.gone is not None]
+        return [info for info in list(self._workers.values()) if info.ended is not None]
 
     def launch(self, count: int) -> list[str]:
         workers = self.group.launch(count)
@@ -139,7 +139,7 @@ class WorkerTable:
     def kill(self, worker: str, reason: str, why: str) -> None:
         """End a worker that blocks the others. Its failure will have this reason."""
         if worker in self._workers:  # a call within the running one may have dismissed it
-            self._workers[worker].blame = Blame(reason, why)
+            self._workers[worker].killed_for = KillReason(reason, why)
             self.group.kill(worker)
 
     def cancel(self, error: BaseException | None) -> None:
@@ -197,7 +197,7 @@ class WorkerTable:
             self._asked.pop(call, None)
             return outcome
         info = self._workers.get(self._asked.get(call, ""))
-        if info is None or info.gone is not None:
+        if info is None or info.ended is not None:
             self._asked.pop(call, None)
             return self.failure_of(info)
         return None
@@ -208,19 +208,19 @@ class WorkerTable:
             self._asked.pop(call, None)
             self._replies.pop(call, None)
 
-    def failure_of(self, info: WorkerInfo | None) -> Lost:
+    def failure_of(self, info: WorkerInfo | None) -> WorkerFailed:
         """Return the outcome of a call to a worker that has failed."""
-        if info is None or info.gone is None:
-            return Lost("it was dismissed")
-        if info.blame is not None:
-            reason, why = info.blame.reason, info.blame.why
+        if info is None or info.ended is None:
+            return WorkerFailed("it was dismissed")
+        if info.killed_for is not None:
+            reason, why = info.killed_for.reason, info.killed_for.why
         else:
-            reason, why = info.gone.reason, info.gone.cause
-            if info.node and not self.group.lives(info.node):
+            reason, why = info.ended.reason, info.ended.cause
+            if info.node and not self.group.is_node_alive(info.node):
                 reason, why = "node loss", f"its node {info.node[:8]} is gone"
             elif info.notice:
                 reason = "preemption"
-        return Lost(why, reason, info.partial, info.progress)
+        return WorkerFailed(why, reason, info.partial, info.progress)
 
     def ask(
         self,
@@ -269,18 +269,18 @@ class WorkerTable:
     def end_if_silent(self, worker: str, verb: str) -> None:
         """Kill the worker if its process is stopped: it does not even send "alive", which a long set-up does
         meanwhile."""
-        if self._workers[worker].blame is None and self.group.silent_for(worker) > self._silent_s:
-            self.kill(worker, "hang", unfinished(self._report(worker, None), verb, self._silent_s))
+        if self._workers[worker].killed_for is None and self.group.silent_for(worker) > self._silent_s:
+            self.kill(worker, "hang", describe_unfinished(self._report(worker, None), verb, self._silent_s))
 
     def _end_late(self, late: Iterable[str], verb: str, limit_s: float) -> None:
         """Kill those that do not even send "alive"; all, if all do. Workers that were killed before but whose exit was
         never reported count as failed."""
         remaining = []
         for worker in late:
-            if self._workers[worker].blame is None:
+            if self._workers[worker].killed_for is None:
                 remaining.append(worker)
             else:
-                self._workers[worker].gone = Gone(worker, "it was killed, and its exit was never reported")
+                self._workers[worker].ended = WorkerEnded(worker, "it was killed, and its exit was never reported")
         silent = [worker for worker in remaining if self.group.silent_for(worker) > SILENT_S]
         for worker, story in self.stuck(silent or remaining, verb, limit_s).items():
             self.kill(worker, "hang", story)
@@ -290,18 +290,18 @@ class WorkerTable:
         block the others come first."""
         stacks = self._stacks(workers)
         reports = {w: self._report(w, stacks.get(w)) for w in workers if self._workers[w].busy is not None}
-        guilty = culprits(reports) or list(reports)
-        waiting = [worker for worker in reports if worker not in guilty]
-        first = ", ".join(f"rank {reports[worker].rank}" for worker in guilty)
-        stories = {worker: unfinished(reports[worker], verb, limit_s) for worker in guilty}
-        for worker in guilty:
+        blocking = blocking_ranks(reports) or list(reports)
+        waiting = [worker for worker in reports if worker not in blocking]
+        first = ", ".join(f"rank {reports[worker].rank}" for worker in blocking)
+        stories = {worker: describe_unfinished(reports[worker], verb, limit_s) for worker in blocking}
+        for worker in blocking:
             if reports[worker].stack is not None:
                 self._workers[worker].unfinished = stories[worker]
         return stories | {worker: f"waited for {first} in '{verb}' for {limit_s:g} s" for worker in waiting}
 
-    def _report(self, worker: str, said: StackReport | None) -> Report:
+    def _report(self, worker: str, said: StackReport | None) -> RankReport:
         info = self._workers[worker]
-        return Report(
+        return RankReport(
             rank=info.rank,
             node=info.node[:8],
             stack=None if said is None else said.frames,
@@ -322,7 +322,7 @@ class WorkerTable:
         """Ask workers where they are. Return the number that their answers will have."""
         number = self.next_number()
         for worker in workers:
-            self.group.tell(worker, StackRequest(number))
+            self.group.send(worker, StackRequest(number))
         return number
 
     # -- events ---------------------------------------------------------------------------------------
@@ -358,24 +358,24 @@ class WorkerTable:
 
     def _take(self, event: Event) -> None:
         info = self._workers.get(event.worker)
-        message = event.message if isinstance(event, Heard) else None
-        if isinstance(event, Heard) and isinstance(message, SnapshotUpload):
+        message = event.message if isinstance(event, MessageReceived) else None
+        if isinstance(event, MessageReceived) and isinstance(message, SnapshotUpload):
             self.snapshots.offer(Snapshot(event.body, message.progress, message.call, message.partial))
-        elif isinstance(event, Heard) and isinstance(message, FunctionReport):
+        elif isinstance(event, MessageReceived) and isinstance(message, FunctionReport):
             self._on_message(message, event.body)
         if info is None:
             return
-        if isinstance(event, Arrived):
-            info.arrived, info.node, info.pid = True, event.node, event.pid
+        if isinstance(event, WorkerStarted):
+            info.started, info.node, info.pid = True, event.node, event.pid
             info.moved_at = self.clock()
-        elif isinstance(event, Gone):
-            info.gone = event
-        elif isinstance(event, Replied):
-            self._replied(info, event)
+        elif isinstance(event, WorkerEnded):
+            info.ended = event
+        elif isinstance(event, CallEnded):
+            self._call_ended(info, event)
         else:
-            self._heard(info, event.message)
+            self._message_received(info, event.message)
 
-    def _replied(self, info: WorkerInfo, event: Replied) -> None:
+    def _call_ended(self, info: WorkerInfo, event: CallEnded) -> None:
         if event.call not in self._asked:
             return
         self._replies[event.call] = event.outcome
@@ -385,7 +385,7 @@ class WorkerTable:
         if not isinstance(event.outcome, Failed) or event.outcome.progress != Progress():
             info.progress = event.outcome.progress
 
-    def _heard(self, info: WorkerInfo, message: Message) -> None:
+    def _message_received(self, info: WorkerInfo, message: Message) -> None:
         if isinstance(message, ProgressReport):
             if message.call < info.last_call:
                 return  # of an earlier call: that call's result came another way, and overtook it

@@ -11,8 +11,8 @@ from typing import Any
 
 from raysgd.progress import Control
 from raysgd.rendezvous import RankInfo
-from raysgd.tf.cursor import Cursor
 from raysgd.tf.data import Drawn, Source
+from raysgd.tf.position import Position
 
 __all__ = ["Feed", "MembershipChange"]
 
@@ -30,7 +30,7 @@ class Feed:
     def __init__(
         self,
         source: Source,
-        cursor: Cursor,
+        position: Position,
         rank_info: RankInfo,
         control: Control,
         *,
@@ -40,7 +40,7 @@ class Feed:
         stepped: Callable[[], bool],
         unwind: bool = False,
     ) -> None:
-        self._source, self._cursor, self._rank_info, self._control = source, cursor, rank_info, control
+        self._source, self._position, self._rank_info, self._control = source, position, rank_info, control
         self._limit, self._unwind = limit, unwind
         self._on_begin, self._on_commit, self._stepped = on_begin, on_commit, stepped
         self._drawn: Iterator[Drawn] | None = None
@@ -55,14 +55,14 @@ class Feed:
 
     def __next__(self) -> Any:
         self._commit()
-        control, cursor = self._control, self._cursor
-        if self.stopped or cursor.call_done:
+        control, position = self._control, self._position
+        if self.stopped or position.call_done:
             raise StopIteration
-        if self._limit is not None and cursor.call_batches >= self._limit:
+        if self._limit is not None and position.call_batches >= self._limit:
             self._note_end_of_epoch()
             self._finish()
             raise StopIteration
-        if not control.begin(cursor.step + 1):
+        if not control.begin(position.step + 1):
             self._stop()
         control.phase = "loading data"
         drawn = self._draw()
@@ -89,25 +89,25 @@ class Feed:
 
     def _draw(self) -> Drawn | None:
         """The next batch; over the border of an epoch only when a number of steps is asked for."""
-        cursor = self._cursor
+        position = self._position
         while True:
-            if cursor.ended:
-                if self._limit is None and cursor.epoch >= cursor.call_epoch:
+            if position.ended:
+                if self._limit is None and position.epoch >= position.call_epoch:
                     self._finish()  # this call's epoch was ended before a peer was lost
                     return None
-                cursor.epoch += 1
-                cursor.offset, cursor.ended = 0, False
+                position.epoch += 1
+                position.offset, position.ended = 0, False
             if self._drawn is None:
-                self._drawn = self._source.batches(self._rank_info, cursor.epoch, cursor.offset)
+                self._drawn = self._source.batches(self._rank_info, position.epoch, position.offset)
                 self._expect()
             drawn = next(self._drawn, None)
             if drawn is not None:
                 self._empty_epochs = 0
                 return drawn
-            cursor.ended = self.epoch_ended = True
+            position.ended = self.epoch_ended = True
             self._drawn = None
-            if self._limit is None and cursor.call_batches == 0 and cursor.offset > 0:
-                cursor.call_epoch += 1  # earlier calls had done that epoch to its last batch: this call's is the next
+            if self._limit is None and position.call_batches == 0 and position.offset > 0:
+                position.call_epoch += 1  # earlier calls had done that epoch to its last batch: this call's is the next
                 continue
             self._empty_epochs += 1
             if self._limit is None or self._empty_epochs > 1:
@@ -116,33 +116,33 @@ class Feed:
 
     def _expect(self) -> None:
         """How long this call will be, for whoever shows its progress."""
-        left = self._source.steps_left(self._cursor.offset)
+        left = self._source.steps_left(self._position.offset)
         if self._limit is not None:
-            self._cursor.call_expected = self._limit
+            self._position.call_expected = self._limit
         elif left is not None:
-            self._cursor.call_expected = self._cursor.call_batches + left
+            self._position.call_expected = self._position.call_batches + left
 
     def _note_end_of_epoch(self) -> None:
         """A number of steps that comes out at the end of an epoch ends it, where the data's length is known."""
-        cursor = self._cursor
-        if not cursor.ended and self._source.steps_left(cursor.offset) == 0:
-            cursor.ended = self.epoch_ended = True
+        position = self._position
+        if not position.ended and self._source.steps_left(position.offset) == 0:
+            position.ended = self.epoch_ended = True
 
     def _commit(self) -> None:
         drawn = self._pending
         if drawn is None:
             return
         self._pending = None
-        cursor = self._cursor
-        cursor.offset = drawn.offset
-        cursor.step += 1
-        cursor.call_batches += 1
-        cursor.call_units += drawn.rows
-        self._control.batch = cursor.call_batches
+        position = self._position
+        position.offset = drawn.offset
+        position.step += 1
+        position.call_batches += 1
+        position.call_units += drawn.rows
+        self._control.batch = position.call_batches
         self._on_commit()
 
     def _finish(self) -> None:
-        self._cursor.call_done = True
+        self._position.call_done = True
 
     def _stop(self) -> None:
         self.stopped = True

@@ -19,11 +19,11 @@ from raysgd.rendezvous import RankInfo
 from raysgd.tf import states
 from raysgd.tf.backend import prepare_runtime
 from raysgd.tf.channel import Channel
-from raysgd.tf.cursor import Cursor
 from raysgd.tf.data import Drawn, Source, make_source
 from raysgd.tf.feed import Feed, MembershipChange
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.parts import as_tensor, assign
+from raysgd.tf.position import Position
 from raysgd.tf.reports import metric_results
 from raysgd.tf.settings import ReplicaSettings
 from raysgd.tf.snapshots import Snapshotter
@@ -53,13 +53,13 @@ class TFReplicaFactory:
 
 
 class TFReplica:
-    """Owns the operator, its sources and the cursor. Its public methods are the calls of the trainer's."""
+    """Owns the operator, its sources and the position. Its public methods are the calls of the trainer's."""
 
     def __init__(
         self, operator: TrainingOperator, settings: ReplicaSettings, rank_info: RankInfo, control: Control
     ) -> None:
         self.operator, self._settings, self._rank_info, self._control = operator, settings, rank_info, control
-        self._cursor, self._val_cursor = Cursor(), Cursor()
+        self._position, self._val_position = Position(), Position()
         self._feed: Feed | None = None
         self._train: Source | None = None
         self._validation: Source | None = None
@@ -71,7 +71,7 @@ class TFReplica:
 
     @property
     def progress(self) -> Progress:
-        return self._cursor.progress(self._control.phase)
+        return self._position.progress(self._control.phase)
 
     def run(self, call: Call) -> Any:
         self._cut_short()
@@ -96,20 +96,20 @@ class TFReplica:
         info: dict[str, Any] | None,
         snapshot_first: bool = False,
     ) -> Any:
-        """The trainer's `train`: the rest of the epoch, or of `num_steps`, from where the cursor stands."""
-        cursor, operator = self._cursor, self.operator
-        if not cursor.open_call(call):
-            return {"epoch": cursor.epoch, COMMITTED: cursor.call_units}
+        """The trainer's `train`: the rest of the epoch, or of `num_steps`, from where the position stands."""
+        position, operator = self._position, self.operator
+        if not position.open_call(call):
+            return {"epoch": position.epoch, COMMITTED: position.call_units}
         if snapshot_first:
             self._snapshots.take(self)
         source = self._train_source()
         own_loop = type(operator).train_epoch is not TrainingOperator.train_epoch
         self._begin("train_", profile)
-        operator.global_step = cursor.step
-        self._feed = feed = self._make_feed(source, cursor, num_steps, unwind=own_loop)
+        operator.global_step = position.step
+        self._feed = feed = self._make_feed(source, position, num_steps, unwind=own_loop)
         try:
             with operator.timers.record("train_epoch"):
-                result = operator.train_epoch(feed, info=info, num_steps=num_steps, epoch_idx=cursor.call_epoch - 1)
+                result = operator.train_epoch(feed, info=info, num_steps=num_steps, epoch_idx=position.call_epoch - 1)
         except MembershipChange:
             result = {}
         feed.leave()
@@ -118,15 +118,15 @@ class TFReplica:
             return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
         report = self._reported(result, profile)
         self._feed = None
-        cursor.call_done = True
+        position.call_done = True
         self._snapshots.call_ended(self)
-        return {"epoch": cursor.epoch, **report, COMMITTED: cursor.call_units}
+        return {"epoch": position.epoch, **report, COMMITTED: position.call_units}
 
-    def _make_feed(self, source: Source, cursor: Cursor, limit: int | None, *, unwind: bool = False) -> Feed:
-        training = cursor is self._cursor
+    def _make_feed(self, source: Source, position: Position, limit: int | None, *, unwind: bool = False) -> Feed:
+        training = position is self._position
         return Feed(
             source,
-            cursor,
+            position,
             self._rank_info,
             self._control,
             limit=limit,
@@ -160,12 +160,12 @@ class TFReplica:
     def _on_commit(self) -> None:
         control = self._control
         if control.due():
-            control.report(self._cursor.progress("train"), self._measured())
+            control.report(self._position.progress("train"), self._measured())
         self._snapshots.batch_done(self)
 
     def _on_validated(self) -> None:
         if self._control.due():
-            told = replace(self._cursor.progress("validate"), batches=self._val_cursor.call_batches)
+            told = replace(self._position.progress("validate"), batches=self._val_position.call_batches)
             self._control.report(told, self._measured())
 
     def _train_source(self) -> Source:
@@ -175,7 +175,7 @@ class TFReplica:
             raise ConfigError(
                 f"train() needs data: give self.register_data(train_dataset=...) in {type(operator).__name__}.setup"
             )
-        if self._train is None or (self._cursor.ended and self._train.data is not data):
+        if self._train is None or (self._position.ended and self._train.data is not data):
             self._train = make_source(data, self._rank_info, operator._channel, training=True)
         return self._train
 
@@ -183,29 +183,29 @@ class TFReplica:
 
     def validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None) -> Any:
         """The trainer's `validate`; ranks meet only at its end, to add up their metrics."""
-        operator, cursor = self.operator, self._val_cursor
+        operator, position = self.operator, self._val_position
         data = operator._parts.validation_dataset
         if data is None:
             raise ConfigError(
                 "validate() needs data: give self.register_data(validation_dataset=...) in "
                 f"{type(operator).__name__}.setup"
             )
-        if self._validation is None or (cursor.ended and self._validation.data is not data):
+        if self._validation is None or (position.ended and self._validation.data is not data):
             self._validation = make_source(data, self._rank_info, operator._channel, training=False)
-        cursor.open_call(cursor.call + 1)
-        kept = cursor.as_dict()
+        position.open_call(position.call + 1)
+        kept = position.as_dict()
         self._begin(operator._validation_prefix, profile)
-        feed = self._make_feed(self._validation, cursor, num_steps)
+        feed = self._make_feed(self._validation, position, num_steps)
         try:
             with operator.timers.record("validation"):
                 result = operator.validate(feed, info=info)
             feed.leave()
             if feed.stopped:
-                cursor.adopt(kept)
+                position.adopt(kept)
                 return Interrupted(None, "a peer was lost", self.progress)
             return self._reported(result, profile)
         except BaseException:
-            cursor.adopt(kept)
+            position.adopt(kept)
             raise
 
     # -- results --------------------------------------------------------------------------------------
@@ -221,9 +221,9 @@ class TFReplica:
 
     def _measured(self) -> dict[str, Any]:
         return {
-            "epoch": self._cursor.epoch,
+            "epoch": self._position.epoch,
             **self.operator._meter.summary(),
-            COMMITTED: self._cursor.call_units,
+            COMMITTED: self._position.call_units,
         }
 
     def _begin(self, prefix: str, profile: bool) -> None:
@@ -263,7 +263,9 @@ class TFReplica:
 
     def checkpoint(self, ranks: list[Any]) -> Any:
         """The whole checkpoint as bytes, on rank 0; `ranks` are the random states of all."""
-        return states.dump({**self.whole(), "rng": ranks}, sealed=True) if self._rank_info.world_rank == 0 else None
+        return (
+            states.dump({**self.full_state(), "rng": ranks}, sealed=True) if self._rank_info.world_rank == 0 else None
+        )
 
     def check(self, data: Any) -> str:
         """What does not fit; nothing, where all fits. An answer and no error, since an error of one rank ends the group of all."""
@@ -271,8 +273,8 @@ class TFReplica:
             state = states.parse(data.data)
             states.check(self.operator, state)
             states.check_random(state.get("rng"))
-            Cursor.check(_position(state), "position")
-            Cursor.check(state.get("validation_position") or {}, "validation_position")
+            Position.check(_position(state), "position")
+            Position.check(state.get("validation_position") or {}, "validation_position")
         except CheckpointError as error:
             return str(error)
         return ""
@@ -280,14 +282,14 @@ class TFReplica:
     def restore(self, data: Any) -> tuple[str, ...]:
         """Takes a checked state; or answers with what the operator's own `load_state_dict` raised, and its traceback. Then
         `take_back` must follow, on every rank."""
-        state, loads = states.parse(data.data), self._cursor.loads
-        self._undo = states.dump({**self.whole(), "rng": [states.random_state()]})
+        state, loads = states.parse(data.data), self._position.loads
+        self._undo = states.dump({**self.full_state(), "rng": [states.random_state()]})
         try:
             self._adopt(state)
         except Exception as error:
             return f"{type(error).__name__}: {error}", traceback.format_exc()
         # The call that the checkpoint was taken in is not one of ours; and this state outranks all that was before.
-        self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads + 1
+        self._position.call, self._position.call_done, self._position.loads = -1, False, loads + 1
         ranks = state.get("rng") or []
         if self._rank_info.world_rank < len(ranks):
             states.restore_random(ranks[self._rank_info.world_rank])
@@ -301,8 +303,8 @@ class TFReplica:
             return ""
         state = states.parse(undo)
         states.restore_variables(self.operator, state)
-        self._cursor.adopt(state["position"])
-        self._val_cursor.adopt(state["validation_position"])
+        self._position.adopt(state["position"])
+        self._val_position.adopt(state["validation_position"])
         try:
             if state["operator"] is not None:
                 self.operator.load_state_dict(state["operator"])
@@ -314,26 +316,26 @@ class TFReplica:
 
     # -- state ----------------------------------------------------------------------------------------
 
-    def whole(self) -> dict[str, Any]:
+    def full_state(self) -> dict[str, Any]:
         """Operator and position, as a copy."""
         state = states.gather(self.operator)
-        state["epoch"] = self._cursor.epoch
-        state["position"] = self._cursor.as_dict()
-        state["validation_position"] = self._val_cursor.as_dict()
+        state["epoch"] = self._position.epoch
+        state["position"] = self._position.as_dict()
+        state["validation_position"] = self._val_position.as_dict()
         return state
 
     def state(self) -> memoryview:
         self._cut_short()
-        return states.dump(self.whole())
+        return states.dump(self.full_state())
 
     def load(self, data: Any) -> None:
         self._adopt(states.parse(data))
 
     def _adopt(self, state: dict[str, Any]) -> None:
         states.restore(self.operator, state)
-        self._cursor.adopt(_position(state))
-        self._val_cursor.adopt(state.get("validation_position") or {})
-        self._val_cursor.ended = True
+        self._position.adopt(_position(state))
+        self._val_position.adopt(state.get("validation_position") or {})
+        self._val_position.ended = True
         self._feed = None
 
     def joined(self, rank_info: RankInfo) -> None:

@@ -16,10 +16,10 @@ __all__ = ["Snapshotter"]
 class _Source(Protocol):
     """What is asked of the replica."""
 
-    _cursor: Any
+    _position: Any
     _rank_info: Any
 
-    def whole(self) -> dict[str, Any]: ...
+    def full_state(self) -> dict[str, Any]: ...
 
     def partial(self) -> dict[str, Any]: ...
 
@@ -44,7 +44,7 @@ class Snapshotter:
         if every is None or every == "epoch":
             return
         if isinstance(every, int):
-            if replica._cursor.step % every == 0:
+            if replica._position.step % every == 0:
                 self.take(replica)
         elif time.monotonic() >= self._due_at:
             self._due_at = time.monotonic() + every
@@ -56,12 +56,12 @@ class Snapshotter:
         if upload is None or self._every is None or replica._rank_info.world_rank != 0:
             return
         self.close(limit_s=None)  # the newest one matters: it must not be skipped because an older one is on its way
-        state = replica.whole()
+        state = replica.full_state()
         partial = dict(replica.partial())
         samples = partial.get("num_samples")
         if isinstance(samples, (int, float)):
             partial["num_samples"] = samples * replica._rank_info.world_size
-        message = SnapshotUpload(replica.progress, replica._cursor.call, partial)
+        message = SnapshotUpload(replica.progress, replica._position.call, partial)
         self._thread = threading.Thread(
             target=lambda: upload(message, states.dump(state)), name="raysgd-snapshot", daemon=True
         )

@@ -9,16 +9,16 @@ from types import TracebackType
 from typing import Any
 
 from raysgd import storage
+from raysgd.call_runner import CallRunner, exclusive
 from raysgd.callbacks.base import Callback, Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
-from raysgd.calls import Calls, exclusive
 from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call, start_limit_s
-from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
+from raysgd.policy import Recovery
 from raysgd.protocols import Backend, Call
-from raysgd.rendezvous import Alone, RankInfo
+from raysgd.rendezvous import RankInfo, SingleWorkerBackend
 from raysgd.tf import arguments, states
 from raysgd.tf.backend import TensorFlowBackend
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config
@@ -26,7 +26,7 @@ from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.replica import TFReplica, TFReplicaFactory
 from raysgd.tf.settings import ReplicaSettings
 from raysgd.workers.blob import Blob
-from raysgd.workers.inline import InlineGroup
+from raysgd.workers.inline_group import InlineGroup
 
 __all__ = ["TFTrainer"]
 
@@ -86,22 +86,22 @@ class TFTrainer:
         settings = _settings(number, resources, elastic, remote=remote, use_tqdm=use_tqdm)
         self._calls = self._listeners(callbacks, operator_cls.__name__, logdir, bar=use_tqdm or bool(verbose))
         self._factory = TFReplicaFactory(operator_cls, dict(self.config), settings)
-        meeting: Backend = _backend(limits, settings) if number > 1 else Alone()
-        group = _ray_group(meeting, resources) if remote else InlineGroup(meeting)
+        backend: Backend = _backend(limits, settings) if number > 1 else SingleWorkerBackend()
+        group = _ray_group(backend, resources) if remote else InlineGroup(backend)
         given: dict[str, Any] = {"target": number, "elastic": elastic, "limits": limits, "hook": initialization_hook}
-        given |= {"on_progress": self._calls.progressed, "on_recovery": self._calls.recovered}
-        self._engine = Engine(group, meeting, self._factory, **given)
+        given |= {"on_progress": self._calls.on_progress, "on_recovery": self._calls.on_recovery}
+        self._engine = Engine(group, backend, self._factory, **given)
         self._calls.start(self._engine)
 
-    def _listeners(self, callbacks: Any, name: str, logdir: Any, *, bar: bool) -> Calls:
+    def _listeners(self, callbacks: Any, name: str, logdir: Any, *, bar: bool) -> CallRunner:
         """Follows `fit_config`, too."""
         fit = checked_fit_config(self.config, FIT)
         self._epochs, self._steps = fit.get("epochs", 1), fit.get("steps_per_epoch")
         self._validation_steps = checked_fit_config(self.config, EVALUATE).get("steps")
         folder, number = folder_to_be(logdir, name), self.num_replicas
         run = Run(trainer="TFTrainer", name=name, num_workers=number, config=self.config, folder=folder)
-        calls = Calls(callbacks, run, bar=bar or bool(fit.get("verbose")), hidden=(STOP,))
-        if calls.wishes:
+        calls = CallRunner(callbacks, run, bar=bar or bool(fit.get("verbose")), hidden=(STOP,))
+        if calls.on_workers:
             raise ConfigError("the Torch profiler sees nothing of TensorFlow: leave its callback to a TorchTrainer")
         return calls
 
@@ -274,7 +274,7 @@ class TFTrainer:
         return self._calls.run.folder
 
     def __repr__(self) -> str:
-        return self._calls.described(self._engine)
+        return self._calls.describe(self._engine)
 
     @exclusive
     def resize(self, num_workers: int) -> None:
@@ -296,7 +296,7 @@ class TFTrainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._calls.left(error)
+        self._calls.exited(error)
         self.shutdown(force=kind is not None)
 
 

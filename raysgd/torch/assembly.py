@@ -11,26 +11,26 @@ from typing import Any
 
 import torch
 
+from raysgd.call_runner import CallRunner
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.torch_profiler import ProfilerSettings
-from raysgd.calls import Calls
 from raysgd.config import ElasticConfig, Limits, WorkerResources, check_trainer, start_limit_s
 from raysgd.data.rows import RayData
 from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError
 from raysgd.protocols import Backend
-from raysgd.rendezvous import Alone
-from raysgd.torch import arguments, ways
+from raysgd.rendezvous import SingleWorkerBackend
+from raysgd.torch import arguments, strategies
 from raysgd.torch.exchange import Exchange
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.profiled import ProfiledReplicaFactory
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import ReplicaSettings
-from raysgd.torch.ways import Way
-from raysgd.workers.inline import InlineGroup
-from raysgd.workers.rows import SharedRows, local_rows
+from raysgd.torch.strategies import Strategy
+from raysgd.workers.inline_group import InlineGroup
+from raysgd.workers.row_reader import SharedRowReaders, local_row_reader
 
 __all__ = ["Plan", "TrainerArguments", "engine", "opened", "plan", "wants_gpu"]
 
@@ -76,10 +76,10 @@ class Plan:
     resources: WorkerResources
     elastic: ElasticConfig
     limits: Limits
-    way: Way
+    strategy: Strategy
     remote: bool
     rejoins: bool
-    calls: Calls
+    calls: CallRunner
 
 
 def plan(given: TrainerArguments) -> Plan:
@@ -92,17 +92,19 @@ def plan(given: TrainerArguments) -> Plan:
     resources, use_gpu = _resources(given)
     elastic = given.elastic or ElasticConfig()
     remote = _needs_ray(given.use_ray, given.num_workers, resources)
-    way = ways.choose(arguments.check_backend(given.backend, use_gpu), options, horovod_args)
-    settings = _settings(given, options, elastic, use_gpu, way, threads=max(1, int(resources.cpus)) if remote else None)
+    strategy = strategies.choose_strategy(arguments.check_backend(given.backend, use_gpu), options, horovod_args)
+    settings = _settings(
+        given, options, elastic, use_gpu, strategy, threads=max(1, int(resources.cpus)) if remote else None
+    )
     options.check_with(num_workers=given.num_workers, use_gpu=use_gpu, precision=settings.precision, elastic=elastic)
-    way.check(use_gpu=use_gpu, precision=settings.precision)
+    strategy.check(use_gpu=use_gpu, precision=settings.precision)
     rejoins = options.parallel != "fsdp"  # a shard that is lost is nowhere else: only a snapshot has it
     calls = _calls(given, shown)
     return Plan(
         config=shown,
         use_gpu=use_gpu,
         num_workers=given.num_workers,
-        factory=_factory(given.training_operator_cls, worker_config, settings, calls.wishes),
+        factory=_factory(given.training_operator_cls, worker_config, settings, calls.on_workers),
         hook=given.initialization_hook,
         resources=resources,
         elastic=elastic if rejoins else replace(elastic, grow=False),
@@ -111,14 +113,14 @@ def plan(given: TrainerArguments) -> Plan:
             hang_timeout_s=elastic.hang_timeout_s,
             start_s=start_limit_s(),
         ),
-        way=way,
+        strategy=strategy,
         remote=remote,
         rejoins=rejoins,
         calls=calls,
     )
 
 
-def _calls(given: TrainerArguments, config: dict[str, Any]) -> Calls:
+def _calls(given: TrainerArguments, config: dict[str, Any]) -> CallRunner:
     name = given.training_operator_cls.__name__
     run = Run(
         trainer="TorchTrainer",
@@ -127,34 +129,36 @@ def _calls(given: TrainerArguments, config: dict[str, Any]) -> Calls:
         config=config,
         folder=folder_to_be(given.logdir, name),
     )
-    return Calls(given.callbacks, run, bar=given.use_tqdm)
+    return CallRunner(given.callbacks, run, bar=given.use_tqdm)
 
 
 def _factory(
-    operator_cls: Any, config: dict[str, Any], settings: ReplicaSettings, wishes: list[Any]
+    operator_cls: Any, config: dict[str, Any], settings: ReplicaSettings, on_workers: list[Any]
 ) -> TorchReplicaFactory:
     """With a profiler, where a callback wants one."""
-    if not wishes:
+    if not on_workers:
         return TorchReplicaFactory(operator_cls, config, settings)
-    if len(wishes) > 1 or not isinstance(wishes[0], ProfilerSettings):
-        raise ConfigError(f"one profiler callback is possible at a time, and nothing else on the workers, got {wishes}")
-    return ProfiledReplicaFactory(operator_cls, config, settings, wishes[0])
+    if len(on_workers) > 1 or not isinstance(on_workers[0], ProfilerSettings):
+        raise ConfigError(
+            f"one profiler callback is possible at a time, and nothing else on the workers, got {on_workers}"
+        )
+    return ProfiledReplicaFactory(operator_cls, config, settings, on_workers[0])
 
 
 def engine(plan: Plan) -> Engine:
     """Puts the parts together; connects to Ray, or starts it, where the plan needs it. Launches no worker yet."""
-    meeting: Backend = _meeting(plan) if plan.num_workers > 1 else Alone()
-    group: Any = _ray_group(meeting, plan.resources) if plan.remote else InlineGroup(meeting)
+    backend: Backend = _backend(plan) if plan.num_workers > 1 else SingleWorkerBackend()
+    group: Any = _ray_group(backend, plan.resources) if plan.remote else InlineGroup(backend)
     return Engine(
         group,
-        meeting,
+        backend,
         plan.factory,
         hook=plan.hook,
         target=plan.num_workers,
         elastic=plan.elastic,
         limits=plan.limits,
-        on_progress=plan.calls.progressed,
-        on_recovery=plan.calls.recovered,
+        on_progress=plan.calls.on_progress,
+        on_recovery=plan.calls.on_recovery,
     )
 
 
@@ -189,14 +193,14 @@ def _settings(
     options: TrainingOptions,
     elastic: ElasticConfig,
     use_gpu: bool,
-    way: Way,
+    strategy: Strategy,
     *,
     threads: int | None,
 ) -> ReplicaSettings:
     return ReplicaSettings(
         distributed=given.num_workers > 1,
         use_gpu=use_gpu,
-        wrap_ddp=options.parallel == "ddp" and way.wraps,
+        wrap_ddp=options.parallel == "ddp" and strategy.wraps,
         add_dist_sampler=given.add_dist_sampler,
         scheduler_step_freq=given.scheduler_step_freq,
         use_tqdm=given.use_tqdm,
@@ -206,9 +210,9 @@ def _settings(
         threads=threads,
         batch=elastic.batch,
         snapshot_every=elastic.snapshot_every,
-        rows=local_rows if threads is None else SharedRows(uuid.uuid4().hex[:8]),
+        rows=local_row_reader if threads is None else SharedRowReaders(uuid.uuid4().hex[:8]),
         options=options,
-        exchange=way.exchange if given.num_workers > 1 else Exchange,
+        exchange=strategy.make_exchange if given.num_workers > 1 else Exchange,
     )
 
 
@@ -243,11 +247,11 @@ def _needs_ray(use_ray: bool | None, num_workers: int, resources: WorkerResource
     return bool(use_ray)
 
 
-def _meeting(plan: Plan) -> Backend:
+def _backend(plan: Plan) -> Backend:
     from raysgd.workers.cluster import driver_address, ensure_cluster
 
     ensure_cluster()
-    return plan.way.meeting(
+    return plan.strategy.make_backend(
         host=driver_address(),
         join_s=plan.limits.join_s,
         collective_s=plan.limits.collective_s,

@@ -18,13 +18,13 @@ from raysgd import storage
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.protocols import Call
-from raysgd.torch import answers, manifest, shard_files, states
+from raysgd.torch import manifest, replica_calls, shard_files, states
 from raysgd.torch.files import SeenFile, UnseenError, is_archive, readable, verified, verified_file
 from raysgd.torch.receiver import FailedOnWorkerError, Receiver
 from raysgd.torch.shard_files import is_replaceable
 from raysgd.torch.streams import LocalSink
 from raysgd.workers.blob import Blob
-from raysgd.workers.inline import InlineGroup
+from raysgd.workers.inline_group import InlineGroup
 
 __all__ = ["Checkpoints", "SaveHandle"]
 
@@ -32,16 +32,16 @@ logger = logging.getLogger("raysgd")
 
 SHUTDOWN_S = 600.0
 STALL_AT_LEAST_S = 60.0  # a disk may need that long for what it was given
-Way = LocalSink | Receiver
+Destination = LocalSink | Receiver
 
 
 class SaveHandle:
     """A save that goes on while training does. Its failure shows here, and in the trainer's next call."""
 
-    def __init__(self, path: storage.Place, way: Way) -> None:
+    def __init__(self, path: storage.Place, destination: Destination) -> None:
         self.path, self._shown = storage.text_of(path), str(path)
-        self._way = way
-        self._future: Future[str] = way.done
+        self._destination = destination
+        self._future: Future[str] = destination.done
         self._seen = False
 
     def done(self) -> bool:
@@ -82,29 +82,31 @@ class Checkpoints:
                 raise ConfigError("sharded=True writes from every worker at once and blocks: leave blocking=False out")
             return self._save_shards(where)
         storage.check_file(where)
-        way = self._way(where)
+        destination = self._destination(where)
         try:
-            arguments = {"sink": way.sink, "ranks": self._random_states(), "blocking": blocking}
+            arguments = {"sink": destination.sink, "ranks": self._random_states(), "blocking": blocking}
             try:
-                self._engine.run(Job(Call(answers.save, arguments)))
+                self._engine.run(Job(Call(replica_calls.save, arguments)))
             except CheckpointError:
                 # A worker that failed after the last byte has one that repeats its call, and is refused.
-                if not way.done.done() or way.done.exception() is not None:
+                if not destination.done.done() or destination.done.exception() is not None:
                     raise
-            way.call_ended()
+            destination.call_ended()
             if blocking:
-                way.done.result()
+                destination.done.result()
                 return storage.text_of(where)
         except BaseException as error:
-            _give_up(way, error)
+            _give_up(destination, error)
             raise
-        handle = SaveHandle(where, way)
+        handle = SaveHandle(where, destination)
         self._running.append(handle)
         return handle
 
     def content(self) -> Any:
         """The whole checkpoint as bytes."""
-        return self._engine.run(Job(Call(answers.checkpoint, {"ranks": self._random_states()})))[-1].values[0].data
+        return (
+            self._engine.run(Job(Call(replica_calls.checkpoint, {"ranks": self._random_states()})))[-1].values[0].data
+        )
 
     def load(self, path: str | os.PathLike[str], *, trusted: bool) -> None:
         where = storage.place(path)
@@ -142,14 +144,14 @@ class Checkpoints:
         if outline is None or not file.here:
             return False
         try:
-            self._take(answers.check_file, answers.restore_file, {"file": file, "trusted": trusted})
+            self._take(replica_calls.check_file, replica_calls.restore_file, {"file": file, "trusted": trusted})
         except UnseenError:
             return False
         return True
 
     def restore(self, data: Any, *, trusted: bool) -> None:
         states.parse(data, trusted=trusted)  # what is damaged or foreign never reaches a worker
-        self._take(answers.check, answers.restore, {"data": Blob(data), "trusted": trusted})
+        self._take(replica_calls.check, replica_calls.restore, {"data": Blob(data), "trusted": trusted})
 
     def raise_failed(self) -> None:
         """The error of a background save that failed and that nobody has looked at."""
@@ -184,7 +186,7 @@ class Checkpoints:
             handle._shown,
             why,
         )
-        handle._way.close(CheckpointError(f"the save was given up: {why}"))
+        handle._destination.close(CheckpointError(f"the save was given up: {why}"))
 
     def _failed(self) -> list[SaveHandle]:
         return [handle for handle in self._running if handle.done() and handle._future.exception() and not handle._seen]
@@ -203,7 +205,7 @@ class Checkpoints:
         draft = target.parent.absolute() / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
         draft.mkdir(parents=True)
         try:
-            call = Call(answers.save_shards, {"folder": str(draft), "ranks": self._random_states()})
+            call = Call(replica_calls.save_shards, {"folder": str(draft), "ranks": self._random_states()})
             written = self._engine.run(Job(call))[-1].values
             manifest.write(draft, {name: known for files in written for name, known in files.items()})
             storage.put_folder(draft, target)
@@ -227,8 +229,8 @@ class Checkpoints:
             )
         place = {"folder": str(folder.absolute())}
         if files is not None:
-            self._ask(answers.verify_shards, {**place, "files": files})
-        self._take(answers.check_shards, answers.restore_shards, place)
+            self._ask(replica_calls.verify_shards, {**place, "files": files})
+        self._take(replica_calls.check_shards, replica_calls.restore_shards, place)
         return files is not None
 
     def _take(self, check: Callable[..., Any], restore: Callable[..., Any], given: dict[str, Any]) -> None:
@@ -241,16 +243,16 @@ class Checkpoints:
     def _ask(self, method: Callable[..., Any], given: dict[str, Any]) -> None:
         """Ask all ranks; raise what one of them refuses."""
         values = self._engine.run(Job(Call(method, given)))[-1].values
-        refused = [value for value in values if isinstance(value, answers.Refused)]
+        refused = [value for value in values if isinstance(value, replica_calls.Refusal)]
         if any(value.unseen for value in refused):
             raise UnseenError
         if refused:
             raise CheckpointError(refused[0].why) from RemoteTraceback(refused[0].trace)
 
     def _random_states(self) -> list[Any]:
-        return self._engine.run(Job(Call(answers.random_state)))[-1].values
+        return self._engine.run(Job(Call(replica_calls.random_state)))[-1].values
 
-    def _way(self, path: storage.Place) -> Way:
+    def _destination(self, path: storage.Place) -> Destination:
         if isinstance(self._engine.group, InlineGroup):
             return LocalSink(path)
         from raysgd.workers.ray_group import RayGroup
@@ -259,11 +261,11 @@ class Checkpoints:
         return Receiver(path, self._engine.group.control, stall_s=max(self._engine.limits.hang_s, STALL_AT_LEAST_S))
 
 
-def _give_up(way: Way, error: BaseException) -> None:
+def _give_up(destination: Destination, error: BaseException) -> None:
     """The workers' call, or the wait for the file, has ended in this error. Where the driver has failed first, of which its
     worker knows nothing but that the connection broke, that error is raised."""
-    first = way.done.exception() if way.done.done() else None
-    way.close(CheckpointError(f"the save was given up: {type(error).__name__}: {error}"))
+    first = destination.done.exception() if destination.done.done() else None
+    destination.close(CheckpointError(f"the save was given up: {type(error).__name__}: {error}"))
     own = first is not None and not isinstance(first, FailedOnWorkerError)
     if own and first is not error and isinstance(error, Exception):
         raise first from error  # type: ignore[misc]

@@ -38,12 +38,12 @@ BY_GROUP = {
 }
 
 
-def check_fits(operator: OperatorBase, state: dict[str, Any], *, hollow: bool = False) -> None:
-    """Raise CheckpointError, with what does not fit. Nothing is changed. A `hollow` state has tensors without content."""
+def check_fits(operator: OperatorBase, state: dict[str, Any], *, metadata_only: bool = False) -> None:
+    """Raise CheckpointError, with what does not fit. Nothing is changed. A `metadata_only` state has tensors without content."""
     try:
         check_structure(state)
         place_checks.check_counters(state)
-        _check_parts(operator, state, hollow=hollow)
+        _check_parts(operator, state, metadata_only=metadata_only)
         place_checks.check_loader(operator, state)
         place_checks.check_random(state)
     except CheckpointError:
@@ -54,7 +54,7 @@ def check_fits(operator: OperatorBase, state: dict[str, Any], *, hollow: bool = 
         ) from error
 
 
-def _check_parts(operator: OperatorBase, state: dict[str, Any], *, hollow: bool) -> None:
+def _check_parts(operator: OperatorBase, state: dict[str, Any], *, metadata_only: bool) -> None:
     parts = operator._parts
     for name in ("models", "optimizers", "schedulers"):
         theirs = state.get(name) or []
@@ -64,9 +64,9 @@ def _check_parts(operator: OperatorBase, state: dict[str, Any], *, hollow: bool)
         if mine != len(theirs):
             raise CheckpointError(f"the checkpoint has {len(theirs)} {name}, and this operator registers {mine}")
     for number, (model, saved) in enumerate(zip(parts.models, state["models"], strict=True)):
-        _check_model(number, model.state_dict(), saved, hollow=hollow)
+        _check_model(number, model.state_dict(), saved, metadata_only=metadata_only)
     for number, (optimizer, saved) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
-        _check_optimizer(number, optimizer, saved, ours="format" in state, hollow=hollow)
+        _check_optimizer(number, optimizer, saved, ours="format" in state, metadata_only=metadata_only)
     for number, (scheduler, saved) in enumerate(zip(parts.schedulers, state.get("schedulers") or [], strict=True)):
         _check_scheduler(number, scheduler, saved)
     precision = operator._precision
@@ -78,7 +78,7 @@ def _check_parts(operator: OperatorBase, state: dict[str, Any], *, hollow: bool)
 # -- models -------------------------------------------------------------------------------------------
 
 
-def _check_model(number: int, mine: dict[str, Any], saved: Any, *, hollow: bool) -> None:
+def _check_model(number: int, mine: dict[str, Any], saved: Any, *, metadata_only: bool) -> None:
     missing, foreign = (sorted(map(str, each)) for each in (mine.keys() - saved.keys(), saved.keys() - mine.keys()))
     if missing or foreign:
         raise CheckpointError(
@@ -87,7 +87,7 @@ def _check_model(number: int, mine: dict[str, Any], saved: Any, *, hollow: bool)
         )
     for name, value in mine.items():
         if isinstance(value, torch.Tensor):
-            _check_tensor(f"model {number}: {name}", value, saved[name], hollow=hollow)
+            _check_tensor(f"model {number}: {name}", value, saved[name], metadata_only=metadata_only)
         elif isinstance(saved[name], torch.Tensor):
             raise CheckpointError(f"model {number}: {name} is a {type(value).__name__} here and a tensor there")
     versions = getattr(saved, "_metadata", None) or {}
@@ -99,12 +99,12 @@ def _check_model(number: int, mine: dict[str, Any], saved: Any, *, hollow: bool)
         raise CheckpointError(f"model {number}: the versions of its modules are not as torch writes them")
 
 
-def _check_tensor(where: str, mine: torch.Tensor, saved: Any, *, hollow: bool) -> None:
+def _check_tensor(where: str, mine: torch.Tensor, saved: Any, *, metadata_only: bool) -> None:
     if not isinstance(saved, torch.Tensor):
         raise CheckpointError(f"{where} is a tensor here and a {type(saved).__name__} in the checkpoint")
     if not is_lazy(mine) and mine.shape != saved.shape:
         raise CheckpointError(f"{where} has shape {tuple(mine.shape)} here and {tuple(saved.shape)} in the checkpoint")
-    if kind_of(mine) != kind_of(saved) or (saved.is_meta and not hollow and not mine.is_meta):
+    if kind_of(mine) != kind_of(saved) or (saved.is_meta and not metadata_only and not mine.is_meta):
         raise CheckpointError(f"{where} is {_shown(mine)} here and {_shown(saved)} in the checkpoint")
 
 
@@ -120,7 +120,7 @@ def _shown(tensor: torch.Tensor) -> str:
 # -- optimizers ---------------------------------------------------------------------------------------
 
 
-def _check_optimizer(number: int, optimizer: Any, saved: Any, *, ours: bool, hollow: bool) -> None:
+def _check_optimizer(number: int, optimizer: Any, saved: Any, *, ours: bool, metadata_only: bool) -> None:
     ordinary = isinstance(optimizer, torch.optim.Optimizer) and not _has_own_state(optimizer)
     if not ordinary and "param_groups" not in saved:
         return  # an optimizer of the user's own may keep its state in another way
@@ -135,7 +135,7 @@ def _check_optimizer(number: int, optimizer: Any, saved: Any, *, ours: bool, hol
         for mine, theirs in zip(optimizer.param_groups, groups, strict=True):
             _check_options(number, mine, theirs)
         _check_states(number, optimizer, saved)
-        if not hollow and not try_optimizer(number, optimizer, {**saved, "state": state}):
+        if not metadata_only and not try_optimizer(number, optimizer, {**saved, "state": state}):
             _check_shapes(number, optimizer, saved)
 
 

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from raysgd.data.rows import RayData
 from raysgd.outcomes import DataLoaderFailure
-from raysgd.plan import Deal
 from raysgd.rendezvous import RankInfo
-from raysgd.torch.cursor import Cursor
+from raysgd.sampling_plan import SamplingPlan
 from raysgd.torch.loading import LoaderIterator
+from raysgd.torch.position import Position
 from raysgd.torch.sampling import (
     Order,
     Picker,
@@ -91,7 +91,7 @@ class PlannedSource:
     def _generate(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         if self._pad and self._own_batches and self._global_batch is None:
             self.order = evened(self.order, rank_info.world_size, offset)
-        self._picker.follow(self.order, self._deal(rank_info), rank_info.world_rank, offset)
+        self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset)
         try:
             for (after, share), batch in zip(self._picker.steps(), LoaderIterator(self._twin), strict=True):
                 assert self._open is not None
@@ -104,12 +104,12 @@ class PlannedSource:
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
         """How many more batches the epoch has for every rank."""
-        return self._deal(rank_info).steps_left(offset)
+        return self._plan(rank_info).steps_left(offset)
 
-    def _deal(self, rank_info: RankInfo) -> Deal:
+    def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         size = unit_size(self.loader)
         step = self._global_batch or size * rank_info.world_size
-        return Deal(
+        return SamplingPlan(
             total=len(self.order),
             step_size=max(step, rank_info.world_size) if self._pad else step,
             world_size=rank_info.world_size,
@@ -217,7 +217,7 @@ class StreamSource:
         """A stream has no epochs."""
 
     def state(self) -> dict[str, Any]:
-        """The position is all there is, and the cursor has it."""
+        """There is no state other than the position."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -242,7 +242,7 @@ class RowSource:
     """A Ray Dataset: its rows are dealt by their place in its stream, which is read once for all ranks. `rows` reads
     them; `own_call`: for that call only, else call after call.
 
-    Owns the number of the pass that is open, which names it for all ranks alike. The place in it is the cursor's.
+    Owns the number of the pass that is open, which names it for all ranks alike. The place in it is the position's.
     """
 
     counts_samples = True
@@ -252,16 +252,16 @@ class RowSource:
         loader: Any,
         rows: Any,
         data: RayData,
-        cursor: Cursor,
+        position: Position,
         *,
         own_call: bool,
         pad: bool,
         step: int | None,
         keep: int,
     ) -> None:
-        self.loader, self._rows, self._data, self._cursor = loader, rows, data, cursor
+        self.loader, self._rows, self._data, self._position = loader, rows, data, position
         self._pad, self._step, self._keep = pad, step, keep
-        self._number = (cursor.call if own_call else -1, cursor.epoch)
+        self._number = (position.call if own_call else -1, position.epoch)
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         self._number = (self._number[0], epoch + 1)
@@ -276,7 +276,7 @@ class RowSource:
         """This rank's part of the rest of the pass."""
         step = self._step or (self._data.batch_size or 1) * rank_info.world_size
         step = max(step, rank_info.world_size)
-        place: dict[str, Any] = {"call": self._cursor.call, "number": self._number, "start": offset}
+        place: dict[str, Any] = {"call": self._position.call, "number": self._number, "start": offset}
         for columns, after, fresh in self._rows.read(rank_info, **place, step=step, pad=self._pad, keep=self._keep):
             yield Drawn(_tensors(self._data.arranged(columns)), after, fresh)
 

@@ -1,4 +1,4 @@
-"""The iterator that a train or validation loop runs over: it deals batches, and counts what is committed.
+"""The iterator of a training or validation loop: returns batches, and counts what is committed. Worker.
 
 A batch is committed when the loop comes back for the next one, or, if the loop is cut short, when an optimizer has
 stepped in it. So it works the same for the default loop and for one of the user's own. Batches that share one step
@@ -14,27 +14,27 @@ from raysgd.errors import ConfigError
 from raysgd.outcomes import DataLoaderFailure
 from raysgd.progress import Control
 from raysgd.rendezvous import RankInfo
-from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import Drawn, PlannedSource, Source
+from raysgd.torch.position import Position
 from raysgd.torch.prefetch import Ahead, Carrier
 
 __all__ = ["Feed", "MembershipChange"]
 
 
 class MembershipChange(BaseException):
-    """Raised inside a user's own `train_epoch` to end it at a batch border; it is called again for the rest.
+    """Raised inside a user's `train_epoch` to end it at a batch boundary; it is called again for the rest of the epoch.
 
-    Not an Exception, so that a loop that handles errors of its batches lets it pass.
+    This is not an Exception, so that user code that catches the errors of its batches does not catch it.
     """
 
 
 class Feed:
-    """Owns the batch that is being worked on. `epoch_ended` and `fresh` tell the default loop what it needs."""
+    """Owns the batch that is being processed. The default loop reads `epoch_ended` and `fresh`."""
 
     def __init__(
         self,
         source: Source,
-        cursor: Cursor,
+        position: Position,
         rank_info: RankInfo,
         control: Control,
         *,
@@ -47,7 +47,7 @@ class Feed:
         unwind: bool = False,
         name: str = "train_loader",
     ) -> None:
-        self._source, self._cursor, self._rank_info, self._control = source, cursor, rank_info, control
+        self._source, self._position, self._rank_info, self._control = source, position, rank_info, control
         self._limit, self._shared, self._unwind, self._name = limit, shared, unwind, name
         self._carrier, self._on_commit = carrier, on_commit
         self._window_size, self._on_batch = window, on_batch
@@ -70,14 +70,14 @@ class Feed:
         if self._failure is not None:
             raise self._failure  # the loop caught it, but there is no next batch without a new loader
         self._done()
-        control, cursor = self._control, self._cursor
-        if self.stopped or cursor.call_done:
+        control, position = self._control, self._position
+        if self.stopped or position.call_done:
             raise StopIteration
-        if self._limit is not None and cursor.call_batches >= self._limit:
+        if self._limit is not None and position.call_batches >= self._limit:
             self._note_end_of_epoch()
             self._finish()
             raise StopIteration
-        if control.interrupted if self._window else not control.begin(cursor.step + 1):
+        if control.interrupted if self._window else not control.begin(position.step + 1):
             self._window.clear()
             self._stop()
         control.phase = "loading data"
@@ -102,18 +102,18 @@ class Feed:
     @property
     def epoch(self) -> int:
         """The epoch of the batch in work, counted from 1."""
-        return self._cursor.epoch
+        return self._position.epoch
 
     @property
     def between_epochs(self) -> bool:
         """Has the last batch of an epoch been dealt, and the next epoch not begun?"""
-        return self._cursor.ended
+        return self._position.ended
 
     def end_epoch(self) -> None:
         """The loop leaves the batch in work and the rest of this epoch undone. On all ranks at the same batch."""
         self._pending = self._drawn = None
         self._window.clear()
-        self._cursor.ended = self.epoch_ended = True
+        self._position.ended = self.epoch_ended = True
 
     def stepped(self, *_: Any) -> None:
         """An optimizer has applied its step: the batch in work counts, whatever comes after."""
@@ -136,26 +136,26 @@ class Feed:
 
     def _draw(self) -> Drawn | None:
         """The next batch; over the border of an epoch only when a number of steps is asked for."""
-        cursor = self._cursor
+        position = self._position
         while True:
-            if cursor.ended:
-                if self._limit is None and cursor.epoch >= cursor.call_epoch:
+            if position.ended:
+                if self._limit is None and position.epoch >= position.call_epoch:
                     self._finish()  # this call's epoch was ended before a peer was lost
                     return None
                 self._begin_epoch()
             if self._drawn is None:
-                self._drawn = self._ahead(self._source.batches(self._rank_info, cursor.offset))
+                self._drawn = self._ahead(self._source.batches(self._rank_info, position.offset))
                 self._expect()
             drawn = next(self._drawn, None)
             if drawn is not None:
                 self._empty_epochs = 0
                 return drawn
-            cursor.ended = self.epoch_ended = True
+            position.ended = self.epoch_ended = True
             self._drawn = None
-            if cursor.offset == 0:
+            if position.offset == 0:
                 self._refuse_empty()
-            if self._limit is None and cursor.call_batches == 0 and cursor.offset > 0:
-                cursor.call_epoch += 1  # earlier calls had done that epoch to its last batch: this call's is the next
+            if self._limit is None and position.call_batches == 0 and position.offset > 0:
+                position.call_epoch += 1  # earlier calls had done that epoch to its last batch: this call's is the next
                 continue
             self._empty_epochs += 1
             if self._limit is None or self._empty_epochs > 1:
@@ -178,41 +178,41 @@ class Feed:
         """One batch is drawn in advance where that pays, or where a window must know whether it is its last."""
         if not self._carrier.ahead and self._window_size == 1:
             return drawn
-        most = None if self._limit is None else self._limit - self._cursor.call_batches
+        most = None if self._limit is None else self._limit - self._position.call_batches
         return Ahead(drawn, self._carrier, most)
 
     def _note_end_of_epoch(self) -> None:
         """A number of steps that comes out at the end of an epoch ends it, where the plan can tell."""
-        cursor, source = self._cursor, self._source
-        if isinstance(source, PlannedSource) and source.steps_left(self._rank_info, cursor.offset) == 0:
-            cursor.ended = self.epoch_ended = True
+        position, source = self._position, self._source
+        if isinstance(source, PlannedSource) and source.steps_left(self._rank_info, position.offset) == 0:
+            position.ended = self.epoch_ended = True
 
     def _expect(self) -> None:
         """How long this call will be, for whoever shows its progress."""
         if self._limit is not None:
-            self._cursor.call_expected = self._limit
+            self._position.call_expected = self._limit
         elif isinstance(self._source, PlannedSource):
-            left = self._source.steps_left(self._rank_info, self._cursor.offset)
-            self._cursor.call_expected = self._cursor.call_batches + left
+            left = self._source.steps_left(self._rank_info, self._position.offset)
+            self._position.call_expected = self._position.call_batches + left
 
     def _begin_epoch(self) -> None:
-        self._source.begin(self._cursor.epoch, self._rank_info, self._shared)
-        self._cursor.epoch += 1
-        self._cursor.offset, self._cursor.ended = 0, False
+        self._source.begin(self._position.epoch, self._rank_info, self._shared)
+        self._position.epoch += 1
+        self._position.offset, self._position.ended = 0, False
 
     def _done(self, last: bool = False) -> None:
         """The loop is through with the batch in work. The last one of a window commits them all."""
         if self._pending is None:
             return
-        cursor = self._cursor
+        position = self._position
         if self._window_size == 1:
             offset, self._pending = self._pending.offset, None
             if self._counts_samples:
-                cursor.call_units += offset - cursor.offset
-            cursor.offset = offset
-            cursor.step += 1
-            cursor.call_batches += 1
-            self._control.batch = cursor.call_batches
+                position.call_units += offset - position.offset
+            position.offset = offset
+            position.step += 1
+            position.call_batches += 1
+            self._control.batch = position.call_batches
             self._on_commit(last=last)
             return
         self._window.append(self._pending)
@@ -221,16 +221,16 @@ class Feed:
             return
         for drawn in self._window:
             if self._counts_samples:
-                cursor.call_units += drawn.offset - cursor.offset
-            cursor.offset = drawn.offset
-        cursor.step += len(self._window)
-        cursor.call_batches += len(self._window)
+                position.call_units += drawn.offset - position.offset
+            position.offset = drawn.offset
+        position.step += len(self._window)
+        position.call_batches += len(self._window)
         self._window.clear()
-        self._control.batch = cursor.call_batches
+        self._control.batch = position.call_batches
         self._on_commit(last=last)
 
     def _finish(self) -> None:
-        self._cursor.call_done = True
+        self._position.call_done = True
         self._on_commit(last=True)
 
     def _stop(self) -> None:

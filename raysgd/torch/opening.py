@@ -8,9 +8,9 @@ from typing import Any
 from raysgd.constants import BATCH_SIZE
 from raysgd.data.rows import RayData
 from raysgd.progress import Control
-from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import LiveSource, PlannedSource, RowSource, Source, StreamSource
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.position import Position
 from raysgd.torch.sampling import is_planned, unit_size
 from raysgd.torch.settings import ReplicaSettings
 
@@ -26,12 +26,12 @@ class Opener:
     control: Control
     _seen: list[tuple[str, Any]] = field(default_factory=list)
 
-    def registered(self, loader: Any, cursor: Cursor, *, training: bool) -> Source:
+    def registered(self, loader: Any, position: Position, *, training: bool) -> Source:
         if RayData.is_given_as(loader):
             assert self.settings.rows is not None
             data = RayData.of(loader)
             rows = self.settings.rows(self._name(loader, training), data.dataset, self.control.deliver)
-            return self._by_rows(loader, rows, data, cursor, training=training, own_call=False)
+            return self._by_rows(loader, rows, data, position, training=training, own_call=False)
         settings = self.settings
         shared = settings.distributed and settings.add_dist_sampler
         if is_planned(loader) and (shared or not settings.distributed):
@@ -39,21 +39,21 @@ class Opener:
             return PlannedSource(loader, pad=training, global_batch=whole if training else None)
         return LiveSource(loader, shard=shared, together=training, keep=self._keep)
 
-    def for_a_call(self, dataset: Any, cursor: Cursor) -> Source:
+    def for_a_call(self, dataset: Any, position: Position) -> Source:
         """What `train(dataset=...)` was given: of a Ray Dataset the way to its rows, which the driver has opened."""
         if not isinstance(dataset, RayData):
-            cursor.park()
+            position.set_aside()
             return StreamSource(dataset)
-        cursor.park(anew=True)
-        return self._by_rows(dataset, dataset.dataset, dataset, cursor, training=True, own_call=True)
+        position.set_aside(restart=True)
+        return self._by_rows(dataset, dataset.dataset, dataset, position, training=True, own_call=True)
 
     def _by_rows(
-        self, loader: Any, rows: Any, data: RayData, cursor: Cursor, *, training: bool, own_call: bool
+        self, loader: Any, rows: Any, data: RayData, position: Position, *, training: bool, own_call: bool
     ) -> RowSource:
         data = data.sized(self.operator.config, BATCH_SIZE)
         whole = (data.batch_size or 1) * self.settings.num_workers
         step = whole if training and self.settings.batch == "global" else None
-        return RowSource(loader, rows, data, cursor, own_call=own_call, pad=training, step=step, keep=self._keep)
+        return RowSource(loader, rows, data, position, own_call=own_call, pad=training, step=step, keep=self._keep)
 
     def _name(self, loader: Any, training: bool) -> str:
         """The same on all ranks, as these register the same data sets in the same order."""

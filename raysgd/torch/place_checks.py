@@ -11,7 +11,7 @@ import torch
 
 from raysgd.errors import CheckpointError
 from raysgd.torch.base import OperatorBase
-from raysgd.torch.cursor import Cursor
+from raysgd.torch.position import Position
 from raysgd.torch.sampling import has_own_batches, is_planned, random_sources
 from raysgd.torch.states import numpy_or_none
 
@@ -42,7 +42,7 @@ def _check_count(name: str, value: Any, least: int = 0) -> None:
 def _check_place(name: str, place: Any) -> None:
     if not isinstance(place, Mapping) or not all(isinstance(key, str) for key in place):
         raise CheckpointError(f"{name} is a {type(place).__name__}, and must be a dictionary of counters")
-    for field in fields(Cursor):
+    for field in fields(Position):
         value = place.get(field.name, field.default)
         where = f"{name}[{field.name!r}]"
         if isinstance(field.default, bool):

@@ -43,7 +43,7 @@ class ProfiledReplica(TorchReplica):
     @contextmanager
     def _recording(self) -> Iterator[None]:
         wanted = self._wanted
-        self._calls.add(self._cursor.call)
+        self._calls.add(self._position.call)
         if len(self._calls) > wanted.calls or (wanted.ranks is not None and self.rank not in wanted.ranks):
             yield
             return

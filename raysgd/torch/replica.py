@@ -20,12 +20,12 @@ from raysgd.rendezvous import RankInfo
 from raysgd.torch import states
 from raysgd.torch.accepted import accepted_arguments
 from raysgd.torch.checks import check_fits
-from raysgd.torch.cursor import Cursor
 from raysgd.torch.data import Source, close
 from raysgd.torch.feed import Feed, MembershipChange
 from raysgd.torch.in_memory import opened
 from raysgd.torch.opening import Opener
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.position import Position
 from raysgd.torch.prefetch import make_carrier
 from raysgd.torch.settings import ReplicaSettings
 from raysgd.torch.sharded import gathered
@@ -38,7 +38,7 @@ PARTIAL_S = 10.0
 
 
 class TorchReplicaFactory:
-    """Makes a replica in a worker; picklable, and the only thing of a trainer's that travels there."""
+    """Makes a replica in a worker. It is pickled, and it is the only part of a trainer that is sent there."""
 
     def __repr__(self) -> str:
         return f"the operator {self.operator_cls.__name__} with its config"
@@ -62,15 +62,16 @@ class TorchReplicaFactory:
 
 
 class TorchReplica:
-    """Owns the operator, its sources and the cursor. Trains and validates; the trainer's other calls are in `answers`."""
+    """Owns the operator, its data sources and the position. Trains and validates; the trainer's other calls are in
+    `replica_calls`."""
 
     def __init__(
         self, operator: TrainingOperator, settings: ReplicaSettings, rank_info: RankInfo, control: Control
     ) -> None:
         self.operator, self._settings, self._rank_info, self._control = operator, settings, rank_info, control
         self._opener = Opener(operator, settings, control)
-        self._cursor, self._val_cursor = Cursor(), Cursor()
-        self._validation_began = self._val_cursor.as_dict()
+        self._position, self._val_position = Position(), Position()
+        self._validation_began = self._val_position.as_dict()
         self._feed: Feed | None = None
         self._train: Source | None = None
         self._validation: Source | None = None
@@ -85,7 +86,7 @@ class TorchReplica:
 
     @property
     def progress(self) -> Progress:
-        return self._cursor.progress(self._control.phase)
+        return self._position.progress(self._control.phase)
 
     def run(self, call: Call) -> Any:
         self._control.phase = call.name
@@ -108,20 +109,20 @@ class TorchReplica:
         dataset: Any = None,
         snapshot_first: bool = False,
     ) -> Any:
-        """The trainer's `train`: the rest of the epoch, or of `num_steps`, from where the cursor stands."""
-        cursor, operator = self._cursor, self.operator
+        """Carry out the trainer's `train`: train the rest of the epoch, or of `num_steps`, from the current position."""
+        position, operator = self._position, self.operator
         if not self._open_call(call, dataset):
-            return {"epoch": cursor.epoch, COMMITTED: cursor.call_units}
+            return {"epoch": position.epoch, COMMITTED: position.call_units}
         source = self._train_source(dataset)
         own_loop = type(operator).train_epoch is not TrainingOperator.train_epoch
         self._time(profile)
         operator._meter = AverageMeterCollection()
-        operator.global_step = cursor.step
+        operator.global_step = position.step
         if snapshot_first:
             self.snapshots.take(self)
-        self._feed = feed = self._make_feed(source, cursor, num_steps, shared=True, unwind=own_loop)
+        self._feed = feed = self._make_feed(source, position, num_steps, shared=True, unwind=own_loop)
         given, named = accepted_arguments(
-            operator.train_epoch, feed, info=info, num_steps=num_steps, epoch_idx=cursor.call_epoch - 1
+            operator.train_epoch, feed, info=info, num_steps=num_steps, epoch_idx=position.call_epoch - 1
         )
         try:
             with self._measuring_epoch():
@@ -135,13 +136,13 @@ class TorchReplica:
         if feed.stopped:
             asked = not self._control.interrupted
             return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
-        return self._end_call(self._reported(result, profile, "train", cursor))
+        return self._end_call(self._reported(result, profile, "train", position))
 
     def _end_call(self, report: dict[str, Any]) -> dict[str, Any]:
         """Note that the call of `train` is done. Return its report."""
         self._feed = None
-        self._cursor.call_done = True
-        self._cursor.unpark()
+        self._position.call_done = True
+        self._position.resume_epoch()
         self.snapshots.call_ended(self)
         return report
 
@@ -150,20 +151,20 @@ class TorchReplica:
         return self.operator.timers.record("train_epoch")
 
     def _open_call(self, call: int, dataset: Any) -> bool:
-        """Begins the call, or goes on with it after a change of members; False when its work is done already."""
-        if call != self._cursor.call:
+        """Begin the call, or continue it after a change of members. Return False if its work is done already."""
+        if call != self._position.call:
             self.operator._parts.begin_measuring("train")
             if dataset is None:
-                self._cursor.unpark()  # a call on a data set of its own may have ended in an error
-        return self._cursor.open_call(call)
+                self._position.resume_epoch()  # a call on a data set of its own may have ended in an error
+        return self._position.open_call(call)
 
     def _make_feed(
-        self, source: Source, cursor: Cursor, num_steps: int | None, *, shared: bool, unwind: bool = False
+        self, source: Source, position: Position, num_steps: int | None, *, shared: bool, unwind: bool = False
     ) -> Feed:
-        trains, accumulate = cursor is self._cursor, self._settings.options.accumulate
+        trains, accumulate = position is self._position, self._settings.options.accumulate
         return Feed(
             source,
-            cursor,
+            position,
             self._rank_info,
             self._control,
             limit=num_steps,
@@ -177,7 +178,7 @@ class TorchReplica:
         )
 
     def _on_step(self, *_: Any) -> None:
-        self._cursor.applied += 1
+        self._position.applied += 1
         self.operator._gradients.stepped()
         if self._feed is not None:
             self._feed.stepped()
@@ -186,12 +187,13 @@ class TorchReplica:
         self.operator._precision.batch_done()
         control = self._control
         if last or control.due():
-            control.report(self._cursor.progress("train"), self._told())
+            control.report(self._position.progress("train"), self._partial_to_report())
         if not last:
             self.snapshots.batch_done(self)
 
-    def _told(self) -> dict[str, Any] | None:
-        """The figures so far. Those on a GPU are read now and then only, as reading waits for the device."""
+    def _partial_to_report(self) -> dict[str, Any] | None:
+        """Return the partial result. Metrics on a GPU are read only now and then, because reading waits for the
+        device."""
         now = time.monotonic()
         if self.operator.device.type == "cpu" or now >= self._partial_at:
             self._partial_at, self._partial = now + PARTIAL_S, self.partial()
@@ -199,40 +201,40 @@ class TorchReplica:
 
     def _on_validated(self, last: bool = False) -> None:
         if last or self._control.due():
-            told = replace(self._cursor.progress("validate"), batches=self._val_cursor.call_batches)
-            self._control.report(told, self._told())
+            told = replace(self._position.progress("validate"), batches=self._val_position.call_batches)
+            self._control.report(told, self._partial_to_report())
 
     # -- validation -----------------------------------------------------------------------------------
 
     def validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int) -> Any:
-        """The trainer's `validate`; no rank waits for another in it."""
-        operator, cursor = self.operator, self._val_cursor
+        """Carry out the trainer's `validate`. No rank waits for another one in it."""
+        operator, position = self.operator, self._val_position
         if operator._parts.validation_loader is None:
             raise ConfigError(
                 "validate() needs data: give self.register_data(validation_loader=...) in "
                 f"{type(operator).__name__}.setup"
             )
         loader = operator._parts.validation_loader
-        if self._validation is None or (cursor.ended and self._validation.loader is not loader):
-            self._validation = self._opener.registered(loader, self._val_cursor, training=False)
-        if call != cursor.call:
-            cursor.open_call(call)
-            self._validation_began = cursor.as_dict()
+        if self._validation is None or (position.ended and self._validation.loader is not loader):
+            self._validation = self._opener.registered(loader, self._val_position, training=False)
+        if call != position.call:
+            position.open_call(call)
+            self._validation_began = position.as_dict()
         else:
-            cursor.adopt(self._validation_began)  # a peer was lost: all begin again where the first try began
+            position.adopt(self._validation_began)  # a peer failed: all start over where the first attempt began
         self._time(profile)
         self.operator._parts.begin_measuring("validation")
-        feed = self._make_feed(self._validation, cursor, num_steps, shared=True)
+        feed = self._make_feed(self._validation, position, num_steps, shared=True)
         given, named = accepted_arguments(operator.validate, feed, info=info)
         try:
             with operator._parts.validating(), operator.timers.record("validation"):
                 result = operator.validate(*given, **named)
         except BaseException:
-            cursor.adopt(self._validation_began)
+            position.adopt(self._validation_began)
             raise
         feed.leave()
         if feed.stopped:
-            cursor.adopt(self._validation_began)
+            position.adopt(self._validation_began)
             return Interrupted(None, "a peer failed", self.progress)
         return self._reported(result, profile, "validation", None)
 
@@ -240,15 +242,15 @@ class TorchReplica:
 
     def _train_source(self, dataset: Any) -> Source:
         if dataset is not None:
-            return self._opener.for_a_call(dataset, self._cursor)
+            return self._opener.for_a_call(dataset, self._position)
         loader = self.operator._parts.train_loader
-        if self._train is None or (self._cursor.ended and self._train.loader is not loader):
+        if self._train is None or (self._position.ended and self._train.loader is not loader):
             if loader is None:
                 raise ConfigError(
                     "train() needs data: give self.register_data(train_loader=...) in "
                     f"{type(self.operator).__name__}.setup, or pass train(dataset=..., num_steps=...)"
                 )
-            self._train = self._opener.registered(loader, self._cursor, training=True)
+            self._train = self._opener.registered(loader, self._position, training=True)
         return self._train
 
     # -- results --------------------------------------------------------------------------------------
@@ -256,19 +258,19 @@ class TorchReplica:
     def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
         """What the running call has so far."""
         own = result or self.operator._meter.summary()
-        return {"epoch": self._cursor.epoch, **own, **self._skipped(), COMMITTED: self._cursor.call_units}
+        return {"epoch": self._position.epoch, **own, **self._skipped(), COMMITTED: self._position.call_units}
 
     def _skipped(self) -> dict[str, Any]:
         skipped = self.operator._precision.skipped()
         return {SKIPPED: skipped} if skipped else {}
 
-    def _reported(self, result: Any, profile: bool, phase: str, cursor: Cursor | None) -> dict[str, Any]:
-        method = "validate" if cursor is None else "train_epoch"
+    def _reported(self, result: Any, profile: bool, phase: str, position: Position | None) -> dict[str, Any]:
+        method = "validate" if position is None else "train_epoch"
         _check_result(result, method)
         check_metrics(result, of=f"{type(self.operator).__name__}.{method} returned what cannot be a result")
         report: dict[str, Any] = result
-        if cursor is not None:
-            report = {"epoch": cursor.epoch, **result, **self._skipped(), COMMITTED: cursor.call_units}
+        if position is not None:
+            report = {"epoch": position.epoch, **result, **self._skipped(), COMMITTED: position.call_units}
         report |= self.operator._parts.measured(phase)
         if profile:
             report["profile"] = self.operator.timers.stats()
@@ -293,16 +295,16 @@ class TorchReplica:
         """Does it take all ranks to put the state together?"""
         return self.operator._parts.shards is not None
 
-    def whole(self, *, raw: bool = False) -> dict[str, Any]:
+    def full_state(self, *, raw: bool = False) -> dict[str, Any]:
         """Operator and position; tensors are shared with the live ones. Shards are put together (on rank 0),
         unless they are wanted `raw`."""
-        cursor = self._cursor
+        position = self._position
         state = states.gather(self.operator)
         if self.in_shards and not raw:
             state |= {name: gathered(state[name], keep=self.rank == 0) for name in ("models", "optimizers")}
-        state |= {"epoch": cursor.epoch, "world_size": self._rank_info.world_size}
-        state["position"] = cursor.as_dict()
-        state["validation_position"] = self._val_cursor.as_dict()
+        state |= {"epoch": position.epoch, "world_size": self._rank_info.world_size}
+        state["position"] = position.as_dict()
+        state["validation_position"] = self._val_position.as_dict()
         state["validation_began"] = self._validation_began
         if self._train is not None:
             state["loader"] = self._train.state()
@@ -315,7 +317,7 @@ class TorchReplica:
                 "with parallel='fsdp' each worker holds a part of the model, and one alone cannot give it to "
                 "another: load the newest checkpoint into a new trainer"
             )
-        return states.dump(self.whole())
+        return states.dump(self.full_state())
 
     def load(self, data: Any) -> None:
         """Another replica's state, from this very trainer: trusted, and it fits."""
@@ -326,14 +328,14 @@ class TorchReplica:
     def _adopt(self, state: dict[str, Any]) -> None:
         states.restore(self.operator, state)
         old = {"epoch": state.get("epoch", 0), "step": state.get("global_step", 0)}
-        self._cursor.adopt(state.get("position") or old)
-        self._val_cursor.adopt(state.get("validation_position") or {})
-        self._validation_began = state.get("validation_began") or self._val_cursor.as_dict()
+        self._position.adopt(state.get("position") or old)
+        self._val_position.adopt(state.get("validation_position") or {})
+        self._validation_began = state.get("validation_began") or self._val_position.as_dict()
         self._feed = None
         loader, place = self.operator._parts.train_loader, state.get("loader")
         if loader is not None and place is not None:
             if self._train is None or self._train.loader is not loader:
-                self._train = self._opener.registered(loader, self._cursor, training=True)
+                self._train = self._opener.registered(loader, self._position, training=True)
             self._train.load(place)
 
     def take_over(self, read: Callable[[], dict[str, Any]], loads: int) -> None:
@@ -345,8 +347,8 @@ class TorchReplica:
             self._train = None
             self._adopt(state)
         # The call that the checkpoint was taken in is not one of ours; and this state outranks all that was before.
-        self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads
-        self._val_cursor.call, self._val_cursor.ended = -1, True
+        self._position.call, self._position.call_done, self._position.loads = -1, False, loads
+        self._val_position.call, self._val_position.ended = -1, True
         self.snapshots.take(self)
         ranks = state.get("rng") or []
         if self.rank < len(ranks):

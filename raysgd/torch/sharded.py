@@ -62,7 +62,7 @@ class Shards:
 
     def whole_models(self, states: list[dict[str, Any]]) -> list[nn.Module]:
         """Bare models that hold these gathered states."""
-        return [_filled(hollow, state) for hollow, state in zip(self._hollow, states, strict=True)]
+        return [_filled(metadata_only, state) for metadata_only, state in zip(self._hollow, states, strict=True)]
 
     def held_back(self) -> list[torch.Tensor]:
         """Gradients of batches that did not exchange them. FSDP keeps these whole, out of the parameters' sight, and torch
@@ -182,11 +182,11 @@ def _hollow(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _filled(hollow: nn.Module, state: dict[str, Any]) -> nn.Module:
+def _filled(metadata_only: nn.Module, state: dict[str, Any]) -> nn.Module:
     memo: dict[int, Any] = {
         id(each): nn.Parameter(state[name].clone(), requires_grad=each.requires_grad)
-        for name, each in hollow.named_parameters()
+        for name, each in metadata_only.named_parameters()
     }
-    model = copy.deepcopy(hollow, memo)
+    model = copy.deepcopy(metadata_only, memo)
     model.load_state_dict(state)
     return model.cpu()

@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 class _Source(Protocol):
     """What is asked of the replica."""
 
-    _cursor: Any
+    _position: Any
     _rank_info: Any
 
     @property
     def in_shards(self) -> bool: ...
 
-    def whole(self) -> dict[str, Any]: ...
+    def full_state(self) -> dict[str, Any]: ...
 
     def partial(self) -> dict[str, Any]: ...
 
@@ -54,9 +54,9 @@ class Snapshotter:
         if every is None or every == "epoch":
             return
         if isinstance(every, int):
-            if replica._cursor.step // every > self._mark:  # batches that share a step are done together
+            if replica._position.step // every > self._mark:  # batches that share a step are done together
                 self.take(replica)
-            self._mark = replica._cursor.step // every
+            self._mark = replica._position.step // every
         elif time.monotonic() >= self._due_at:
             self._due_at = time.monotonic() + every
             self.take(replica)
@@ -68,16 +68,16 @@ class Snapshotter:
             return
         if replica._rank_info.world_rank != 0:
             if replica.in_shards:
-                replica.whole()  # rank 0 needs everybody's shards
+                replica.full_state()  # rank 0 needs everybody's shards
             return
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()  # the newest one matters: it must not be skipped because an older one is still on its way
-        state = settled(replica.whole(), in_shards=replica.in_shards)
+        state = settled(replica.full_state(), in_shards=replica.in_shards)
         partial = dict(replica.partial())
         samples = partial.get("num_samples")
         if isinstance(samples, (int, float)):
             partial["num_samples"] = samples * replica._rank_info.world_size
-        message = SnapshotUpload(replica.progress, replica._cursor.call, partial)
+        message = SnapshotUpload(replica.progress, replica._position.call, partial)
         self._thread = threading.Thread(
             target=lambda: upload(message, states.dump(state)), name="raysgd-snapshot", daemon=True
         )

@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
+from raysgd.call_runner import exclusive
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.history import History
-from raysgd.calls import exclusive
 from raysgd.config import ElasticConfig, check_call
-from raysgd.elastic import Recovery
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError
+from raysgd.policy import Recovery
 from raysgd.protocols import Call
 from raysgd.rendezvous import RankInfo
-from raysgd.torch import answers, assembly, states
+from raysgd.torch import assembly, replica_calls, states
 from raysgd.torch.arguments import check_num_workers
 from raysgd.torch.assembly import TrainerArguments, opened
 from raysgd.torch.checkpoints import Checkpoints, SaveHandle
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import ReplicaSettings
-from raysgd.workers.inline import InlineGroup
+from raysgd.workers.inline_group import InlineGroup
 
 __all__ = ["TorchTrainer"]
 
@@ -135,19 +135,19 @@ class TorchTrainer:
 
     @exclusive
     def update_scheduler(self, metric: Any) -> None:
-        """Calls `step(metric)` on every registered scheduler of every worker."""
-        self._engine.run(Job(Call(answers.update_scheduler, {"metric": metric}), again="keep"))
+        """Call `step(metric)` on every registered scheduler of every worker."""
+        self._engine.run(Job(Call(replica_calls.update_scheduler, {"metric": metric}), again="keep"))
         self._engine.state_changed_by_hand()
 
     @exclusive
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs a function without arguments in every worker process; the answers in rank order."""
-        return self._apply(answers.apply, fn)
+        return self._apply(replica_calls.apply, fn)
 
     @exclusive
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
         """Runs `fn(operator)` in every worker; the answers in rank order."""
-        return self._apply(answers.apply_operator, fn)
+        return self._apply(replica_calls.apply_operator, fn)
 
     def _apply(self, method: Callable[..., Any], fn: Callable[..., Any]) -> list[Any]:
         if not callable(fn):
@@ -164,7 +164,7 @@ class TorchTrainer:
     def get_model(self, to_cpu: bool = False) -> Any:
         """The trained model (a list of several), bare, as a copy of your own. On the GPU where this process has one
         and the workers use them, unless `to_cpu`."""
-        models: list[Any] = self._first(answers.get_model)
+        models: list[Any] = self._first(replica_calls.get_model)
         if self.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.cuda() for model in models]
         return models[0] if len(models) == 1 else models
@@ -173,7 +173,7 @@ class TorchTrainer:
     def get_local_operator(self) -> TrainingOperator:
         """An operator in this process with the current state; with one inline worker, the very one that trains."""
         if isinstance(self._engine.group, InlineGroup):
-            operator: TrainingOperator = self._first(answers.apply_operator, function=lambda operator: operator)
+            operator: TrainingOperator = self._first(replica_calls.apply_operator, function=lambda operator: operator)
             return operator
         settings = ReplicaSettings(
             scheduler_step_freq=self._factory.settings.scheduler_step_freq, num_workers=1, precision="fp32"
@@ -242,7 +242,7 @@ class TorchTrainer:
         return self._calls.run.folder
 
     def __repr__(self) -> str:
-        return self._calls.described(self._engine)
+        return self._calls.describe(self._engine)
 
     @exclusive
     def resize(self, num_workers: int) -> None:
@@ -280,7 +280,7 @@ class TorchTrainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._calls.left(error)
+        self._calls.exited(error)
         self.shutdown(force=kind is not None)
 
     @classmethod

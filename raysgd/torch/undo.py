@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from raysgd.errors import CheckpointError
 from raysgd.torch import states
-from raysgd.torch.cursor import Cursor
 from raysgd.torch.files import UnseenError
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.position import Position
 from raysgd.torch.sampling import is_planned, random_sources
 from raysgd.torch.snapshots import copied
 
@@ -30,8 +30,8 @@ class Taker(Protocol):
     """What is asked of the replica. `_train`, `_feed` and `_validation_began` are exchanged by a load, not changed."""
 
     operator: TrainingOperator
-    _cursor: Cursor
-    _val_cursor: Cursor
+    _position: Position
+    _val_position: Position
 
 
 UNSEEN = "the file is not to be seen"
@@ -60,8 +60,8 @@ class Undo:
         if is_planned(parts.train_loader):
             for source in random_sources(parts.train_loader):
                 self._steps.append(functools.partial(source.set_state, source.get_state()))
-        for cursor in (replica._cursor, replica._val_cursor):
-            self._steps.append(functools.partial(cursor.adopt, cursor.as_dict()))
+        for position in (replica._position, replica._val_position):
+            self._steps.append(functools.partial(position.adopt, position.as_dict()))
         kept = {name: getattr(replica, name) for name in EXCHANGED}
         self._steps.append(lambda: vars(replica).update(kept))
         self._steps.append(functools.partial(states.restore_random, states.random_state()))

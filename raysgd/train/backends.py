@@ -1,7 +1,7 @@
 """Backends of function trainers: what is set up on the workers before a training function runs.
 
 A `BackendConfig` says what is wanted; its `backend_cls` has hooks that are called on the driver, with the group of
-workers at hand. How the ranks of a generation meet is the engine's business: `meeting` makes the object for it.
+workers at hand. How the ranks of a generation meet is the engine's business: `make_backend` makes the object for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raysgd.errors import ConfigError
-from raysgd.rendezvous import Alone
+from raysgd.rendezvous import SingleWorkerBackend
 
 __all__ = [
     "Backend",
@@ -71,9 +71,9 @@ class BackendConfig:
     def check(self) -> None:
         """Driver, when a trainer is made: is all there that is needed?"""
 
-    def meeting(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
+    def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
         """Driver: how the ranks of a generation meet. This one has them meet nowhere."""
-        return Alone()
+        return SingleWorkerBackend()
 
     @property
     def collective_timeout_s(self) -> float:
@@ -127,7 +127,7 @@ class TorchConfig(BackendConfig):
     def check(self) -> None:
         _need("torch", "torch")
 
-    def meeting(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
+    def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
         from raysgd.train.torch_meeting import TorchMeeting
 
         name = self.backend or ("nccl" if use_gpu else "gloo")
@@ -142,10 +142,10 @@ class TensorflowConfig(BackendConfig):
     def check(self) -> None:
         _need("tensorflow", "tensorflow")
 
-    def meeting(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
-        from raysgd.train.tensorflow_meeting import TensorflowMeeting
+    def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
+        from raysgd.train.tensorflow_function import TensorflowFunctionBackend
 
-        return TensorflowMeeting(host=host)
+        return TensorflowFunctionBackend(host=host)
 
 
 class HorovodHooks(Backend):
@@ -191,7 +191,7 @@ class HorovodConfig(BackendConfig):
 
         check_installed()
 
-    def meeting(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
+    def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
         from raysgd.horovod.function import HorovodMeeting
 
         interface = next(iter(self.nics), None) if self.nics else None

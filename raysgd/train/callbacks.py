@@ -10,24 +10,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.callbacks.base import TRACES, Callback, Result, Run
-from raysgd.callbacks.crowd import Callbacks as Crowd
-from raysgd.callbacks.crowd import checked
+from raysgd.callbacks.callback_list import CallbackList, check_callbacks
 from raysgd.callbacks.history import History
 from raysgd.callbacks.json_files import JsonLoggerCallback
 from raysgd.callbacks.mlflow_store import MLflowCallback as MLflowLoggerCallback
 from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.tensorboard import TensorBoardCallback as TBXLoggerCallback
 from raysgd.callbacks.torch_profiler import TorchProfilerCallback as TorchTensorboardProfilerCallback
-from raysgd.elastic import Recovery
 from raysgd.errors import ConfigError
 from raysgd.metrics import plain
+from raysgd.policy import Recovery
 
 __all__ = [
-    "Callbacks",
     "JsonLoggerCallback",
     "LoggerCallback",
     "MLflowLoggerCallback",
     "PrintCallback",
+    "RunCallbacks",
     "TBXLoggerCallback",
     "TorchTensorboardProfilerCallback",
     "TrainingCallback",
@@ -135,15 +134,18 @@ class _Logger(LoggerCallback):
             self._given.log_trial_end(trial, failed)
 
 
-class Callbacks:
+class RunCallbacks:
     """Tells a function trainer's callbacks, and its history. Called in the thread of whoever follows the run."""
 
     def __init__(self, callbacks: Iterable[Any] | None, *, history: History | None = None) -> None:
         # A history is a sequence, and a callback: not the list of them.
         if callbacks is not None and (isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable)):
             raise ConfigError(f"callbacks must be a list of raysgd.callbacks.Callback objects, got {callbacks!r}")
-        self._told = Crowd(
-            [*([history] if history is not None else []), *checked(_adapted(() if callbacks is None else callbacks))]
+        self._told = CallbackList(
+            [
+                *([history] if history is not None else []),
+                *check_callbacks(_adapted(() if callbacks is None else callbacks)),
+            ]
         )
         self._rounds = 0
         self._recoveries = 0

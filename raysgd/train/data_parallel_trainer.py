@@ -25,7 +25,7 @@ from raysgd.train.result import Result
 from raysgd.train.run import RunOptions, ShardMaker, task_of
 from raysgd.train.settings import RunConfig, ScalingConfig
 from raysgd.train.shards import make_shards
-from raysgd.workers.packing import pack
+from raysgd.workers.serialization import pack
 
 __all__ = ["DataParallelTrainer"]
 

@@ -21,10 +21,10 @@ from typing import Any
 
 from raysgd.config import ElasticConfig
 from raysgd.core.messages import FunctionReport
-from raysgd.elastic import Recovery
+from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine, Job
-from raysgd.engine.guard import CallGuard, Claim
 from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.policy import Recovery
 from raysgd.protocols import Call
 from raysgd.storage import Place, place
 from raysgd.train.backends import BackendConfig, backend_of
@@ -42,8 +42,8 @@ from raysgd.train.strategy import CheckpointConfig, check_strategy
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
 from raysgd.workers.blob import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
-from raysgd.workers.packing import dumps
 from raysgd.workers.ray_group import RayGroup
+from raysgd.workers.serialization import dumps
 
 __all__ = ["BackendExecutor", "check_max_retries"]
 
@@ -85,7 +85,7 @@ class BackendExecutor:
         self._numbers = itertools.count(1)
         self._run: Run | None = None
         self._thread: threading.Thread | None = None
-        self._starting = CallGuard()
+        self._starting = CallLock()
         self._running: Claim | None = None
 
     # -- life -----------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class BackendExecutor:
         ensure_cluster()
         hang_s = self._elastic.hang_timeout_s
         limits = limits_for(collective_s=min(self._config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
-        meeting = self._config.meeting(
+        backend = self._config.make_backend(
             host=driver_address(),
             use_gpu=self._resources.gpus > 0,
             join_s=limits.join_s,
@@ -111,8 +111,8 @@ class BackendExecutor:
         )
         make = None if train_cls is None else functools.partial(train_cls, *train_cls_args, **(train_cls_kwargs or {}))
         engine = Engine(
-            RayGroup(meeting, self._resources),
-            meeting,
+            RayGroup(backend, self._resources),
+            backend,
             FunctionReplicaFactory(dumps=dumps, encode=type(self._backend).encode_data, make=make),
             hook=initialization_hook,
             target=self._count,
@@ -283,7 +283,7 @@ class BackendExecutor:
         thread, running = self._thread, self._running
         if running and thread is not None and thread.is_alive() and thread is not threading.current_thread():
             raise TrainingRunningError(
-                f"a training function is running on these workers: {running.described()}. Wait for its end "
+                f"a training function is running on these workers: {running.describe()}. Wait for its end "
                 "(finish_training, or get_final_results(force=True) of its iterator) before you use them for something "
                 "else, or use another trainer"
             )
@@ -319,7 +319,7 @@ class BackendExecutor:
         return {"attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
 
     def _settle(self) -> None:
-        """Calls the backend's hooks for the workers that stand, until they are still those when the hooks are done."""
+        """Call the backend's hooks for the workers that stand, until they are still those when the hooks are done."""
         engine = self._active()
         while self._settled != engine.generation:
             first, self._settled = self._settled < 0, engine.generation

@@ -24,7 +24,7 @@ from raysgd.callbacks.base import Run
 from raysgd.callbacks.history import History
 from raysgd.masking import mask
 from raysgd.storage import Place, Uri, copy_logs, names, place
-from raysgd.train.callbacks import Callbacks
+from raysgd.train.callbacks import RunCallbacks
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.job import FunctionJob
@@ -47,7 +47,7 @@ class Fitting:
 
     def __init__(self, trainer: str, config: RunConfig, history: History, *, restored: Place | None) -> None:
         self._trainer = trainer
-        self._callbacks = Callbacks(config.callbacks, history=history)  # first: what is refused leaves no directory
+        self._callbacks = RunCallbacks(config.callbacks, history=history)  # first: what is refused leaves no directory
         self._past = None if restored is None else Past.read(restored)
         if restored is None:
             self.place, self.log_dir = _new_place(trainer, config)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.callbacks.base import Run
-from raysgd.train.callbacks import Callbacks, without_traces
+from raysgd.train.callbacks import RunCallbacks, without_traces
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.run import Told
 
@@ -23,12 +23,12 @@ class TrainingIterator:
     def __init__(
         self,
         executor: BackendExecutor,
-        callbacks: Callbacks | None = None,
+        callbacks: RunCallbacks | None = None,
         *,
         record: Callable[[Told], None] = lambda told: None,
     ) -> None:
         """`record` gets every round that was complete, before callbacks hear of it, and also when the run was stopped."""
-        self._executor, self._callbacks, self._record = executor, callbacks or Callbacks(None), record
+        self._executor, self._callbacks, self._record = executor, callbacks or RunCallbacks(None), record
         self._finished = False
         self._results: list[Any] | None = None
 

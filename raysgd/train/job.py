@@ -11,7 +11,7 @@ from raysgd.train.executor import BackendExecutor
 from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.run import RunOptions, payload_of
 from raysgd.train.strategy import CheckpointConfig
-from raysgd.workers.packing import dumps
+from raysgd.workers.serialization import dumps
 
 __all__ = ["FunctionJob"]
 

@@ -13,11 +13,11 @@ from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import made_folder
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources
-from raysgd.elastic import Recovery
 from raysgd.errors import ConfigError
+from raysgd.policy import Recovery
 from raysgd.storage import Place, Uri, copy_logs, names, place
 from raysgd.train.backends import parse_backend
-from raysgd.train.callbacks import Callbacks
+from raysgd.train.callbacks import RunCallbacks
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.iterator import TrainingIterator
@@ -135,7 +135,7 @@ class Trainer:
         `train.get_dataset_shard(name)`.
         """
         self._check_started()
-        rounds = TrainingIterator(self._executor, Callbacks(callbacks, history=self.history))
+        rounds = TrainingIterator(self._executor, RunCallbacks(callbacks, history=self.history))
         begin = functools.partial(self._begin, train_func, config, checkpoint, checkpoint_strategy, dataset)
         run = Run(
             trainer="Trainer",
@@ -163,7 +163,7 @@ class Trainer:
     ) -> TrainingIterator:
         """Runs the function, and yields what all ranks report, round by round."""
         self._check_started()
-        rounds = TrainingIterator(self._executor, Callbacks(None, history=self.history))
+        rounds = TrainingIterator(self._executor, RunCallbacks(None, history=self.history))
         self._begin(train_func, config, checkpoint, checkpoint_strategy, dataset, lambda: None)
         return rounds
 
@@ -195,7 +195,7 @@ class Trainer:
         )
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`; answers in rank order."""
+        """Call `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`; answers in rank order."""
         self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs)
 

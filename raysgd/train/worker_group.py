@@ -10,11 +10,11 @@ from raysgd.config import ElasticConfig, Limits, WorkerResources, start_limit_s
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.protocols import Call
-from raysgd.rendezvous import Alone
+from raysgd.rendezvous import SingleWorkerBackend
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.workers.packing import dumps
 from raysgd.workers.ray_group import RayGroup
+from raysgd.workers.serialization import dumps
 
 __all__ = ["RemoteObject", "TrainWorkerGroup", "WorkerGroup", "limits_for"]
 
@@ -72,10 +72,10 @@ class WorkerGroup:
     def start(self) -> None:
         if self._engine is not None:
             raise InactiveWorkerGroupError("this worker group was started already; shut it down first")
-        meeting = Alone()
+        backend = SingleWorkerBackend()
         engine = Engine(
-            RayGroup(meeting, self._resources),
-            meeting,
+            RayGroup(backend, self._resources),
+            backend,
             self._factory,
             target=self._count,
             elastic=ElasticConfig(grow=False),
@@ -105,11 +105,11 @@ class WorkerGroup:
     # -- calls ----------------------------------------------------------------------------------------
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls `func(*args, **kwargs)` on every worker; the answers in rank order."""
+        """Call `func(*args, **kwargs)` on every worker; the answers in rank order."""
         return self._call(func, args, kwargs, None)
 
     def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls it on one worker."""
+        """Call it on one worker."""
         self._check_index(worker_index)
         return self._call(func, args, kwargs, worker_index)[worker_index]
 
@@ -121,10 +121,10 @@ class WorkerGroup:
         self._check_index(worker_index)
         engine = self._active
         call = Call(FunctionReplica.apply, {"function": engine.pack(functools.partial(func, *args, **kwargs))})
-        return engine.refer(worker_index, call)
+        return engine.reference(worker_index, call)
 
     def execute_object(self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None = None) -> list[Any]:
-        """Calls `func(obj, *args, **kwargs)` with the object that each worker made of the class it was given."""
+        """Call `func(obj, *args, **kwargs)` with the object that each worker made of the class it was given."""
         if not self._has_object:
             raise ConfigError(
                 "execute() calls a function on an object in each worker, and there is none: name its class in "
@@ -197,7 +197,7 @@ class RemoteMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         given = {"name": self._name, "positional": self._engine.pack(args), "named": self._engine.pack(kwargs)}
-        return self._engine.refer(self._rank, Call(FunctionReplica.method, given))
+        return self._engine.reference(self._rank, Call(FunctionReplica.method, given))
 
 
 class TrainWorkerGroup:

@@ -27,7 +27,7 @@ from raysgd.train.iterator import TrainingIterator
 from raysgd.train.job import FunctionJob
 from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.records import plain
-from raysgd.workers.packing import dumps
+from raysgd.workers.serialization import dumps
 
 __all__ = ["FunctionTrial", "as_trainable", "perform", "placement"]
 

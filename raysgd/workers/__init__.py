@@ -1,1 +1,1 @@
-"""Processes that run calls on what they host. With tune.py, the only place that imports ray."""
+"""Processes that run calls on a replica. Only this package and `tune` import Ray. Both."""

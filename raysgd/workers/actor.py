@@ -1,4 +1,4 @@
-"""The Ray actor: a body on the process's main thread, and the control channel beside it."""
+"""The Ray actor: a replica host on the process's main thread, and the control client on its own thread. Worker."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from raysgd.durable import own_folder
 from raysgd.errors import described
 from raysgd.outcomes import Failed, Ok, Outcome
 from raysgd.protocols import Backend
-from raysgd.workers.body import Body
 from raysgd.workers.control_client import ControlClient
+from raysgd.workers.replica_host import ReplicaHost
 
 __all__ = ["WorkerActor"]
 
 PR_SET_PDEATHSIG = 1
-# The driver has Ray end a worker that it dismissed, which takes milliseconds. Ray can be gone, though.
+# The driver makes Ray end a worker that it dismissed, which takes milliseconds. But Ray may not be running any more.
 LEAVE_S = 3.0
 
 
 class WorkerActor:
-    """One worker process. Its methods run one at a time on the main thread (so must `max_concurrency=1`):
-    data loaders, signal handlers and user code expect that."""
+    """One worker process. Its methods run one at a time on the main thread, which data loaders, signal handlers and user
+    code require; so `max_concurrency` must be 1."""
 
     def __init__(self, worker: str, address: ControlAddress, backend: Backend) -> None:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
         self._client = ControlClient(address, worker, node, backend.abort, _leave)
-        self._body = Body(backend, self._client.control)
+        self._host = ReplicaHost(backend, self._client.control)
         self._client.control.upload = self._client.upload
         self._client.control.deliver = self._client.deliver
         signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -56,46 +56,47 @@ class WorkerActor:
         fetched = {
             name: ray.get(value) if isinstance(value, ray.ObjectRef) else value for name, value in arguments.items()
         }
-        return self._body.perform(verb, fetched)
+        return self._host.perform(verb, fetched)
 
     def value(self, verb: str, arguments: dict[str, Any]) -> Any:
-        """Like `perform`, for people who hold Ray's references themselves: the value, or the error."""
-        outcome = self._body.perform(verb, arguments)
+        """Perform a call whose Ray reference the user holds. Return its value, or raise its error."""
+        outcome = self._host.perform(verb, arguments)
         if isinstance(outcome, Ok):
             return outcome.value
         if not isinstance(outcome, Failed):
-            raise RuntimeError(f"the call was cut short: {outcome}")
-        if not isinstance(outcome.error, Exception):  # Ray would take KeyboardInterrupt, say, for an order of its own
+            raise RuntimeError(f"the call was interrupted: {outcome}")
+        if not isinstance(outcome.error, Exception):  # Ray handles KeyboardInterrupt, for example, in its own way
             raise RuntimeError(f"the function raised {described(outcome.error)}") from outcome.error
         raise outcome.error
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        """A preemption notice: say so, finish the batch, let the driver move the work. The second one ends it."""
+        """Report a preemption notice to the driver, which removes this worker at a batch boundary. A second SIGTERM ends
+        the process."""
         if self._client.control.notice:
             os._exit(128 + signum)
         self._client.notice()
 
 
 def _share_temporary_folder() -> None:
-    """Give this process the folder in which `multiprocessing` keeps its sockets; its data-loader processes inherit it. Without
-    it each of them makes one, which Python removes only if that process is not killed."""
+    """Create the folder in which `multiprocessing` keeps its sockets, so that data-loader processes inherit it. Otherwise
+    each of them creates its own, which Python does not remove if that process is killed."""
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is None:
         config["tempdir"] = str(own_folder(Path(tempfile.gettempdir()), "raysgd-worker"))
 
 
 def _remove_temporary_folder() -> None:
-    """Remove that folder: this process is about to be killed, and its data-loader processes with it."""
+    """Remove that folder, because this process and its data-loader processes are about to be killed."""
     folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end_forks_with_this_process() -> None:
-    """Let processes that are forked from here end when this one is killed. Call it on the main thread, once.
+    """Make processes that are forked from this one end when it is killed. Call this once, on the main thread.
 
-    Forked data-loader processes hold copies of the worker's sockets, and the peers of a killed worker would not see these
-    sockets close. Linux can send a signal when the parent ends, but it means the *thread* that forked:
+    Forked data-loader processes hold copies of the worker's sockets. If they outlived a killed worker, its peers would
+    not see these sockets close. Linux can send a signal when the parent ends, but its parent is the *thread* that forked:
 
     main thread     ends only with the process, so the signal is SIGKILL
     other threads   the signal is one that programs ignore by default; its handler ends the process only if the worker has
@@ -107,7 +108,7 @@ def _end_forks_with_this_process() -> None:
         forking.parent = os.getpid()
 
     def end_with_parent() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what is a notice to the worker must end a process of its own
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the worker's handler treats it as a preemption notice
         if sys.platform != "linux":
             return
         parent = forking.parent
@@ -117,16 +118,16 @@ def _end_forks_with_this_process() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         ending = signal.SIGKILL
-        if threading.get_ident() != main:  # the only thread of a new process still has its old identity
+        if threading.get_ident() != main:  # the only thread of the new process has the id of the thread that forked
             ending = signal.SIGURG
             signal.signal(ending, end_if_orphaned)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ending)
-        end_if_orphaned()  # the parent may have ended before the system was asked to report it
+        end_if_orphaned()  # the parent may have ended before `prctl` was called
 
     os.register_at_fork(before=remember_parent, after_in_child=end_with_parent)
 
 
 def _leave() -> None:
-    """End this process, if nobody else does: the driver does not need it any more, and cannot reach it."""
+    """End this process if Ray does not: the driver no longer needs it, and cannot reach it."""
     time.sleep(LEAVE_S)
     os._exit(0)

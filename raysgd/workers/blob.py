@@ -1,17 +1,17 @@
-"""Bytes on a journey between the driver and its workers."""
+"""Bytes that are sent between the driver and its workers. Both."""
 
 from __future__ import annotations
 
 import pickle
 from typing import Any
 
-__all__ = ["Blob", "Packed", "unpacked"]
+__all__ = ["Blob", "PickledObject", "unpickled"]
 
 
 class Blob:
-    """Bytes that travel beside the pickle stream instead of inside it, so that a big state is copied once.
+    """Bytes that are sent outside the pickle stream (as a `PickleBuffer`), so that a large state is copied only once.
 
-    `ref` is the group's own note of where it has put them; it does not travel.
+    `ref` is where the group has put them in Ray's object store. It is not sent.
     """
 
     def __init__(self, data: Any) -> None:
@@ -27,10 +27,10 @@ class Blob:
         return memoryview(self.data).nbytes
 
 
-class Packed(Blob):
+class PickledObject(Blob):
     """A user's object (an operator class, a function), pickled once by value for all workers."""
 
 
-def unpacked(value: Any) -> Any:
-    """The object inside, where there is one."""
-    return pickle.loads(value.data) if isinstance(value, Packed) else value
+def unpickled(value: Any) -> Any:
+    """Return the object in a `PickledObject`, and any other value as it is."""
+    return pickle.loads(value.data) if isinstance(value, PickledObject) else value

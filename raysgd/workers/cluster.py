@@ -1,4 +1,4 @@
-"""What raysgd asks of the cluster itself: to be there, what is free, which nodes are on their way out."""
+"""Connects to the Ray cluster, and asks it which resources are free, and which nodes are alive or draining. Both."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 
 from raysgd.config import WorkerResources
 from raysgd.errors import ClusterError, ConfigError
-from raysgd.workers.asking import ask
+from raysgd.workers.gcs import ask
 
 __all__ = [
     "alive_nodes",
+    "capacity",
     "draining_nodes",
     "driver_address",
     "end_actor",
     "ensure_cluster",
     "free_by_node",
-    "holds_at_most",
-    "last_words",
-    "node_lives",
+    "is_node_alive",
     "placement",
     "room_for",
+    "stderr_tail",
     "wait_for_room",
     "within",
 ]
@@ -36,18 +36,18 @@ logger = logging.getLogger("raysgd")
 T = TypeVar("T")
 
 PROBE_S = 0.3
-LAST_WORDS = 1 << 14
+STDERR_TAIL_BYTES = 1 << 14
 LOOK_S = 0.02
 ENDED_S, FREED_S = 2.0, 0.5
 THROUGH_CLIENT = (
     "and workers cannot reach it there. Run it on the cluster (for example with `ray job submit`), or connect with "
     "ray.init(address='auto')"
 )
-LIVES_S = 2.0
+NODE_QUERY_S = 2.0
 
 
 def ensure_cluster() -> None:
-    """Connects to the cluster that RAY_ADDRESS names or that runs on this machine, or starts one, and says which."""
+    """Connect to the cluster that RAY_ADDRESS names or that runs on this machine, or start one. Log which."""
     import ray
 
     if ray.is_initialized():
@@ -57,18 +57,19 @@ def ensure_cluster() -> None:
     if threading.current_thread() is threading.main_thread():
         _connect()
     else:
-        _connect_on_a_lasting_thread()
+        _connect_on_permanent_thread()
 
 
-def _connect_on_a_lasting_thread() -> None:
-    """Ray has the system end the processes that it starts together with the thread that starts them."""
+def _connect_on_permanent_thread() -> None:
+    """Connect on a thread that never ends, because the processes that Ray starts end with the thread that started
+    them."""
     error: list[BaseException] = []
     connected = threading.Event()
 
     def connect() -> None:
         try:
             _connect()
-        except BaseException as raised:  # raised where the cluster is wanted
+        except BaseException as raised:  # raised again in the thread that needs the cluster
             error.append(raised)
             return
         finally:
@@ -89,14 +90,15 @@ def _connect() -> None:
         context: Any = ray.init(address=address, logging_level=logging.WARNING)
         logger.info("connected to the Ray cluster at %s", context.address_info.get("gcs_address", address))
         return
-    # Without the dashboard it is up in half the time; who wants that calls ray.init() first.
+    # Without the dashboard Ray starts in half the time. Users who want the dashboard call ray.init() first.
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     cpus = ray.cluster_resources().get("CPU", 0)
     logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
 
 
 def _given_address() -> str:
-    """Return what RAY_ADDRESS says, checked: Ray itself says little about a wrong one, or starts with a long wait."""
+    """Return RAY_ADDRESS. Raise an error if it is wrong, because Ray's own errors are less clear, or come only after a
+    long wait."""
     text = os.environ.get("RAY_ADDRESS", "").strip()
     if text.startswith("ray://"):
         raise ConfigError(
@@ -112,8 +114,8 @@ def _given_address() -> str:
 
 
 def _running_here() -> str:
-    """The cluster this machine belongs to. A Ray that crashed leaves its address behind, and connecting there would
-    take minutes to fail; so somebody must answer."""
+    """Return the address of the cluster that this machine belongs to, or "local". A Ray that crashed leaves its address
+    behind, and connecting to it would take minutes to fail. So probe it first."""
     from ray._private.utils import read_ray_address
 
     address = str(read_ray_address() or "")
@@ -128,14 +130,14 @@ def _running_here() -> str:
 
 
 def driver_address() -> str:
-    """The address under which other nodes reach this process's machine."""
+    """Return the address under which other nodes reach this process's machine."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
 def end_actor(handle: Any) -> None:
-    """Ends an actor that may be gone already, with its node or with Ray itself."""
+    """End an actor, which may have ended already, with its node or with Ray itself."""
     import ray
 
     try:
@@ -145,21 +147,21 @@ def end_actor(handle: Any) -> None:
 
 
 def alive_nodes() -> dict[str, Mapping[str, float]]:
-    """Total resources of every node that is alive, by node id."""
+    """Return the total resources of every node that is alive, by node id."""
     import ray
 
     return {node["NodeID"]: node["Resources"] for node in ask(ray.nodes) if node["Alive"]}
 
 
-def node_lives(node: str) -> bool:
-    """Does its node manager still take connections? Ray itself knows of a node's death only seconds later. True also
-    when Ray does not answer: nothing is known of the node then."""
+def is_node_alive(node: str) -> bool:
+    """Return whether the node's manager still accepts connections, because Ray itself reports a node's failure only
+    seconds later. Return True also if Ray does not answer, because nothing is known about the node then."""
     import ray
 
     try:
-        nodes = ask(ray.nodes, limit_s=LIVES_S)
+        nodes = ask(ray.nodes, limit_s=NODE_QUERY_S)
     except ClusterError as error:
-        logger.debug("whether node %s is alive is not known: %s", node, error)
+        logger.debug("it is unknown whether node %s is alive: %s", node, error)
         return True
     for each in nodes:
         if each["NodeID"] == node and each["Alive"]:
@@ -172,7 +174,7 @@ def node_lives(node: str) -> bool:
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
-    """Free resources of every node that is alive and not draining."""
+    """Return the free resources of every node that is alive and not draining."""
     from ray._private.state import available_resources_per_node
 
     leaving = ask(draining_nodes)
@@ -180,8 +182,8 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
     return {node: resources for node, resources in free.items() if node not in leaving}
 
 
-def last_words(pid: int) -> str:
-    """Return the end of what a process of Ray's on this machine wrote to its standard error; "" where that is not kept."""
+def stderr_tail(pid: int) -> str:
+    """Return the end of the standard error of a Ray process on this machine; "" if Ray does not keep it."""
     from ray._private.worker import _global_node
 
     if _global_node is None or not pid:
@@ -190,22 +192,22 @@ def last_words(pid: int) -> str:
     if not files:
         return ""
     with open(files[-1], "rb") as file:
-        file.seek(max(os.path.getsize(files[-1]) - LAST_WORDS, 0))
+        file.seek(max(os.path.getsize(files[-1]) - STDERR_TAIL_BYTES, 0))
         return file.read().decode(errors="replace")
 
 
 def draining_nodes() -> set[str]:
-    """Nodes that Ray was told will go away soon (preemption, downscaling). Waits for the GCS: see `asking`."""
+    """Return the nodes that will be removed soon (preemption, downscaling). This waits for the GCS: see `gcs`."""
     import ray
 
     try:
         return set(ray._private.state.state.get_draining_nodes())
-    except AttributeError:  # an older Ray does not tell
+    except AttributeError:  # an older Ray does not know
         return set()
 
 
 def placement() -> Any:
-    """Spread over the nodes; inside a Tune trial, in the bundles that the trial holds."""
+    """Return the scheduling strategy of workers: spread over the nodes, or, in a Tune trial, in the trial's bundles."""
     import ray
 
     group = ray.util.get_current_placement_group()
@@ -215,12 +217,12 @@ def placement() -> Any:
 
 
 def room_for(resources: WorkerResources) -> int:
-    """How many more workers fit now, node by node (a worker never spans two)."""
+    """Return how many more workers fit now, node by node, because a worker never spans two nodes."""
     return sum(resources.fits(_held(free)) for free in free_by_node().values())
 
 
 def _held(free: Mapping[str, float]) -> Mapping[str, float]:
-    """What is free for us: all, or what our own placement group holds (Ray names it `CPU_group_<id>`)."""
+    """Return what this process may use: all resources, or those of its placement group (named `CPU_group_<id>`)."""
     import ray
 
     group = ray.util.get_current_placement_group()
@@ -230,13 +232,14 @@ def _held(free: Mapping[str, float]) -> Mapping[str, float]:
     return {name.removesuffix(mark): amount for name, amount in free.items() if name.endswith(mark)}
 
 
-def holds_at_most(resources: WorkerResources) -> int:
-    """How many workers the whole cluster could hold if it were empty."""
+def capacity(resources: WorkerResources) -> int:
+    """Return how many workers the whole cluster could hold if it were empty."""
     return sum(resources.fits(total) for total in alive_nodes().values())
 
 
 def within(limit_s: float, ask: Callable[[], T]) -> T | None:
-    """Return what `ask` returns, or None if it fails or takes longer: a Ray that is gone answers after a minute, if ever."""
+    """Return what `ask` returns, or None if it fails or takes longer. A Ray that has ended answers after a minute, if
+    ever."""
     found: list[T] = []
 
     def run() -> None:
@@ -252,8 +255,8 @@ def within(limit_s: float, ask: Callable[[], T]) -> T | None:
 
 
 def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -> None:
-    """Wait until these actors have ended and there is room for so many workers again, 2.5 s at most. Others may take the
-    room before this process sees it, so that the wait for it is short once the actors have ended."""
+    """Wait until these actors have ended and `room` more workers fit again, for at most 2.5 s. The wait for room is short
+    once the actors have ended, because others may take that room before this process sees it."""
     import ray
 
     def wait() -> None:

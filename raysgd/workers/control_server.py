@@ -43,7 +43,7 @@ from raysgd.core.messages import (
     StartDealer,
     decode,
 )
-from raysgd.workers.events import Arrived, Event, Gone, Heard
+from raysgd.workers.events import Event, MessageReceived, WorkerEnded, WorkerStarted
 
 __all__ = ["ControlServer"]
 
@@ -84,7 +84,7 @@ class ControlServer:
     connection gets a thread of its own once it is admitted, and a checkpoint's connection goes to its receiver, so
     that no transfer delays a heartbeat.
 
-    A control connection that ends is a `Gone` event within milliseconds of the process's end, usually before Ray reports
+    A control connection that ends is a `WorkerEnded` event within milliseconds of the process's end, usually before Ray reports
     it. One whose other machine does not acknowledge anything for `unreachable_s` ends too. Whatever one connection sends,
     an error ends that connection only.
     """
@@ -97,9 +97,8 @@ class ControlServer:
         self._unadmitted: dict[_Peer, None] = {}  # the oldest first
         self._handed_over: set[socket.socket] = set()
         self._expected: dict[str, Callable[[socket.socket], None]] = {}
-        self._expecting = (
-            threading.RLock()
-        )  # like the next one: a signal handler may come while the main thread holds it
+        # Reentrant, like the next one: a signal handler may run while the main thread holds it.
+        self._expecting = threading.RLock()
         self._heard_at: dict[str, float] = {}
         self._sending = threading.RLock()
         self._refusals = _Refusals()
@@ -118,8 +117,8 @@ class ControlServer:
 
     # -- any thread -----------------------------------------------------------------------------------
 
-    def tell(self, worker: str, message: Message) -> bool:
-        """Send a message to a worker. Return False when it has no connection, which is or will be a `Gone` event. Never
+    def send(self, worker: str, message: Message) -> bool:
+        """Send a message to a worker. Return False when it has no connection, which is or will be a `WorkerEnded` event. Never
         block."""
         peer = self._workers.get(worker)
         if peer is None:
@@ -141,7 +140,7 @@ class ControlServer:
         heard = self._heard_at.get(worker)
         return 0.0 if heard is None else time.monotonic() - heard
 
-    def hang_up(self, worker: str) -> None:
+    def disconnect(self, worker: str) -> None:
         """Forget a worker that is not needed any more: the end of its connection is no event."""
         peer = self._workers.pop(worker, None)
         self._heard_at.pop(worker, None)
@@ -164,7 +163,7 @@ class ControlServer:
 
     def close(self) -> None:
         for worker in list(self._workers):
-            self.hang_up(worker)
+            self.disconnect(worker)
         with contextlib.suppress(RuntimeError):  # it was closed before
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=CLOSE_S)
@@ -258,9 +257,9 @@ class ControlServer:
             why, reason = f"its control connection was closed: {peer.refused}", "network"
         self._end(peer)
         worker = peer.worker
-        # `hang_up` may be faster, also between these two steps.
+        # `disconnect` may be faster, also between these two steps.
         if worker is not None and self._workers.get(worker) is peer and self._workers.pop(worker, None) is not None:
-            self._events.put(Gone(worker, why, reason))
+            self._events.put(WorkerEnded(worker, why, reason))
         if peer.refused:  # last, as the user's log handlers may be slow, or raise
             self._refusals.add(peer.address, peer.refused)
 
@@ -294,14 +293,14 @@ class ControlServer:
         peer.worker = worker
         self._heard_at[worker] = time.monotonic()
         self._workers[worker] = peer
-        self._events.put(Arrived(worker, hello.node, hello.pid))
+        self._events.put(WorkerStarted(worker, hello.node, hello.pid))
         while True:
             message = await self._message(peer)
             if self._workers.get(worker) is not peer:
-                continue  # `hang_up` was called
+                continue  # `disconnect` was called
             self._heard_at[worker] = time.monotonic()
             if not isinstance(message, Alive):
-                self._events.put(Heard(worker, message))
+                self._events.put(MessageReceived(worker, message))
             await asyncio.sleep(0)  # a worker that sends without pause does not keep the loop from the others
 
     async def _message(self, peer: _Peer) -> Message:
@@ -354,7 +353,7 @@ class ControlServer:
                 if not isinstance(message, SnapshotUpload | FunctionReport | StartDealer):
                     raise ValueError(f"{type(message).__name__} on a bulk connection")
                 body = receive_body(connection, size)
-                self._events.put(Heard(worker, message, body))
+                self._events.put(MessageReceived(worker, message, body))
                 send(connection, Received())
         except OSError as error:  # the worker's end is reported by its control connection
             logger.debug("the bulk connection of worker %s has ended: %s", worker, error)

@@ -1,4 +1,4 @@
-"""What a group tells the engine: values, in the order in which they happened."""
+"""The events that a group reports to the engine, in the order in which they happened. Driver."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from raysgd.core.connection import Body
 from raysgd.core.messages import Message
 from raysgd.outcomes import Outcome
 
-__all__ = ["Arrived", "Event", "Gone", "Heard", "Replied"]
+__all__ = ["CallEnded", "Event", "MessageReceived", "WorkerEnded", "WorkerStarted"]
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """A launched worker's process is up and connected."""
+class WorkerStarted:
+    """A launched worker's process has started, and its control client is connected."""
 
     worker: str
     node: str
@@ -21,8 +21,8 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Replied:
-    """A call came back. `call` is the number that `submit` gave it."""
+class CallEnded:
+    """A call ended. `call` is the number that `submit` returned."""
 
     worker: str
     call: int
@@ -30,8 +30,8 @@ class Replied:
 
 
 @dataclass(frozen=True)
-class Gone:
-    """A worker is dead, or cannot be reached any more."""
+class WorkerEnded:
+    """A worker's process ended, or cannot be reached any more. It has failed, unless it was dismissed."""
 
     worker: str
     cause: str
@@ -39,12 +39,12 @@ class Gone:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """A worker sent a message: progress, an answer, a snapshot, a report. `body` is what came with it."""
+class MessageReceived:
+    """A worker sent a message: progress, an answer, a snapshot or a report. `body` holds its data."""
 
     worker: str
     message: Message
     body: bytes | Body = b""
 
 
-Event = Arrived | Replied | Gone | Heard
+Event = WorkerStarted | CallEnded | WorkerEnded | MessageReceived

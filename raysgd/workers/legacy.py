@@ -1,4 +1,4 @@
-"""What older training code called on Ray's references itself. The engine does not use it."""
+"""A function that scripts for RaySGD call on Ray references. The engine does not use it. Driver."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_for_failure(remote_values: Iterable[Any], *, timeout_s: float | None = None) -> bool:
-    """Wait for calls on actors: True when all have ended, False as soon as an actor is found dead.
+    """Wait for calls on actors. Return True when all have ended, False as soon as an actor has failed.
 
-    An error that a call itself raised reaches the caller as it is. Without `timeout_s` an actor that hangs is
-    waited for; with it, TimeoutError tells of each call that took longer to end after the one before.
+    Raise the error that a call raised. Raise TimeoutError if no call ends within `timeout_s` of the one before; without
+    `timeout_s`, wait without a limit.
     """
     waiting = list(dict.fromkeys(remote_values))  # ray.wait refuses a reference that is given twice
     while waiting:

@@ -1,4 +1,4 @@
-"""Processes of this machine: see whether they have ended, and end them. Driver."""
+"""Processes of this machine: checks whether they have ended, and ends them. Driver."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["LocalProcess", "end_all"]
 
 
 class LocalProcess:
-    """A process of this machine by its number. Owns, where the system has one, a handle that means this very process
-    also when its number is used again."""
+    """A process of this machine. Owns, if the system supports it, a handle that stays valid if the process id is used
+    again."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -35,7 +35,7 @@ class LocalProcess:
         return self._ended
 
     def kill(self) -> None:
-        """Send SIGKILL. A process that has ended is left alone."""
+        """Send SIGKILL, unless the process has ended."""
         if self.ended:
             return
         try:

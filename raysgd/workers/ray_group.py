@@ -1,4 +1,4 @@
-"""N workers as Ray actors, addressed together: launch, call, listen, end. Decides nothing."""
+"""A group of workers that are Ray actors: launches them, calls them, receives their events, ends them. Driver."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from typing import Any
 
 from raysgd.config import WorkerResources
 from raysgd.core.messages import KillProcess, Message, StartDealer
-from raysgd.elastic import OUT_OF_STEP
 from raysgd.errors import NotActiveError
 from raysgd.outcomes import Failed, Outcome
+from raysgd.policy import OUT_OF_STEP
 from raysgd.protocols import Backend
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
-from raysgd.workers.asking import Question, answer_limit_s, require_ray
 from raysgd.workers.blob import Blob
 from raysgd.workers.control_server import ControlServer
-from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
-from raysgd.workers.packing import pack
+from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.gcs import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.processes import LocalProcess, end_all
-from raysgd.workers.rows import DEALER, RemoteDealer, Rows, begin_dealer
-from raysgd.workers.shards import no_room_for_data
+from raysgd.workers.row_reader import DEALER, RemoteDealer, RowReader, start_dealer
+from raysgd.workers.serialization import pack
+from raysgd.workers.splits import no_room_for_data
 
 __all__ = ["RayGroup"]
 
 logger = logging.getLogger("raysgd")
 
 SMALL = 1 << 16
-# What gloo says when it ends a process because the ranks are in different collective calls.
+# What gloo writes when it ends a process because the ranks are in different collective calls.
 MISMATCH = re.compile(r"(?P<library>gloo)\S*\] (?P<what>op\.preamble[^\n]*collective mismatch[^\n]*)")
 ANSWER_S = 1.0
 
@@ -54,13 +54,15 @@ class _Handle:
     actor: Any
     node: str = ""
     pid: int = 0
-    gone: bool = False
+    ended: bool = False
     process: LocalProcess | None = None
 
 
 class RayGroup:
-    """Owns actor handles, the control server and one queue of events. One worker is one actor with resources of its
-    own (no placement group, which could not be resized), so growing never moves a survivor."""
+    """Owns the actor handles, the control server and one queue of events. Decides nothing.
+
+    Each worker is an actor with resources of its own. (A placement group could not be resized.) So growing never moves a
+    survivor."""
 
     elastic = True
 
@@ -79,20 +81,20 @@ class RayGroup:
         self._actor_class = ray.remote(WorkerActor)
         self._dealers: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
-        self._mark = uuid.uuid4().hex[:8]  # in names of actors, which everybody in the cluster can list
+        self._mark = uuid.uuid4().hex[:8]  # for unique names of actors
         self._session = require_ray()
         self._leaving: list[LocalProcess] = []
         self._draining: set[str] = set()
-        self._question: Question[set[str]] | None = None
+        self._drain_query: GcsQuery[set[str]] | None = None
         self._ask_at = 0.0
         self.control = ControlServer(self._events, ray.util.get_node_ip_address())  # last, as it starts a thread
 
     # -- members --------------------------------------------------------------------------------------
 
     def launch(self, count: int) -> list[str]:
-        """Asks Ray for `count` processes; each is an `Arrived` event when it is up.
+        """Ask Ray for `count` processes. Each one that starts is a `WorkerStarted` event.
 
-        The actors have no names, as Ray's client would wait for the GCS to register those."""
+        The actors have no names, because Ray's client would wait for the GCS to register them."""
         require_ray(self._session)
         address = self.control.address_for_workers()
         workers = []
@@ -107,13 +109,14 @@ class RayGroup:
                 max_task_retries=0,
             ).remote(worker, address, self._backend)
             self._handles[worker] = _Handle(actor)
-            # Its only use: it fails when the process ends before it is connected, which nothing else would report.
+            # This call fails if the process ends before it has connected, which nothing else would report.
             actor.__ray_ready__.remote().future().add_done_callback(partial(self._up, worker))
             workers.append(worker)
         return workers
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
-        """Starts one call; its end is a `Replied` (or `Gone`) event with the number returned here."""
+        """Start one call. It ends with a `CallEnded` event, which has the number returned here, or a `WorkerEnded`
+        event."""
         require_ray(self._session)
         call = next(self._calls)
         shared = {name: self._shared(v) if isinstance(v, Blob) else v for name, v in arguments.items()}
@@ -121,18 +124,18 @@ class RayGroup:
         future.add_done_callback(lambda done: self._done(worker, call, done))
         return call
 
-    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
-        """A call whose Ray reference the user holds; nobody here waits for it."""
+    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
+        """Start a call, and return its Ray reference for the user to wait for."""
         require_ray(self._session)
         return self._handles[worker].actor.value.remote(verb, arguments)
 
     def pack(self, value: Any) -> Any:
-        """The user's object, pickled once, by value; an error here names what cannot travel."""
+        """Return the user's object pickled, once and by value. Raise a TypeError if it cannot be pickled."""
         return pack(value)
 
     @staticmethod
     def _shared(blob: Blob) -> Any:
-        """One copy in the object store for all that are sent the same bytes."""
+        """Put large bytes into Ray's object store once, for all workers that they are sent to."""
         import ray
 
         if len(blob) < SMALL:
@@ -144,18 +147,18 @@ class RayGroup:
     def _up(self, worker: str, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None:
-            self._events.put(Gone(worker, _first_line(error)))
+            self._events.put(WorkerEnded(worker, _first_line(error)))
 
     def _done(self, worker: str, call: int, done: Future[Outcome]) -> None:
         from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
 
         error = done.exception()
         if error is None:
-            self._events.put(Replied(worker, call, done.result()))
+            self._events.put(CallEnded(worker, call, done.result()))
         elif isinstance(error, (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)):
-            self._events.put(Gone(worker, _first_line(error)))
-        else:  # an answer that cannot be read here; its worker is well
-            self._events.put(Replied(worker, call, Failed(error, str(error))))
+            self._events.put(WorkerEnded(worker, _first_line(error)))
+        else:  # the outcome cannot be unpickled here, but the worker has not failed
+            self._events.put(CallEnded(worker, call, Failed(error, str(error))))
 
     def poll(self, timeout: float) -> list[Event]:
         """Return what has happened, and wait up to `timeout` for the first event. A worker's end is reported once. An error
@@ -172,67 +175,69 @@ class RayGroup:
         return ready
 
     def _explained(self, event: Event) -> Event:
-        """Of a process that ended itself because a peer sent data of another size than it waited for, its own words say so."""
-        if not isinstance(event, Gone) or event.reason != "worker death":
+        """Return the event with the cause from the process's standard error, if gloo ended the process because a peer sent
+        data of another size than expected."""
+        if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
         handle = self._handles[event.worker]
-        words = cluster.last_words(handle.pid) if handle.node == self._here else ""
-        found = MISMATCH.search(words)
+        text = cluster.stderr_tail(handle.pid) if handle.node == self._here else ""
+        found = MISMATCH.search(text)
         if found is None:
             return event
         cause = f"its process was ended by {found['library']} ({found['what']})"
-        return Gone(event.worker, cause, OUT_OF_STEP)
+        return WorkerEnded(event.worker, cause, OUT_OF_STEP)
 
     def _fresh(self, event: Event) -> bool:
         handle = self._handles.get(event.worker)
         if handle is None:
-            self.control.hang_up(event.worker)  # one that came up after it was given up
+            self.control.disconnect(event.worker)  # it started after it was dismissed
             return False
-        if isinstance(event, Heard) and isinstance(event.message, StartDealer):
-            self._deal(event.message.name, bytes(event.body))
+        if isinstance(event, MessageReceived) and isinstance(event.message, StartDealer):
+            self._start_dealer(event.message.name, bytes(event.body))
             return False
-        if isinstance(event, Arrived):
+        if isinstance(event, WorkerStarted):
             handle.node, handle.pid = event.node, event.pid
             handle.process = LocalProcess(event.pid) if event.node == self._here else None
-        if isinstance(event, Gone):
-            if handle.gone:
+        if isinstance(event, WorkerEnded):
+            if handle.ended:
                 return False
-            handle.gone = True
+            handle.ended = True
             self._end(event.worker)
         return True
 
     # -- data -----------------------------------------------------------------------------------------
 
-    def rows(self, dataset: Any) -> Rows:
-        """The way to the rows of a Ray Dataset of the user's; the same one for the same data set."""
+    def rows(self, dataset: Any) -> RowReader:
+        """Return a reader for a Ray Dataset; the same one for the same data set."""
         from ray import cloudpickle
 
         name = f"{DEALER}-{self._mark}-given-{id(dataset)}"
-        self._given[name] = dataset  # as long as it is held, no other object has its id
-        self._deal(name, cloudpickle.dumps(dataset) if name not in self._dealers else b"")
-        return Rows(RemoteDealer(name))
+        self._given[name] = dataset  # while this reference exists, no other object has the same id
+        self._start_dealer(name, cloudpickle.dumps(dataset) if name not in self._dealers else b"")
+        return RowReader(RemoteDealer(name))
 
-    def _deal(self, name: str, packed: bytes) -> None:
-        """Begins the process that reads a data set for all workers, once."""
+    def _start_dealer(self, name: str, packed: bytes) -> None:
+        """Start the process that reads a data set for all workers, unless it is running."""
         if name not in self._dealers:
-            nodes = [handle.node for handle in self._handles.values() if handle.node and not handle.gone]
+            nodes = [handle.node for handle in self._handles.values() if handle.node and not handle.ended]
             no_room_for_data(nodes, self._resources.cpus, "a Ray Dataset")
-            self._dealers[name] = begin_dealer(name, packed)
+            self._dealers[name] = start_dealer(name, packed)
 
     # -- control --------------------------------------------------------------------------------------
 
-    def tell(self, worker: str, message: Message) -> bool:
-        return self.control.tell(worker, message)
+    def send(self, worker: str, message: Message) -> bool:
+        return self.control.send(worker, message)
 
     def silent_for(self, worker: str) -> float:
         return self.control.silent_for(worker)
 
     def set_patience(self, unreachable_s: float) -> None:
-        """Before the first launch: how long a machine may not answer before its workers count as lost."""
+        """Set, before the first launch, how long a machine may not answer before its workers count as failed."""
         self.control.unreachable_s = unreachable_s
 
     def kill(self, worker: str) -> None:
-        """SIGKILL, now: from here or by a neighbour on its node. Ray's own kill asks first, and takes seconds."""
+        """Send SIGKILL at once, from this process or from another worker on the same node. Ray's own kill takes
+        seconds."""
         handle = self._handles.get(worker)
         if handle is None:
             return
@@ -240,17 +245,17 @@ class RayGroup:
             handle.process.kill()
         elif handle.pid:
             for neighbour, other in self._handles.items():
-                if neighbour != worker and other.node == handle.node and not other.gone:
-                    self.tell(neighbour, KillProcess(handle.pid))
+                if neighbour != worker and other.node == handle.node and not other.ended:
+                    self.send(neighbour, KillProcess(handle.pid))
         self._end_actor(handle.actor)
 
     def _end(self, worker: str) -> None:
-        """Makes sure that a worker we gave up cannot come back."""
-        self.control.hang_up(worker)
+        """End a worker that has failed, so that it cannot come back."""
+        self.control.disconnect(worker)
         self._end_actor(self._handles[worker].actor)
 
     def _end_actor(self, actor: Any) -> None:
-        """Has Ray end it. A worker that was hung up on ends itself after a while, should Ray be gone."""
+        """Make Ray end an actor. If Ray is not running any more, a worker that was disconnected ends itself."""
         try:
             require_ray(self._session)
         except NotActiveError:
@@ -258,22 +263,22 @@ class RayGroup:
         cluster.end_actor(actor)
 
     def dismiss(self, worker: str) -> None:
-        """Ends a worker that is not needed any more. Frees its resources at once."""
+        """End a worker that is no longer needed, and free its resources at once."""
         handle = self._handles.get(worker)
         if handle is None:
             return
-        self.control.hang_up(worker)
+        self.control.disconnect(worker)
         self._end_actor(handle.actor)
         self._leaving = [process for process in self._leaving if not process.ended]
         if handle.process is not None:
             self._leaving.append(handle.process)
-        self._handles.pop(worker, None)  # last, so that Ctrl-C on the way leaves no worker that nobody knows
+        self._handles.pop(worker, None)  # last, so that Ctrl-C before it leaves no worker without a handle
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
-        """Wait at the end until Ray shows as free what the workers held that were dismissed meanwhile: the next line of the
-        user's script may ask for it."""
-        held = {worker: h.actor for worker, h in self._handles.items() if h.node and not h.gone}
+        """Wait, on exit, until Ray shows the resources of workers that were dismissed meanwhile as free, because the next
+        line of the user's script may need them."""
+        held = {worker: h.actor for worker, h in self._handles.items() if h.node and not h.ended}
         room = cluster.within(ANSWER_S, self.room) if held and self._resources.as_dict() else None
         yield
         ended = [actor for worker, actor in held.items() if worker not in self._handles]
@@ -296,15 +301,15 @@ class RayGroup:
     # -- the cluster ----------------------------------------------------------------------------------
 
     def room(self) -> int:
-        self.draining()  # raises at once, when it is known that Ray does not answer
+        self.draining()  # raises an error at once if it is known that Ray does not answer
         return cluster.room_for(self._resources)
 
-    def holds_at_most(self) -> int:
+    def capacity(self) -> int:
         self.draining()
-        return cluster.holds_at_most(self._resources)
+        return cluster.capacity(self._resources)
 
-    def wanting(self, count: int) -> str:
-        """ "4 CPU (2 free)": what `count` workers need against what is free."""
+    def demand(self, count: int) -> str:
+        """Return what `count` workers need, and what is free: "4 CPU (2 free)"."""
         free: dict[str, float] = {}
         for node in cluster.free_by_node().values():
             for name, amount in node.items():
@@ -313,21 +318,21 @@ class RayGroup:
         return ", ".join(f"{count * n:g} {name} ({free.get(name, 0):g} free)" for name, n in wanted.items())
 
     def draining(self) -> set[str]:
-        """Return what Ray said last, without waiting. Raise `ClusterError` when it has not answered for too long."""
+        """Return Ray's last answer, without waiting. Raise `ClusterError` if it has not answered for too long."""
         require_ray(self._session)
-        if self._question is None:
+        if self._drain_query is None:
             if time.monotonic() >= self._ask_at:
-                self._question = Question(cluster.draining_nodes)
-        elif self._question.answered or self._question.age_s > answer_limit_s():
-            self._draining = self._question.answer(answer_limit_s())
-            self._question, self._ask_at = None, time.monotonic() + DRAIN_LOOK_S
+                self._drain_query = GcsQuery(cluster.draining_nodes)
+        elif self._drain_query.answered or self._drain_query.age_s > gcs_limit_s():
+            self._draining = self._drain_query.result(gcs_limit_s())
+            self._drain_query, self._ask_at = None, time.monotonic() + DRAIN_LOOK_S
         return self._draining
 
-    def lives(self, node: str) -> bool:
-        """Return True also when Ray does not answer."""
-        if self._question is not None and not self._question.answered and self._question.age_s > UNANSWERED_S:
+    def is_node_alive(self, node: str) -> bool:
+        """Return whether the node is alive; True also if Ray does not answer."""
+        if self._drain_query is not None and not self._drain_query.answered and self._drain_query.age_s > UNANSWERED_S:
             return True
-        return cluster.node_lives(node)
+        return cluster.is_node_alive(node)
 
 
 def _first_line(error: BaseException) -> str:

@@ -23,20 +23,20 @@ class WorkerGroup(Protocol):
     listener: Callable[[Event], None]
 
     def launch(self, count: int) -> list[str]:
-        """Start workers and return their names at once. Each one that comes up is an `Arrived` event."""
+        """Start workers and return their names at once. Each one that starts is a `WorkerStarted` event."""
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
-        """Start a call and return its number, which its `Replied` event has, too."""
+        """Start a call and return its number, which its `CallEnded` event also has."""
 
     def poll(self, timeout: float) -> list[Event]:
         """Return what has happened, and wait up to `timeout` for the first event. A worker's failure is reported
         once."""
 
-    def tell(self, worker: str, message: Message) -> bool:
+    def send(self, worker: str, message: Message) -> bool:
         """Send a message alongside the running call. Return False if the worker cannot be reached."""
 
     def silent_for(self, worker: str) -> float:
-        """Return for how many seconds the worker has sent nothing; 0 before it has arrived."""
+        """Return for how many seconds the worker has sent nothing; 0 before it has started."""
 
     def set_patience(self, unreachable_s: float) -> None:
         """Set, before the first launch, how long a machine may not answer before its workers count as failed."""
@@ -47,7 +47,7 @@ class WorkerGroup(Protocol):
     def dismiss(self, worker: str) -> None:
         """End a worker that is not needed any more, and free its resources. No event about it follows."""
 
-    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
+    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         """Return a Ray reference to the result of a call, for the user to wait for."""
 
     def pack(self, value: Any) -> Any:
@@ -56,16 +56,16 @@ class WorkerGroup(Protocol):
     def room(self) -> int:
         """Return how many more workers fit into the cluster now."""
 
-    def holds_at_most(self) -> int:
+    def capacity(self) -> int:
         """Return how many such workers the cluster could hold if it were empty."""
 
-    def wanting(self, count: int) -> str:
+    def demand(self, count: int) -> str:
         """Return what `count` workers need, and what is free, for messages."""
 
     def draining(self) -> set[str]:
         """Return the nodes that will be taken away. Raise `ClusterError` if Ray has not answered for too long."""
 
-    def lives(self, node: str) -> bool:
+    def is_node_alive(self, node: str) -> bool:
         """Return whether the node belongs to the cluster, as far as is known."""
 
     def releasing(self) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ import pytest
 
 from raysgd import TorchTrainer
 from raysgd.callbacks import Callback, Result
-from raysgd.callbacks.crowd import Callbacks as Crowd
+from raysgd.callbacks.callback_list import CallbackList
 from tests.callbacks.listening import Broken, Demanding, Heard, Line
 
 
@@ -89,7 +89,7 @@ def test_an_error_in_a_callback_is_logged_once_and_changes_nothing(caplog: pytes
         assert [made.train()["train_loss"] for _ in range(2)] == results
     assert heard.order == ["start", "result", "result", "end"], "those behind the broken one hear everything"
     logged = [record for record in caplog.records if "Broken.on_result" in record.getMessage()]
-    assert "training goes on" in logged[0].getMessage()
+    assert "training continues" in logged[0].getMessage()
     assert logged[0].exc_info is not None
     assert isinstance(logged[0].exc_info[1], LookupError)
     assert [record.getMessage() for record in logged[1:]] == ["Broken.on_result raised 2 times; the first is above"]
@@ -175,7 +175,7 @@ class Late(Callback):
 
 
 def test_a_stop_that_comes_too_late_is_logged_and_not_raised_in_another_call(caplog: pytest.LogCaptureFixture) -> None:
-    told = Crowd([Late(), Demanding()])
+    told = CallbackList([Late(), Demanding()])
     with caplog.at_level(logging.ERROR, logger="raysgd"):
         told.error(ValueError("the call's own"))
         told.raise_stop()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from raysgd.protocols import Backend
-from raysgd.rendezvous import Alone, RankInfo, assign_ranks
+from raysgd.rendezvous import RankInfo, SingleWorkerBackend, assign_ranks
 
 JOIN_S, COLLECTIVE_S = 30.0, 90.0
 SOON_S = 20.0  # well below the limit of a collective
@@ -130,7 +130,7 @@ class Kind:
 
 
 KINDS = {
-    "none": Kind(Alone, add_alone, size=1),
+    "none": Kind(SingleWorkerBackend, add_alone, size=1),
     "gloo": Kind(gloo, add_gloo),
     "horovod": Kind(horovod, add_horovod),
     "tensorflow": Kind(tensorflow, add_tensorflow),
@@ -247,7 +247,7 @@ def test_a_replacement_worker_is_set_up_alone(ranks: Ranks) -> None:
     ranks.ranks[0].do("leave")
 
 
-# Alone has nobody to wait for, and TensorFlow's first rank keeps the rendezvous, which the driver cannot close.
+# SingleWorkerBackend has nobody to wait for, and TensorFlow's first rank keeps the rendezvous, which the driver cannot close.
 @on("gloo", "horovod")
 def test_a_rank_that_comes_to_a_closed_rendezvous_does_not_wait(ranks: Ranks) -> None:
     planned = ranks.plan()
@@ -293,7 +293,7 @@ def check_abort(ranks: Ranks) -> None:
     assert answer.seconds < SOON_S
 
 
-# A process joins TensorFlow's runtime only once, so this has processes of its own. Alone has no peer.
+# A process joins TensorFlow's runtime only once, so this has processes of its own. SingleWorkerBackend has no peer.
 @pytest.mark.parametrize("name", ["gloo", pytest.param("horovod", marks=pytest.mark.horovod), "tensorflow"])
 def test_the_failure_of_a_peer_frees_a_rank_that_waits(name: str) -> None:
     ranks = Ranks(name)

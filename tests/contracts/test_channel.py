@@ -43,13 +43,13 @@ from raysgd.core.messages import (
 from raysgd.outcomes import Ok
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Call
-from raysgd.rendezvous import Alone
+from raysgd.rendezvous import SingleWorkerBackend
 from raysgd.workers import control_server
 from raysgd.workers.blob import Blob
-from raysgd.workers.body import Body
 from raysgd.workers.control_client import ControlClient, brief
 from raysgd.workers.control_server import ControlServer
-from raysgd.workers.events import Arrived, Event, Gone, Heard
+from raysgd.workers.events import Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.replica_host import ReplicaHost
 
 REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_checkpoint=False)
 
@@ -256,23 +256,23 @@ def ended(opened: socket.socket) -> bool:
 
 def test_a_worker_arrives_and_obeys(desk: Desk) -> None:
     client = desk.client()
-    assert desk.next(Arrived) == Arrived("w", "node", os.getpid())
+    assert desk.next(WorkerStarted) == WorkerStarted("w", "node", os.getpid())
     client.call, client.generation = 7, 2
-    desk.server.tell("w", ProposeBoundary(round=1, call=7, step=5))
-    assert desk.next(Heard).message == BoundaryAnswer(round=1, accepted=True, begun=0)
-    desk.server.tell("w", ProposeBoundary(round=2, call=6, step=5))
-    assert desk.next(Heard).message == BoundaryAnswer(2, False, -1), "an order for another call is refused"
-    desk.server.tell("w", Interrupt(1))
-    desk.server.tell("w", StackRequest(3))
-    assert any("test_channel.py" in frame for frame in desk.next(Heard).message.frames)
+    desk.server.send("w", ProposeBoundary(round=1, call=7, step=5))
+    assert desk.next(MessageReceived).message == BoundaryAnswer(round=1, accepted=True, begun=0)
+    desk.server.send("w", ProposeBoundary(round=2, call=6, step=5))
+    assert desk.next(MessageReceived).message == BoundaryAnswer(2, False, -1), "an order for another call is refused"
+    desk.server.send("w", Interrupt(1))
+    desk.server.send("w", StackRequest(3))
+    assert any("test_channel.py" in frame for frame in desk.next(MessageReceived).message.frames)
     assert not client.control.interrupted and not desk.aborted, "an order of an old generation means nothing"
-    desk.server.tell("w", Interrupt(2))
+    desk.server.send("w", Interrupt(2))
     wait_for(lambda: desk.aborted == ["w"] and client.control.interrupted)
     client.notice()
-    assert desk.next(Heard).message == PreemptionNotice()
+    assert desk.next(MessageReceived).message == PreemptionNotice()
     client.control.report(Progress(step=4), {"loss": 0.5, "table": [1]})
-    assert desk.next(Heard).message == ProgressReport(7, Progress(step=4), {"loss": 0.5})
-    desk.server.hang_up("w")
+    assert desk.next(MessageReceived).message == ProgressReport(7, Progress(step=4), {"loss": 0.5})
+    desk.server.disconnect("w")
 
 
 class Stepping:
@@ -290,55 +290,55 @@ class Stepping:
 def test_a_stop_that_was_agreed_on_before_the_work_began_is_kept(desk: Desk) -> None:
     """The driver asks as soon as the call is sent; the main thread may still be fetching its arguments."""
     client = desk.client()
-    body = Body(Alone(), client.control)
-    body.perform("build", {"factory": Stepping, "rank_info": None})
-    desk.next(Arrived)
+    host = ReplicaHost(SingleWorkerBackend(), client.control)
+    host.perform("build", {"factory": Stepping, "rank_info": None})
+    desk.next(WorkerStarted)
     client.begin(7)
-    desk.server.tell("w", ProposeBoundary(1, 7, 5))
-    assert desk.next(Heard).message.accepted
-    desk.server.tell("w", ConfirmBoundary())
-    stopped = body.perform("run", {"call": Call(Stepping.run)})
+    desk.server.send("w", ProposeBoundary(1, 7, 5))
+    assert desk.next(MessageReceived).message.accepted
+    desk.server.send("w", ConfirmBoundary())
+    stopped = host.perform("run", {"call": Call(Stepping.run)})
     assert isinstance(stopped, Ok) and stopped.value is False
     client.begin(8)
-    free = body.perform("run", {"call": Call(Stepping.run)})
+    free = host.perform("run", {"call": Call(Stepping.run)})
     assert isinstance(free, Ok) and free.value is True, "it was asked of another call"
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_the_end_of_a_connection_is_an_event_at_once_and_once(desk: Desk) -> None:
     with desk.greet():
-        desk.next(Arrived)
+        desk.next(WorkerStarted)
         began = time.monotonic()
-    gone = desk.next(Gone)
+    gone = desk.next(WorkerEnded)
     assert time.monotonic() - began < 0.5
     assert "process ended" in gone.cause and gone.reason == "worker death"
-    assert not desk.server.tell("w", ConfirmBoundary())
+    assert not desk.server.send("w", ConfirmBoundary())
     assert desk.events.empty()
 
 
 def test_the_end_of_a_worker_that_was_dismissed_is_no_event(desk: Desk) -> None:
     desk.client()
-    desk.next(Arrived)
-    desk.server.hang_up("w")
+    desk.next(WorkerStarted)
+    desk.server.disconnect("w")
     time.sleep(0.1)
     assert desk.events.empty()
 
 
 def test_late_messages_of_a_worker_that_was_dismissed_are_dropped(desk: Desk) -> None:
     with desk.greet() as worker:
-        desk.next(Arrived)
-        desk.server.hang_up("w")
+        desk.next(WorkerStarted)
+        desk.server.disconnect("w")
         send(worker, PreemptionNotice())
         desk.client("next")
-        assert desk.next(Arrived).worker == "next", "the server serves others"
-    desk.server.hang_up("next")
+        assert desk.next(WorkerStarted).worker == "next", "the server serves others"
+    desk.server.disconnect("next")
     assert desk.events.empty()
 
 
 def test_silence_is_measured_from_the_last_message(desk: Desk) -> None:
     assert desk.server.silent_for("nobody") == 0.0
     with desk.greet() as worker:
-        desk.next(Arrived)
+        desk.next(WorkerStarted)
         time.sleep(0.3)
         assert desk.server.silent_for("w") >= 0.3
         send(worker, Alive())
@@ -347,11 +347,11 @@ def test_silence_is_measured_from_the_last_message(desk: Desk) -> None:
 
 def test_a_worker_that_never_reads_does_not_hold_the_driver_up(desk: Desk) -> None:
     with desk.greet() as worker:
-        desk.next(Arrived)
+        desk.next(WorkerStarted)
         deadline = time.monotonic() + 30
-        while desk.server.tell("w", StartDealer("x" * 5000)):
+        while desk.server.send("w", StartDealer("x" * 5000)):
             assert time.monotonic() < deadline
-        gone = desk.next(Gone)
+        gone = desk.next(WorkerEnded)
         assert gone.reason == "network" and "has not read" in gone.cause
         assert worker.fileno() >= 0
 
@@ -360,14 +360,14 @@ def test_an_unreachable_machine_is_noticed(desk: Desk) -> None:
     """Pulled cables are tried in tests/network; here, that every connection is set to notice them."""
     desk.server.unreachable_s = 10.0
     desk.client()
-    desk.next(Arrived)
+    desk.next(WorkerStarted)
     server_end = desk.server._workers["w"].connection
     assert server_end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     limits = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_USER_TIMEOUT": 10_000}
     for name, value in limits.items():
         if hasattr(socket, name):
             assert server_end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value, name
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_progress_messages_carry_short_values_only() -> None:
@@ -385,36 +385,36 @@ def test_progress_messages_carry_short_values_only() -> None:
 
 def test_all_reports_and_snapshots_of_a_worker_use_one_connection(desk: Desk) -> None:
     client = desk.client()
-    desk.next(Arrived)
+    desk.next(WorkerStarted)
     body = random.Random(2).randbytes(3 << 20)
     for _ in range(5):
         client.deliver(REPORT, b"abc")
-        heard = desk.next(Heard)
+        heard = desk.next(MessageReceived)
         assert (heard.worker, heard.message, bytes(heard.body)) == ("w", REPORT, b"abc")
     client.upload(SnapshotUpload(Progress(step=1), 2, {"loss": 1.0, "table": [1]}), body)
-    heard = desk.next(Heard)
+    heard = desk.next(MessageReceived)
     assert heard.body == body and heard.message == SnapshotUpload(Progress(step=1), 2, {"loss": 1.0})
     client.deliver(StartDealer("d"), b"")
-    assert desk.next(Heard).message == StartDealer("d")
+    assert desk.next(MessageReceived).message == StartDealer("d")
     assert desk.accepted == [OpenBulk("w")]
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_a_large_body_does_not_delay_the_control_connection(desk: Desk) -> None:
     client = desk.client()
-    desk.next(Arrived)
+    desk.next(WorkerStarted)
     sender = threading.Thread(target=client.deliver, args=(REPORT, bytes(300 << 20)), daemon=True)
     sender.start()
     slowest = 0.0
     number = 0
     while sender.is_alive():
         began, number = time.monotonic(), number + 1
-        desk.server.tell("w", StackRequest(number))
-        while not isinstance(desk.next(Heard).message, StackReport):
+        desk.server.send("w", StackRequest(number))
+        while not isinstance(desk.next(MessageReceived).message, StackReport):
             continue
         slowest = max(slowest, time.monotonic() - began)
     assert number > 2 and slowest < 1.0
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_a_delivery_that_does_not_arrive_is_an_error_and_the_next_one_works(
@@ -430,9 +430,9 @@ def test_a_delivery_that_does_not_arrive_is_an_error_and_the_next_one_works(
         with pytest.raises(ConnectionError):
             client.deliver(REPORT, b"abc")
     client.deliver(REPORT, b"abc")
-    assert desk.next(Heard).message == REPORT
+    assert desk.next(MessageReceived).message == REPORT
     assert desk.accepted == [OpenBulk("w")] * 2
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_a_bulk_connection_that_has_ended_meanwhile_is_opened_again(desk: Desk) -> None:
@@ -442,8 +442,8 @@ def test_a_bulk_connection_that_has_ended_meanwhile_is_opened_again(desk: Desk) 
         each.shutdown(socket.SHUT_RDWR)
     wait_for(lambda: not desk.server._handed_over)
     client.deliver(REPORT, b"def")
-    assert [bytes(desk.next(Heard).body) for _ in range(2)] == [b"abc", b"def"]
-    desk.server.hang_up("w")
+    assert [bytes(desk.next(MessageReceived).body) for _ in range(2)] == [b"abc", b"def"]
+    desk.server.disconnect("w")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
@@ -459,10 +459,10 @@ def test_a_forked_process_reports_over_a_connection_of_its_own(desk: Desk) -> No
                 os._exit(0)
     client.deliver(REPORT, b"parent again")
     os.waitpid(child, 0)
-    bodies = sorted(bytes(desk.next(Heard).body) for _ in range(3))
+    bodies = sorted(bytes(desk.next(MessageReceived).body) for _ in range(3))
     assert bodies == [b"child", b"parent", b"parent again"]
     assert desk.accepted == [OpenBulk("w")] * 2
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_a_message_that_cannot_be_carried_out_does_not_end_the_workers_thread(
@@ -472,12 +472,12 @@ def test_a_message_that_cannot_be_carried_out_does_not_end_the_workers_thread(
         raise OSError(24, "too many open files")
 
     client = ControlClient(desk.address, "w", "node", fails)
-    desk.next(Arrived)
-    desk.server.tell("w", Interrupt(1))
-    desk.server.tell("w", StackRequest(5))
-    assert desk.next(Heard).message.round == 5
+    desk.next(WorkerStarted)
+    desk.server.send("w", Interrupt(1))
+    desk.server.send("w", StackRequest(5))
+    assert desk.next(MessageReceived).message.round == 5
     assert "Interrupt could not be carried out" in caplog.text and client.control.interrupted
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 @pytest.mark.parametrize("size", [2**62, 2**64 - 1])
@@ -487,11 +487,11 @@ def test_a_body_without_room_ends_its_connection_only(desk: Desk, first: Message
         worker.sendall(framed(REPORT, size))
         assert ended(worker)
     if isinstance(first, Hello):
-        gone = desk.next(Gone)
+        gone = desk.next(WorkerEnded)
         assert gone.worker == "w" and gone.reason == "network" and "a body of" in gone.cause
     desk.client("next")
-    assert desk.next(Arrived).worker == "next"
-    desk.server.hang_up("next")
+    assert desk.next(WorkerStarted).worker == "next"
+    desk.server.disconnect("next")
 
 
 def test_control_messages_on_a_bulk_connection_end_it(desk: Desk) -> None:
@@ -545,7 +545,7 @@ def test_a_token_may_come_in_pieces(desk: Desk) -> None:
         worker.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in desk.address.token.encode() + framed(Hello("w", "n", 1)):
             worker.sendall(bytes([byte]))
-        assert receive(worker, Admitted) and desk.next(Arrived).worker == "w"
+        assert receive(worker, Admitted) and desk.next(WorkerStarted).worker == "w"
 
 
 @pytest.mark.parametrize(
@@ -563,11 +563,11 @@ def test_a_token_may_come_in_pieces(desk: Desk) -> None:
 def test_a_first_message_of_another_type_ends_its_connection_only(desk: Desk, header: bytes) -> None:
     """Even with the right token."""
     with desk.greet("there"):
-        desk.next(Arrived)
+        desk.next(WorkerStarted)
         with desk.open(desk.address.token.encode() + PREFIX.pack(len(header), 0) + header) as other:
             assert ended(other)
-        assert desk.server.tell("there", ConfirmBoundary()), "the one that was there is served"
-    assert desk.next(Gone).worker == "there"
+        assert desk.server.send("there", ConfirmBoundary()), "the one that was there is served"
+    assert desk.next(WorkerEnded).worker == "there"
 
 
 def test_a_connection_that_is_not_admitted_in_time_is_closed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -581,9 +581,9 @@ def test_a_connection_that_is_not_admitted_in_time_is_closed(desk: Desk, monkeyp
             slow.sendall(bytes([byte]))
             time.sleep(0.05)
     with desk.greet():
-        desk.next(Arrived)
+        desk.next(WorkerStarted)
         time.sleep(0.5)
-        assert desk.server.tell("w", ConfirmBoundary()), "an admitted worker may be silent"
+        assert desk.server.send("w", ConfirmBoundary()), "an admitted worker may be silent"
 
 
 def test_only_so_many_wait_for_admission(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,7 +591,7 @@ def test_only_so_many_wait_for_admission(desk: Desk, monkeypatch: pytest.MonkeyP
     silent = [desk.open() for _ in range(5)]
     assert ended(silent[0]) and ended(silent[1]), "the oldest make room"
     with desk.greet():
-        desk.next(Arrived)
+        desk.next(WorkerStarted)
         silent[4].setblocking(False)
         with pytest.raises(BlockingIOError):
             silent[4].recv(1)
@@ -603,8 +603,8 @@ def test_a_worker_is_admitted_among_many_silent_clients(desk: Desk) -> None:
     silent = [desk.open() for _ in range(300)]
     began = time.monotonic()
     desk.client()
-    assert desk.next(Arrived).worker == "w" and time.monotonic() - began < 3
-    desk.server.hang_up("w")
+    assert desk.next(WorkerStarted).worker == "w" and time.monotonic() - began < 3
+    desk.server.disconnect("w")
     for each in silent:
         each.close()
 
@@ -622,8 +622,8 @@ def test_a_refused_worker_tries_again(desk: Desk, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(desk.server, "_first_message", first_refused)
     desk.client()
-    assert desk.next(Arrived).worker == "w" and len(tries) == 2
-    desk.server.hang_up("w")
+    assert desk.next(WorkerStarted).worker == "w" and len(tries) == 2
+    desk.server.disconnect("w")
 
 
 def test_a_client_does_not_wait_for_ever_for_another_kind_of_server() -> None:
@@ -653,9 +653,9 @@ def test_without_a_descriptor_it_waits_and_goes_on(desk: Desk, monkeypatch: pyte
         wait_for(lambda: len(tries) > 1)
     assert tries[1] - tries[0] >= 0.15
     desk.client()
-    assert desk.next(Arrived).worker == "w"
+    assert desk.next(WorkerStarted).worker == "w"
     opened.close()
-    desk.server.hang_up("w")
+    desk.server.disconnect("w")
 
 
 def test_refused_connections_are_counted_instead_of_listed(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
@@ -671,7 +671,7 @@ def test_refused_connections_are_counted_instead_of_listed(desk: Desk, caplog: p
 
 def test_a_closed_server_leaves_nothing(desk: Desk) -> None:
     desk.client()
-    desk.next(Arrived)
+    desk.next(WorkerStarted)
     bulk = connect(desk.address, OpenBulk("w"))
     desk.server.close()
     assert ended(bulk)

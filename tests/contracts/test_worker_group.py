@@ -16,9 +16,9 @@ from raysgd.core.messages import Interrupt, ProgressReport, StackReport, StackRe
 from raysgd.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Call
-from raysgd.rendezvous import Alone, RankInfo
-from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
-from raysgd.workers.inline import InlineGroup
+from raysgd.rendezvous import RankInfo, SingleWorkerBackend
+from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.worker_group import WorkerGroup
 from tests.simulation.checker import Checker
@@ -95,14 +95,14 @@ class Subject:
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
         self.workers: list[str] = []
-        self.arrivals: list[Arrived] = []
+        self.arrivals: list[WorkerStarted] = []
         self.heard: list[Event] = []
         group.set_patience(20.0)
         group.listener = self.heard.append
 
     def launch(self) -> None:
         self.workers = self.group.launch(self.size)
-        self.arrivals = [event for event in self.until(Arrived, self.size) if isinstance(event, Arrived)]
+        self.arrivals = [event for event in self.until(WorkerStarted, self.size) if isinstance(event, WorkerStarted)]
 
     def build(self) -> None:
         for worker in self.workers:
@@ -130,7 +130,7 @@ class Subject:
 
     def perform(self, worker: str, verb: str, *, generation: int = 0, **arguments: Any) -> Outcome:
         call = self.group.submit(worker, verb, arguments, generation=generation)
-        (reply,) = [event for event in self.until(Replied) if isinstance(event, Replied)]
+        (reply,) = [event for event in self.until(CallEnded) if isinstance(event, CallEnded)]
         assert (reply.worker, reply.call) == (worker, call)
         return reply.outcome
 
@@ -158,7 +158,7 @@ class Inline(Subject):
     size = 1
 
     def __init__(self) -> None:
-        super().__init__(InlineGroup(Alone()))
+        super().__init__(InlineGroup(SingleWorkerBackend()))
 
     def ended(self, worker: str) -> bool:
         return True  # the worker is this process, and what ends is only what it hosts
@@ -168,7 +168,7 @@ class InRay(Subject):
     settle_s = 0.6
 
     def __init__(self) -> None:
-        super().__init__(RayGroup(Alone(), WorkerResources(cpus=1)))
+        super().__init__(RayGroup(SingleWorkerBackend(), WorkerResources(cpus=1)))
 
     def _pid(self, worker: str) -> int:
         return next(event.pid for event in self.arrivals if event.worker == worker)
@@ -251,18 +251,18 @@ def each(fixture: str, kinds: Sequence[str]) -> pytest.MarkDecorator:
 
 @each("fresh", ALL)
 def test_each_launched_worker_arrives_once_and_the_room_shrinks(fresh: Subject) -> None:
-    group, room, most = fresh.group, fresh.group.room(), fresh.group.holds_at_most()
+    group, room, most = fresh.group, fresh.group.room(), fresh.group.capacity()
     assert most >= room >= fresh.size
     fresh.launch()
     assert len(set(fresh.workers)) == fresh.size
     assert sorted(event.worker for event in fresh.arrivals) == sorted(fresh.workers)
-    assert all(event.pid > 0 and group.lives(event.node) for event in fresh.arrivals)
+    assert all(event.pid > 0 and group.is_node_alive(event.node) for event in fresh.arrivals)
     assert fresh.settle() == []
     for _ in range(POLLS):
         if group.room() == room - fresh.size:
             break
         assert group.poll(POLL_S) == []
-    assert (group.room(), group.holds_at_most()) == (room - fresh.size, most)
+    assert (group.room(), group.capacity()) == (room - fresh.size, most)
     outcome = fresh.run(fresh.workers[0], Probe.give_back, value=1)
     assert isinstance(outcome, Failed) and "hosts no replica" in str(outcome.error)
     with group.releasing():
@@ -282,14 +282,16 @@ def test_the_failure_of_a_worker_is_reported_exactly_once(fresh: Subject) -> Non
     for worker in fresh.workers:
         fresh.group.submit(worker, "run", {"call": Call(Probe.wait)})
     fresh.group.kill(killed)
-    first = fresh.until(Gone)
-    assert [(type(event), event.worker) for event in first] == [(Gone, killed)]
+    first = fresh.until(WorkerEnded)
+    assert [(type(event), event.worker) for event in first] == [(WorkerEnded, killed)]
     fresh.crash(crashed)
-    second = fresh.until(Gone)
-    assert [(type(event), event.worker) for event in second] == [(Gone, crashed)]
-    assert all(isinstance(event, Gone) and event.cause and event.reason == "worker death" for event in first + second)
+    second = fresh.until(WorkerEnded)
+    assert [(type(event), event.worker) for event in second] == [(WorkerEnded, crashed)]
+    assert all(
+        isinstance(event, WorkerEnded) and event.cause and event.reason == "worker death" for event in first + second
+    )
     for worker in fresh.workers:
-        assert not fresh.group.tell(worker, StackRequest(1))
+        assert not fresh.group.send(worker, StackRequest(1))
         fresh.group.submit(worker, "run", {"call": Call(Probe.wait)})
         fresh.group.kill(worker)
     assert fresh.settle() == [], "each failure is reported once, and calls of a failed worker have no reply"
@@ -305,7 +307,7 @@ def test_a_worker_can_be_dismissed_before_it_arrives(fresh: Subject) -> None:
     fresh.group.dismiss(worker)
     fresh.group.dismiss(worker)
     assert fresh.settle() == []
-    assert not fresh.group.tell(worker, StackRequest(1))
+    assert not fresh.group.send(worker, StackRequest(1))
 
 
 @each("fresh", ALL)
@@ -323,11 +325,11 @@ def test_the_inline_group_has_one_worker_and_it_cannot_be_killed() -> None:
     with pytest.raises(RuntimeError, match="one worker"):
         subject.group.launch(1)
     with pytest.raises(RuntimeError, match="one worker"):
-        InlineGroup(Alone()).launch(2)
+        InlineGroup(SingleWorkerBackend()).launch(2)
     with pytest.raises(RuntimeError, match="cannot be killed"):
         subject.group.kill(subject.workers[0])
     assert subject.arrivals[0].pid == os.getpid()
-    assert not subject.group.tell(subject.workers[0], StackRequest(1)), "no thread reads messages"
+    assert not subject.group.send(subject.workers[0], StackRequest(1)), "no thread reads messages"
     assert subject.group.silent_for(subject.workers[0]) == 0.0
 
 
@@ -357,7 +359,9 @@ def test_every_call_has_one_reply_with_its_number(shared: Subject) -> None:
             number = shared.group.submit(worker, "run", {"call": Call(Probe.give_back, {"value": (worker, value)})})
             calls[number] = worker, value
     assert len(calls) == 3 * shared.size
-    replies = [event for event in [*shared.until(Replied, len(calls)), *shared.settle()] if isinstance(event, Replied)]
+    replies = [
+        event for event in [*shared.until(CallEnded, len(calls)), *shared.settle()] if isinstance(event, CallEnded)
+    ]
     assert sorted(reply.call for reply in replies) == sorted(calls)
     for worker in shared.workers:
         own = [reply.call for reply in replies if reply.worker == worker]
@@ -446,8 +450,8 @@ def test_a_reference_leads_to_the_value_or_to_the_users_error(shared: Subject) -
     import ray
 
     worker = shared.workers[0]
-    reference = shared.group.refer(worker, "run", {"call": Call(Probe.give_back, {"value": 5})})
-    failing = shared.group.refer(worker, "run", {"call": Call(Probe.throw, {"error": KeyError("planned")})})
+    reference = shared.group.reference(worker, "run", {"call": Call(Probe.give_back, {"value": 5})})
+    failing = shared.group.reference(worker, "run", {"call": Call(Probe.throw, {"error": KeyError("planned")})})
     assert ray.get(reference) == 5
     with pytest.raises(KeyError, match="planned"):
         ray.get(failing)
@@ -457,7 +461,7 @@ def test_a_reference_leads_to_the_value_or_to_the_users_error(shared: Subject) -
 @each("shared", SAME_MEMORY)
 def test_without_ray_there_are_no_references(shared: Subject) -> None:
     with pytest.raises((RuntimeError, NotImplementedError), match="reference"):
-        shared.group.refer(shared.workers[0], "run", {"call": Call(Probe.give_back, {"value": 5})})
+        shared.group.reference(shared.workers[0], "run", {"call": Call(Probe.give_back, {"value": 5})})
 
 
 # -- messages -----------------------------------------------------------------------------------------
@@ -467,14 +471,14 @@ def test_without_ray_there_are_no_references(shared: Subject) -> None:
 def test_progress_arrives_with_the_number_of_its_call(shared: Subject) -> None:
     worker = shared.workers[-1]
     call = shared.group.submit(worker, "run", {"call": Call(Probe.report)})
-    events = [*shared.until(Replied), *shared.settle()]
-    (heard,) = [event for event in events if isinstance(event, Heard)]
+    events = [*shared.until(CallEnded), *shared.settle()]
+    (heard,) = [event for event in events if isinstance(event, MessageReceived)]
     assert (heard.worker, heard.message) == (worker, ProgressReport(call, Progress(step=4), {"loss": 1.0}))
 
 
 @each("shared", ALL)
 def test_an_unknown_worker_cannot_be_told_anything(shared: Subject) -> None:
-    assert not shared.group.tell("unknown", StackRequest(1))
+    assert not shared.group.send("unknown", StackRequest(1))
     assert shared.group.silent_for("unknown") == 0.0
 
 
@@ -483,14 +487,14 @@ def test_messages_reach_a_running_call_of_the_same_generation(shared: Subject) -
     worker = shared.workers[0]
     shared.perform(worker, "join", rank_info=RankInfo(solo=True), settings={}, generation=2)
     call = shared.group.submit(worker, "run", {"call": Call(Probe.wait)})
-    assert shared.group.tell(worker, StackRequest(8))
-    (stack,) = shared.until(Heard)
-    assert isinstance(stack, Heard) and isinstance(stack.message, StackReport) and stack.message.round == 8
-    assert shared.group.tell(worker, Interrupt(1))
+    assert shared.group.send(worker, StackRequest(8))
+    (stack,) = shared.until(MessageReceived)
+    assert isinstance(stack, MessageReceived) and isinstance(stack.message, StackReport) and stack.message.round == 8
+    assert shared.group.send(worker, Interrupt(1))
     assert shared.settle() == [], "an order of an old generation changes nothing"
-    assert shared.group.tell(worker, Interrupt(2))
-    (reply,) = shared.until(Replied)
-    assert isinstance(reply, Replied) and reply.call == call
+    assert shared.group.send(worker, Interrupt(2))
+    (reply,) = shared.until(CallEnded)
+    assert isinstance(reply, CallEnded) and reply.call == call
     assert isinstance(reply.outcome, Ok) and reply.outcome.value == "interrupted"
     shared.perform(worker, "join", rank_info=RankInfo(solo=True), settings={}, generation=3)
 
@@ -520,14 +524,14 @@ def test_silence_is_measured_from_the_last_message(shared: Subject) -> None:
 @each("shared", ALL)
 def test_what_is_known_of_the_cluster(shared: Subject) -> None:
     assert shared.group.draining() == set()
-    assert all(shared.group.lives(event.node) for event in shared.arrivals)
-    assert isinstance(shared.group.wanting(3), str) and shared.group.wanting(3)
+    assert all(shared.group.is_node_alive(event.node) for event in shared.arrivals)
+    assert isinstance(shared.group.demand(3), str) and shared.group.demand(3)
 
 
 @each("shared", APART)
-def test_wanting_says_what_is_needed_and_what_is_free(shared: Subject) -> None:
-    assert shared.group.wanting(3) == f"3 CPU ({shared.group.room()} free)"
-    assert not shared.group.lives("unknown")
+def test_demand_says_what_is_needed_and_what_is_free(shared: Subject) -> None:
+    assert shared.group.demand(3) == f"3 CPU ({shared.group.room()} free)"
+    assert not shared.group.is_node_alive("unknown")
 
 
 @pytest.mark.parametrize("kind", [RayGroup, InlineGroup, SimGroup])

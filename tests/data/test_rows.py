@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.data import RayData
 from raysgd.errors import ConfigError
-from raysgd.workers.dealing import Ask, Dealer, Dealt, Window
+from raysgd.workers.dealer import BlockBuffer, Dealer, PartRequest, RankRows
 
 
 class Blocks:
@@ -35,18 +35,18 @@ def dealer(*sizes: int) -> Dealer:
     return Dealer(pickle.dumps(Blocks(*sizes)))
 
 
-def rows(dealt: Dealt | None) -> list[int]:
-    return [] if dealt is None else [row for block, start, stop in dealt.pieces for row in block[start:stop]]
+def rows(dealt: RankRows | None) -> list[int]:
+    return [] if dealt is None else [row for block, start, stop in dealt.slices for row in block[start:stop]]
 
 
 def test_a_window_holds_what_may_be_asked_for() -> None:
-    window = Window([("a", 3), ("b", 0), ("c", 4), ("d", 2)])
-    window.read_to(4, keep_from=0)
-    assert (window.begin, window.end, window.complete) == (0, 7, False)
-    assert window.pieces(2, 5) == (("a", 2, 3), ("c", 0, 2))
-    window.read_to(100, keep_from=4)
-    assert (window.begin, window.end, window.complete) == (3, 9, True), "all of the first block is before row 4"
-    assert window.pieces(4, 9) == (("c", 1, 4), ("d", 0, 2))
+    buffer = BlockBuffer([("a", 3), ("b", 0), ("c", 4), ("d", 2)])
+    buffer.read_to(4, keep_from=0)
+    assert (buffer.begin, buffer.end, buffer.complete) == (0, 7, False)
+    assert buffer.slices(2, 5) == (("a", 2, 3), ("c", 0, 2))
+    buffer.read_to(100, keep_from=4)
+    assert (buffer.begin, buffer.end, buffer.complete) == (3, 9, True), "all of the first block is before row 4"
+    assert buffer.slices(4, 9) == (("c", 1, 4), ("d", 0, 2))
 
 
 @pytest.mark.parametrize("sizes", [(10,), (3, 3, 4), (1,) * 10, (0, 7, 0, 3)])
@@ -55,7 +55,7 @@ def test_every_row_once_in_order(sizes: tuple[int, ...], world: int, step: int) 
     hand = dealer(*sizes)
     seen, start = [], 0
     while True:
-        asked = [Ask((0, 1), start, step, rank, world, pad=False, floor=start) for rank in range(world)]
+        asked = [PartRequest((0, 1), start, step, rank, world, pad=False, floor=start) for rank in range(world)]
         dealt = [hand.take(ask) for ask in asked]
         if dealt[0] is None:
             assert dealt == [None] * world, "the end comes for all ranks at the same step"
@@ -66,7 +66,7 @@ def test_every_row_once_in_order(sizes: tuple[int, ...], world: int, step: int) 
 
 
 def test_the_last_step_has_a_row_for_everybody() -> None:
-    last = [dealer(9).take(Ask((0, 1), 8, 4, rank, 2)) for rank in range(2)]
+    last = [dealer(9).take(PartRequest((0, 1), 8, 4, rank, 2)) for rank in range(2)]
     assert [rows(each) for each in last] == [[8], [8]]
     assert [each.fresh for each in last if each] == [True, False]
 
@@ -76,28 +76,30 @@ def test_a_new_world_goes_on_where_the_old_one_committed() -> None:
     hand = dealer(5, 5, 5, 5)
     for start in (0, 4, 8):
         for rank in (0, 1):
-            hand.take(Ask((0, 1), start, 4, rank, 2, turn=(1, 1), floor=max(start - 8, 0)))
-    again = [hand.take(Ask((0, 1), 4, 6, rank, 3, turn=(1, 2), floor=4)) for rank in range(3)]
+            hand.take(PartRequest((0, 1), start, 4, rank, 2, turn=(1, 1), floor=max(start - 8, 0)))
+    again = [hand.take(PartRequest((0, 1), 4, 6, rank, 3, turn=(1, 2), floor=4)) for rank in range(3)]
     assert [rows(each) for each in again] == [[4, 5], [6, 7], [8, 9]]
     assert Blocks.passes == 1
 
 
 def test_late_questions_change_nothing() -> None:
     hand = dealer(4, 4)
-    assert rows(hand.take(Ask((0, 1), 0, 4, turn=(2, 1)))) == [0, 1, 2, 3]
-    assert hand.take(Ask((0, 0), 4, 4, turn=(1, 1))) is None, "of an older call"
-    assert hand.take(Ask((0, 1), 8, 4, turn=(2, 1))) is None, "the end"
-    assert rows(hand.take(Ask((0, 2), 0, 4, turn=(2, 1)))) == [0, 1, 2, 3]
-    assert hand.take(Ask((0, 1), 8, 4, turn=(2, 1))) is None, "the end of the last pass, by a rank that was slow"
-    assert hand.take(Ask((0, 1), 4, 4, turn=(2, 1))) is None, "of a pass that was left before its end"
+    assert rows(hand.take(PartRequest((0, 1), 0, 4, turn=(2, 1)))) == [0, 1, 2, 3]
+    assert hand.take(PartRequest((0, 0), 4, 4, turn=(1, 1))) is None, "of an older call"
+    assert hand.take(PartRequest((0, 1), 8, 4, turn=(2, 1))) is None, "the end"
+    assert rows(hand.take(PartRequest((0, 2), 0, 4, turn=(2, 1)))) == [0, 1, 2, 3]
+    assert hand.take(PartRequest((0, 1), 8, 4, turn=(2, 1))) is None, (
+        "the end of the last pass, by a rank that was slow"
+    )
+    assert hand.take(PartRequest((0, 1), 4, 4, turn=(2, 1))) is None, "of a pass that was left before its end"
     assert Blocks.passes == 2
 
 
 def test_what_is_not_held_any_more_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
     hand = dealer(4, 4, 4)
-    hand.take(Ask((0, 1), 8, 4, turn=(1, 1), floor=8))
-    assert "first 8 row(s), which were used, are left out" in caplog.text
-    assert rows(hand.take(Ask((0, 1), 3, 3, turn=(1, 2), floor=3))) == [3, 4, 5]
+    hand.take(PartRequest((0, 1), 8, 4, turn=(1, 1), floor=8))
+    assert "skipping its first 8 row(s), which have been used" in caplog.text
+    assert rows(hand.take(PartRequest((0, 1), 3, 3, turn=(1, 2), floor=3))) == [3, 4, 5]
     assert Blocks.passes == 2
 
 
@@ -115,11 +117,11 @@ class Broken(Blocks):
 def test_every_rank_hears_of_an_error_and_the_next_call_tries_again() -> None:
     Broken.passes = 0
     hand = Dealer(pickle.dumps(Broken(4, 4)))
-    assert rows(hand.take(Ask((0, 1), 0, 4, 0, 2, turn=(1, 1)))) == [0, 1]
+    assert rows(hand.take(PartRequest((0, 1), 0, 4, 0, 2, turn=(1, 1)))) == [0, 1]
     for rank in (0, 1, 0):
         with pytest.raises(ZeroDivisionError, match="planned"):
-            hand.take(Ask((0, 1), 4, 4, rank, 2, turn=(1, 1)))
-    assert rows(hand.take(Ask((0, 1), 4, 4, 1, 2, turn=(2, 2)))) == [6, 7]
+            hand.take(PartRequest((0, 1), 4, 4, rank, 2, turn=(1, 1)))
+    assert rows(hand.take(PartRequest((0, 1), 4, 4, 1, 2, turn=(2, 2)))) == [6, 7]
 
 
 class Splittable:

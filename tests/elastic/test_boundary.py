@@ -11,7 +11,7 @@ from raysgd.engine.boundary import Boundary
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.outcomes import Ok
 from raysgd.progress import Progress
-from raysgd.workers.events import Event, Heard, Replied
+from raysgd.workers.events import CallEnded, Event, MessageReceived
 
 
 class Ranks:
@@ -24,7 +24,7 @@ class Ranks:
         self.table = WorkerTable(group)
         for worker in self.table.launch(len(steps)):
             call = self.table.submit(worker, "run", {})
-            self._events.append(Replied(worker, call, Ok(progress=Progress(step=steps[int(worker)]))))
+            self._events.append(CallEnded(worker, call, Ok(progress=Progress(step=steps[int(worker)]))))
         self.table.pump(0.0)
 
     def launch(self, count: int) -> list[str]:
@@ -33,7 +33,7 @@ class Ranks:
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         return int(worker) + 1
 
-    def tell(self, worker: str, message: Message) -> bool:
+    def send(self, worker: str, message: Message) -> bool:
         self.told.append((worker, message))
         return True
 
@@ -42,7 +42,7 @@ class Ranks:
         return events
 
     def say(self, worker: str, kept: bool, begun: int) -> None:
-        self._events.append(Heard(worker, BoundaryAnswer(self._newest.round, kept, begun)))
+        self._events.append(MessageReceived(worker, BoundaryAnswer(self._newest.round, kept, begun)))
         self.table.pump(0.0)
 
     @property

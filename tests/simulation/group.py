@@ -14,9 +14,9 @@ from typing import Any
 from raysgd.core.messages import Message, PreemptionNotice, ProgressReport, SnapshotUpload
 from raysgd.outcomes import Outcome
 from raysgd.progress import Control
-from raysgd.workers.body import Body
 from raysgd.workers.control_client import ControlClient
-from raysgd.workers.events import Arrived, Event, Gone, Heard, Replied
+from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.replica_host import ReplicaHost
 from tests.simulation.network import ProcessGroup, SimBackend
 from tests.simulation.replica import SimReplica
 from tests.simulation.world import Condition, Process, Wake, World
@@ -101,7 +101,7 @@ class Worker(Process):
             member=self,
         )
         self.client = SimClient(self)
-        self.body = Body(self.backend, self.client.control, travels=False)
+        self.host = ReplicaHost(self.backend, self.client.control, remote=False)
         self.replica: SimReplica | None = None
         self.slow = 1.0
         self.given_up = False
@@ -119,7 +119,7 @@ class Worker(Process):
 
     def _main(self) -> None:
         self.point("process start")
-        self._to_driver.send(partial(self._group.emit, Arrived(self.name, self.node.name, 1)))
+        self._to_driver.send(partial(self._group.emit, WorkerStarted(self.name, self.node.name, 1)))
         while True:
             while not self._calls:
                 self._idle = Wake(self)
@@ -129,9 +129,9 @@ class Worker(Process):
             if verb in ("join", "warm"):
                 self.client.generation = generation
             self.point(verb)
-            outcome = self.body.perform(verb, arguments)
+            outcome = self.host.perform(verb, arguments)
             self.point(f"{verb} ended")
-            self._replies.send(partial(self._group.emit, Replied(self.name, call, outcome)))
+            self._replies.send(partial(self._group.emit, CallEnded(self.name, call, outcome)))
 
     def die(self, why: str = "its process ended", *, silently: bool = False) -> None:
         """A SIGKILL; `silently`, its machine vanished, so that nothing tells its peers."""
@@ -143,9 +143,9 @@ class Worker(Process):
         if group is not None:
             self.world.at(self.world.between(0.0, 0.002), lambda: group.leave(self, silently=silently))
         notice_s = self.world.between(0.5, 2.0) if silently else 0.0
-        gone = Gone(self.name, why, "network" if silently else "worker death")
+        gone = WorkerEnded(self.name, why, "network" if silently else "worker death")
         self._to_driver.send(partial(self._group.emit, gone), at_least_s=notice_s)
-        late = Gone(self.name, "Ray says that the actor died")
+        late = WorkerEnded(self.name, "Ray says that the actor died")
         self.world.at(self.world.between(0.05, 3.0), partial(self._group.emit, late))
         self.world.at(self.world.between(0.0, 0.3), lambda: self.node.workers.pop(self, None))
 
@@ -170,11 +170,11 @@ class Worker(Process):
     # -- messages -------------------------------------------------------------------------------------
 
     def say(self, message: Message) -> None:
-        self._to_driver.send(partial(self._group.emit, Heard(self.name, message)))
+        self._to_driver.send(partial(self._group.emit, MessageReceived(self.name, message)))
 
     def upload(self, message: SnapshotUpload, body: bytes) -> None:
         """On a connection of its own: it arrives whole, later than what was said meanwhile, or not at all."""
-        heard = Heard(self.name, message, body)
+        heard = MessageReceived(self.name, message, body)
         self.at(self.world.between(0.001, 0.05), partial(self._group.snapshot_arrives, heard))
 
     def hear(self, message: Message) -> None:
@@ -255,22 +255,22 @@ class SimGroup:
     def _is_news(self, event: Event) -> bool:
         if event.worker not in self._known:
             return False
-        if isinstance(event, Gone):
+        if isinstance(event, WorkerEnded):
             if event.worker in self._gone:
                 return False
             self._gone.add(event.worker)
             self._end(event.worker)
-        if not (isinstance(event, Heard) and isinstance(event.message, ProgressReport)):
+        if not (isinstance(event, MessageReceived) and isinstance(event.message, ProgressReport)):
             self.world.note("driver: %s", _Shown(event))
         return True
 
     def emit(self, event: Event) -> None:
         self._events.append(event)
 
-    def snapshot_arrives(self, heard: Heard) -> None:
+    def snapshot_arrives(self, heard: MessageReceived) -> None:
         self._events.append(heard)
 
-    def tell(self, worker: str, message: Message) -> bool:
+    def send(self, worker: str, message: Message) -> bool:
         if worker not in self.workers or worker in self._gone:
             return False
         self.world.note("%s <- %s", worker, message)
@@ -316,7 +316,7 @@ class SimGroup:
         ended = [self.workers[name] for name in self.workers if name in held and name not in self._known]
         self.world.run(2.5, lambda: not any(worker in worker.node.workers for worker in ended))
 
-    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
+    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         raise NotImplementedError("nothing in the simulation asks for a reference")
 
     def pack(self, value: Any) -> Any:
@@ -331,16 +331,16 @@ class SimGroup:
     def room(self) -> int:
         return max(sum(node.free for node in self.nodes) - len(self._pending), 0)
 
-    def holds_at_most(self) -> int:
+    def capacity(self) -> int:
         return sum(node.slots for node in self.nodes if node.alive)
 
-    def wanting(self, count: int) -> str:
+    def demand(self, count: int) -> str:
         return f"{count} CPU ({self.room()} free)"
 
     def draining(self) -> set[str]:
         return {node.name for node in self.nodes if node.draining}
 
-    def lives(self, node: str) -> bool:
+    def is_node_alive(self, node: str) -> bool:
         return any(each.name == node and each.alive for each in self.nodes)
 
 
@@ -352,10 +352,10 @@ class _Shown:
 
     def __str__(self) -> str:
         event = self._event
-        if isinstance(event, Replied):
+        if isinstance(event, CallEnded):
             outcome: Outcome = event.outcome
             cause = getattr(outcome, "cause", "") or getattr(outcome, "error", "")
             return f"{event.worker} replied to call {event.call}: {type(outcome).__name__} {cause!s:.60}"
-        if isinstance(event, Heard):
+        if isinstance(event, MessageReceived):
             return f"{event.worker} said {event.message}"
         return str(event)

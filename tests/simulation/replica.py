@@ -10,13 +10,13 @@ from typing import Any
 from raysgd.core.messages import SnapshotUpload
 from raysgd.metrics import COMMITTED
 from raysgd.outcomes import Interrupted
-from raysgd.plan import Deal
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Call
 from raysgd.rendezvous import RankInfo
-from raysgd.torch.cursor import Cursor
+from raysgd.sampling_plan import SamplingPlan
 from raysgd.torch.data import Drawn, PlannedSource
 from raysgd.torch.feed import Feed
+from raysgd.torch.position import Position
 from tests.simulation.network import NetworkError
 
 __all__ = ["SimReplica", "Step", "UserError"]
@@ -43,14 +43,14 @@ class SimSource(PlannedSource):
         """Every epoch has the same order."""
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        deal = self._deal(rank_info)
-        for share in deal.of(rank_info.world_rank, offset):
-            before, offset = offset, deal.advance(offset)
+        plan = self._plan(rank_info)
+        for share in plan.parts_of(rank_info.world_rank, offset):
+            before, offset = offset, plan.offset_after(offset)
             yield Drawn((before, offset, share), offset, share.fresh)
 
-    def _deal(self, rank_info: RankInfo) -> Deal:
+    def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         step = self._global or self._batch_size * rank_info.world_size
-        return Deal(self._total, max(step, rank_info.world_size), rank_info.world_size)
+        return SamplingPlan(self._total, max(step, rank_info.world_size), rank_info.world_size)
 
 
 class SimReplica:
@@ -58,7 +58,7 @@ class SimReplica:
 
     def __init__(self, worker: Any, plan: Any, rank_info: RankInfo, control: Control) -> None:
         self._worker, self._plan, self._rank_info, self._control = worker, plan, rank_info, control
-        self._cursor = Cursor()
+        self._position = Position()
         self._feed: Feed | None = None
         self._source = SimSource(plan.samples, plan.batch_size, plan.global_batch)
         self._mark = 0
@@ -67,12 +67,12 @@ class SimReplica:
 
     @property
     def progress(self) -> Progress:
-        return self._cursor.progress(self._control.phase)
+        return self._position.progress(self._control.phase)
 
     @property
     def loads(self) -> int:
         """How many of the user's loads the state has seen."""
-        return self._cursor.loads
+        return self._position.loads
 
     def run(self, call: Call) -> Any:
         self._control.phase = call.name
@@ -84,14 +84,14 @@ class SimReplica:
     # -- calls ----------------------------------------------------------------------------------------
 
     def train(self, call: int, num_steps: int | None, snapshot_first: bool = False) -> Any:
-        cursor = self._cursor
-        if not cursor.open_call(call):
+        position = self._position
+        if not position.open_call(call):
             return self.partial()
         if snapshot_first:
             self._snapshot()
         self._feed = feed = Feed(
             self._source,
-            cursor,
+            position,
             self._rank_info,
             self._control,
             limit=num_steps,
@@ -110,7 +110,7 @@ class SimReplica:
             asked = not self._control.interrupted
             return Interrupted(self.partial(), "stopped at a batch boundary", self.progress, asked=asked)
         self._feed = None
-        cursor.call_done = True
+        position.call_done = True
         self._snapshot()
         return self.partial()
 
@@ -118,14 +118,14 @@ class SimReplica:
         worker = self._worker
         worker.compute()
         worker.point("forward")
-        given = (len(self.steps), self._cursor.epoch, before, after, share)
+        given = (len(self.steps), self._position.epoch, before, after, share)
         group = worker.backend.group
         if group is None:
             raise NetworkError("the process group was aborted")
         everybody = group.collective(worker, given, worker.backend.collective_s)
         worker.point("reduced")
-        self.steps.append((self._cursor.epoch, before, after))
-        self._cursor.applied += 1
+        self.steps.append((self._position.epoch, before, after))
+        self._position.applied += 1
         feed.stepped()
         worker.checker.applied(worker, group, self.steps, everybody)
         worker.point("applied")
@@ -145,7 +145,7 @@ class SimReplica:
     def restore(self, data: bytes, loads: int) -> None:
         self._worker.compute()
         self.load(data, by_user=True)
-        self._cursor.call, self._cursor.call_done, self._cursor.loads = -1, False, loads
+        self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._snapshot()
 
     def apply(self) -> int:
@@ -161,19 +161,19 @@ class SimReplica:
             self._feed = None
 
     def partial(self) -> dict[str, Any]:
-        return {"epoch": self._cursor.epoch, COMMITTED: self._cursor.call_units}
+        return {"epoch": self._position.epoch, COMMITTED: self._position.call_units}
 
     def state(self) -> memoryview:
         return memoryview(self._state())
 
     def _state(self) -> bytes:
-        return pickle.dumps((self._cursor.as_dict(), self.steps))
+        return pickle.dumps((self._position.as_dict(), self.steps))
 
     def load(self, data: Any, *, by_user: bool = False) -> None:
-        cursor, steps = pickle.loads(data)
+        position, steps = pickle.loads(data)
         if not by_user:
-            self._worker.checker.takes(self._worker, self.steps, self._cursor.loads, steps, cursor["loads"])
-        self._cursor.adopt(cursor)
+            self._worker.checker.takes(self._worker, self.steps, self._position.loads, steps, position["loads"])
+        self._position.adopt(position)
         self.steps = steps
         self._feed = None
 
@@ -182,13 +182,13 @@ class SimReplica:
 
     def _on_commit(self, last: bool = False) -> None:
         if last or self._control.due():
-            self._control.report(self._cursor.progress("train"), self.partial())
+            self._control.report(self._position.progress("train"), self.partial())
         every = self._plan.snapshot_every
-        if not last and isinstance(every, int) and self._cursor.step // every > self._mark:
+        if not last and isinstance(every, int) and self._position.step // every > self._mark:
             self._snapshot()
-            self._mark = self._cursor.step // every
+            self._mark = self._position.step // every
 
     def _snapshot(self) -> None:
         if self._rank_info.world_rank == 0 and self._plan.snapshot_every is not None:
-            message = SnapshotUpload(self.progress, self._cursor.call, self.partial())
+            message = SnapshotUpload(self.progress, self._position.call, self.partial())
             self._worker.upload(message, self._state())

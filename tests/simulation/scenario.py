@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.config import ElasticConfig, Limits
-from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ResourceError, WorkerStartError
 from raysgd.metrics import COMMITTED
+from raysgd.policy import Recovery
 from raysgd.protocols import Call
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.group import Node, SimGroup, Worker

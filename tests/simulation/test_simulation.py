@@ -11,7 +11,7 @@ import pytest
 
 from raysgd.engine.generation import Generation
 from raysgd.engine.worker_table import WorkerInfo
-from raysgd.plan import Deal
+from raysgd.sampling_plan import SamplingPlan
 from raysgd.torch.feed import Feed
 from tests.simulation.seeds import Summary, simulate
 
@@ -51,8 +51,8 @@ def _forget_what_was_applied(patch: pytest.MonkeyPatch) -> None:
 
 
 def _use_samples_twice(patch: pytest.MonkeyPatch) -> None:
-    original = Deal.of
-    patch.setattr(Deal, "of", lambda self, rank, offset: original(self, 0, offset))
+    original = SamplingPlan.parts_of
+    patch.setattr(SamplingPlan, "parts_of", lambda self, rank, offset: original(self, 0, offset))
 
 
 def _rescue_no_state(patch: pytest.MonkeyPatch) -> None:

@@ -10,25 +10,25 @@ import pytest
 
 from raysgd.rendezvous import assign_ranks
 from raysgd.tf.ports import HeldPort
-from raysgd.train.tensorflow_meeting import TensorflowMeeting
+from raysgd.train.tensorflow_function import TensorflowFunctionBackend
 from tests.attacks.attackers import listening
 
 COUNT = 3
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[TensorflowMeeting]]:
-    ranks = [TensorflowMeeting(host="127.0.0.1") for _ in range(COUNT)]
+def ranks() -> Iterator[list[TensorflowFunctionBackend]]:
+    ranks = [TensorflowFunctionBackend(host="127.0.0.1") for _ in range(COUNT)]
     yield ranks
     for rank in ranks:
         rank.leave()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at this process through /proc and netlink")
-def test_nothing_listens_while_addresses_are_exchanged(ranks: list[TensorflowMeeting]) -> None:
+def test_nothing_listens_while_addresses_are_exchanged(ranks: list[TensorflowFunctionBackend]) -> None:
     before = listening([os.getpid()])
     offers = [rank.offer() for rank in ranks]
-    plans = TensorflowMeeting(host="127.0.0.1").plan(assign_ranks(["a"] * COUNT), offers)
+    plans = TensorflowFunctionBackend(host="127.0.0.1").plan(assign_ranks(["a"] * COUNT), offers)
     assert listening([os.getpid()]) == before
     assert [plan["addresses"] for plan in plans] == [[offer["address"] for offer in offers]] * COUNT
 

@@ -16,7 +16,7 @@ from raysgd.outcomes import Ok
 from raysgd.progress import Control
 from raysgd.rendezvous import RankInfo, assign_ranks
 from raysgd.torch.backend import TorchBackend
-from raysgd.workers.body import Body
+from raysgd.workers.replica_host import ReplicaHost
 
 GENERATIONS = 30
 
@@ -87,13 +87,13 @@ def test_a_short_limit_for_the_connections_is_none_for_those_who_come_late_nor_f
 
 def test_who_met_a_generation_that_did_not_come_to_stand_joins_the_next_one() -> None:
     """A peer died right after the meeting: the recruits are asked again, and were no members that would be asked to leave."""
-    body = Body(TorchBackend("gloo"), Control())
+    host = ReplicaHost(TorchBackend("gloo"), Control())
     try:
         for generation in (1, 2):
-            outcome = body.perform("join", {"rank_info": RankInfo(solo=True, generation=generation), "settings": {}})
+            outcome = host.perform("join", {"rank_info": RankInfo(solo=True, generation=generation), "settings": {}})
             assert isinstance(outcome, Ok), outcome
     finally:
-        body.perform("leave", {})
+        host.perform("leave", {})
     assert not dist.is_initialized()
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from raysgd.rendezvous import Alone, assign_ranks
+from raysgd.rendezvous import SingleWorkerBackend, assign_ranks
 from raysgd.torch.devices import see_gpus
 from raysgd.train import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.backends import backend_of, parse_backend
-from raysgd.train.tensorflow_meeting import TensorflowMeeting
+from raysgd.train.tensorflow_function import TensorflowFunctionBackend
 from raysgd.train.torch_meeting import TorchMeeting, environment
 
 LIMITS: dict[str, Any] = {"host": "127.0.0.1", "join_s": 5, "collective_s": 5}
@@ -43,10 +43,10 @@ def test_torch_settings() -> None:
     for wrong in ({"init_method": "file"}, {"backend": "mpi"}):
         with pytest.raises(ValueError, match=next(iter(wrong.values()))):
             TorchConfig(**wrong)
-    assert TorchConfig().meeting(use_gpu=False, **LIMITS).name == "gloo"
-    assert TorchConfig().meeting(use_gpu=True, **LIMITS).name == "nccl"
-    assert TorchConfig(backend="gloo").meeting(use_gpu=True, **LIMITS).name == "gloo"
-    assert isinstance(BackendConfig().meeting(use_gpu=False, **LIMITS), Alone)
+    assert TorchConfig().make_backend(use_gpu=False, **LIMITS).name == "gloo"
+    assert TorchConfig().make_backend(use_gpu=True, **LIMITS).name == "nccl"
+    assert TorchConfig(backend="gloo").make_backend(use_gpu=True, **LIMITS).name == "gloo"
+    assert isinstance(BackendConfig().make_backend(use_gpu=False, **LIMITS), SingleWorkerBackend)
 
 
 def test_horovod_and_tensorflow_settings_can_be_made_without_them() -> None:
@@ -54,7 +54,7 @@ def test_horovod_and_tensorflow_settings_can_be_made_without_them() -> None:
     for wrong, words in (({"timeout_s": 0}, "timeout_s"), ({"nics": "eth0"}, "nics")):
         with pytest.raises(ValueError, match=words):
             HorovodConfig(**wrong)
-    assert isinstance(TensorflowConfig().meeting(use_gpu=False, **LIMITS), TensorflowMeeting)
+    assert isinstance(TensorflowConfig().make_backend(use_gpu=False, **LIMITS), TensorflowFunctionBackend)
 
 
 class Mine(Backend):
@@ -125,10 +125,10 @@ def test_without_gpus_nothing_is_asked_of_the_workers() -> None:
 
 def test_every_tensorflow_rank_is_told_everybodys_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", "")
-    ranks = [TensorflowMeeting(host="127.0.0.1") for _ in range(3)]
+    ranks = [TensorflowFunctionBackend(host="127.0.0.1") for _ in range(3)]
     rank_infos = assign_ranks(["a", "a", "b"])
     offers = [rank.offer() for rank in ranks]
-    plans = TensorflowMeeting(host="127.0.0.1").plan(rank_infos, offers)
+    plans = TensorflowFunctionBackend(host="127.0.0.1").plan(rank_infos, offers)
     for rank, rank_info, plan in zip(ranks, rank_infos, plans, strict=True):
         port = int(offers[rank_info.world_rank]["address"].rpartition(":")[2])
         with pytest.raises(OSError), socket.socket() as probe:
@@ -143,7 +143,7 @@ def test_every_tensorflow_rank_is_told_everybodys_address(monkeypatch: pytest.Mo
 
 
 def test_a_tensorflow_loss_is_known_by_the_runtimes_words() -> None:
-    meeting = TensorflowMeeting(host="127.0.0.1")
+    meeting = TensorflowFunctionBackend(host="127.0.0.1")
     unavailable = type("UnavailableError", (Exception,), {"__module__": "tensorflow.python.framework.errors_impl"})
     wrapped = ValueError("training failed")
     wrapped.__cause__ = unavailable("Collective ops is aborted by: peer left")

@@ -22,7 +22,7 @@ from raysgd import storage
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.train import Checkpoint
 from raysgd.train.run import payload_of
-from raysgd.workers import packing
+from raysgd.workers import serialization
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_the_usual_values_need_no_trust(tmp_path: Path) -> None:
         "standard": [{1, 2}, (3,), b"4", 5j, None, True, collections.Counter("aab"), collections.OrderedDict(a=1)],
         "more": [datetime.datetime(2020, 1, 1), Path("a/b"), range(3), bytearray(b"1"), collections.deque([1])],
     }
-    for dumps in (pickle.dumps, packing.dumps):
+    for dumps in (pickle.dumps, serialization.dumps):
         uri = Checkpoint.from_dict(content).to_uri(tmp_path / "saved", dumps=dumps)
         found = Checkpoint(uri).to_dict()
         for name, value in content["model"].items():
@@ -223,7 +223,7 @@ BOMBS: dict[str, Callable[[Bomb], bytes]] = {
     "in protocol 0": lambda bomb: pickle.dumps({"epoch": 1, "bomb": bomb}, protocol=0),
     "alone": pickle.dumps,
     "in a tensor": inside_a_tensor,
-    "by cloudpickle": lambda bomb: packing.dumps({"bomb": bomb}),
+    "by cloudpickle": lambda bomb: serialization.dumps({"bomb": bomb}),
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 from raysgd import ElasticConfig, train
 from raysgd.train import DataConfig, Trainer
 from raysgd.train.shards import make_shards
-from raysgd.workers.shards import no_room_for_data
+from raysgd.workers.splits import no_room_for_data
 
 ray_data = pytest.importorskip("ray.data")
 

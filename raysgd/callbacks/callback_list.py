@@ -1,4 +1,4 @@
-"""Several callbacks, told as one. What goes wrong in one of them stays there, unless it asks for more."""
+"""Calls several callbacks. An error in one of them is logged, unless that callback may stop training. Driver."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from raysgd.callbacks.base import Callback, Result, Run, Underway
-from raysgd.elastic import Recovery
 from raysgd.errors import ConfigError
+from raysgd.policy import Recovery
 
-__all__ = ["Callbacks", "checked"]
+__all__ = ["CallbackList", "check_callbacks"]
 
 logger = logging.getLogger("raysgd")
 
 
-class Callbacks:
-    """Owns the callbacks of one trainer, in their order, and the error of one that wants training to stop.
+class CallbackList:
+    """Owns the callbacks of one trainer, in order, and the error of one that wants training to stop.
 
-    `raise_stop` raises that error: at a place where the trainer can be left, which is not where it happened.
+    `raise_stop` raises that error later, at a point where the call can end.
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
@@ -28,30 +28,30 @@ class Callbacks:
         self._stop: Exception | None = None
 
     @property
-    def wishes(self) -> list[Any]:
-        """What the callbacks want of the workers."""
+    def on_workers(self) -> list[Any]:
+        """Return what the callbacks want the workers to do."""
         return [callback.on_workers for callback in self._all if callback.on_workers is not None]
 
     def start(self, run: Run) -> None:
-        self._tell("on_start", run)
+        self._call("on_start", run)
 
     def progress(self, now: Underway) -> None:
-        self._tell("on_progress", now)
+        self._call("on_progress", now)
 
     def result(self, result: Result) -> None:
-        self._tell("on_result", result)
+        self._call("on_result", result)
 
     def recovery(self, recovery: Recovery) -> None:
-        self._tell("on_recovery", recovery)
+        self._call("on_recovery", recovery)
 
     def error(self, error: BaseException) -> None:
-        """This one is what the caller gets, whatever callbacks have asked for."""
-        self._tell("on_error", error)
+        """Report the error that the caller gets. It takes precedence over an error of a callback."""
+        self._call("on_error", error)
         self._forget_stop()
 
     def end(self, *, failed: bool) -> None:
-        """There is nothing more to be stopped."""
-        self._tell("on_end", failed)
+        """Report the end, after which no callback can stop training."""
+        self._call("on_end", failed)
         self._forget_stop()
         for name, count in self._failures.items():
             if count > 1:
@@ -63,17 +63,17 @@ class Callbacks:
         if stop is not None:
             raise stop
 
-    def _tell(self, hook: str, told: Any) -> None:
+    def _call(self, hook: str, argument: Any) -> None:
         for callback in self._all:
             try:
-                getattr(callback, hook)(told)
+                getattr(callback, hook)(argument)
             except Exception as error:
                 self._failed(callback, hook, error)
 
     def _forget_stop(self) -> None:
         stop, self._stop = self._stop, None
         if stop is not None:
-            logger.error("a callback that stops training raised, where nothing can be stopped any more", exc_info=stop)
+            logger.error("a callback with stops_training raised when no call was left to stop", exc_info=stop)
 
     def _failed(self, callback: Callback, hook: str, error: Exception) -> None:
         if callback.stops_training and self._stop is None:
@@ -82,11 +82,11 @@ class Callbacks:
         name = f"{type(callback).__name__}.{hook}"
         self._failures[name] += 1
         if self._failures[name] == 1:
-            logger.error("the callback %s raised; training goes on", name, exc_info=error)
+            logger.error("the callback %s raised; training continues", name, exc_info=error)
 
 
-def checked(callbacks: Any) -> list[Callback]:
-    """What a trainer was given as `callbacks`."""
+def check_callbacks(callbacks: Any) -> list[Callback]:
+    """Return a trainer's argument `callbacks` as a list. Raise `ConfigError` for anything else than callbacks."""
     if callbacks is None:
         return []
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):

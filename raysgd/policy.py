@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Lost, Ok, Outcome
+from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome, WorkerFailed
 
 __all__ = [
     "OUT_OF_STEP",
@@ -64,12 +64,12 @@ class Observation:
 
     kind: "done" all ranks finished; "user_error" the user's code raised; "broken" workers, the network or a data loader
     failed; "paused" all ranks stopped because they were asked to; "out_of_step" the ranks did not make the same
-    collective calls, which is an error in the user's code. `lost` are the failed workers, `culprit` is the worker whose
+    collective calls, which is an error in the user's code. `failed_workers` are the failed workers, `culprit` is the worker whose
     code raised or whose data loader failed.
     """
 
     kind: Literal["done", "user_error", "broken", "paused", "out_of_step"]
-    lost: tuple[str, ...] = ()
+    failed_workers: tuple[str, ...] = ()
     culprit: str | None = None
     reason: str = ""
     detail: str = ""
@@ -83,17 +83,17 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
     no worker failed and the driver did not ask for it mean a network fault, unless one of them names another reason, or
     they were in collective calls that do not match.
     """
-    lost = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, Lost))
+    failed_workers = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, WorkerFailed))
     failed = [worker for worker, outcome in outcomes.items() if isinstance(outcome, Failed)]
     if failed:
-        return Observation("user_error", lost=lost, culprit=failed[0])
-    apart = different_calls(outcomes)
-    if apart:
-        return Observation("out_of_step", lost=lost, reason=OUT_OF_STEP, detail=apart)
-    if lost:
-        first = outcomes[lost[0]]
-        assert isinstance(first, Lost)
-        return Observation("broken", lost=lost, reason=first.reason, detail=first.cause)
+        return Observation("user_error", failed_workers=failed_workers, culprit=failed[0])
+    difference = different_calls(outcomes)
+    if difference:
+        return Observation("out_of_step", failed_workers=failed_workers, reason=OUT_OF_STEP, detail=difference)
+    if failed_workers:
+        first = outcomes[failed_workers[0]]
+        assert isinstance(first, WorkerFailed)
+        return Observation("broken", failed_workers=failed_workers, reason=first.reason, detail=first.cause)
     interrupted = {worker: outcome for worker, outcome in outcomes.items() if isinstance(outcome, Interrupted)}
     for worker, outcome in interrupted.items():
         if outcome.reason:
@@ -108,16 +108,16 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
 
 
 def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> str:
-    """Return what shows that the ranks did not make the same collective calls, "" if nothing does.
+    """Return the evidence that the ranks did not make the same collective calls, "" if there is none.
 
-    Each of these is certain, as every rank's n-th call must be the same one: a backend found data of another size; a
-    rank is in a call beyond the last one of a rank that has finished; two ranks are in their n-th call, and it is not
-    the same; two ranks began the same batch after different numbers of calls; two ranks are at the same line of the
+    Every rank's n-th call must be the same one. So each of these is proof: the backend received data of an unexpected
+    size; a rank is in a call beyond the last one of a rank that has finished; two ranks are in their n-th call, and the
+    calls differ; two ranks began the same batch after different numbers of calls; two ranks are at the same line in the
     same batch, and one of them has made more calls in it than in the batch before. With `again` (no worker failed, and
-    it is the second time at this place) different lines of user code are enough.
+    it is the second time at this place), different lines of the user's code are enough.
     """
     ranks = list(enumerate(outcomes.values()))
-    sized = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, Lost) and o.reason == OUT_OF_STEP]
+    mismatched = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, WorkerFailed) and o.reason == OUT_OF_STEP]
     waiting = {r: o.place for r, o in ranks if isinstance(o, Interrupted) and not o.asked and o.place.name}
     counted = {r: place for r, place in waiting.items() if place.count >= 0}
     finished = {r: o.collectives for r, o in ranks if isinstance(o, Ok) and o.collectives >= 0}
@@ -127,18 +127,19 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
     )
     lines = {(place.name, place.line) for place in waiting.values()}
     drifted = _drifted({r: o.place for r, o in ranks if isinstance(o, Interrupted)}) or _more_calls(counted)
-    if not (sized or beyond or same or drifted or (again and len(lines) > 1)):
+    if not (mismatched or beyond or same or drifted or (again and len(lines) > 1)):
         return ""
     stories = [
         f"rank {rank} is in {place.name}, {_nth(place.count)}called at {place.line or 'an unknown line'}"
         for rank, place in waiting.items()
     ]
     stories += [f"rank {rank} has finished, after {count} collective call(s)" for rank, count in finished.items()]
-    return "; ".join([*sized, *stories, *([drifted] if drifted else [])])
+    return "; ".join([*mismatched, *stories, *([drifted] if drifted else [])])
 
 
 def _drifted(places: Mapping[int, CollectivePlace]) -> str:
-    """Return which ranks began the first batch that all know of after different numbers of collective calls."""
+    """Return which ranks began a batch after different numbers of collective calls: the first such batch among those
+    that all ranks remember."""
     known = [dict(place.begun) for place in places.values()]
     for step in sorted(set.intersection(*map(set, known))) if known else []:
         counts = {rank: begun[step] for rank, begun in zip(places, known, strict=True)}
@@ -149,8 +150,8 @@ def _drifted(places: Mapping[int, CollectivePlace]) -> str:
 
 
 def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:
-    """Return which ranks are at the same line, in the same batch, after different numbers of calls in it: more, on one
-    of them, than in the batch before."""
+    """Return which ranks are at the same line of the same batch after different numbers of calls in it, where one of
+    them has made more calls than in the batch before."""
     found: dict[tuple[int, int, str, str], dict[int, int]] = {}
     for rank, place in waiting.items():
         if len(place.begun) > 1:
@@ -170,8 +171,8 @@ def _nth(count: int) -> str:
 
 @dataclass(frozen=True)
 class Situation:
-    """The state of a trainer after a failure, in numbers. `ready` and `starting` count replacement workers; `gathered`:
-    no more of them are expected soon."""
+    """What `decide` needs to know after a failure, in numbers. `ready` and `starting` count replacement workers;
+    `gathered` is True if no more of them are expected soon."""
 
     survivors: int
     ready: int
@@ -189,26 +190,26 @@ class Situation:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """Survivors and replacements that are ready form the next generation now."""
+    """Form the next generation now, from the survivors and the replacement workers that are ready."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start `count` new processes; survivors and replacements that are ready are kept."""
+    """Start `count` new processes. Keep the survivors and the replacement workers that are ready."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Wait:
-    """There are not enough workers. Wait `seconds`, or until something changes."""
+    """Wait for more workers: `seconds` long, or until something changes."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """A limit is reached; `why` is for the error."""
+    """Raise an error, because a limit was reached. `why` is its text."""
 
     why: str
 
@@ -217,8 +218,8 @@ Decision = Rejoin | Restart | Wait | GiveUp
 
 
 def backoff(attempt: int, first_s: float, max_s: float, jitter: float) -> float:
-    """Return the next pause: exponential, less up to half of it by jitter in [0, 1), so that many trainers do not try
-    at once."""
+    """Return the next pause. It grows exponentially; a jitter in [0, 1) shortens it by up to half, so that several
+    trainers do not retry at the same time."""
     return float(min(max_s, first_s * 2.0 ** min(attempt, 60)) * (1.0 - 0.5 * jitter))
 
 

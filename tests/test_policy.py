@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.elastic import GiveUp, Rejoin, Restart, Situation, Wait, backoff, classify, decide, different_calls
-from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Lost, Ok
+from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Ok, WorkerFailed
+from raysgd.policy import GiveUp, Rejoin, Restart, Situation, Wait, backoff, classify, decide, different_calls
 
 OK, PAUSED = Ok(1), Interrupted(asked=True)
 CUT = Interrupted(cause="RuntimeError: Connection closed by peer")
-DEAD, HUNG, ERROR = Lost("it ended"), Lost("stopped", "hang"), Failed(ValueError("mine"))
+DEAD, HUNG, ERROR = WorkerFailed("it ended"), WorkerFailed("stopped", "hang"), Failed(ValueError("mine"))
 
 OUTCOMES = {
     "all well": ([OK, OK], "done", ""),
@@ -34,7 +34,7 @@ def test_classification(outcomes: list, kind: str, reason: str) -> None:
     named = {f"w{rank}": outcome for rank, outcome in enumerate(outcomes)}
     seen = classify(named)
     assert (seen.kind, seen.reason) == (kind, reason)
-    assert seen.lost == tuple(name for name, outcome in named.items() if isinstance(outcome, Lost))
+    assert seen.failed_workers == tuple(name for name, outcome in named.items() if isinstance(outcome, WorkerFailed))
     if kind == "user_error":
         assert isinstance(named[seen.culprit], Failed)
 
@@ -108,7 +108,7 @@ def made(count: int, usual: int = 1) -> Interrupted:
 APART = {
     "different calls, both the ninth": [cut(9, "barrier"), cut(9, "backward")],
     "a call beyond the last one of a rank that has finished": [Ok(1, collectives=13), cut(14, "backward")],
-    "one received data of another size": [cut(9, "backward"), Lost("preamble", "out of step")],
+    "one received data of another size": [cut(9, "backward"), WorkerFailed("preamble", "out of step")],
     "the same call, and one call too many before": [begun((7, 12), (8, 14)), begun((8, 15), (9, 16))],
     "one call more in this batch": [made(1), made(2)],
     "one of three": [cut(9, "all_reduce"), cut(9, "all_reduce"), cut(9, "broadcast")],
@@ -157,7 +157,7 @@ def test_a_second_time_different_lines_are_enough() -> None:
             ERROR,
             PAUSED,
             CUT,
-            Lost("x", "out of step"),
+            WorkerFailed("x", "out of step"),
         ]
     ),
     st.integers(1, 9),

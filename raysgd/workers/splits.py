@@ -1,4 +1,4 @@
-"""Ray Data for a run of a function: every rank's shards, divided anew whenever the ranks change."""
+"""Splits Ray Datasets among the ranks of a training function, again for each attempt. Driver."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 from raysgd.workers import cluster
 
-__all__ = ["ShardRules", "Shards", "no_room_for_data"]
+__all__ = ["DatasetSplits", "SplitRules", "no_room_for_data"]
 
 logger = logging.getLogger("raysgd")
 
 
-class ShardRules(Protocol):
-    """What a `raysgd.train.DataConfig` answers."""
+class SplitRules(Protocol):
+    """What `DatasetSplits` needs from a `raysgd.train.DataConfig`."""
 
     enable_shard_locality: bool
     equal: bool
@@ -25,38 +25,38 @@ class ShardRules(Protocol):
     def options_for(self, name: str) -> Any: ...
 
 
-class Shards:
-    """Owns the splits of one attempt. Ray deals the blocks of a split in an actor that waits until *all* its readers have
-    come; a reader that died never comes. So no split outlives an attempt: the next one gets new ones, and the old
-    actors are ended, which also frees readers that still wait in them."""
+class DatasetSplits:
+    """Owns the splits of one attempt. For each split Ray starts an actor that waits until *all* readers have connected,
+    which a failed reader never does. So splits are not reused: the next attempt gets new ones, and the old actors are
+    ended, which also frees readers that still wait for them."""
 
     def __init__(self, datasets: Mapping[str, Any], rules: Any, *, cpus_per_worker: float = 1) -> None:
         self._datasets, self._rules, self._cpus = dict(datasets), rules, cpus_per_worker
         self._open: list[Any] = []
-        self._told = False
+        self._warned = False
 
     def __call__(self, world_size: int, nodes: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """The data sets of each rank by name; `nodes` says where the ranks are."""
+        """Return the data sets of each rank by name. `nodes` are the nodes of the ranks."""
         self.close()
-        if not self._told and all(type(each).__name__ != "MaterializedDataset" for each in self._datasets.values()):
-            self._told = no_room_for_data(nodes, self._cpus, ", ".join(self._datasets))
-        shards = self._dealt(world_size, list(nodes))
+        if not self._warned and all(type(each).__name__ != "MaterializedDataset" for each in self._datasets.values()):
+            self._warned = no_room_for_data(nodes, self._cpus, ", ".join(self._datasets))
+        shards = self._split(world_size, list(nodes))
         self._open = [each for rank in shards for each in rank.values()]
         return shards
 
     def close(self) -> None:
-        """Nobody reads these shards any more."""
+        """End the actors of the splits, which are no longer read."""
         handles = {id(h): h for each in self._open if (h := getattr(each, "_coord_actor", None)) is not None}
         self._open = []
         for handle in handles.values():
             cluster.end_actor(handle)
 
-    def _dealt(self, world_size: int, nodes: list[str]) -> list[dict[str, Any]]:
+    def _split(self, world_size: int, nodes: list[str]) -> list[dict[str, Any]]:
         hints = nodes if len(nodes) == world_size and all(nodes) else None
         if callable(getattr(self._rules, "configure", None)):  # Ray's own DataConfig, or the user's subclass of it
             own: list[dict[str, Any]] = self._rules.configure(self._datasets, world_size, None, hints)
             return own
-        rules: ShardRules = self._rules
+        rules: SplitRules = self._rules
         shards: list[dict[str, Any]] = [{} for _ in range(world_size)]
         for name, dataset in self._datasets.items():
             options = rules.options_for(name)
@@ -72,7 +72,8 @@ class Shards:
 
 
 def no_room_for_data(nodes: Sequence[str], cpus_per_worker: float, names: str) -> bool:
-    """Says so when these workers leave no CPU for the tasks that read the data: they, and the workers, would wait."""
+    """Warn if these workers leave no CPU for the tasks that read the data, because both would wait. Return whether they
+    do."""
     held = Counter(nodes)
     total = {node: float(resources.get("CPU", 0)) for node, resources in cluster.alive_nodes().items()}
     if not nodes or any(total[node] - cpus_per_worker * held[node] >= 1 for node in total):

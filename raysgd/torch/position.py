@@ -1,4 +1,4 @@
-"""Where a replica stands: what travels with its state and says what is still to be done."""
+"""The position of a replica in its data: part of its state, and what determines the work that is left. Worker."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from typing import Any
 
 from raysgd.progress import Progress
 
-__all__ = ["Cursor"]
+__all__ = ["Position"]
 
 
 @dataclass
-class Cursor:
-    """Committed counts. `applied` counts single optimizers' steps: two ranks can be in one batch, the one after its first
-    optimizer's step and the other after its second. `epoch` counts epochs begun; `offset` is the place in it; `ended` that it is over.
+class Position:
+    """What has been committed. The names of the fields are keys in checkpoints.
 
-    stream, parked: the place in a data set passed to `train(dataset=...)`, and the epoch's place meanwhile.
-    call_units counts the samples that all ranks together have committed in the call, where a plan knows it.
-    call, call_batches, call_expected, call_done, call_epoch (the one it is to end): of the trainer's call that is running or was last.
+    step           batches since the beginning of training
+    applied        steps of single optimizers: of two ranks in one batch, one can be ahead by one optimizer's step
+    loads          how often the user has loaded a state
+    epoch          epochs begun; `offset` is the position in the current one, and `ended` whether it has ended
+    stream         the position in a data set passed to `train(dataset=...)`
+    parked         the epoch's position while a call trains on such a data set
+    call           the number of the call that is running, or was last; these belong to it, too:
+    call_batches, call_expected, call_done
+    call_epoch     the epoch that the call ends with
+    call_units     samples that all ranks together have committed in the call, if a sampling plan knows it
     """
 
     step: int = 0
@@ -35,16 +41,17 @@ class Cursor:
     stream: int = 0
     parked: list[Any] | None = None
 
-    def park(self, *, anew: bool = False) -> None:
-        """A call on another data set begins: the epoch's place waits, the stream's place is taken up; or, for data that
-        each call begins `anew`, the beginning."""
+    def set_aside(self, *, restart: bool = False) -> None:
+        """Set the epoch's position aside, because a call on another data set begins, and take the stream's position; with
+        `restart`, its beginning."""
         if self.parked is None:
-            self.parked = [self.offset, self.ended, self.stream if anew else None]
-            self.offset, self.ended = 0 if anew else self.stream, False
+            self.parked = [self.offset, self.ended, self.stream if restart else None]
+            self.offset, self.ended = 0 if restart else self.stream, False
             self.epoch += 1
             self.call_epoch = self.epoch
 
-    def unpark(self) -> None:
+    def resume_epoch(self) -> None:
+        """Return to the epoch's position, if it was set aside."""
         if self.parked is not None:
             kept = self.parked[2] if len(self.parked) > 2 else None  # older checkpoints have two entries
             self.stream = self.offset if kept is None else kept
@@ -59,7 +66,7 @@ class Cursor:
             setattr(self, each.name, values.get(each.name, each.default))
 
     def open_call(self, call: int) -> bool:
-        """Begins a call, or goes on with it; False when its work is done already."""
+        """Begin a call, or continue it. Return False if its work is done already."""
         if call != self.call:
             self.call, self.call_batches, self.call_expected, self.call_units, self.call_done = call, 0, 0, 0, False
             self.call_epoch = self.epoch + self.ended

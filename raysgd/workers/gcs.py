@@ -1,4 +1,4 @@
-"""Ask Ray's control service (GCS), without waiting for ever when it is gone. Both."""
+"""Queries Ray's control service (GCS) with a time limit, in case it does not answer. Both."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from typing import Any, Generic, TypeVar
 
 from raysgd.errors import ClusterError, NotActiveError
 
-__all__ = ["Question", "answer_limit_s", "ask", "require_ray"]
+__all__ = ["GcsQuery", "ask", "gcs_limit_s", "require_ray"]
 
 T = TypeVar("T")
 
-# Ray ends every process of its own, this one too, that has not reached the GCS for this long.
+# Ray ends every process of its cluster, including this one, that has not reached the GCS for this long.
 RAY_SETTING, RAY_DEFAULT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
 
 
-def answer_limit_s() -> float:
-    """Return how long the GCS may not answer: half of the time after which Ray ends this process, so that there is
-    time for `save()`."""
+def gcs_limit_s() -> float:
+    """Return the time limit for answers of the GCS: half of the time after which Ray ends this process, so that there is
+    time left for `save()`."""
     return float(os.environ.get(RAY_SETTING, RAY_DEFAULT_S)) / 2
 
 
 def require_ray(session: str | None = None) -> str:
-    """Return the identity of this process's connection to Ray. Raise `NotActiveError` when there is none, or not the
-    one that is given: Ray's own functions would start another Ray then."""
+    """Return the id of this process's connection to Ray. Raise `NotActiveError` if there is none, or if it is not
+    `session`, because Ray's own functions would start a new cluster then."""
     import ray
 
     here = ray.get_runtime_context() if ray.is_initialized() else None
-    # Each connection to one cluster has an id of its own, and each cluster's nodes have theirs.
+    # The first id distinguishes connections to one cluster, the second one clusters.
     now = f"{here.get_worker_id()} on {here.get_node_id()}" if here is not None else None
     if now is None or (session is not None and now != session):
         raise NotActiveError(
-            "this process is not connected to the Ray any more on which the trainer's workers were: ray.shutdown() was "
-            "called, and the workers ended with it. Make a new trainer to go on, and load what you saved"
+            "this process is no longer connected to the Ray cluster of the trainer's workers: ray.shutdown() was called, "
+            "which ended the workers. To continue, make a new trainer, and load what you saved"
         )
     return now
 
 
-class Question(Generic[T]):
-    """Owns one call to the GCS, on a thread of its own: Ray's client waits for the GCS as long as it takes, and does not
-    even let Ctrl-C through."""
+class GcsQuery(Generic[T]):
+    """Owns one call to the GCS, and the thread that makes it: Ray's client waits for the GCS without a limit, and even
+    blocks Ctrl-C meanwhile."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         require_ray()
@@ -51,12 +51,12 @@ class Question(Generic[T]):
         self._answer: list[T] = []
         self._error: BaseException | None = None
         self._asked_at = time.monotonic()
-        threading.Thread(target=self._ask, name="raysgd-question", daemon=True).start()
+        threading.Thread(target=self._ask, name="raysgd-gcs", daemon=True).start()
 
     def _ask(self) -> None:
         try:
             self._answer.append(self._call())
-        except BaseException as error:  # raised where the answer is wanted
+        except BaseException as error:  # `result` raises it
             self._error = error
         finally:
             self._done.set()
@@ -69,8 +69,8 @@ class Question(Generic[T]):
     def answered(self) -> bool:
         return self._done.is_set()
 
-    def answer(self, limit_s: float) -> T:
-        """Wait for it, so long after the question was asked at most. Raise `ClusterError` when it does not come."""
+    def result(self, limit_s: float) -> T:
+        """Return the answer. Raise `ClusterError` if there is none within `limit_s` of the start of the query."""
         if not self._done.wait(max(limit_s - self.age_s, 0.0)):
             raise ClusterError(_unreachable(self.age_s))
         if self._error is None:
@@ -81,8 +81,8 @@ class Question(Generic[T]):
 
 
 def ask(call: Callable[[], T], *, limit_s: float | None = None) -> T:
-    """Return the answer to one question; see `Question`."""
-    return Question(call).answer(answer_limit_s() if limit_s is None else limit_s)
+    """Return what a call to the GCS returns; see `GcsQuery`."""
+    return GcsQuery(call).result(gcs_limit_s() if limit_s is None else limit_s)
 
 
 def _unreachable(waited_s: float) -> str:
@@ -90,8 +90,8 @@ def _unreachable(waited_s: float) -> str:
     return (
         f"Ray's control service (the GCS{f' at {where}' if where else ''}) has not answered for {waited_s:.0f} s. Without "
         "it no worker can be replaced, and Ray ends every process that has not reached it for "
-        f"{2 * answer_limit_s():.0f} s, this one too ({RAY_SETTING}). If the workers are alive, "
-        "save() still works until then; what was saved before is intact. Restart the cluster, and load into a new trainer"
+        f"{2 * gcs_limit_s():.0f} s, including this one ({RAY_SETTING}). If the workers are alive, "
+        "save() still works until then; earlier checkpoints are intact. Restart the cluster, and load into a new trainer"
     )
 
 

@@ -1,4 +1,4 @@
-"""The ways in which a trainer's ranks meet and average gradients: what `backend` names, resolved once."""
+"""The strategies by which a trainer's ranks connect and average gradients: resolves the argument `backend`. Driver."""
 
 from __future__ import annotations
 
@@ -14,34 +14,40 @@ from raysgd.torch.backend import TorchBackend
 from raysgd.torch.exchange import Exchange
 from raysgd.torch.options import TrainingOptions
 
-__all__ = ["Way", "choose"]
+__all__ = ["Strategy", "choose_strategy"]
 
 
-def _goes_with_all(*, use_gpu: bool, precision: str) -> None:
-    """Nothing to refuse."""
+def _accept_all(*, use_gpu: bool, precision: str) -> None:
+    """Accept all options."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """meeting: makes the engine's backend, on the driver. exchange: makes what carries gradients, in each worker. wraps:
-    are models wrapped in DDP? check: refuses what this way cannot do."""
+class Strategy:
+    """How ranks connect and average gradients.
 
-    meeting: Callable[..., Backend]
-    exchange: Callable[[], Exchange] = Exchange
+    make_backend   makes the engine's backend, on the driver
+    make_exchange  makes the object that averages gradients, in each worker
+    wraps          whether models are wrapped in DistributedDataParallel
+    check          raises an error for options that the strategy does not support
+    """
+
+    make_backend: Callable[..., Backend]
+    make_exchange: Callable[[], Exchange] = Exchange
     wraps: bool = True
-    check: Callable[..., None] = _goes_with_all
+    check: Callable[..., None] = _accept_all
 
 
-def choose(name: str, options: TrainingOptions, horovod_args: Any) -> Way:
-    """`name` is checked already. Raises for options that this way does not have."""
+def choose_strategy(name: str, options: TrainingOptions, horovod_args: Any) -> Strategy:
+    """Return the strategy of a backend, whose name has been checked. Raise `ConfigError` for options that it does not
+    have."""
     if name in ("gloo", "nccl"):
         if horovod_args is not None:
             raise ConfigError(f"horovod_args are for backend='horovod', and the backend is {name!r}: leave one out")
-        return Way(meeting=functools.partial(TorchBackend, name))
+        return Strategy(make_backend=functools.partial(TorchBackend, name))
     return _horovod(options, horovod_args)
 
 
-def _horovod(options: TrainingOptions, horovod_args: Any) -> Way:
+def _horovod(options: TrainingOptions, horovod_args: Any) -> Strategy:
     from raysgd.horovod.arguments import HorovodArguments, check_installed
 
     arguments = HorovodArguments.taken_from(horovod_args)
@@ -63,21 +69,21 @@ def _horovod(options: TrainingOptions, horovod_args: Any) -> Way:
     from raysgd.horovod.exchange import HorovodExchange
 
     own = functools.partial(HorovodExchange, arguments, accumulate=options.accumulate)
-    return Way(
-        meeting=_horovod_meeting,
-        exchange=own if options.parallel == "ddp" else Exchange,
+    return Strategy(
+        make_backend=_horovod_backend,
+        make_exchange=own if options.parallel == "ddp" else Exchange,
         wraps=False,
-        check=_horovod_goes_with,
+        check=_check_horovod,
     )
 
 
-def _horovod_meeting(*, in_place: bool, **limits: Any) -> Backend:
+def _horovod_backend(*, in_place: bool, **limits: Any) -> Backend:
     from raysgd.horovod.backend import HorovodBackend
 
     return HorovodBackend(**limits)
 
 
-def _horovod_goes_with(*, use_gpu: bool, precision: str) -> None:
+def _check_horovod(*, use_gpu: bool, precision: str) -> None:
     if precision == "apex":
         raise ConfigError(
             "precision='apex' and backend='horovod' would both take the optimizers over: use precision='fp16' or 'bf16'"

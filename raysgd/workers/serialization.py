@@ -1,5 +1,5 @@
-"""User code travels by value: a class from a notebook, from `__main__` or from a module beside the script
-works on every node, also where that module's file is not."""
+"""Pickles user code by value: a class from a notebook, from `__main__` or from a module beside the script works on every
+node, also where that module's file does not exist. Driver."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from raysgd.workers.blob import Packed
+from raysgd.workers.blob import PickledObject
 
 __all__ = ["dumps", "is_local", "pack"]
 
 
-def pack(value: Any) -> Packed | None:
-    """The user's object as bytes that any node can read.
+def pack(value: Any) -> PickledObject | None:
+    """Return the user's object as bytes that any node can read.
 
-    Modules that are not installed (files beside the script) are pickled with their content. Raises a TypeError
-    that names the object when something in it cannot be pickled.
+    Modules that are not installed (files beside the script) are pickled with their content. Raise a TypeError that names
+    the object if something in it cannot be pickled.
     """
 
     if value is None:
         return None
     try:
         with _by_value():
-            return Packed(dumps(value))
+            return PickledObject(dumps(value))
     except (TypeError, pickle.PicklingError, AttributeError) as error:
         raise TypeError(
             f"{value!r} cannot be sent to the workers: {error}. Make such objects (locks, files, connections, loaders "
@@ -41,8 +41,8 @@ def pack(value: Any) -> Packed | None:
 
 
 def dumps(value: Any) -> bytes:
-    """cloudpickle, for one kind of object more: modules of a class of their own (torch has such config modules, and
-    a function that says `torch.distributed` and `self.config` drags one in by its names)."""
+    """Pickle with cloudpickle, which cannot pickle modules with a class of their own. torch has such config modules, and
+    cloudpickle includes one in a function that uses the names `torch.distributed` and `config`."""
     from ray import cloudpickle
 
     base: Any = cloudpickle.CloudPickler
@@ -75,7 +75,7 @@ def _by_value() -> Iterator[None]:
 
 
 def is_local(module: ModuleType) -> bool:
-    """A plain file of the user's: not built in, not installed, not raysgd's own, and not a test runner's."""
+    """Return whether a module is a file of the user: not built in, not installed, and not part of raysgd."""
     name = getattr(module, "__name__", "")
     if not isinstance(module, ModuleType) or name == "__main__" or name.partition(".")[0] == "raysgd":
         return False

@@ -1,4 +1,4 @@
-"""How training goes, on Ray's own metrics endpoint."""
+"""A callback that reports the progress of training on Ray's metrics endpoint. Driver."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import ray
 from ray.util.metrics import Gauge
 
 from raysgd.callbacks.base import Callback, Result, Run, Underway
-from raysgd.elastic import Recovery
 from raysgd.errors import ConfigError
+from raysgd.policy import Recovery
 
 __all__ = ["RayMetricsCallback"]
 
-AGAIN_S = 1.0
+REPEAT_S = 1.0
 GAUGES = {
     "raysgd_samples_per_second": "Samples that all workers together train on, per second",
     "raysgd_step_seconds": "Seconds per batch (of a training function: per report)",
     "raysgd_world_size": "Workers that train",
-    "raysgd_recoveries": "Changes of the workers so far: losses, growth, preemptions",
+    "raysgd_recoveries": "Changes of the workers so far: failures, growth, preemptions",
 }
 
 
 class RayMetricsCallback(Callback):
-    """Sets gauges that Ray's metrics endpoint shows for Prometheus, with the label `trainer` (the operator's or the
-    function's name, unless `name` is given): samples per second, seconds per step, the world size, and the number of
-    recoveries. They follow an epoch while it runs, and are there until the trainer is shut down.
+    """Sets gauges on Ray's metrics endpoint for Prometheus, with the label `trainer` (the operator's or the function's
+    name, unless `name` is given): samples per second, seconds per step, the world size, and the number of recoveries.
+    They are updated while an epoch runs, and exist until the trainer is shut down.
 
-    Owns a thread that says them again every second: Ray soon forgets a gauge of which it hears no more.
+    Owns a thread that sets them again every second, because Ray drops a gauge that is not set for a while.
 
     Needs a trainer on Ray, and Ray with its metrics agent (`pip install 'raysgd[metrics]'`).
     """
@@ -38,7 +38,7 @@ class RayMetricsCallback(Callback):
         self._given = name
         self._gauges: dict[str, Any] = {}
         self._values: dict[str, float] = {}
-        self._over: threading.Event | None = None
+        self._ended: threading.Event | None = None
         self._recoveries = 0
         self._began = 0.0
         self._samples: dict[str, float] = {}
@@ -52,8 +52,8 @@ class RayMetricsCallback(Callback):
             self._gauges[name] = Gauge(name, description=description, tag_keys=("trainer",))
             self._gauges[name].set_default_tags(tags)
         self._set(world_size=run.num_workers, recoveries=self._recoveries)
-        self._over = threading.Event()
-        threading.Thread(target=self._repeat, args=(self._over,), name="raysgd-gauges", daemon=True).start()
+        self._ended = threading.Event()
+        threading.Thread(target=self._repeat, args=(self._ended,), name="raysgd-gauges", daemon=True).start()
 
     def on_progress(self, now: Underway) -> None:
         if not now.worker:
@@ -80,19 +80,19 @@ class RayMetricsCallback(Callback):
         self._set(world_size=recovery.world_size_after, recoveries=self._recoveries)
 
     def on_end(self, failed: bool) -> None:
-        if self._over is not None:
-            self._over.set()
+        if self._ended is not None:
+            self._ended.set()
 
     def _set(self, **values: float) -> None:
         self._values |= {f"raysgd_{name}": float(value) for name, value in values.items()}
-        self._say()
+        self._set_gauges()
 
-    def _say(self) -> None:
+    def _set_gauges(self) -> None:
         for name, value in list(self._values.items()):
             gauge = self._gauges.get(name)
             if gauge is not None:
                 gauge.set(value)
 
-    def _repeat(self, over: threading.Event) -> None:
-        while not over.wait(AGAIN_S) and ray.is_initialized():
-            self._say()
+    def _repeat(self, ended: threading.Event) -> None:
+        while not ended.wait(REPEAT_S) and ray.is_initialized():
+            self._set_gauges()

@@ -1,4 +1,5 @@
-"""A worker's way to the rows of a Ray Dataset: it asks the dealer ahead of the loop, and fetches the blocks itself."""
+"""Reads a worker's rows of a Ray Dataset: requests them from the dealer ahead of the loop, and fetches the blocks.
+Worker."""
 
 from __future__ import annotations
 
@@ -14,35 +15,35 @@ from typing import Any
 from raysgd.core.messages import StartDealer
 from raysgd.errors import ResourceError
 from raysgd.rendezvous import RankInfo
-from raysgd.workers import asking
-from raysgd.workers.dealing import Ask, Dealer, Dealt
+from raysgd.workers import gcs
+from raysgd.workers.dealer import Dealer, PartRequest, RankRows
 
-__all__ = ["DEALER", "RemoteDealer", "Rows", "SharedRows", "begin_dealer", "local_rows"]
+__all__ = ["DEALER", "RemoteDealer", "RowReader", "SharedRowReaders", "local_row_reader", "start_dealer"]
 
 logger = logging.getLogger("raysgd")
 
 DEALER = "raysgd-dealer"
 AHEAD = 2
 LOOK_S = 0.05
-COMES_UP_S = 120.0
-SPEAK_S = 10.0
+START_S = 120.0
+WARN_S = 10.0
 
 
-class Rows:
-    """Owns nothing but the way to a dealer. `ask_for` is one question, answered."""
+class RowReader:
+    """Reads the batches of one rank. `take` sends one request to the dealer, and returns its answer."""
 
-    def __init__(self, ask_for: Callable[[Ask], Dealt | None]) -> None:
-        self._ask_for = ask_for
+    def __init__(self, take: Callable[[PartRequest], RankRows | None]) -> None:
+        self._take = take
 
     def read(
         self, rank_info: RankInfo, *, call: int, number: tuple[int, int], start: int, step: int, pad: bool, keep: int
     ) -> Iterator[tuple[dict[str, Any], int, bool]]:
-        """One rank's batches of a pass as columns, with the row after each step, and whether its rows are new. Rows of
-        the last `keep` batches may be asked for again."""
+        """Yield one rank's batches of a pass as columns, with the row after each step, and whether the rows are new. The
+        rows of the last `keep` batches may be requested again."""
         turn = (call, rank_info.generation)
-        ask = Ask(number, start, step, rank_info.world_rank, rank_info.world_size, turn, pad, floor=start)
-        ahead = _Ahead(self._ask_for, ask)
-        begun: deque[int] = deque([ask.start], maxlen=keep + 1)
+        request = PartRequest(number, start, step, rank_info.world_rank, rank_info.world_size, turn, pad, floor=start)
+        ahead = _Ahead(self._take, request)
+        begun: deque[int] = deque([request.start], maxlen=keep + 1)
         try:
             while (found := ahead.next()) is not None:
                 columns, after, fresh = found
@@ -60,26 +61,26 @@ class _Failure:
 
 
 class _Ahead:
-    """A thread that fetches a few batches before they are wanted."""
+    """Owns a thread that fetches a few batches ahead."""
 
-    def __init__(self, ask_for: Callable[[Ask], Dealt | None], ask: Ask) -> None:
-        self.floor = ask.floor
-        self._ask_for, self._ask = ask_for, ask
+    def __init__(self, take: Callable[[PartRequest], RankRows | None], request: PartRequest) -> None:
+        self.floor = request.floor
+        self._take, self._first = take, request
         self._ready: queue.Queue[Any] = queue.Queue(AHEAD)
         self._stopped = threading.Event()
         threading.Thread(target=self._fetch, name="raysgd-rows", daemon=True).start()
 
     def next(self) -> tuple[dict[str, Any], int, bool] | None:
-        began, told = time.monotonic(), False
+        began, warned = time.monotonic(), False
         while True:
             try:
                 found = self._ready.get(timeout=1.0)
                 break
             except queue.Empty:
                 waited = time.monotonic() - began
-                if waited > SPEAK_S and not told:
-                    told = True
-                    logger.warning("rank %d waits for data since %.0f s: %s", self._ask.rank, waited, _why())
+                if waited > WARN_S and not warned:
+                    warned = True
+                    logger.warning("rank %d has been waiting for data for %.0f s: %s", self._first.rank, waited, _why())
         if isinstance(found, _Failure):
             raise found.error
         batch: tuple[dict[str, Any], int, bool] | None = found
@@ -89,16 +90,16 @@ class _Ahead:
         self._stopped.set()
 
     def _fetch(self) -> None:
-        ask: Ask | None = self._ask
+        request: PartRequest | None = self._first
         try:
-            while ask is not None and not self._stopped.is_set():
-                dealt = self._ask_for(ask)
+            while request is not None and not self._stopped.is_set():
+                dealt = self._take(request)
                 if dealt is None:
                     break
                 self._put((_columns(dealt), dealt.after, dealt.fresh))
-                ask = ask.next(dealt.after, self.floor)
+                request = request.next(dealt.after, self.floor)
             self._put(None)
-        except BaseException as error:  # raised where the batch is wanted
+        except BaseException as error:  # `next` raises it
             self._put(_Failure(error))
 
     def _put(self, item: Any) -> None:
@@ -110,81 +111,81 @@ class _Ahead:
                 continue
 
 
-def _columns(dealt: Dealt) -> dict[str, Any]:
+def _columns(dealt: RankRows) -> dict[str, Any]:
     """The rows themselves, column by column; a copy, since blocks lie in memory that is shared and read-only."""
     import numpy as np
     import ray
     from ray.data.block import BlockAccessor
 
-    blocks = ray.get([piece.block for piece in dealt.pieces])
+    blocks = ray.get([each.block for each in dealt.slices])
     parts = [
-        BlockAccessor.for_block(BlockAccessor.for_block(block).slice(piece.start, piece.stop)).to_batch_format("numpy")
-        for block, piece in zip(blocks, dealt.pieces, strict=True)
+        BlockAccessor.for_block(BlockAccessor.for_block(block).slice(each.start, each.stop)).to_batch_format("numpy")
+        for block, each in zip(blocks, dealt.slices, strict=True)
     ]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 
 def _why() -> str:
-    """What can be said of a wait for data."""
+    """Return why a rank may be waiting for data."""
     from raysgd.workers import cluster
 
     free = sum(float(node.get("CPU", 0)) for node in cluster.free_by_node().values())
     if free >= 1:
-        return "its tasks are running, or wait for something else than CPUs (see Ray Data's own log)"
+        return "the tasks that read it are running, or wait for something other than CPUs (see Ray Data's log)"
     return (
-        f"only {free:g} CPU of the cluster is free, and each of the tasks that read it needs one. Use fewer workers or "
+        f"only {free:g} CPU of the cluster is free, and each task that reads the data needs one. Use fewer workers or "
         "smaller ones (resources_per_worker={'CPU': 0.5}), add nodes, or start Ray with more: ray.init(num_cpus=...)"
     )
 
 
-# -- the ways to a dealer -----------------------------------------------------------------------------
+# -- connecting to a dealer ---------------------------------------------------------------------------
 
 
-def local_rows(name: str, dataset: Any, deliver: Any) -> Rows:
-    """The dealer is in this very process."""
+def local_row_reader(name: str, dataset: Any, deliver: Any) -> RowReader:
+    """Return a reader whose dealer is in this process."""
     from ray import cloudpickle
 
     dealer, one_at_a_time = Dealer(cloudpickle.dumps(dataset)), threading.Lock()
 
-    def take(ask: Ask) -> Dealt | None:
+    def take(request: PartRequest) -> RankRows | None:
         with one_at_a_time:
-            return dealer.take(ask)
+            return dealer.take(request)
 
-    return Rows(take)
+    return RowReader(take)
 
 
 @dataclass(frozen=True)
-class SharedRows:
-    """In a worker: asks the driver to begin a dealer for a data set that every rank has made alike. The driver outlives
-    all workers, and what it began with them. `mark` is the trainer's."""
+class SharedRowReaders:
+    """Makes a worker's readers. For a data set that every rank has created alike, it asks the driver to start the dealer,
+    because the driver outlives all workers. `mark` identifies the trainer."""
 
     mark: str
 
-    def __call__(self, name: str, dataset: Any, deliver: Callable[[StartDealer, bytes], None]) -> Rows:
+    def __call__(self, name: str, dataset: Any, deliver: Callable[[StartDealer, bytes], None]) -> RowReader:
         from ray import cloudpickle
 
         full = f"{DEALER}-{self.mark}-{name}"
         deliver(StartDealer(full), cloudpickle.dumps(dataset))
-        return Rows(RemoteDealer(full))
+        return RowReader(RemoteDealer(full))
 
 
 @dataclass
 class RemoteDealer:
-    """Travels; finds the dealer by its name when it is first asked."""
+    """Sends requests to a dealer, which it finds by its name at the first request. It can be pickled."""
 
     name: str
 
-    def __call__(self, ask: Ask) -> Dealt | None:
+    def __call__(self, request: PartRequest) -> RankRows | None:
         import ray
 
-        dealt: Dealt | None = ray.get(self._found().take.remote(ask))
+        dealt: RankRows | None = ray.get(self._found().take.remote(request))
         return dealt
 
     def _found(self) -> Any:
         import ray
 
         if "handle" not in vars(self):
-            until = time.monotonic() + COMES_UP_S
+            until = time.monotonic() + START_S
             while True:
                 try:
                     vars(self)["handle"] = ray.get_actor(self.name)
@@ -192,7 +193,7 @@ class RemoteDealer:
                 except ValueError as error:
                     if time.monotonic() > until:
                         raise ResourceError(
-                            f"the process that reads the data set did not come up within {COMES_UP_S:g} s"
+                            f"the process that reads the data set did not start within {START_S:g} s"
                         ) from error
                     time.sleep(LOOK_S)
         return vars(self)["handle"]
@@ -201,11 +202,12 @@ class RemoteDealer:
         return {"name": self.name}
 
 
-def begin_dealer(name: str, packed: bytes) -> Any:
-    """On the driver, which owns it: on the driver's own node, and without a CPU. What it reads with has CPUs."""
+def start_dealer(name: str, packed: bytes) -> Any:
+    """Start a dealer on the driver, which owns it: on the driver's node, and without a CPU. The tasks that read use
+    CPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor: Any = ray.remote(Dealer)
-    return asking.ask(lambda: actor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(packed))
+    return gcs.ask(lambda: actor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(packed))

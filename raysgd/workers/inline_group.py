@@ -1,4 +1,5 @@
-"""A group of one, in this very process: no Ray, no network. The twin of `RayGroup`, and the way to debug."""
+"""A group of one worker in the driver's own process, without Ray or a network. It has the same interface as `RayGroup`,
+and makes debugging easy. Driver."""
 
 from __future__ import annotations
 
@@ -10,15 +11,16 @@ from typing import Any
 from raysgd.core.messages import FunctionReport, Message, ProgressReport, StartDealer
 from raysgd.progress import Control, Progress
 from raysgd.protocols import Backend
-from raysgd.workers.body import Body
-from raysgd.workers.events import Arrived, Event, Heard, Replied
-from raysgd.workers.rows import Rows, local_rows
+from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStarted
+from raysgd.workers.replica_host import ReplicaHost
+from raysgd.workers.row_reader import RowReader, local_row_reader
 
 __all__ = ["InlineGroup"]
 
 
 class InlineGroup:
-    """Calls run where they are submitted. Progress goes straight to `listener`, since nobody polls meanwhile."""
+    """Owns the worker, which runs each call inside `submit`. Progress goes straight to `listener`, because `poll` cannot
+    be called meanwhile."""
 
     elastic = False
 
@@ -27,65 +29,65 @@ class InlineGroup:
         self._worker = "inline"
         self._control = Control(self._publish)
         self._control.deliver = self._deliver
-        self._body = Body(backend, self._control, travels=False)
+        self._host = ReplicaHost(backend, self._control, remote=False)
         self._events: list[Event] = []
         self._calls = 0
         self._launched = False
-        self._rows: dict[int, tuple[Rows, Any]] = {}
+        self._rows: dict[int, tuple[RowReader, Any]] = {}
 
     def launch(self, count: int) -> list[str]:
         if self._launched or count != 1:
-            raise RuntimeError("the inline group is one worker, this process")
+            raise RuntimeError("an inline group has exactly one worker: this process")
         self._launched = True
-        self._events.append(Arrived(self._worker, "this process", os.getpid()))
+        self._events.append(WorkerStarted(self._worker, "this process", os.getpid()))
         return [self._worker]
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         self._calls += 1
-        outcome = self._body.perform(verb, arguments)
-        self._events.append(Replied(worker, self._calls, outcome))
+        outcome = self._host.perform(verb, arguments)
+        self._events.append(CallEnded(worker, self._calls, outcome))
         return self._calls
 
-    def refer(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
+    def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         raise RuntimeError("the inline worker is this process, and has no Ray references to give")
 
-    def rows(self, dataset: Any) -> Rows:
-        """The way to the rows of a Ray Dataset of the user's; the same one for the same data set."""
+    def rows(self, dataset: Any) -> RowReader:
+        """Return a reader for a Ray Dataset; the same one for the same data set."""
         if id(dataset) not in self._rows:
-            self._rows[id(dataset)] = local_rows("given", dataset, None), dataset
+            self._rows[id(dataset)] = local_row_reader("given", dataset, None), dataset
         return self._rows[id(dataset)][0]
 
     def pack(self, value: Any) -> Any:
-        """Nothing travels: the user's very object is used."""
+        """Return the object itself, because nothing is sent."""
         return value
 
     def poll(self, timeout: float) -> list[Event]:
         events, self._events = self._events, []
         return events
 
-    def tell(self, worker: str, message: Message) -> bool:
-        return False  # nobody can listen while this thread trains
+    def send(self, worker: str, message: Message) -> bool:
+        return False  # this thread trains, and no other one could receive it
 
     def kill(self, worker: str) -> None:
         raise RuntimeError("the inline worker is this process; it cannot be killed")
 
     def dismiss(self, worker: str) -> None:
-        self._body.perform("close", {})
+        self._host.perform("close", {})
         self._launched = False
 
     def room(self) -> int:
         return 0 if self._launched else 1
 
-    def wanting(self, count: int) -> str:
+    def demand(self, count: int) -> str:
         return "nothing: the worker is this process"
 
     def draining(self) -> set[str]:
         return set()
 
-    def lives(self, node: str) -> bool:
+    def is_node_alive(self, node: str) -> bool:
         return True
 
-    def holds_at_most(self) -> int:
+    def capacity(self) -> int:
         return 1
 
     def silent_for(self, worker: str) -> float:
@@ -95,16 +97,16 @@ class InlineGroup:
         """This process can always be reached."""
 
     def releasing(self) -> contextlib.AbstractContextManager[None]:
-        """It holds nothing of a cluster."""
+        """Do nothing: this group holds no resources of a cluster."""
         return contextlib.nullcontext()
 
     def stop(self) -> None:
         if self._launched:
             self.dismiss(self._worker)
-        self._rows = {}  # what is still being read ends with the last that holds it
+        self._rows = {}  # reading a data set ends with the last reference to its reader
 
     def _deliver(self, message: FunctionReport | StartDealer, body: Any) -> None:
-        self.listener(Heard(self._worker, message, body))
+        self.listener(MessageReceived(self._worker, message, body))
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
-        self.listener(Heard(self._worker, ProgressReport(self._calls, progress, partial)))
+        self.listener(MessageReceived(self._worker, ProgressReport(self._calls, progress, partial)))

@@ -11,14 +11,14 @@ from typing import Any
 from raysgd.rendezvous import RankInfo
 from raysgd.tf.ports import HeldPort, NoFreePortError
 
-__all__ = ["TensorflowMeeting"]
+__all__ = ["TensorflowFunctionBackend"]
 
 UNAVAILABLE = 14
 # The words of TensorFlow's collective runtime when a peer has gone.
 WORDS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
 
 
-class TensorflowMeeting:
+class TensorflowFunctionBackend:
     """On a worker: owns the port for the server that the function starts. A process can enter TensorFlow's collectives only
     once, so after a worker failure the function runs again in fresh processes."""
 

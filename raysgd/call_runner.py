@@ -1,4 +1,4 @@
-"""A call of a trainer that measures something: run it, merge what the ranks measured, tell the callbacks. Driver."""
+"""Runs the calls of a trainer that measure something: merges what the ranks measured, and calls the callbacks. Driver."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from raysgd import metrics
 from raysgd.callbacks.base import TRACES, Kind, Result, Run, Underway
-from raysgd.callbacks.crowd import Callbacks, checked
+from raysgd.callbacks.callback_list import CallbackList, check_callbacks
 from raysgd.callbacks.history import History
 from raysgd.callbacks.progress_bar import ProgressBar
-from raysgd.elastic import Recovery
 from raysgd.engine.engine import Engine, Job, PartialResults
 from raysgd.engine.worker_table import WorkerInfo
+from raysgd.policy import Recovery
 from raysgd.progress import Progress
 
-__all__ = ["Calls", "exclusive"]
+__all__ = ["CallRunner", "exclusive"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,7 +27,8 @@ S = TypeVar("S")
 
 
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let one thread at a time be in the methods that have this decorator, of one trainer. Others get a TrainerBusyError."""
+    """Let only one thread at a time call the trainer's methods with this decorator. Other threads get a
+    TrainerBusyError."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -38,45 +39,45 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
     return call
 
 
-class Calls:
-    """Owns a trainer's callbacks, its history the first of them. `hidden` are names in results that are the trainer's
-    own."""
+class CallRunner:
+    """Owns a trainer's callbacks, the first of which is its history. `hidden` are names in results that users do not
+    see."""
 
     def __init__(self, callbacks: Any, run: Run, *, bar: bool = False, hidden: Sequence[str] = ()) -> None:
         self.history, self.run = History(), run
-        self._told = Callbacks([self.history, *checked(callbacks), *([ProgressBar()] if bar else [])])
+        self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *([ProgressBar()] if bar else [])])
         self._hidden = (metrics.COMMITTED, TRACES, *hidden)
         self._kind: Kind | None = None
         self._failed = False
         self._open = False
 
     @property
-    def wishes(self) -> list[Any]:
-        """What callbacks want of the workers."""
-        return self._told.wishes
+    def on_workers(self) -> list[Any]:
+        """Return what the callbacks want the workers to do."""
+        return self._callbacks.on_workers
 
     # -- the engine's listeners -----------------------------------------------------------------------
 
-    def progressed(self, info: WorkerInfo) -> None:
+    def on_progress(self, info: WorkerInfo) -> None:
         if self._kind is not None:
-            figures = {name: value for name, value in (info.partial or {}).items() if name not in self._hidden}
-            now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=figures)
-            self._told.progress(now)
-            self._told.raise_stop()
+            visible = {name: value for name, value in (info.partial or {}).items() if name not in self._hidden}
+            now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=visible)
+            self._callbacks.progress(now)
+            self._callbacks.raise_stop()
 
-    def recovered(self, recovery: Recovery) -> None:
-        """A callback that wants to stop because of it does so at the next progress or at the end of the call: now, the workers are
-        between two generations."""
-        self._told.recovery(recovery)
+    def on_recovery(self, recovery: Recovery) -> None:
+        """Call the callbacks. One that stops training because of the recovery does so at the next progress message or
+        at the end of the call, because the workers are between two generations now."""
+        self._callbacks.recovery(recovery)
 
     # -- the trainer's calls --------------------------------------------------------------------------
 
     def start(self, engine: Engine) -> None:
-        """Tell the callbacks, and launch the workers."""
+        """Call the callbacks, and launch the workers."""
         self._open = True
         try:
-            self._told.start(self.run)
-            self._told.raise_stop()
+            self._callbacks.start(self.run)
+            self._callbacks.raise_stop()
             engine.start()
         except BaseException as error:
             self._fail(error)
@@ -85,18 +86,19 @@ class Calls:
             raise
 
     def measure(self, engine: Engine, kind: Kind, job: Job) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Run the job. Return one dict for all workers, and each worker's own (of every generation, one after the other)."""
+        """Run the job. Return one dict for all workers, and a list with each worker's own results, generation by
+        generation."""
         began, self._kind, self._failed = time.monotonic(), kind, False
         try:
-            self._told.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
-            self._told.raise_stop()
+            self._callbacks.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
+            self._callbacks.raise_stop()
             parts = engine.run(job)
-            merged = [metrics.over_workers([_bare(value) for value in part.values]) for part in parts]
-            result = metrics.completed(metrics.over_pieces(merged), merged)
-            rows = [self._shown(value) for part in parts for value in part.values]
+            merged = [metrics.merge_ranks([_without_traces(value) for value in part.values]) for part in parts]
+            result = metrics.count_committed_samples(metrics.merge_parts(merged), merged)
+            rows = [self._visible(value) for part in parts for value in part.values]
             self._kind = None
-            self._told.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
-            self._told.raise_stop()
+            self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
+            self._callbacks.raise_stop()
         except BaseException as error:
             self._fail(error)
             raise
@@ -105,27 +107,27 @@ class Calls:
         return result, rows
 
     def end(self) -> None:
-        """After the workers' end. A second call is fine."""
+        """Call the callbacks after the workers have ended. A second call does nothing."""
         if self._open:
             self._open = False
-            self._told.end(failed=self._failed)
+            self._callbacks.end(failed=self._failed)
 
-    def left(self, error: BaseException | None) -> None:
-        """The trainer's `with` block is over."""
+    def exited(self, error: BaseException | None) -> None:
+        """Note that the trainer's `with` block has ended, and whether an error ended it."""
         self._failed = self._failed or error is not None
 
-    def described(self, engine: Engine) -> str:
-        """The trainer in one line."""
+    def describe(self, engine: Engine) -> str:
+        """Return the trainer in one line."""
         state = {None: "idle", "train": "training", "validate": "validating"}.get(self._kind) or str(self._kind)
         state = state if engine.active else "shut down"
         workers, target = engine.world_size, engine.target
         short = f" of {target}" if engine.active and workers != target else ""
-        people = f"{workers or target}{short} worker{'s' if max(workers, target) > 1 else ''}"
-        return f"{self.run.trainer}({self.run.name}, {people}, epoch {engine.progress.epoch}, {state})"
+        size = f"{workers or target}{short} worker{'s' if max(workers, target) > 1 else ''}"
+        return f"{self.run.trainer}({self.run.name}, {size}, epoch {engine.progress.epoch}, {state})"
 
     def _fail(self, error: BaseException) -> None:
         self._failed = True
-        self._told.error(error)
+        self._callbacks.error(error)
 
     def _result(
         self,
@@ -140,16 +142,16 @@ class Calls:
             kind=kind,
             epoch=engine.progress.epoch,
             step=engine.progress.step,
-            metrics=self._shown(result),
+            metrics=self._visible(result),
             by_worker=rows,
             world_size=engine.world_size,
             seconds=took,
             traces=[value.get(TRACES, {}) for part in parts for value in part.values],
         )
 
-    def _shown(self, value: dict[str, Any]) -> dict[str, Any]:
+    def _visible(self, value: dict[str, Any]) -> dict[str, Any]:
         return {name: metrics.plain(each) for name, each in value.items() if name not in self._hidden}
 
 
-def _bare(value: dict[str, Any]) -> dict[str, Any]:
+def _without_traces(value: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in value.items() if name != TRACES}

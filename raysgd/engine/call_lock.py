@@ -1,4 +1,4 @@
-"""Only one thread at a time calls the workers; any other gets an error that names the first. Driver."""
+"""Lets only one thread at a time call the workers. Any other thread gets an error that names the first one. Driver."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from dataclasses import dataclass, field
 
 from raysgd.errors import TrainerBusyError
 
-__all__ = ["CallGuard", "Claim"]
+__all__ = ["CallLock", "Claim"]
 
 
-class CallGuard:
-    """Owns the claim of the call that is running. Never waits: a second thread gets an error at once.
+class CallLock:
+    """Owns the claim of the running call. Never waits: a second thread gets an error at once.
 
-    The thread that has the claim may make further calls inside the first one (a callback that saves, a signal handler).
+    The thread that has the claim may make more calls inside the first one (from a callback or a signal handler).
     """
 
     def __init__(self) -> None:
         self._held: dict[str, Claim] = {}
 
     def claim(self, call: str) -> Claim:
-        """Return what to enter for the time of `call`."""
+        """Return a context for the duration of `call`."""
         return Claim(self._held, call)
 
-    def elsewhere(self) -> Claim | None:
-        """Return the claim that another thread holds now."""
+    def held_elsewhere(self) -> Claim | None:
+        """Return the claim that another thread holds now, if there is one."""
         held = self._held.get("call")
         return None if held is None or held.thread == threading.get_ident() else held
 
 
 @dataclass(eq=False)
 class Claim:
-    """One call of one thread. (No contextlib here, which assigns to exceptions that pass; not all allow it.)"""
+    """One call of one thread. (contextlib would set attributes of exceptions on their way, which not all allow.)"""
 
     held: dict[str, Claim]
     call: str
@@ -41,11 +41,11 @@ class Claim:
     since: float = field(default_factory=time.monotonic)
 
     def __enter__(self) -> None:
-        # One step of the interpreter, so it needs no lock: a lock could stop a signal handler for ever.
+        # This is one atomic operation of the interpreter. A lock could block a signal handler forever.
         holder = self.held.setdefault("call", self)
         if holder.thread != self.thread:
             raise TrainerBusyError(
-                f"{self.call} was called in thread {self.name!r} while {holder.described()}. Workers carry out one call at "
+                f"{self.call} was called in thread {self.name!r} while {holder.describe()}. Workers carry out one call at "
                 "a time, so only one thread at a time may use a trainer: wait until that call has returned, put a lock "
                 "around the calls, or use one trainer per thread"
             )
@@ -54,6 +54,6 @@ class Claim:
         if self.held.get("call") is self:
             del self.held["call"]
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return what is running, where, and for how long."""
         return f"{self.call} has been running for {time.monotonic() - self.since:.1f} s, called in thread {self.name!r}"

@@ -8,14 +8,14 @@ from typing import Any
 from raysgd.errors import CheckpointError
 from raysgd.progress import Progress
 
-__all__ = ["Cursor"]
+__all__ = ["Position"]
 
 # The order of an epoch is that of its number: each epoch before it is begun once.
 MOST_EPOCHS, MOST = 1_000_000, 1 << 62
 
 
 @dataclass
-class Cursor:
+class Position:
     """Committed counts. `epoch` counts epochs begun; `offset` is the place in it, in batches of all ranks together;
     `ended` that it is over. The others are of the trainer's call that is running or was last: call_units counts the
     samples that all ranks together have committed in it, call_epoch is the epoch that it is to end."""

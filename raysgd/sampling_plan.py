@@ -1,0 +1,81 @@
+"""Which rank takes which part of an epoch. Pure arithmetic on positions. Both.
+
+An epoch is a sequence of units (sample indices, or whole batches if the user has a batch sampler). What is committed
+is always a prefix of that sequence: `offset` units. One step takes the next `step_size` units and divides them among
+the ranks. So at every batch boundary the rest of the epoch can be divided among any other number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["RankPart", "SamplingPlan"]
+
+
+class RankPart(NamedTuple):
+    """One rank's units of one step: order[start:stop]. `fresh` is False if another rank has them, too."""
+
+    start: int
+    stop: int
+    fresh: bool = True
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """How `world_size` ranks divide an epoch of `total` units.
+
+    `step_size` is how many units all ranks take together in one full step. The last, smaller step is divided evenly. If
+    fewer units than ranks remain, the ranks without a unit of their own repeat one of another rank (`pad=True`, for
+    training, where every rank must take part in the all-reduce) or skip the step (`pad=False`, for validation).
+    """
+
+    total: int
+    step_size: int
+    world_size: int
+    drop_last: bool = False
+    pad: bool = True
+
+    def steps_left(self, offset: int) -> int:
+        """Return how many steps the epoch has from `offset` on."""
+        left = max(self.total - offset, 0)
+        return left // self.step_size if self.drop_last else -(-left // self.step_size)
+
+    def offset_after(self, offset: int) -> int:
+        """Return the offset after the step that begins at `offset`."""
+        return min(offset + self.step_size, self.total)
+
+    def parts(self, offset: int) -> list[RankPart]:
+        """Return every rank's part of the step that begins at `offset`, in rank order."""
+        units = self.offset_after(offset) - offset
+        if units <= 0:
+            return []
+        base, extra = divmod(units, self.world_size)
+        parts = []
+        start = offset
+        for rank in range(self.world_size):
+            size = base + (rank < extra)
+            if size:
+                parts.append(RankPart(start, start + size))
+            elif self.pad:
+                again = offset + rank % units
+                parts.append(RankPart(again, again + 1, fresh=False))
+            else:
+                parts.append(RankPart(start, start, fresh=False))
+            start += size
+        return parts
+
+    def parts_of(self, rank: int, offset: int) -> Iterator[RankPart]:
+        """Yield one rank's parts from `offset` to the end of the epoch, one for each step."""
+        base, extra = divmod(self.step_size, self.world_size)
+        size = base + (rank < extra)
+        whole = max(self.total - offset, 0) // self.step_size if size else 0
+        # Nearly all steps are full ones, which are alike; this is faster than `parts`, and runs once for each batch.
+        first = offset + rank * base + min(rank, extra)
+        for start in range(first, first + whole * self.step_size, self.step_size):
+            yield RankPart(start, start + size)
+        offset += whole * self.step_size
+        for _ in range(self.steps_left(offset)):
+            yield self.parts(offset)[rank]
+            offset = self.offset_after(offset)
