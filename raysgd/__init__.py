@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from raysgd.config import ElasticConfig
+from raysgd.core.policy import Recovery
 from raysgd.errors import (
     CheckpointError,
     ClusterError,
@@ -22,7 +23,6 @@ from raysgd.errors import (
     TrainingFailedError,
     WorkerStartError,
 )
-from raysgd.policy import Recovery
 from raysgd.version import __version__
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd.constants import BATCH_COUNT, BATCH_SIZE, NUM_SAMPLES
-from raysgd.meters import AverageMeter, AverageMeterCollection
-from raysgd.timers import TimerCollection, TimerStat
+from raysgd.core.meters import AverageMeter, AverageMeterCollection
+from raysgd.core.timers import TimerCollection, TimerStat
 
 if TYPE_CHECKING:
     from raysgd.workers.legacy import check_for_failure

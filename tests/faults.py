@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from raysgd import TorchTrainer
 from raysgd.torch import TrainingOperator
-from raysgd.torch.backend import TorchBackend
+from raysgd.torch.process_group import TorchBackend
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from raysgd import digest
 from raysgd.errors import CheckpointError
+from raysgd.storage import digest
 
 
 def archive(content: bytes = b"content") -> bytes:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from raysgd import durable, storage
-from raysgd.durable import DurableFile
+from raysgd.storage import durable, locations
+from raysgd.storage.durable import DurableFile
 
 DATA = random.Random(3).randbytes(100_000)
 
@@ -59,7 +59,7 @@ def test_an_error_on_the_way_is_told_at_the_end(tmp_path: Path, monkeypatch: pyt
     target = tmp_path / "model.pt"
     target.write_bytes(b"old")
     with pytest.raises(OSError, match="the disk is gone"):
-        storage.write(target, DATA[:10_000])  # one piece: no later one can tell
+        locations.write(target, DATA[:10_000])  # one piece: no later one can tell
     assert target.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["model.pt"]
 
@@ -73,7 +73,7 @@ def test_the_interpreters_end_begins_no_threads(tmp_path: Path, monkeypatch: pyt
             pass
 
     monkeypatch.setattr(durable, "ThreadPoolExecutor", lambda *_, **__: Ending())
-    storage.write(tmp_path / "a", DATA)
+    locations.write(tmp_path / "a", DATA)
     assert (tmp_path / "a").read_bytes() == DATA
 
 
@@ -119,5 +119,5 @@ def test_what_is_on_the_disk_leaves_the_memory(tmp_path: Path, monkeypatch: pyte
         file.sync()
     assert advised == [(0, 10_000), (10_000, 9_000)], "the end too"
     advised.clear()
-    storage.write(tmp_path / "c", DATA[:9_000])
+    locations.write(tmp_path / "c", DATA[:9_000])
     assert advised == [], "a small file may stay"

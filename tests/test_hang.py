@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.hang import RankReport, blocking_ranks, describe_rank, is_in_collective
+from raysgd.core.hang import RankReport, blocking_ranks, describe_rank, is_in_collective
 
 WAITS = (
     "/x/torch/autograd/graph.py:824 _engine_run_backward",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.meters import AverageMeter, AverageMeterCollection
+from raysgd.core.meters import AverageMeter, AverageMeterCollection
 
 
 class DeviceTensor:
@@ -232,5 +232,5 @@ def test_a_single_meter():
 
 
 def test_no_framework_is_imported():
-    code = "import sys, raysgd.meters; print({'torch', 'numpy', 'ray', 'tensorflow'} & set(sys.modules))"
+    code = "import sys, raysgd.core.meters; print({'torch', 'numpy', 'ray', 'tensorflow'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

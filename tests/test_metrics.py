@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.meters import AverageMeterCollection
-from raysgd.metrics import merge_parts, merge_ranks, plain
+from raysgd.core.meters import AverageMeterCollection
+from raysgd.core.metrics import merge_parts, merge_ranks, plain
 
 NAN = float("nan")
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.outcomes import Failed, Interrupted, Ok, WorkerFailed
+from raysgd.core.progress import Progress
+from raysgd.core.snapshot import Snapshot
 from raysgd.engine.partial_results import PartialResults, partial_results_since
-from raysgd.outcomes import Failed, Interrupted, Ok, WorkerFailed
-from raysgd.progress import Progress
-from raysgd.snapshot import Snapshot
 
 CALL = 4
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from raysgd import CheckpointError, ConfigError, remote, storage
-from raysgd.storage import Place, Uri, place
+from raysgd import CheckpointError, ConfigError
+from raysgd.storage import locations, remote
+from raysgd.storage.locations import Place, Uri, place
 
 fsspec = pytest.importorskip("fsspec")
 from fsspec.implementations.local import LocalFileSystem  # noqa: E402
@@ -63,36 +64,36 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @every
 @pytest.mark.parametrize("data", [b"", b"1" * 10, memoryview(b"abc"), bytearray(b"abc")])
 def test_what_is_written_is_read(root: str, data: Any) -> None:
-    where = storage.write(f"{root}/some/new/folder/a b.pt", data)
-    assert storage.read(str(where)) == bytes(data)
+    where = locations.write(f"{root}/some/new/folder/a b.pt", data)
+    assert locations.read(str(where)) == bytes(data)
     assert where.name == "a b.pt"
     assert where.is_file() and where.exists() and not where.is_dir()
-    assert storage.names(where.parent) == ["a b.pt"]
-    assert storage.names(place(root) / "some") == ["new"]
+    assert locations.names(where.parent) == ["a b.pt"]
+    assert locations.names(place(root) / "some") == ["new"]
 
 
 @every
 def test_writing_again_replaces(root: str) -> None:
     for data in (b"first and longer", b"second"):
-        storage.write(f"{root}/a", data)
-    assert storage.read(f"{root}/a") == b"second"
+        locations.write(f"{root}/a", data)
+    assert locations.read(f"{root}/a") == b"second"
 
 
 @every
 def test_a_draft_is_seen_when_it_is_kept(root: str) -> None:
-    draft = storage.Draft(f"{root}/a")
+    draft = locations.Draft(f"{root}/a")
     draft.file.write(b"void")
     draft.again()
     draft.file.write(b"1" * 100_000)
-    assert storage.names(place(root)) == []
+    assert locations.names(place(root)) == []
     assert draft.keep() == place(f"{root}/a")
-    assert storage.read(f"{root}/a") == b"1" * 100_000
+    assert locations.read(f"{root}/a") == b"1" * 100_000
     assert not draft.temporary.exists()
 
 
 @every
 def test_a_draft_that_is_dropped_leaves_nothing(root: str) -> None:
-    draft = storage.Draft(f"{root}/a")
+    draft = locations.Draft(f"{root}/a")
     draft.file.write(b"half")
     draft.drop()
     assert not place(f"{root}/a").exists()
@@ -102,21 +103,21 @@ def test_a_draft_that_is_dropped_leaves_nothing(root: str) -> None:
 @every
 def test_a_folder_is_stored_and_read(root: str) -> None:
     for _ in range(2):  # the second time over the first
-        with storage.draft_folder(f"{root}/folder") as draft:
+        with locations.draft_folder(f"{root}/folder") as draft:
             (draft / "weights.bin").write_bytes(b"123")
             (draft / "sub").mkdir()
             (draft / "sub" / "empty").write_bytes(b"")
     where = place(f"{root}/folder")
     assert where.is_dir() and where.exists() and not where.is_file()
-    assert storage.names(where) == ["sub", "weights.bin"]
-    with storage.folder(where) as copy:
+    assert locations.names(where) == ["sub", "weights.bin"]
+    with locations.folder(where) as copy:
         assert (copy / "weights.bin").read_bytes() == b"123"
         assert (copy / "sub" / "empty").read_bytes() == b""
 
 
 @every
 def test_a_folder_that_fails_is_not_there(root: str) -> None:
-    with pytest.raises(OSError, match="no space"), storage.draft_folder(f"{root}/folder") as draft:
+    with pytest.raises(OSError, match="no space"), locations.draft_folder(f"{root}/folder") as draft:
         (draft / "weights.bin").write_bytes(b"1")
         raise OSError("no space left on device")
     assert not place(f"{root}/folder").exists()
@@ -124,21 +125,21 @@ def test_a_folder_that_fails_is_not_there(root: str) -> None:
 
 @every
 def test_delete(root: str) -> None:
-    storage.write(f"{root}/kept", b"1")
-    storage.write(f"{root}/file", b"1")
-    with storage.draft_folder(f"{root}/folder") as draft:
+    locations.write(f"{root}/kept", b"1")
+    locations.write(f"{root}/file", b"1")
+    with locations.draft_folder(f"{root}/folder") as draft:
         (draft / "a").write_bytes(b"1")
     for name in ("file", "folder", "never there"):
-        storage.delete(place(root) / name)
-    assert storage.names(place(root)) == ["kept"]
+        locations.delete(place(root) / name)
+    assert locations.names(place(root)) == ["kept"]
 
 
 @every
 def test_what_is_not_there_says_where(root: str) -> None:
-    assert storage.names(place(f"{root}/absent")) == []
+    assert locations.names(place(f"{root}/absent")) == []
     assert not place(f"{root}/absent").exists()
     with pytest.raises(CheckpointError, match="there is no checkpoint at") as caught:
-        storage.read(f"{root}/absent")
+        locations.read(f"{root}/absent")
     assert str(place(root)) in str(caught.value)
 
 
@@ -147,10 +148,10 @@ def test_a_folder_without_its_list_is_none(root: str, files: Path) -> None:
     remote.mirror(Uri(f"{root}/folder"), files)  # what a crash before the last object leaves
     where = place(f"{root}/folder")
     assert not where.exists()
-    with pytest.raises(CheckpointError, match="never finished"), storage.folder(where):
+    with pytest.raises(CheckpointError, match="never finished"), locations.folder(where):
         pass
-    storage.delete(where)
-    assert storage.names(place(root)) == []
+    locations.delete(where)
+    assert locations.names(place(root)) == []
 
 
 @each_remote
@@ -166,16 +167,16 @@ def test_a_folder_without_its_list_is_none(root: str, files: Path) -> None:
     ],
 )
 def test_a_folder_that_was_tampered_with(root: str, listed: bytes, says: str) -> None:
-    storage.write(f"{root}/folder/a", b"1")
-    storage.write(f"{root}/folder/{remote.MARKER}", listed)
-    with pytest.raises(CheckpointError, match=says), storage.folder(place(f"{root}/folder")):
+    locations.write(f"{root}/folder/a", b"1")
+    locations.write(f"{root}/folder/{remote.MARKER}", listed)
+    with pytest.raises(CheckpointError, match=says), locations.folder(place(f"{root}/folder")):
         pass
 
 
 def test_a_store_that_shows_half_files_gets_them_under_another_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage.write(f"shelf://{tmp_path}/a", b"old")
+    locations.write(f"shelf://{tmp_path}/a", b"old")
 
     def half(self: Any, path: str, value: bytes, **_: Any) -> None:
         Path(path).write_bytes(value[: len(value) // 2])
@@ -183,18 +184,18 @@ def test_a_store_that_shows_half_files_gets_them_under_another_name(
 
     monkeypatch.setattr(Shelf, "pipe_file", half)
     with pytest.raises(CheckpointError, match="the connection broke"):
-        storage.write(f"shelf://{tmp_path}/a", b"new and longer")
+        locations.write(f"shelf://{tmp_path}/a", b"new and longer")
     assert os.listdir(tmp_path) == ["a"]
-    assert storage.read(f"shelf://{tmp_path}/a") == b"old"
+    assert locations.read(f"shelf://{tmp_path}/a") == b"old"
 
 
 def test_logs_that_cannot_be_copied_are_a_warning(s3: str, files: Path, caplog: pytest.LogCaptureFixture) -> None:
     where = Uri(f"{s3}/{uuid.uuid4().hex}")
-    storage.copy_logs(files, where)
-    assert storage.read(where / "sub/weights.bin") == b"123"
-    storage.copy_logs(files, files.parent)  # a run on this machine has them where they are
+    locations.copy_logs(files, where)
+    assert locations.read(where / "sub/weights.bin") == b"123"
+    locations.copy_logs(files, files.parent)  # a run on this machine has them where they are
     assert caplog.messages == []
-    storage.copy_logs(files, Uri("s3://no-such-bucket/logs"))
+    locations.copy_logs(files, Uri("s3://no-such-bucket/logs"))
     assert [str(files) in message and "no-such-bucket" in message for message in caplog.messages] == [True]
 
 
@@ -203,18 +204,18 @@ def test_logs_that_cannot_be_copied_are_a_warning(s3: str, files: Path, caplog: 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from raysgd import remote, storage
+from raysgd.storage import locations, remote
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def folder():
-    with storage.draft_folder(sys.argv[1]) as draft:
+    with locations.draft_folder(sys.argv[1]) as draft:
         for name in "abc":
             (draft / name).write_bytes(b"new " * 1000)
 
 def file():
-    storage.write(sys.argv[1], b"new " * 1000)
+    locations.write(sys.argv[1], b"new " * 1000)
 """
 CUTS: dict[str, str] = {
     "a file, before it has its name": "os.replace = die; file()",
@@ -246,22 +247,22 @@ def test_a_writer_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, c
     where = tmp_path / "target"
     killed(CUTS[cut], str(where))
     assert not where.exists()
-    assert storage.names(tmp_path) == [], "drafts are hidden"
+    assert locations.names(tmp_path) == [], "drafts are hidden"
 
 
 def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
-    where = storage.write(tmp_path / "target", b"old")
+    where = locations.write(tmp_path / "target", b"old")
     killed(CUTS["a file, before it is on the disk"], str(where))
-    assert storage.read(where) == b"old"
+    assert locations.read(where) == b"old"
 
 
 @pytest.mark.parametrize("cut", REMOTE_CUTS)
 def test_a_writer_that_is_killed_leaves_no_folder_on_s3(s3: str, cut: str) -> None:
     where = Uri(f"{s3}/{uuid.uuid4().hex}")
     killed(REMOTE_CUTS[cut], str(where))
-    assert storage.names(where), "some files had arrived"
+    assert locations.names(where), "some files had arrived"
     assert not where.exists()
-    with pytest.raises(CheckpointError, match="never finished"), storage.folder(where):
+    with pytest.raises(CheckpointError, match="never finished"), locations.folder(where):
         pass
 
 
@@ -271,14 +272,14 @@ def test_a_store_that_takes_nothing_is_not_waited_for_for_ever(tmp_path: Path, m
     monkeypatch.setattr(Shelf, "pipe_file", lambda *_, **__: stuck.wait(20))
     monkeypatch.setattr(Shelf, "put_file", lambda *_, **__: stuck.wait(20))
     writers: list[Callable[[], Any]] = [
-        lambda: storage.write(f"shelf://{tmp_path}/a", b"1"),
-        lambda: storage.Draft(f"shelf://{tmp_path}/a").keep(),
+        lambda: locations.write(f"shelf://{tmp_path}/a", b"1"),
+        lambda: locations.Draft(f"shelf://{tmp_path}/a").keep(),
     ]
     for write in writers:
         with pytest.raises(CheckpointError, match=r"the store has taken nothing for 0\.3 s"):
             write()
     stuck.set()
-    assert storage.names(place(f"shelf://{tmp_path}")) == []
+    assert locations.names(place(f"shelf://{tmp_path}")) == []
 
 
 def test_a_store_that_is_slow_has_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,10 +292,10 @@ def test_a_store_that_is_slow_has_time(tmp_path: Path, monkeypatch: pytest.Monke
         Path(target).write_bytes(Path(source).read_bytes())
 
     monkeypatch.setattr(Shelf, "put_file", slowly)
-    draft = storage.Draft(f"shelf://{tmp_path}/a")
+    draft = locations.Draft(f"shelf://{tmp_path}/a")
     draft.file.write(b"1")
     draft.keep()
-    assert storage.read(f"shelf://{tmp_path}/a") == b"1"
+    assert locations.read(f"shelf://{tmp_path}/a") == b"1"
 
 
 # -- names --------------------------------------------------------------------------------------------
@@ -336,17 +337,17 @@ def test_the_parts_of_a_uri() -> None:
 
 
 def test_no_such_bucket(s3: str) -> None:
-    tries: list[Callable[[Uri], Any]] = [lambda uri: storage.write(uri, b"1"), remote.probe]
+    tries: list[Callable[[Uri], Any]] = [lambda uri: locations.write(uri, b"1"), remote.probe]
     for tried in tries:
         with pytest.raises(CheckpointError, match=r"s3://no-such-bucket/a.* cannot be written"):
             tried(Uri("s3://no-such-bucket/a"))
     remote.probe(Uri(f"{s3}/fresh"))
-    assert storage.names(Uri(f"{s3}/fresh")) == [], "the probe leaves nothing"
+    assert locations.names(Uri(f"{s3}/fresh")) == [], "the probe leaves nothing"
 
 
 def test_an_unknown_store() -> None:
     with pytest.raises(ConfigError, match="nothing://a/b: fsspec knows no such storage"):
-        storage.read("nothing://a/b")
+        locations.read("nothing://a/b")
 
 
 BLOCKED = """
@@ -358,13 +359,13 @@ class Blocked:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocked())
-from raysgd import storage
+from raysgd.storage import locations
 import raysgd.train
-storage.write(sys.argv[2] + "/a", b"1")
-storage.write("file://" + sys.argv[2] + "/b", b"1")
+locations.write(sys.argv[2] + "/a", b"1")
+locations.write("file://" + sys.argv[2] + "/b", b"1")
 print("local is fine")
 try:
-    storage.read("s3://bucket/a")
+    locations.read("s3://bucket/a")
 except ImportError as error:
     print(error)
 """
@@ -397,6 +398,6 @@ def test_the_home_directory_and_file_uris_mean_what_they_do_elsewhere(monkeypatc
 
 
 def test_a_draft_for_a_uri_is_its_owners_only() -> None:
-    draft = storage.Draft(f"memory://{uuid.uuid4().hex}/a")
+    draft = locations.Draft(f"memory://{uuid.uuid4().hex}/a")
     assert draft.temporary.stat().st_mode & 0o777 == 0o600
     draft.drop()

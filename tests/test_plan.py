@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysgd.sampling_plan import RankPart, SamplingPlan
+from raysgd.core.sampling_plan import RankPart, SamplingPlan
 
 # (steps taken, size of the world that took them)
 SCHEDULE = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 7)), min_size=1, max_size=6)

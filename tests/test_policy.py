@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Ok, WorkerFailed
-from raysgd.policy import GiveUp, Rejoin, Restart, Situation, Wait, backoff, classify, decide, different_calls
+from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, WorkerFailed
+from raysgd.core.policy import GiveUp, Rejoin, Restart, Situation, Wait, backoff, classify, decide, different_calls
 
 OK, PAUSED = Ok(1), Interrupted(asked=True)
 CUT = Interrupted(cause="RuntimeError: Connection closed by peer")

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from raysgd.progress import Control, Progress, most_advanced
-from raysgd.snapshot import Snapshot, SnapshotStore
+from raysgd.core.progress import Control, Progress, most_advanced
+from raysgd.core.snapshot import Snapshot, SnapshotStore
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.rendezvous import RankInfo, SingleWorkerBackend, assign_ranks
+from raysgd.core.ranks import RankInfo, SingleWorkerBackend, assign_ranks
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from raysgd.config import Limits
+from raysgd.core.outcomes import Ok
 from raysgd.engine.replacements import OVERDUE_S, Replacements
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.outcomes import Ok
 from raysgd.workers.events import CallEnded, Event, WorkerEnded, WorkerStarted
 
 START_S = 100.0

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from raysgd import CheckpointError, ConfigError, storage
+from raysgd import CheckpointError, ConfigError
+from raysgd.storage import locations
 
 
 def explode(*_: Any) -> None:
@@ -19,11 +20,11 @@ def explode(*_: Any) -> None:
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_crash_in_the_middle_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     target = tmp_path / "model.pt"
-    storage.write(target, b"old")
+    locations.write(target, b"old")
     with monkeypatch.context() as patch:
         patch.setattr(os, step, explode)
         with pytest.raises(OSError, match="no space"):
-            storage.write(target, b"new and longer")
+            locations.write(target, b"new and longer")
     assert target.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"], "nothing half-written stays behind"
 
@@ -33,13 +34,13 @@ def test_an_interruption_leaves_the_old_file_too(tmp_path: Path, monkeypatch: py
         raise KeyboardInterrupt
 
     target = tmp_path / "model.pt"
-    storage.write(target, b"old")
+    locations.write(target, b"old")
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", ctrl_c)
         with pytest.raises(KeyboardInterrupt):
-            storage.write(target, b"new")
+            locations.write(target, b"new")
     assert os.listdir(tmp_path) == ["model.pt"]
-    assert storage.read(target) == b"old"
+    assert locations.read(target) == b"old"
 
 
 def test_it_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,21 +48,21 @@ def test_it_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytes
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (order.append("sync"), sync(fd))[1])
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("rename"), replace(a, b))[1])
-    storage.write(tmp_path / "a", b"1")
+    locations.write(tmp_path / "a", b"1")
     assert order[:2] == ["sync", "rename"]
 
 
 @pytest.mark.parametrize("data", [b"", b"1" * 10, memoryview(b"abc"), bytearray(b"abc")])
 def test_what_is_written_is_read(tmp_path: Path, data: Any) -> None:
-    target = storage.write(str(tmp_path / "some" / "new" / "folder" / "a.pt"), data)
+    target = locations.write(str(tmp_path / "some" / "new" / "folder" / "a.pt"), data)
     assert target == tmp_path / "some" / "new" / "folder" / "a.pt"
-    assert storage.read(target) == bytes(data)
+    assert locations.read(target) == bytes(data)
 
 
 def test_others_may_read_it_as_the_umask_says(tmp_path: Path) -> None:
     old = os.umask(0o022)
     try:
-        target = storage.write(tmp_path / "a.pt", b"1")
+        target = locations.write(tmp_path / "a.pt", b"1")
     finally:
         os.umask(old)
     assert stat.S_IMODE(target.stat().st_mode) == 0o644
@@ -70,14 +71,14 @@ def test_others_may_read_it_as_the_umask_says(tmp_path: Path) -> None:
 def test_a_directory_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError):
-        storage.write(tmp_path / "taken", b"1")
+        locations.write(tmp_path / "taken", b"1")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 @pytest.mark.parametrize(("name", "says"), [("missing.pt", "there is no checkpoint at"), ("", "is a directory")])
 def test_reading_what_is_no_file(tmp_path: Path, name: str, says: str) -> None:
     with pytest.raises(CheckpointError, match=says) as caught:
-        storage.read(tmp_path / name)
+        locations.read(tmp_path / name)
     assert str(tmp_path) in str(caught.value)
 
 
@@ -95,7 +96,7 @@ def test_a_link_stays_and_its_file_is_written(tmp_path: Path, old: bytes | None,
     (tmp_path / "links" / "first").symlink_to(aim if absolute else "../elsewhere/real.pt")
     link = tmp_path / "links" / "second"
     link.symlink_to("first")
-    assert storage.write(link, b"new") == link
+    assert locations.write(link, b"new") == link
     assert link.is_symlink() and (tmp_path / "links" / "first").is_symlink()
     assert aim.read_bytes() == b"new" and not aim.is_symlink()
     assert os.listdir(aim.parent) == ["real.pt"] and sorted(os.listdir(link.parent)) == ["first", "second"]
@@ -107,7 +108,7 @@ def test_a_failure_leaves_the_link_and_its_file(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", explode)
         with pytest.raises(OSError, match="no space"):
-            storage.write(tmp_path / "link", b"new")
+            locations.write(tmp_path / "link", b"new")
     assert sorted(os.listdir(tmp_path)) == ["link", "real"]
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_bytes() == b"old"
 
@@ -133,7 +134,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: str, monkeypatch: pyte
     SPECIAL[kind](Path("x").absolute() if kind != "socket" else Path("x"))
     before = {name: os.lstat(name).st_mode for name in os.listdir()}
     with pytest.raises((ConfigError, OSError)) as caught:
-        storage.write(tmp_path / "x", b"new")
+        locations.write(tmp_path / "x", b"new")
     assert str(tmp_path / "x") in str(caught.value)
     assert {name: os.lstat(name).st_mode for name in os.listdir()} == before
 
@@ -143,7 +144,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path, kind: str, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     SPECIAL[kind](Path("x").absolute() if kind != "socket" else Path("x"))
     before = {name: os.lstat(name).st_mode for name in os.listdir()}
-    with pytest.raises(ConfigError, match="name a folder"), storage.draft_folder(tmp_path / "x"):
+    with pytest.raises(ConfigError, match="name a folder"), locations.draft_folder(tmp_path / "x"):
         pass
     assert {name: os.lstat(name).st_mode for name in os.listdir()} == before
 
@@ -154,14 +155,14 @@ def test_a_link_to_a_folder_stays_and_the_folder_is_written(tmp_path: Path, ther
         (tmp_path / "real").mkdir()
         (tmp_path / "real" / "old").write_bytes(b"old")
     (tmp_path / "link").symlink_to("real")
-    with storage.draft_folder(tmp_path / "link") as draft:
+    with locations.draft_folder(tmp_path / "link") as draft:
         (draft / "new").write_bytes(b"new")
-    assert (tmp_path / "link").is_symlink() and storage.names(tmp_path / "real") == ["new"]
+    assert (tmp_path / "link").is_symlink() and locations.names(tmp_path / "real") == ["new"]
     assert sorted(os.listdir(tmp_path)) == ["link", "real"]
 
 
 def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with storage.draft_folder(tmp_path / "folder") as draft:
+    with locations.draft_folder(tmp_path / "folder") as draft:
         (draft / "old").write_bytes(b"old")
     real = os.replace
 
@@ -172,6 +173,6 @@ def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fails_for_the_draft)
-        with pytest.raises(OSError, match="no space"), storage.draft_folder(tmp_path / "folder") as draft:
+        with pytest.raises(OSError, match="no space"), locations.draft_folder(tmp_path / "folder") as draft:
             (draft / "new").write_bytes(b"new")
-    assert os.listdir(tmp_path) == ["folder"] and storage.names(tmp_path / "folder") == ["old"]
+    assert os.listdir(tmp_path) == ["folder"] and locations.names(tmp_path / "folder") == ["old"]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from raysgd.timers import TimerCollection, TimerStat
+from raysgd.core.timers import TimerCollection, TimerStat
 
 
 def pushed(*seconds: float, window_size: int = 10) -> TimerStat:

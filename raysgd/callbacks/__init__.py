@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from raysgd.callbacks.mlflow_store import MLflowCallback
     from raysgd.callbacks.printing import PrintCallback
     from raysgd.callbacks.progress_bar import ProgressBar
+    from raysgd.callbacks.ray_metrics import RayMetricsCallback
     from raysgd.callbacks.tensorboard import TensorBoardCallback
     from raysgd.callbacks.torch_profiler import TorchProfilerCallback
     from raysgd.callbacks.wandb_runs import WandbCallback
-    from raysgd.workers.ray_metrics import RayMetricsCallback
 
 __all__ = [
     "CSVCallback",
@@ -45,7 +45,7 @@ _HOMES = {
     "MLflowCallback": "raysgd.callbacks.mlflow_store",
     "PrintCallback": "raysgd.callbacks.printing",
     "ProgressBar": "raysgd.callbacks.progress_bar",
-    "RayMetricsCallback": "raysgd.workers.ray_metrics",
+    "RayMetricsCallback": "raysgd.callbacks.ray_metrics",
     "Result": "raysgd.callbacks.base",
     "Run": "raysgd.callbacks.base",
     "TensorBoardCallback": "raysgd.callbacks.tensorboard",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from raysgd.policy import Recovery
-from raysgd.progress import Progress
+from raysgd.core.policy import Recovery
+from raysgd.core.progress import Progress
 
 __all__ = ["TRACES", "Callback", "Result", "Run", "Underway"]
 

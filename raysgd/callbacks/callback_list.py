@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from raysgd.callbacks.base import Callback, Result, Run, Underway
+from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
-from raysgd.policy import Recovery
 
 __all__ = ["CallbackList", "check_callbacks"]
 

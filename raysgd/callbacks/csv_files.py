@@ -7,11 +7,11 @@ import io
 from pathlib import Path
 from typing import Any
 
-from raysgd import storage
 from raysgd.callbacks.base import Callback, Result, Run
 from raysgd.callbacks.figures import flat
 from raysgd.callbacks.rows import row_of
 from raysgd.errors import text_of
+from raysgd.storage import locations
 
 __all__ = ["CSVCallback"]
 
@@ -54,7 +54,7 @@ def _write_anew(path: Path, row: dict[str, Any]) -> list[str]:
     writer = csv.DictWriter(text, header)
     writer.writeheader()
     writer.writerows([*lines, row])
-    storage.write(path, text.getvalue().encode())
+    locations.write(path, text.getvalue().encode())
     return header
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from raysgd.core.metrics import plain
 from raysgd.errors import text_of
-from raysgd.metrics import plain
 
 __all__ = ["flat", "for_json", "numbers"]
 

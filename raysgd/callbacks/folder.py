@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from raysgd.errors import ConfigError
-from raysgd.storage import Uri, place
+from raysgd.storage.locations import Uri, place
 
 __all__ = ["chosen_worker", "chosen_workers", "folder_to_be", "made_folder"]
 

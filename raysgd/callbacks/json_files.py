@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from raysgd import storage
 from raysgd.callbacks.base import Callback, Result, Run
 from raysgd.callbacks.figures import for_json
 from raysgd.callbacks.folder import chosen_workers
 from raysgd.callbacks.rows import row_of
+from raysgd.storage import locations
 
 __all__ = ["JsonLinesCallback", "JsonLoggerCallback"]
 
@@ -50,9 +50,9 @@ def _end_last_line(path: Path) -> None:
     try:
         json.loads(last)
     except ValueError:
-        storage.write(path, whole + newline)
+        locations.write(path, whole + newline)
     else:
-        storage.write(path, written + b"\n")
+        locations.write(path, written + b"\n")
 
 
 class JsonLoggerCallback(Callback):
@@ -87,4 +87,4 @@ class JsonLoggerCallback(Callback):
 
     def _write(self) -> None:
         if self._path is not None:
-            storage.write(self._path, json.dumps(self._results, allow_nan=False).encode())
+            locations.write(self._path, json.dumps(self._results, allow_nan=False).encode())

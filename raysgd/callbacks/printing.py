@@ -7,8 +7,8 @@ from typing import Any, TextIO
 
 from raysgd.callbacks.base import Callback, Result
 from raysgd.callbacks.figures import numbers
+from raysgd.core.policy import Recovery
 from raysgd.errors import described
-from raysgd.policy import Recovery
 
 __all__ = ["PrintCallback"]
 

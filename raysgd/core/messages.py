@@ -20,7 +20,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from raysgd.progress import Progress
+from raysgd.core.progress import Progress
 
 __all__ = [
     "Admitted",

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from raysgd.core.outcomes import Failed, Interrupted, Outcome, WorkerFailed
+from raysgd.core.protocols import Call
 from raysgd.engine.boundary import Boundary
 from raysgd.engine.generation import Generation
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.outcomes import Failed, Interrupted, Outcome, WorkerFailed
-from raysgd.protocols import Call
 
 __all__ = ["FanOut", "Job", "RunningCall"]
 

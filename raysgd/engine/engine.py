@@ -24,6 +24,11 @@ from typing import Any, NoReturn
 
 from raysgd.config import ElasticConfig, Limits
 from raysgd.core.messages import FunctionReport
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
+from raysgd.core.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls
+from raysgd.core.progress import Progress, most_advanced
+from raysgd.core.protocols import Backend, Call
+from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import CTRL_C_S, FanOut, Job, RunningCall
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.failure import out_of_step_error, raise_user_error
@@ -35,11 +40,6 @@ from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError
-from raysgd.outcomes import Failed, Interrupted, Ok, Outcome
-from raysgd.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls
-from raysgd.progress import Progress, most_advanced
-from raysgd.protocols import Backend, Call
-from raysgd.snapshot import Snapshot
 from raysgd.workers.worker_group import WorkerGroup
 
 __all__ = ["Engine", "Job", "PartialResults"]

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
+from raysgd.core.outcomes import DATA_LOADER, Failed
+from raysgd.core.policy import Recovery
+from raysgd.core.progress import Progress
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import OutOfStepError, RemoteTraceback, ResourceError, TrainingFailedError, WorkerStartError
-from raysgd.outcomes import DATA_LOADER, Failed
-from raysgd.policy import Recovery
-from raysgd.progress import Progress
 from raysgd.workers.worker_group import WorkerGroup
 
 __all__ = [

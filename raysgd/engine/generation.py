@@ -13,14 +13,14 @@ from typing import Any
 
 from raysgd.config import Limits
 from raysgd.core.messages import Interrupt
+from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
+from raysgd.core.progress import most_advanced
+from raysgd.core.protocols import Backend
+from raysgd.core.ranks import RankInfo, assign_ranks
+from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import WorkerStartError
-from raysgd.outcomes import Failed, Ok, Outcome, WorkerFailed
-from raysgd.progress import most_advanced
-from raysgd.protocols import Backend
-from raysgd.rendezvous import RankInfo, assign_ranks
-from raysgd.snapshot import Snapshot
 from raysgd.workers.blob import Blob
 
 __all__ = ["Generation"]

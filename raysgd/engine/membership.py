@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raysgd.config import ElasticConfig, Limits
+from raysgd.core.policy import Observation, Recovery
 from raysgd.engine.failure import no_room_error, unfinished_error, warn_no_room
 from raysgd.engine.generation import Generation
 from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.errors import ResourceError, WorkerStartError
-from raysgd.policy import Observation, Recovery
 
 __all__ = ["Membership"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.outcomes import Ok, Outcome
-from raysgd.snapshot import Snapshot
+from raysgd.core.outcomes import Ok, Outcome
+from raysgd.core.snapshot import Snapshot
 
 __all__ = ["PartialResults", "partial_results_since"]
 

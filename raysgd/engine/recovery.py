@@ -8,6 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from raysgd.config import ElasticConfig
+from raysgd.core.outcomes import DATA_LOADER
+from raysgd.core.policy import GiveUp, Observation, Recovery, Rejoin, Restart, Situation, backoff, decide
+from raysgd.core.progress import Progress, most_advanced
+from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import RunningCall
 from raysgd.engine.failure import failed_error, raise_user_error, unfinished_error
 from raysgd.engine.generation import Generation
@@ -15,10 +19,6 @@ from raysgd.engine.membership import Membership
 from raysgd.engine.recovery_log import PLANNED, RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
-from raysgd.outcomes import DATA_LOADER
-from raysgd.policy import GiveUp, Observation, Recovery, Rejoin, Restart, Situation, backoff, decide
-from raysgd.progress import Progress, most_advanced
-from raysgd.snapshot import Snapshot
 from raysgd.workers.blob import Blob
 
 __all__ = ["RecoveryLoop"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from raysgd.policy import Recovery
+from raysgd.core.policy import Recovery
 
 __all__ = ["PLANNED", "RecoveryLog"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from raysgd.config import Limits
+from raysgd.core.outcomes import Failed, Ok
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.outcomes import Failed, Ok
 
 __all__ = ["Replacements"]
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from raysgd.core.hang import RankReport, blocking_ranks, describe_rank
 from raysgd.core.messages import StackReport
 from raysgd.engine.worker_table import SILENT_S, WorkerTable
-from raysgd.hang import RankReport, blocking_ranks, describe_rank
 
 __all__ = ["Watchdog"]
 

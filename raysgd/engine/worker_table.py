@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from raysgd.core.hang import RankReport, blocking_ranks, describe_unfinished
 from raysgd.core.messages import (
     BoundaryAnswer,
     FunctionReport,
@@ -20,10 +21,9 @@ from raysgd.core.messages import (
     StackReport,
     StackRequest,
 )
-from raysgd.hang import RankReport, blocking_ranks, describe_unfinished
-from raysgd.outcomes import Failed, Ok, Outcome, WorkerFailed
-from raysgd.progress import Progress
-from raysgd.snapshot import Snapshot, SnapshotStore
+from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
+from raysgd.core.progress import Progress
+from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.worker_group import WorkerGroup
 

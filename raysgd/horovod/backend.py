@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from raysgd.horovod.parting import is_interruption, shut_down
+from raysgd.core.ranks import RankInfo
+from raysgd.horovod.leaving import is_interruption, shut_down
 from raysgd.horovod.rendezvous import MeetingPlace, enter
-from raysgd.rendezvous import RankInfo
-from raysgd.torch.backend import TorchBackend
+from raysgd.torch.process_group import TorchBackend
 from raysgd.torch.sockets import Connections
 
 __all__ = ["HorovodBackend"]

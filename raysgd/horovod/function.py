@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from raysgd.horovod.parting import is_interruption, shut_down
+from raysgd.core.ranks import RankInfo
+from raysgd.horovod.leaving import is_interruption, shut_down
 from raysgd.horovod.rendezvous import MeetingPlace, enter, say_over
-from raysgd.rendezvous import RankInfo
 from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
 from raysgd.torch.sockets import Connections
 

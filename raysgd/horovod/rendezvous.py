@@ -8,8 +8,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raysgd.core.ranks import RankInfo
 from raysgd.horovod.board_server import OVER, BoardServer
-from raysgd.rendezvous import RankInfo
 
 __all__ = ["MeetingPlace", "enter", "interface_towards", "places", "say_over"]
 

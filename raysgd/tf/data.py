@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
-from raysgd.rendezvous import RankInfo
 from raysgd.tf.channel import Channel
 
 __all__ = ["Drawn", "OwnSource", "SharedSource", "Source", "make_source"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from raysgd.progress import Control
-from raysgd.rendezvous import RankInfo
+from raysgd.core.progress import Control
+from raysgd.core.ranks import RankInfo
 from raysgd.tf.data import Drawn, Source
 from raysgd.tf.position import Position
 

@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from raysgd.constants import NUM_SAMPLES
+from raysgd.core.meters import AverageMeterCollection
 from raysgd.errors import ConfigError, shown
-from raysgd.meters import AverageMeterCollection
-from raysgd.tf.base import OperatorBase
+from raysgd.tf.operator_base import OperatorBase
 from raysgd.tf.parts import as_list, is_keras_2, like
 
 __all__ = ["TrainingOperator"]

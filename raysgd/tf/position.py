@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from raysgd.core.progress import Progress
 from raysgd.errors import CheckpointError
-from raysgd.progress import Progress
 
 __all__ = ["Position"]
 

@@ -9,21 +9,21 @@ from typing import Any
 
 import tensorflow as tf
 
+from raysgd.core.meters import AverageMeterCollection
+from raysgd.core.metrics import COMMITTED, check_metrics
+from raysgd.core.outcomes import Interrupted
+from raysgd.core.progress import Control, Progress
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
 from raysgd.errors import CheckpointError, ConfigError, shown
-from raysgd.meters import AverageMeterCollection
-from raysgd.metrics import COMMITTED, check_metrics
-from raysgd.outcomes import Interrupted
-from raysgd.progress import Control, Progress
-from raysgd.protocols import Call
-from raysgd.rendezvous import RankInfo
 from raysgd.tf import states
-from raysgd.tf.backend import prepare_runtime
 from raysgd.tf.channel import Channel
 from raysgd.tf.data import Drawn, Source, make_source
 from raysgd.tf.feed import Feed, MembershipChange
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.parts import as_tensor, assign
 from raysgd.tf.position import Position
+from raysgd.tf.process_group import prepare_runtime
 from raysgd.tf.reports import metric_results
 from raysgd.tf.settings import ReplicaSettings
 from raysgd.tf.snapshots import Snapshotter

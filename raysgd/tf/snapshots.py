@@ -7,7 +7,7 @@ import time
 from typing import Any, Protocol
 
 from raysgd.core.messages import SnapshotUpload
-from raysgd.progress import Control, Progress
+from raysgd.core.progress import Control, Progress
 from raysgd.tf import states
 
 __all__ = ["Snapshotter"]

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from raysgd import digest, storage
 from raysgd.errors import CheckpointError
+from raysgd.storage import digest, locations
 from raysgd.tf.parts import assign, optimizer_variables, values
 
 __all__ = [
@@ -154,7 +154,7 @@ def read(data: Any, where: Any) -> dict[str, Any]:
             "or an older checkpoint"
         )
     if not sealed:
-        storage.warn_without_digest(where)
+        locations.warn_without_digest(where)
     return state
 
 

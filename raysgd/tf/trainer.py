@@ -8,23 +8,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from raysgd import storage
-from raysgd.call_runner import CallRunner, exclusive
 from raysgd.callbacks.base import Callback, Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call, start_limit_s
+from raysgd.core.policy import Recovery
+from raysgd.core.protocols import Backend, Call
+from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
-from raysgd.policy import Recovery
-from raysgd.protocols import Backend, Call
-from raysgd.rendezvous import RankInfo, SingleWorkerBackend
+from raysgd.storage import locations
 from raysgd.tf import arguments, states
-from raysgd.tf.backend import TensorFlowBackend
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config
 from raysgd.tf.operator import TrainingOperator
+from raysgd.tf.process_group import TensorFlowBackend
 from raysgd.tf.replica import TFReplica, TFReplicaFactory
 from raysgd.tf.settings import ReplicaSettings
+from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.workers.blob import Blob
 from raysgd.workers.inline_group import InlineGroup
 
@@ -202,16 +202,16 @@ class TFTrainer:
     @exclusive
     def save(self, checkpoint: str | os.PathLike[str]) -> str:
         """Writes a checkpoint to a path or a URI, whole or not at all; returns where it is."""
-        where = storage.place(checkpoint)  # what is no place for a file is told before the work
-        storage.check_file(where)
-        return storage.text_of(storage.write(where, self._checkpoint()))
+        where = locations.place(checkpoint)  # what is no place for a file is told before the work
+        locations.check_file(where)
+        return locations.text_of(locations.write(where, self._checkpoint()))
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
         """Takes a checkpoint from a path or a URI, after its digest and all that is in it were checked. No code in it is
         ever run."""
-        where = storage.place(checkpoint)
-        data = storage.read(where)
+        where = locations.place(checkpoint)
+        data = locations.read(where)
         try:
             states.read(data, where)  # what is damaged or foreign never reaches a worker
             self._restore(data)

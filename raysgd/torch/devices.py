@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd.rendezvous import RankInfo
+from raysgd.core.ranks import RankInfo
 
 __all__ = ["see_gpus", "shared_gpus", "visible_gpus"]
 

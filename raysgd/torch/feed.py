@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from raysgd.core.outcomes import DataLoaderFailure
+from raysgd.core.progress import Control
+from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
-from raysgd.outcomes import DataLoaderFailure
-from raysgd.progress import Control
-from raysgd.rendezvous import RankInfo
-from raysgd.torch.data import Drawn, PlannedSource, Source
+from raysgd.torch.data.prefetch import Ahead, Carrier
+from raysgd.torch.data.sources import Drawn, PlannedSource, Source
 from raysgd.torch.position import Position
-from raysgd.torch.prefetch import Ahead, Carrier
 
 __all__ = ["Feed", "MembershipChange"]
 

@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
-from raysgd.data.rows import RayData
+from raysgd.core.meters import AverageMeterCollection
 from raysgd.errors import ConfigError, shown
-from raysgd.meters import AverageMeterCollection
+from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
-from raysgd.torch.base import OperatorBase
+from raysgd.torch.fsdp import Shards, shard_layers
+from raysgd.torch.operator_base import OperatorBase
 from raysgd.torch.parts import as_list, like
-from raysgd.torch.sharded import Shards, shard_layers
 
 __all__ = ["TrainingOperator"]
 
@@ -280,7 +280,7 @@ class TrainingOperator(OperatorBase):
         cls, lightning_module_cls: Any, train_dataloader: Any = None, val_dataloader: Any = None
     ) -> type[TrainingOperator]:
         """An operator class from a LightningModule class (extra: lightning)."""
-        module = import_module("raysgd.torch.lightning")
+        module = import_module("raysgd.torch.lightning.operator")
         made: type[TrainingOperator] = module.operator_from_lightning(
             lightning_module_cls, train_dataloader, val_dataloader
         )

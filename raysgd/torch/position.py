@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from raysgd.progress import Progress
+from raysgd.core.progress import Progress
 
 __all__ = ["Position"]
 

@@ -10,27 +10,27 @@ from typing import Any
 
 import torch
 
+from raysgd.core.meters import AverageMeterCollection
+from raysgd.core.metrics import COMMITTED, SKIPPED, check_metrics
+from raysgd.core.outcomes import DataLoaderFailure, Interrupted
+from raysgd.core.progress import Control, Progress
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, TrainingFailedError, shown
-from raysgd.meters import AverageMeterCollection
-from raysgd.metrics import COMMITTED, SKIPPED, check_metrics
-from raysgd.outcomes import DataLoaderFailure, Interrupted
-from raysgd.progress import Control, Progress
-from raysgd.protocols import Call
-from raysgd.rendezvous import RankInfo
-from raysgd.torch import states
 from raysgd.torch.accepted import accepted_arguments
-from raysgd.torch.checks import check_fits
-from raysgd.torch.data import Source, close
+from raysgd.torch.checkpoint import states
+from raysgd.torch.checkpoint.checks import check_fits
+from raysgd.torch.checkpoint.in_memory import opened
+from raysgd.torch.checkpoint.undo import Undo
+from raysgd.torch.data.opening import Opener
+from raysgd.torch.data.prefetch import make_carrier
+from raysgd.torch.data.sources import Source, close
 from raysgd.torch.feed import Feed, MembershipChange
-from raysgd.torch.in_memory import opened
-from raysgd.torch.opening import Opener
+from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.position import Position
-from raysgd.torch.prefetch import make_carrier
 from raysgd.torch.settings import ReplicaSettings
-from raysgd.torch.sharded import gathered
 from raysgd.torch.snapshots import Snapshotter
-from raysgd.torch.undo import Undo
 
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
 

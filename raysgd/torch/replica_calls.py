@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raysgd.errors import CheckpointError
-from raysgd.torch import manifest, shard_files, states
-from raysgd.torch.checks import check_fits
-from raysgd.torch.files import SeenFile, UnseenError
+from raysgd.torch.checkpoint import manifest, shard_files, states
+from raysgd.torch.checkpoint.checks import check_fits
+from raysgd.torch.checkpoint.files import SeenFile, UnseenError
+from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.sharded import gathered
 from raysgd.torch.snapshots import Snapshotter
 
 __all__ = ["CalledReplica", "Refusal"]

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from raysgd.core.messages import SnapshotUpload
-from raysgd.progress import Control, Progress
-from raysgd.torch import states
+from raysgd.core.progress import Control, Progress
+from raysgd.torch.checkpoint import states
 
 __all__ = ["Snapshotter", "copied", "settled"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from raysgd.rendezvous import RankInfo
+from raysgd.core.ranks import RankInfo
 
 __all__ = ["addresses_of", "enter", "exchange", "open_store", "wait_for_all", "without_secret"]
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from raysgd.core.protocols import Backend
 from raysgd.errors import ConfigError
-from raysgd.protocols import Backend
-from raysgd.torch.backend import TorchBackend
 from raysgd.torch.exchange import Exchange
 from raysgd.torch.options import TrainingOptions
+from raysgd.torch.process_group import TorchBackend
 
 __all__ = ["Strategy", "choose_strategy"]
 

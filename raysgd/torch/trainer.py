@@ -10,22 +10,23 @@ from typing import Any
 
 import torch
 
-from raysgd.call_runner import exclusive
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, check_call
+from raysgd.core.policy import Recovery
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError
-from raysgd.policy import Recovery
-from raysgd.protocols import Call
-from raysgd.rendezvous import RankInfo
-from raysgd.torch import assembly, replica_calls, states
+from raysgd.torch import replica_calls, setup
 from raysgd.torch.arguments import check_num_workers
-from raysgd.torch.assembly import TrainerArguments, opened
-from raysgd.torch.checkpoints import Checkpoints, SaveHandle
+from raysgd.torch.checkpoint import states
+from raysgd.torch.checkpoint.save_load import Checkpoints, SaveHandle
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import ReplicaSettings
+from raysgd.torch.setup import TrainerArguments, opened
+from raysgd.training.call_runner import exclusive
 from raysgd.workers.inline_group import InlineGroup
 
 __all__ = ["TorchTrainer"]
@@ -73,10 +74,10 @@ class TorchTrainer:
         **more: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "more")}
-        plan = assembly.plan(TrainerArguments(**given, more=more))
+        plan = setup.plan(TrainerArguments(**given, more=more))
         self.config, self.use_gpu, self.max_replicas = plan.config, plan.use_gpu, num_workers
         self._factory, self._calls = plan.factory, plan.calls
-        self._engine = assembly.engine(plan)
+        self._engine = setup.engine(plan)
         self._checkpoints = Checkpoints(self._engine)
         self._validations = 0
         self._calls.start(self._engine)

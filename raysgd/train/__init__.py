@@ -22,6 +22,9 @@ from raysgd.train.errors import (
     TrainBackendError,
     TrainingWorkerError,
 )
+from raysgd.train.fit.checkpoint_strategy import CheckpointConfig, CheckpointStrategy
+from raysgd.train.fit.result import Result
+from raysgd.train.fit.settings import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.functions import (
     get_checkpoint,
     get_context,
@@ -33,14 +36,11 @@ from raysgd.train.functions import (
     world_rank,
     world_size,
 )
-from raysgd.train.result import Result
-from raysgd.train.settings import FailureConfig, RunConfig, ScalingConfig
-from raysgd.train.strategy import CheckpointConfig, CheckpointStrategy
 
 if TYPE_CHECKING:
     from raysgd.train import tensorflow, torch
-    from raysgd.train.data_parallel_trainer import DataParallelTrainer
     from raysgd.train.executor import BackendExecutor
+    from raysgd.train.fit.trainer import DataParallelTrainer
     from raysgd.train.frameworks import HorovodTrainer, TensorflowTrainer, TorchTrainer
     from raysgd.train.iterator import SGDIterator, TrainingIterator
     from raysgd.train.trainer import Trainer
@@ -92,7 +92,7 @@ __all__ = [
 
 _LAZY = {
     "BackendExecutor": "raysgd.train.executor",
-    "DataParallelTrainer": "raysgd.train.data_parallel_trainer",
+    "DataParallelTrainer": "raysgd.train.fit.trainer",
     "HorovodTrainer": "raysgd.train.frameworks",
     "SGDIterator": "raysgd.train.iterator",
     "TensorflowTrainer": "raysgd.train.frameworks",

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.errors import ConfigError
-from raysgd.rendezvous import SingleWorkerBackend
 
 __all__ = [
     "Backend",
@@ -91,7 +91,7 @@ class TorchHooks(Backend):
 
     @staticmethod
     def encode_data(data: dict[str, Any]) -> dict[str, Any]:
-        from raysgd.train.torch_meeting import to_cpu
+        from raysgd.train.torch_function import to_cpu
 
         moved: dict[str, Any] = to_cpu(data)
         return moved
@@ -128,7 +128,7 @@ class TorchConfig(BackendConfig):
         _need("torch", "torch")
 
     def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
-        from raysgd.train.torch_meeting import TorchMeeting
+        from raysgd.train.torch_function import TorchMeeting
 
         name = self.backend or ("nccl" if use_gpu else "gloo")
         env = self.init_method == "env"

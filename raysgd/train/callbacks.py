@@ -17,9 +17,9 @@ from raysgd.callbacks.mlflow_store import MLflowCallback as MLflowLoggerCallback
 from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.tensorboard import TensorBoardCallback as TBXLoggerCallback
 from raysgd.callbacks.torch_profiler import TorchProfilerCallback as TorchTensorboardProfilerCallback
+from raysgd.core.metrics import plain
+from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
-from raysgd.metrics import plain
-from raysgd.policy import Recovery
 
 __all__ = [
     "JsonLoggerCallback",

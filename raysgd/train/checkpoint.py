@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd import archives, digest, folders, storage
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.masking import mask
-from raysgd.storage import Place, Uri
+from raysgd.storage import archives, digest, folders, locations
+from raysgd.storage.locations import Place, Uri
+from raysgd.storage.masking import mask
 from raysgd.train import unpickling
 
 __all__ = ["DICT_FILE", "Checkpoint", "is_directory", "unlist_metadata", "unpack"]
@@ -46,7 +46,7 @@ class Checkpoint:
     _covered = False  # by the digest of the archive that it came in
 
     def __init__(self, path: str | Path | Uri, *, trusted: bool = False) -> None:
-        self._place, self._data, self._trusted = storage.place(path), None, trusted
+        self._place, self._data, self._trusted = locations.place(path), None, trusted
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
@@ -91,7 +91,7 @@ class Checkpoint:
         if self._data is not None:
             return digest.sealed(dumps(self._data))
         if not self._is_folder():
-            return _checked(storage.read(self._stored()), self._stored())
+            return _checked(locations.read(self._stored()), self._stored())
         with self._folder() as folder:
             return archives.pack(folder)
 
@@ -102,7 +102,7 @@ class Checkpoint:
             _unpickled(data, str(self._place), self._trusted)
         elif self._is_folder() and (self._stored() / DICT_FILE).is_file():
             # A file of the user's own may have that name. What does not begin as ours do is never unpickled.
-            ours = unpickling.is_dictionary(storage.read(self._stored() / DICT_FILE))
+            ours = unpickling.is_dictionary(locations.read(self._stored() / DICT_FILE))
             if ours or not users_files:
                 self.to_dict()
         return data
@@ -112,7 +112,7 @@ class Checkpoint:
             return dict(self._data)
         where = self._stored()
         if not self._is_folder():
-            return _unpickled(_checked(storage.read(where), where), str(where), self._trusted)
+            return _unpickled(_checked(locations.read(where), where), str(where), self._trusted)
         if not (where / DICT_FILE).is_file():
             raise CheckpointError(f"{where} is a folder of files, not a dictionary: use as_directory()")
         data, covered = self._listed(DICT_FILE)
@@ -123,8 +123,8 @@ class Checkpoint:
         """The content of a file of the folder, checked against its list, and whether there was a digest."""
         where = self._stored()
         if isinstance(where, Uri):
-            return storage.read(where / name), False
-        data, listed = storage.read(folders.inside(where, name)), folders.read_list(where) or {}
+            return locations.read(where / name), False
+        data, listed = locations.read(folders.inside(where, name)), folders.read_list(where) or {}
         folders.check_entry(where, name, folders.entry_of_bytes(data), listed)
         return data, self._covered or name in listed
 
@@ -133,7 +133,7 @@ class Checkpoint:
         file, which `from_directory(...).to_dict()` reads."""
         target = Path(path or tempfile.mkdtemp(prefix="raysgd-checkpoint-"))
         entries = self._copied(target)
-        storage.write(target / folders.MARKER, folders.dump_list(entries))
+        locations.write(target / folders.MARKER, folders.dump_list(entries))
         return str(target)
 
     def _copied(self, target: Path) -> dict[str, folders.Entry]:
@@ -142,7 +142,7 @@ class Checkpoint:
                 target.mkdir(parents=True, exist_ok=True)
                 return folders.copy(folder, target)
         data = self.to_bytes()
-        storage.write(target / DICT_FILE, data)
+        locations.write(target / DICT_FILE, data)
         return {DICT_FILE: folders.entry_of_bytes(data)}
 
     @contextlib.contextmanager
@@ -158,33 +158,33 @@ class Checkpoint:
             yield copy
 
     def _folder(self) -> contextlib.AbstractContextManager[Path]:
-        return storage.folder(self._stored())
+        return locations.folder(self._stored())
 
     def to_uri(self, uri: str | Path | Uri, *, dumps: Dumps = pickle.dumps) -> str:
         """Stores it there, whole or not at all, and returns the URI: an object for a dictionary, files for a folder, which
         must be new or empty (under a URI, also one that a checkpoint was stored in)."""
-        where = storage.place(uri)
+        where = locations.place(uri)
         if not self._is_folder():
-            storage.check_file(where)
-            storage.write(where, self.to_bytes(dumps=dumps))
+            locations.check_file(where)
+            locations.write(where, self.to_bytes(dumps=dumps))
         else:
-            storage.check_folder(where)
+            locations.check_folder(where)
             _check_free(where)
-            with self._folder() as folder, storage.draft_folder(where) as draft:
+            with self._folder() as folder, locations.draft_folder(where) as draft:
                 folders.copy(folder, draft)
-        return storage.text_of(uri) if isinstance(uri, Uri) else str(uri)
+        return locations.text_of(uri) if isinstance(uri, Uri) else str(uri)
 
     @property
     def path(self) -> str | None:
         """Where it is stored, a path or a URI; None for a dictionary in memory. It is the URI as it was given, with any
         password and token in it, so that it can be used. Messages and `repr` show `***` for these."""
-        return None if self._place is None else storage.text_of(self._place)
+        return None if self._place is None else locations.text_of(self._place)
 
     def get_internal_representation(self) -> tuple[str, Any]:
         """("data_dict", the dictionary), ("local_path", where it is stored) or ("uri", where it is stored)."""
         if self._place is None:
             return "data_dict", self._data
-        return "uri" if isinstance(self._place, Uri) else "local_path", storage.text_of(self._place)
+        return "uri" if isinstance(self._place, Uri) else "local_path", locations.text_of(self._place)
 
     def _stored(self) -> Place:
         assert self._place is not None
@@ -220,7 +220,7 @@ class Checkpoint:
         if self._data is not None:
             self._data[METADATA_KEY] = dict(metadata)
         elif self.can_have_metadata:
-            _write_listed(Path(storage.text_of(self._stored())), METADATA_FILE, text.encode())
+            _write_listed(Path(locations.text_of(self._stored())), METADATA_FILE, text.encode())
         else:
             raise CheckpointError(
                 f"the metadata of what is stored at {self._place} cannot be changed; from_dict(to_dict()), or "
@@ -238,7 +238,7 @@ class Checkpoint:
 def _check_free(where: Place) -> None:
     """Nothing of somebody else's is deleted to make room."""
     if isinstance(where, Uri):
-        taken = not where.is_dir() and (where.is_file() or bool(storage.names(where)))
+        taken = not where.is_dir() and (where.is_file() or bool(locations.names(where)))
     else:
         taken = where.is_file() or (where.is_dir() and any(where.iterdir()))
     if taken:
@@ -250,12 +250,12 @@ def _write_listed(folder: Path, name: str, data: bytes) -> None:
     which the two do not agree."""
     listed, place = folders.read_list(folder), folders.inside(folder, name)
     if listed is None:
-        storage.write(place, data)
+        locations.write(place, data)
         return
     others = {each: entry for each, entry in listed.items() if each != name}
-    storage.write(folder / folders.MARKER, folders.dump_list(others))
-    storage.write(place, data)
-    storage.write(folder / folders.MARKER, folders.dump_list({**others, name: folders.entry_of_bytes(data)}))
+    locations.write(folder / folders.MARKER, folders.dump_list(others))
+    locations.write(place, data)
+    locations.write(folder / folders.MARKER, folders.dump_list({**others, name: folders.entry_of_bytes(data)}))
 
 
 def unlist_metadata(folder: Path) -> None:
@@ -263,7 +263,7 @@ def unlist_metadata(folder: Path) -> None:
     listed = folders.read_list(folder) or {}
     if METADATA_FILE in listed:
         others = {name: entry for name, entry in listed.items() if name != METADATA_FILE}
-        storage.write(folder / folders.MARKER, folders.dump_list(others))
+        locations.write(folder / folders.MARKER, folders.dump_list(others))
 
 
 def _remove(folder: str, process: int) -> None:
@@ -293,7 +293,7 @@ def _checked(data: bytes | memoryview, where: Any, *, covered: bool = False) -> 
     if content[-1:] not in (STOP, b"\0"):  # of a pickle, and of a tar archive
         return content  # no checkpoint, or a part of one; those who read it say so
     if not covered:
-        storage.warn_without_digest(where)
+        locations.warn_without_digest(where)
     return digest.sealed(content)
 
 

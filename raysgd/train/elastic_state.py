@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysgd.errors import ConfigError
-from raysgd.train.session import Session, current
+from raysgd.train.run_session import Session, current
 
 __all__ = ["Committed", "ElasticState", "elastic"]
 

@@ -21,24 +21,24 @@ from typing import Any
 
 from raysgd.config import ElasticConfig
 from raysgd.core.messages import FunctionReport
+from raysgd.core.policy import Recovery
+from raysgd.core.protocols import Call
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError, TrainingFailedError
-from raysgd.policy import Recovery
-from raysgd.protocols import Call
-from raysgd.storage import Place, place
+from raysgd.storage.locations import Place, place
 from raysgd.train.backends import BackendConfig, backend_of
 from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.checkpoint_manager import CheckpointKeeper
 from raysgd.train.errors import (
     InactiveWorkerGroupError,
     TrainBackendError,
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.keeper import CheckpointKeeper
+from raysgd.train.fit.checkpoint_strategy import CheckpointConfig, check_strategy
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import Run, RunOptions, Told, payload_of, task_of
-from raysgd.train.strategy import CheckpointConfig, check_strategy
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
 from raysgd.workers.blob import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster

@@ -8,7 +8,7 @@ from typing import Any
 
 from raysgd.errors import ConfigError
 from raysgd.train.backends import BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
-from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.fit.trainer import DataParallelTrainer
 
 __all__ = ["HorovodTrainer", "TensorflowTrainer", "TorchTrainer"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.session import Session, current
+from raysgd.train.run_session import Session, current
 
 __all__ = [
     "TrainContext",

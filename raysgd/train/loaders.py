@@ -10,12 +10,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
-from raysgd.rendezvous import RankInfo
-from raysgd.torch.data import PlannedSource
-from raysgd.torch.loading import LoaderIterator
+from raysgd.torch.data.loading import LoaderIterator
+from raysgd.torch.data.sampling import is_planned
+from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.parts import move
-from raysgd.torch.sampling import is_planned
 
 __all__ = ["ElasticLoader", "PreparedLoader", "distributed"]
 

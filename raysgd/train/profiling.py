@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raysgd.torch.traces import TraceKeeper
-from raysgd.train.session import current
+from raysgd.train.run_session import current
 
 __all__ = ["TorchWorkerProfiler"]
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-from raysgd.outcomes import DataLoaderFailure, Interrupted
-from raysgd.progress import Control, Progress
-from raysgd.protocols import Call
-from raysgd.rendezvous import RankInfo
+from raysgd.core.outcomes import DataLoaderFailure, Interrupted
+from raysgd.core.progress import Control, Progress
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
 from raysgd.train.elastic_state import Committed
-from raysgd.train.session import Attempt, Session, Stopped, running
+from raysgd.train.run_session import Attempt, Session, Stopped, running
 
 __all__ = ["FunctionReplica", "FunctionReplicaFactory"]
 

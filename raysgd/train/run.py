@@ -14,12 +14,12 @@ from typing import Any, Protocol
 from raysgd.config import flag_from_environment
 from raysgd.core.messages import FunctionReport
 from raysgd.errors import ConfigError
-from raysgd.storage import Uri, place
+from raysgd.storage.locations import Uri, place
+from raysgd.train.background_writer import Scribe
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.keeper import CheckpointKeeper
+from raysgd.train.checkpoint_manager import CheckpointKeeper
 from raysgd.train.rounds import Report, Round, Rounds, checkpoint_of
-from raysgd.train.scribe import Scribe
-from raysgd.train.session import Attempt
+from raysgd.train.run_session import Attempt
 
 __all__ = ["Run", "RunOptions", "ShardMaker", "Told", "payload_of", "task_of"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from raysgd.ray_data.splits import DatasetSplits
 from raysgd.train.datasets import named_datasets, parse_data_config
-from raysgd.workers.splits import DatasetSplits
 
 __all__ = ["make_shards"]
 

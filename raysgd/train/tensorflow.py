@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from raysgd.train.backends import TensorflowConfig
-from raysgd.train.session import current
+from raysgd.train.run_session import current
 
 __all__ = ["TensorflowConfig", "prepare_dataset_shard"]
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from raysgd.rendezvous import RankInfo
+from raysgd.core.ranks import RankInfo
 from raysgd.tf.ports import HeldPort, NoFreePortError
 
 __all__ = ["TensorflowFunctionBackend"]

@@ -28,7 +28,7 @@ from raysgd.train.amp import Amp, ScaledOptimizer, with_autocast
 from raysgd.train.backends import TorchConfig
 from raysgd.train.loaders import ElasticLoader, PreparedLoader, distributed
 from raysgd.train.profiling import TorchWorkerProfiler
-from raysgd.train.session import current
+from raysgd.train.run_session import current
 
 __all__ = [
     "ElasticLoader",

@@ -13,18 +13,18 @@ from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import made_folder
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources
+from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
-from raysgd.policy import Recovery
-from raysgd.storage import Place, Uri, copy_logs, names, place
+from raysgd.storage.locations import Place, Uri, copy_logs, names, place
 from raysgd.train.backends import parse_backend
 from raysgd.train.callbacks import RunCallbacks
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
 from raysgd.train.executor import BackendExecutor
+from raysgd.train.fit.checkpoint_strategy import CheckpointConfig
+from raysgd.train.fit.job import FunctionJob
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.job import FunctionJob
 from raysgd.train.run import RunOptions, task_of
 from raysgd.train.shards import make_shards
-from raysgd.train.strategy import CheckpointConfig
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
 
 __all__ = ["Trainer"]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from raysgd.config import ElasticConfig, Limits, WorkerResources, start_limit_s
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError, TrainingFailedError
-from raysgd.protocols import Call
-from raysgd.rendezvous import SingleWorkerBackend
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.workers.ray_group import RayGroup

@@ -23,10 +23,10 @@ from ray import tune
 from ray.tune.trainable import wrap_function
 
 from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
+from raysgd.train.checkpoint_manager import CheckpointKeeper
+from raysgd.train.fit.job import FunctionJob
+from raysgd.train.fit.records import plain
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.job import FunctionJob
-from raysgd.train.keeper import CheckpointKeeper
-from raysgd.train.records import plain
 from raysgd.workers.serialization import dumps
 
 __all__ = ["FunctionTrial", "as_trainable", "perform", "placement"]

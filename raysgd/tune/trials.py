@@ -151,7 +151,7 @@ def _bundles(arguments: Mapping[str, Any]) -> Any:
     """One CPU for the trial itself, and a bundle for each worker it starts."""
     use_gpu = arguments.get("use_gpu", "auto")
     if use_gpu == "auto":
-        use_gpu = import_module("raysgd.torch.assembly").wants_gpu(use_gpu)
+        use_gpu = import_module("raysgd.torch.setup").wants_gpu(use_gpu)
     worker = {
         "CPU": arguments.get("num_cpus_per_worker", 1),
         "GPU": int(use_gpu),

@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Any
 
 from raysgd.core.connection import ControlAddress
-from raysgd.durable import own_folder
+from raysgd.core.outcomes import Failed, Ok, Outcome
+from raysgd.core.protocols import Backend
 from raysgd.errors import described
-from raysgd.outcomes import Failed, Ok, Outcome
-from raysgd.protocols import Backend
+from raysgd.storage.durable import own_folder
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.replica_host import ReplicaHost
 

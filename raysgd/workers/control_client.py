@@ -41,8 +41,8 @@ from raysgd.core.messages import (
     StackRequest,
     StartDealer,
 )
-from raysgd.metrics import COMMITTED, SKIPPED
-from raysgd.progress import Control, Progress
+from raysgd.core.metrics import COMMITTED, SKIPPED
+from raysgd.core.progress import Control, Progress
 
 __all__ = ["ControlClient", "brief"]
 

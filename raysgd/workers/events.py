@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from raysgd.core.connection import Body
 from raysgd.core.messages import Message
-from raysgd.outcomes import Outcome
+from raysgd.core.outcomes import Outcome
 
 __all__ = ["CallEnded", "Event", "MessageReceived", "WorkerEnded", "WorkerStarted"]
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from raysgd.core.messages import FunctionReport, Message, ProgressReport, StartDealer
-from raysgd.progress import Control, Progress
-from raysgd.protocols import Backend
+from raysgd.core.progress import Control, Progress
+from raysgd.core.protocols import Backend
+from raysgd.ray_data.reader import RowReader, local_row_reader
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
-from raysgd.workers.row_reader import RowReader, local_row_reader
 
 __all__ = ["InlineGroup"]
 

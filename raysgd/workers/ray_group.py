@@ -18,10 +18,12 @@ from typing import Any
 
 from raysgd.config import WorkerResources
 from raysgd.core.messages import KillProcess, Message, StartDealer
+from raysgd.core.outcomes import Failed, Outcome
+from raysgd.core.policy import OUT_OF_STEP
+from raysgd.core.protocols import Backend
 from raysgd.errors import NotActiveError
-from raysgd.outcomes import Failed, Outcome
-from raysgd.policy import OUT_OF_STEP
-from raysgd.protocols import Backend
+from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader, start_dealer
+from raysgd.ray_data.splits import no_room_for_data
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
 from raysgd.workers.blob import Blob
@@ -29,9 +31,7 @@ from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.gcs import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.processes import LocalProcess, end_all
-from raysgd.workers.row_reader import DEALER, RemoteDealer, RowReader, start_dealer
 from raysgd.workers.serialization import pack
-from raysgd.workers.splits import no_room_for_data
 
 __all__ = ["RayGroup"]
 

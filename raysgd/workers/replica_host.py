@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from raysgd.core.hang import collective_name, is_user_frame
+from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome
+from raysgd.core.progress import Control, Progress
+from raysgd.core.protocols import Backend, Call, Replica, ReplicaFactory
+from raysgd.core.ranks import RankInfo
 from raysgd.errors import described, shown, text_of
-from raysgd.hang import collective_name, is_user_frame
-from raysgd.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome
-from raysgd.progress import Control, Progress
-from raysgd.protocols import Backend, Call, Replica, ReplicaFactory
-from raysgd.rendezvous import RankInfo
 from raysgd.workers.blob import Blob, unpickled
 
 __all__ = ["ReplicaHost"]

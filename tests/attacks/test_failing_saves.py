@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from raysgd import CheckpointError, ConfigError, TorchTrainer
-from raysgd.torch import receiver, streams
+from raysgd.torch.checkpoint import receiver, streaming
 from raysgd.train import Checkpoint
 from tests.torch.small import Line, inline, weights
 
@@ -147,7 +147,7 @@ def test_no_room_for_the_driver(
     pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path, blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker is on another machine, as far as it can see."""
-    monkeypatch.setattr(receiver, "StreamSink", functools.partial(streams.StreamSink, shared=False))
+    monkeypatch.setattr(receiver, "StreamSink", functools.partial(streaming.StreamSink, shared=False))
     limit(ROOM)
     with pytest.raises(OSError, match="File too large") as caught:
         done = pair.save(tmp_path / "x.pt", blocking=blocking)

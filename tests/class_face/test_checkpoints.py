@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import CheckpointError, storage
+from raysgd import CheckpointError
+from raysgd.storage import locations
 from raysgd.torch import TorchTrainer
 from tests.class_face.parts import Drawing, weights
 
@@ -99,7 +100,7 @@ def test_workers_that_see_the_file_read_it_themselves(
     pair: TorchTrainer, saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair.train()
-    monkeypatch.setattr(storage, "read", no_bytes)
+    monkeypatch.setattr(locations, "read", no_bytes)
     pair.load(saved.path)
     assert torch.equal(weights(pair), saved.weights)
     assert pair.train()["num_samples"] == saved.rest["num_samples"]
@@ -107,7 +108,7 @@ def test_workers_that_see_the_file_read_it_themselves(
 
 def sees(looks: list[bool], operator: Any) -> None:
     """From now on, the operator's process sees a file, or not, look by look; after that as it is."""
-    from raysgd.torch.files import SeenFile
+    from raysgd.torch.checkpoint.files import SeenFile
 
     real, left = SeenFile._of, list(looks)
 
@@ -126,8 +127,8 @@ def test_a_worker_that_does_not_see_the_file_is_sent_it(
     pair.train()
     pair.apply_all_operators(lambda operator: sees(looks, operator) if operator.world_rank == rank else None)
     read: list[Any] = []
-    real = storage.read
-    monkeypatch.setattr(storage, "read", lambda path: (read.append(path), real(path))[1])
+    real = locations.read
+    monkeypatch.setattr(locations, "read", lambda path: (read.append(path), real(path))[1])
     pair.load(saved.path)
     assert len(read) == 1, "the driver has sent it"
     assert torch.equal(weights(pair), saved.weights)

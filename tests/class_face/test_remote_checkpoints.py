@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import CheckpointError, ConfigError, storage
-from raysgd.storage import place
+from raysgd import CheckpointError, ConfigError
+from raysgd.storage import locations
+from raysgd.storage.locations import place
 from tests.torch.small import inline, weights
 
 
@@ -33,11 +34,11 @@ def test_save_and_load_on_s3(request: pytest.FixtureRequest, bucket: str, use_ra
         assert not torch.equal(weights(trainer), saved)
         trainer.load(path)
         assert torch.equal(weights(trainer), saved)
-    assert storage.names(place(f"{bucket}/models")) == ["line.pt"]
+    assert locations.names(place(f"{bucket}/models")) == ["line.pt"]
 
 
 def test_what_is_not_there_or_not_ours_says_so_with_its_place(bucket: str) -> None:
-    storage.write(f"{bucket}/foreign", b"hello")
+    locations.write(f"{bucket}/foreign", b"hello")
     with inline() as trainer:
         before = weights(trainer)
         with pytest.raises(CheckpointError, match=f"{bucket}/absent: there is no checkpoint"):

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.protocols import Backend
-from raysgd.rendezvous import RankInfo, SingleWorkerBackend, assign_ranks
+from raysgd.core.protocols import Backend
+from raysgd.core.ranks import RankInfo, SingleWorkerBackend, assign_ranks
 
 JOIN_S, COLLECTIVE_S = 30.0, 90.0
 SOON_S = 20.0  # well below the limit of a collective
@@ -102,7 +102,7 @@ def add_tensorflow(size: int, value: float) -> float:
 
 
 def gloo() -> Backend:
-    from raysgd.torch.backend import TorchBackend
+    from raysgd.torch.process_group import TorchBackend
 
     return TorchBackend("gloo", join_s=JOIN_S, collective_s=COLLECTIVE_S)
 
@@ -115,7 +115,7 @@ def horovod() -> Backend:
 
 def tensorflow() -> Backend:
     pytest.importorskip("tensorflow")
-    from raysgd.tf.backend import TensorFlowBackend
+    from raysgd.tf.process_group import TensorFlowBackend
 
     return TensorFlowBackend(join_s=JOIN_S, threads=1)
 

@@ -40,10 +40,10 @@ from raysgd.core.messages import (
     decode,
     encode,
 )
-from raysgd.outcomes import Ok
-from raysgd.progress import Control, Progress
-from raysgd.protocols import Call
-from raysgd.rendezvous import SingleWorkerBackend
+from raysgd.core.outcomes import Ok
+from raysgd.core.progress import Control, Progress
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.workers import control_server
 from raysgd.workers.blob import Blob
 from raysgd.workers.control_client import ControlClient, brief

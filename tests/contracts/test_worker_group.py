@@ -13,10 +13,10 @@ import pytest
 
 from raysgd.config import WorkerResources
 from raysgd.core.messages import Interrupt, ProgressReport, StackReport, StackRequest
-from raysgd.outcomes import Failed, Interrupted, Ok, Outcome
-from raysgd.progress import Control, Progress
-from raysgd.protocols import Call
-from raysgd.rendezvous import RankInfo, SingleWorkerBackend
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
+from raysgd.core.progress import Control, Progress
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.ray_group import RayGroup

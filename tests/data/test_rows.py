@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.data import RayData
 from raysgd.errors import ConfigError
-from raysgd.workers.dealer import BlockBuffer, Dealer, PartRequest, RankRows
+from raysgd.ray_data.dealer import BlockBuffer, Dealer, PartRequest, RankRows
 
 
 class Blocks:

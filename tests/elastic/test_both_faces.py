@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig, train
-from raysgd.policy import Recovery
+from raysgd.core.policy import Recovery
 from raysgd.train import Trainer
 from tests.faults import Fault, Ground, Numbered
 

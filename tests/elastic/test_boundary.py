@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 from raysgd.core.messages import BoundaryAnswer, ConfirmBoundary, Message, ProposeBoundary
+from raysgd.core.outcomes import Ok
+from raysgd.core.progress import Progress
 from raysgd.engine import boundary as module
 from raysgd.engine.boundary import Boundary
 from raysgd.engine.worker_table import WorkerTable
-from raysgd.outcomes import Ok
-from raysgd.progress import Progress
 from raysgd.workers.events import CallEnded, Event, MessageReceived
 
 

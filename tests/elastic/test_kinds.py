@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from raysgd import ElasticConfig, TrainingFailedError
-from raysgd.torch.backend import TorchBackend
+from raysgd.torch.process_group import TorchBackend
 from tests.faults import Fault, Ground, LedgerOperator, Numbered
 
 pytestmark = pytest.mark.elastic

@@ -77,7 +77,7 @@ def check(text: str, function: str, *, rank: int = 1, limit_s: float = SHORT_S) 
     assert f"rank {rank} on node " in text and f"within {limit_s:g} s" in text, text
     assert f"{function}" in text and Path(__file__).name in text, f"the stack of the user's code: {text}"
     assert "hang_timeout_s" in text and "did not try again" in text, text
-    assert "actor.py" not in text and "body.py" not in text, f"our own frames are left out: {text}"
+    assert "actor.py" not in text and "replica_host.py" not in text, f"our own frames are left out: {text}"
 
 
 def test_in_setup_of_one_rank(ray_cluster: None, tmp_path: Path) -> None:

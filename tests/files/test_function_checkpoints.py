@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from raysgd import CheckpointError, digest, storage
+from raysgd import CheckpointError
+from raysgd.storage import digest, locations
 from raysgd.train import Checkpoint
-from raysgd.train.keeper import CheckpointKeeper
+from raysgd.train.checkpoint_manager import CheckpointKeeper
 from tests.files.function_cases import CONTENT, FOLDER_WAYS, LIST, files_of, is_content, make_source, read_folder
 from tests.files.tally import SOAK, Tallies, flipped, flips, lengths, quiet, show
 
@@ -166,17 +167,17 @@ def test_damage_of_what_lies_under_a_uri(
     places = [f"{uri}/saved", *(f"{uri}/files/{name}" for name in [*expected[0], LIST])]
     with tallies.of(f"{kind}://") as tally:
         for place in places:
-            data = storage.read(place)
+            data = locations.read(place)
             damaged = [
                 flipped(data, p, b) for p, b in flips(len(data) or 1, FLIPS // 10 if not SOAK else FLIPS // 5) if data
             ]
             for found in [*damaged, *(data[:length] for length in lengths(len(data)))]:
-                storage.write(place, found)
+                locations.write(place, found)
                 if place == places[0]:
                     tally.attempt(place, lambda: Checkpoint(file).to_dict(), is_content, "saved")
                 else:
                     tally.attempt(place, lambda: read_folder(folder), lambda got: got == expected, "files")
-            storage.write(place, data)
+            locations.write(place, data)
     assert tally.rejected > 0.8 * tally.tried
 
 
@@ -209,7 +210,7 @@ def test_metadata_and_the_list_agree_at_every_moment(
     stored = Checkpoint(Checkpoint.from_directory(source).to_uri(tmp_path / "saved"))
     stored.update_metadata({"more": 1})
     assert read_folder(tmp_path / "saved")[1]["more"] == 1
-    writes, real = 0, storage.write
+    writes, real = 0, locations.write
     for allowed in range(4):
 
         def write(*given: Any, allowed: int = allowed) -> Any:
@@ -221,7 +222,7 @@ def test_metadata_and_the_list_agree_at_every_moment(
 
         writes = 0
         with monkeypatch.context() as patch:
-            patch.setattr(storage, "write", write)
+            patch.setattr(locations, "write", write)
             try:
                 stored.set_metadata({"try": allowed})
             except KeyboardInterrupt:
@@ -234,8 +235,8 @@ def test_a_list_of_an_older_version_is_read_with_one_warning(source: Path, caplo
     pytest.importorskip("fsspec")
     uri = f"memory://{uuid.uuid4().hex}/older"
     there = Checkpoint.from_directory(source).to_uri(uri)
-    sizes = json.loads(storage.read(f"{uri}/{LIST}"))["files"]
-    storage.write(f"{uri}/{LIST}", json.dumps({"format": "raysgd-folder", "files": sizes}).encode())
+    sizes = json.loads(locations.read(f"{uri}/{LIST}"))["files"]
+    locations.write(f"{uri}/{LIST}", json.dumps({"format": "raysgd-folder", "files": sizes}).encode())
     with Checkpoint(there).as_directory() as folder:
         assert files_of(folder) == files_of(source)
     assert len(warnings_of(caplog)) == 1
@@ -290,8 +291,8 @@ def test_a_hostile_list_is_refused(source: Path, listed: bytes, place: str) -> N
     where: Any = source
     if place == "remote":
         pytest.importorskip("fsspec")
-        where = storage.place(Checkpoint.from_directory(source).to_uri(f"memory://{uuid.uuid4().hex}/files"))
-    storage.write(where / LIST, listed)
+        where = locations.place(Checkpoint.from_directory(source).to_uri(f"memory://{uuid.uuid4().hex}/files"))
+    locations.write(where / LIST, listed)
     for load in (lambda: read_folder(where), lambda: Checkpoint(where).to_bytes()):
         with pytest.raises(CheckpointError) as caught:
             load()

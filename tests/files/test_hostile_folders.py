@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from raysgd import CheckpointError, digest, storage
+from raysgd import CheckpointError
+from raysgd.storage import digest, locations
 from raysgd.train import Checkpoint
 from tests.files.archives import ARCHIVES, member, tar_of
 from tests.files.function_cases import FOLDER_WAYS, files_of, make_source
@@ -154,9 +155,9 @@ def test_logs_are_copied_without_what_they_link_to(tmp_path: Path, caplog: pytes
     (tmp_path / "logs" / "a.txt").write_bytes(b"1")
     (tmp_path / "logs" / "key").symlink_to(private(tmp_path) / "key")
     os.mkfifo(tmp_path / "logs" / "fifo")
-    where = storage.place(f"memory://{uuid.uuid4().hex}")
-    storage.copy_logs(tmp_path / "logs", where)
-    assert storage.names(where) == ["a.txt"]
+    where = locations.place(f"memory://{uuid.uuid4().hex}")
+    locations.copy_logs(tmp_path / "logs", where)
+    assert locations.names(where) == ["a.txt"]
     assert sorted(message.split(" is not copied")[0][-4:] for message in caplog.messages) == ["/key", "fifo"]
 
 

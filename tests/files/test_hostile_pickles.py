@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from raysgd import CheckpointError, digest
+from raysgd import CheckpointError
+from raysgd.storage import digest
 from raysgd.train import Checkpoint
 from tests.files.archives import ARCHIVES
 from tests.files.function_cases import CONTENT

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from raysgd import CheckpointError, storage
-from raysgd.storage import Uri, place, text_of
+from raysgd import CheckpointError
+from raysgd.storage import locations
+from raysgd.storage.locations import Uri, place, text_of
 from raysgd.train import Checkpoint, CheckpointConfig, DataParallelTrainer, Result, RunConfig
 from raysgd.train.run import payload_of
 
@@ -90,10 +91,10 @@ TRIES: dict[str, Callable[[str, Path], Any]] = {
     "set_metadata": lambda uri, path: Checkpoint(uri).set_metadata({}),
     "to_uri": lambda uri, path: Checkpoint.from_dict({}).to_uri(uri),
     "to_uri, a folder": lambda uri, path: Checkpoint.from_directory(path).to_uri(uri),
-    "write": lambda uri, path: storage.write(uri, b""),
-    "draft": lambda uri, path: storage.Draft(uri),
-    "names": lambda uri, path: storage.names(place(uri)),
-    "delete": lambda uri, path: storage.delete(place(uri)),
+    "write": lambda uri, path: locations.write(uri, b""),
+    "draft": lambda uri, path: locations.Draft(uri),
+    "names": lambda uri, path: locations.names(place(uri)),
+    "delete": lambda uri, path: locations.delete(place(uri)),
     "payload_of": lambda uri, path: payload_of(uri, lambda value: b""),
     "result": lambda uri, path: Result.from_path(uri),
     "restore": lambda uri, path: DataParallelTrainer.restore(uri),
@@ -141,7 +142,7 @@ def test_an_uri_without_secrets_is_shown_as_it_is() -> None:
 
 def test_logs_are_copied_and_nothing_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a").write_text("1")
-    storage.copy_logs(tmp_path, place(URIS[0]))
+    locations.copy_logs(tmp_path, place(URIS[0]))
     assert len(caplog.messages) == 1
     check(caplog.text, URIS[0])
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import CheckpointError, digest
+from raysgd import CheckpointError
+from raysgd.storage import digest
 from raysgd.torch import TorchTrainer
 from tests.files.torch_cases import SOAK, Bench, bench, complete, flipped, rich, same, seed_all, stored, weights
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import CheckpointError, digest
+from raysgd import CheckpointError
+from raysgd.storage import digest
 from tests.files.torch_cases import Bench, bench, stored
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import CheckpointError, digest
+from raysgd import CheckpointError
+from raysgd.storage import digest
 from raysgd.torch import TorchTrainer, TrainingOperator
 
 SOAK = bool(os.environ.get("RAYSGD_SOAK"))

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from raysgd import ConfigError, TorchTrainer
-from raysgd.horovod import parting
+from raysgd.core.ranks import RankInfo, assign_ranks
+from raysgd.horovod import leaving
 from raysgd.horovod.arguments import HorovodArguments, check_installed
 from raysgd.horovod.function import HorovodMeeting
 from raysgd.horovod.rendezvous import MeetingPlace, enter, interface_towards, places, say_over
-from raysgd.rendezvous import RankInfo, assign_ranks
 from raysgd.train.backends import HorovodConfig, parse_backend
 from tests.faults import LedgerOperator
 
@@ -73,12 +73,12 @@ def test_whose_error_it_is(internal_error: type[Exception]) -> None:
         (ValueError("bad batch"), False),
         (RuntimeError("Horovod has been shut down"), False),
     ]
-    assert [parting.is_interruption(error) for error, _ in table] == [expected for _, expected in table]
+    assert [leaving.is_interruption(error) for error, _ in table] == [expected for _, expected in table]
 
 
 def test_without_horovod_no_error_is_horovods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "horovod.common.exceptions", raising=False)
-    assert not parting.is_interruption(ValueError("Horovod initialization failed"))
+    assert not leaving.is_interruption(ValueError("Horovod initialization failed"))
 
 
 def test_leaving_cuts_the_connections_of_whoever_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +86,8 @@ def test_leaving_cuts_the_connections_of_whoever_does_not_answer(monkeypatch: py
     done: list[bool] = []
     horovod = types.SimpleNamespace(shutdown=lambda: done.append(freed.wait(20)))
     monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
-    monkeypatch.setattr(parting, "GRACE_S", 0.05)
-    parting.shut_down(freed.set, limit_s=20)
+    monkeypatch.setattr(leaving, "GRACE_S", 0.05)
+    leaving.shut_down(freed.set, limit_s=20)
     assert done == [True]
 
 

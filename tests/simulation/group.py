@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from raysgd.core.messages import Message, PreemptionNotice, ProgressReport, SnapshotUpload
-from raysgd.outcomes import Outcome
-from raysgd.progress import Control
+from raysgd.core.outcomes import Outcome
+from raysgd.core.progress import Control
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from raysgd.rendezvous import RankInfo
+from raysgd.core.ranks import RankInfo
 from tests.simulation.world import Process, Wake, World
 
 __all__ = ["NetworkError", "ProcessGroup", "Rendezvous", "SimBackend"]
@@ -123,7 +123,7 @@ class Rendezvous:
 
 
 class SimBackend:
-    """The protocol of `raysgd.protocols.Backend`. One on the driver, which plans; one in each worker, which joins."""
+    """The protocol of `raysgd.core.protocols.Backend`. One on the driver, which plans; one in each worker, which joins."""
 
     needs_offers = True  # gloo's does not, TensorFlow's does: one more moment at which a worker can fail
 

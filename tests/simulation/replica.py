@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from raysgd.core.messages import SnapshotUpload
-from raysgd.metrics import COMMITTED
-from raysgd.outcomes import Interrupted
-from raysgd.progress import Control, Progress
-from raysgd.protocols import Call
-from raysgd.rendezvous import RankInfo
-from raysgd.sampling_plan import SamplingPlan
-from raysgd.torch.data import Drawn, PlannedSource
+from raysgd.core.metrics import COMMITTED
+from raysgd.core.outcomes import Interrupted
+from raysgd.core.progress import Control, Progress
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
+from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.torch.data.sources import Drawn, PlannedSource
 from raysgd.torch.feed import Feed
 from raysgd.torch.position import Position
 from tests.simulation.network import NetworkError
@@ -54,7 +54,7 @@ class SimSource(PlannedSource):
 
 
 class SimReplica:
-    """The protocol of `raysgd.protocols.Replica`, in the order of effects of `TorchReplica`."""
+    """The protocol of `raysgd.core.protocols.Replica`, in the order of effects of `TorchReplica`."""
 
     def __init__(self, worker: Any, plan: Any, rank_info: RankInfo, control: Control) -> None:
         self._worker, self._plan, self._rank_info, self._control = worker, plan, rank_info, control

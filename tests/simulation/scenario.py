@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.config import ElasticConfig, Limits
+from raysgd.core.metrics import COMMITTED
+from raysgd.core.policy import Recovery
+from raysgd.core.protocols import Call
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ResourceError, WorkerStartError
-from raysgd.metrics import COMMITTED
-from raysgd.policy import Recovery
-from raysgd.protocols import Call
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.group import Node, SimGroup, Worker
 from tests.simulation.network import SimBackend

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.engine.generation import Generation
 from raysgd.engine.worker_table import WorkerInfo
-from raysgd.sampling_plan import SamplingPlan
 from raysgd.torch.feed import Feed
 from tests.simulation.seeds import Summary, simulate
 

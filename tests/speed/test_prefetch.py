@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.torch import TorchTrainer, TrainingOperator, prefetch
-from raysgd.torch.data import Drawn
-from raysgd.torch.prefetch import Ahead, Carrier, CudaCarrier, make_carrier
+from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.data import prefetch
+from raysgd.torch.data.prefetch import Ahead, Carrier, CudaCarrier, make_carrier
+from raysgd.torch.data.sources import Drawn
 
 CPU = torch.device("cpu")
 Point = namedtuple("Point", "x y")

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from raysgd import CheckpointError, ConfigError, ElasticConfig, NotActiveError
-from raysgd.torch import TorchTrainer, checkpoints
-from raysgd.torch.checkpoints import SaveHandle
+from raysgd.torch import TorchTrainer
+from raysgd.torch.checkpoint import save_load
+from raysgd.torch.checkpoint.save_load import SaveHandle
 from tests.torch.small import Line, inline, weights
 
 MIB = 1 << 20
@@ -138,7 +139,7 @@ def test_shutdown_does_not_wait_for_ever(
     where: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All saves together have one limit. What was there before them is unharmed, and the workers are ended."""
-    monkeypatch.setattr(checkpoints, "SHUTDOWN_S", 0.5)
+    monkeypatch.setattr(save_load, "SHUTDOWN_S", 0.5)
     for name in ("a.pt", "b.pt"):
         (tmp_path / name).write_bytes(b"the old one")
     trainer = inline(Extra, config={"slow": (30.0, False)}, **where)
@@ -174,7 +175,7 @@ def test_a_shutdown_by_force_gives_saves_up(
 def test_a_worker_that_stands_still_in_a_save_is_given_up(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "STALL_AT_LEAST_S", 1.0)
+    monkeypatch.setattr(save_load, "STALL_AT_LEAST_S", 1.0)
     (tmp_path / "a.pt").write_bytes(b"the old one")
     with inline(
         Extra, config={"slow": (30.0, False)}, use_ray=True, elastic=ElasticConfig(hang_timeout_s=1)

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import CheckpointError, digest, durable
+from raysgd import CheckpointError
 from raysgd.core.messages import CheckpointDraft, Message
-from raysgd.torch import receiver as receiving
-from raysgd.torch.receiver import Receiver
-from raysgd.torch.streams import LocalSink, StreamSink
+from raysgd.storage import digest, durable
+from raysgd.torch.checkpoint import receiver as receiving
+from raysgd.torch.checkpoint.receiver import Receiver
+from raysgd.torch.checkpoint.streaming import LocalSink, StreamSink
 from raysgd.workers import control_server
 from raysgd.workers.control_server import ControlServer
 

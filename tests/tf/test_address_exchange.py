@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.rendezvous import assign_ranks
+from raysgd.core.ranks import assign_ranks
 from raysgd.tf.ports import HeldPort
 from raysgd.train.tensorflow_function import TensorflowFunctionBackend
 from tests.attacks.attackers import listening

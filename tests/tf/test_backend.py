@@ -6,9 +6,9 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd.rendezvous import assign_ranks  # noqa: E402
-from raysgd.tf.backend import TensorFlowBackend  # noqa: E402
+from raysgd.core.ranks import assign_ranks  # noqa: E402
 from raysgd.tf.ports import NoFreePortError  # noqa: E402
+from raysgd.tf.process_group import TensorFlowBackend  # noqa: E402
 
 
 def unavailable(text: str) -> Exception:

@@ -8,8 +8,8 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
+from raysgd.core.ranks import RankInfo  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
-from raysgd.rendezvous import RankInfo  # noqa: E402
 from raysgd.tf.channel import Channel  # noqa: E402
 from raysgd.tf.data import Drawn, OwnSource, SharedSource, make_source  # noqa: E402
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import raysgd.torch.backend
-from raysgd.outcomes import Ok
-from raysgd.progress import Control
-from raysgd.rendezvous import RankInfo, assign_ranks
-from raysgd.torch.backend import TorchBackend
+import raysgd.torch.process_group
+from raysgd.core.outcomes import Ok
+from raysgd.core.progress import Control
+from raysgd.core.ranks import RankInfo, assign_ranks
+from raysgd.torch.process_group import TorchBackend
 from raysgd.workers.replica_host import ReplicaHost
 
 GENERATIONS = 30
@@ -68,7 +68,7 @@ def test_the_end_of_a_group_never_waits_for_threads_that_wait_for_the_interprete
 
 
 def meet_late(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any], late_s: float, said: Any) -> None:
-    raysgd.torch.backend.MEET_S = 1.0
+    raysgd.torch.process_group.MEET_S = 1.0
     time.sleep(late_s)
     driver.join(rank_info, settings)
     gloo = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]

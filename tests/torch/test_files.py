@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from raysgd.torch.files import TAIL, SeenFile, is_archive
-from raysgd.torch.in_memory import Bytes, opened
+from raysgd.torch.checkpoint.files import TAIL, SeenFile, is_archive
+from raysgd.torch.checkpoint.in_memory import Bytes, opened
 
 DATA = random.Random(5).randbytes(5_000)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
-from raysgd.rendezvous import RankInfo
-from raysgd.torch.data import PlannedSource
-from raysgd.torch.gathering import Gathered, can_gather
+from raysgd.core.ranks import RankInfo
+from raysgd.torch.data.gathering import Gathered, can_gather
+from raysgd.torch.data.sources import PlannedSource
 
 ROWS = 23
 

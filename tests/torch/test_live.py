@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from raysgd.rendezvous import RankInfo
-from raysgd.torch.data import LiveSource
-from raysgd.torch.sharding import sharded_live
+from raysgd.core.ranks import RankInfo
+from raysgd.torch.data.iterable import sharded_live
+from raysgd.torch.data.sources import LiveSource
 
 
 class Stream(IterableDataset[int]):

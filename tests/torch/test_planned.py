@@ -23,8 +23,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import ConfigError
-from raysgd.rendezvous import RankInfo
-from raysgd.torch.data import Drawn, PlannedSource, close
+from raysgd.core.ranks import RankInfo
+from raysgd.torch.data.sources import Drawn, PlannedSource, close
 from tests.torch.small import Numbers, flat
 
 Loaders = Callable[[], DataLoader[Any]]

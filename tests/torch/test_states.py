@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from raysgd import CheckpointError
-from raysgd.torch import states
+from raysgd.torch.checkpoint import states
 from tests.torch.small import Line, inline, operator_of, weights
 
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raysgd.rendezvous import assign_ranks
-from raysgd.torch.backend import TorchBackend
+from raysgd.core.ranks import assign_ranks
+from raysgd.torch.process_group import TorchBackend
 
 HOST = "127.0.0.2"  # also of this machine, as all of 127.0.0.0/8 on Linux, and not the one that others listen on
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs a second loopback address, which Linux has")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from raysgd.rendezvous import SingleWorkerBackend, assign_ranks
+from raysgd.core.ranks import SingleWorkerBackend, assign_ranks
 from raysgd.torch.devices import see_gpus
 from raysgd.train import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.backends import backend_of, parse_backend
 from raysgd.train.tensorflow_function import TensorflowFunctionBackend
-from raysgd.train.torch_meeting import TorchMeeting, environment
+from raysgd.train.torch_function import TorchMeeting, environment
 
 LIMITS: dict[str, Any] = {"host": "127.0.0.1", "join_s": 5, "collective_s": 5}
 

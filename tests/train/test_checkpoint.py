@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from raysgd import storage
 from raysgd.errors import CheckpointError, ConfigError
+from raysgd.storage import locations
 from raysgd.train import Checkpoint
 from raysgd.train.run import payload_of
 from raysgd.workers import serialization
@@ -232,7 +232,7 @@ def test_reading_runs_no_code_from_the_file(tmp_path: Path, name: str) -> None:
     trace = tmp_path / "trace"
     data = BOMBS[name](Bomb(trace))
     (tmp_path / "saved").write_bytes(data)
-    with storage.draft_folder(tmp_path / "folder") as draft:
+    with locations.draft_folder(tmp_path / "folder") as draft:
         (draft / "checkpoint.pkl").write_bytes(data)
     tries: list[Callable[[], Any]] = [
         Checkpoint(tmp_path / "saved").to_dict,
@@ -310,12 +310,12 @@ def test_what_was_unpacked_goes_with_the_object(tmp_path: Path) -> None:
 
 
 def test_what_is_in_the_way_is_not_deleted(root: str, directory: Path) -> None:
-    storage.write(f"{root}/models/notes", b"somebody's")
+    locations.write(f"{root}/models/notes", b"somebody's")
     checkpoint = Checkpoint.from_directory(directory)
     for taken in ("models", "models/notes"):
         with pytest.raises(CheckpointError, match=f"something else at .*{taken} already"):
             checkpoint.to_uri(f"{root}/{taken}")
-    assert storage.read(f"{root}/models/notes") == b"somebody's"
+    assert locations.read(f"{root}/models/notes") == b"somebody's"
 
 
 def test_over_an_older_one_only_its_own_files_go(directory: Path, tmp_path: Path) -> None:
@@ -324,9 +324,9 @@ def test_over_an_older_one_only_its_own_files_go(directory: Path, tmp_path: Path
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "gone").write_bytes(b"1")
     Checkpoint.from_directory(tmp_path / "older").to_uri(uri)
-    storage.write(f"{uri}/notes", b"somebody's")
+    locations.write(f"{uri}/notes", b"somebody's")
     there = Checkpoint.from_directory(directory).to_uri(uri)
-    assert storage.names(storage.place(uri)) == sorted(["notes", *(path.name for path in directory.iterdir())])
+    assert locations.names(locations.place(uri)) == sorted(["notes", *(path.name for path in directory.iterdir())])
     with Checkpoint(there).as_directory() as folder:
         assert not Path(folder, "notes").exists() and Path(folder, "weights.bin").read_bytes() == b"123"
 

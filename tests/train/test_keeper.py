@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from raysgd import storage
 from raysgd.errors import CheckpointError
-from raysgd.storage import place
+from raysgd.storage import locations
+from raysgd.storage.locations import place
 from raysgd.train import Checkpoint, CheckpointConfig, CheckpointStrategy
-from raysgd.train.keeper import CheckpointKeeper
+from raysgd.train.checkpoint_manager import CheckpointKeeper
 
 
 def keeper(tmp_path: Path, *losses: float, initial: bytes | None = None, **strategy: Any) -> CheckpointKeeper:
@@ -165,13 +165,13 @@ def test_the_best_are_kept_in_remote_storage_too() -> None:
     made = CheckpointKeeper(folder, strategy)
     for loss in (2, 4, 1, 3):
         made.take(pickle.dumps({"loss": loss}), {})
-    assert storage.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
+    assert locations.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
     assert made.best_path == made.latest_path == folder / "checkpoint_000003"
     again = CheckpointKeeper(folder, strategy)
     again.adopt({})
     assert [(kept.number, kept.score) for kept in again.kept] == [(1, -2), (3, -1)]
     again.take(pickle.dumps({"loss": 0}), {})
-    assert storage.names(folder) == ["checkpoint_000003", "checkpoint_000004"]
+    assert locations.names(folder) == ["checkpoint_000003", "checkpoint_000004"]
 
 
 @pytest.mark.parametrize("attribute", [None, "loss"])
@@ -193,7 +193,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("no space left on device")
 
     made = CheckpointKeeper(tmp_path)
-    monkeypatch.setattr("raysgd.storage.os.replace", full)
+    monkeypatch.setattr("raysgd.storage.locations.os.replace", full)
     with pytest.raises(OSError, match="no space"):
         made.take(pickle.dumps({"epoch": 1}), {})
     assert on_disk(tmp_path) == []

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from raysgd import CheckpointError, ElasticConfig, storage, train
-from raysgd.storage import Uri, place
+from raysgd import CheckpointError, ElasticConfig, train
+from raysgd.storage import locations
+from raysgd.storage.locations import Uri, place
 from raysgd.train import (
     Checkpoint,
     CheckpointConfig,
@@ -77,12 +78,12 @@ def test_a_trainer_that_stores_on_s3(made: Callable[..., Trainer], bucket: str, 
     trainer.run(epochs, {"epochs": 4}, callbacks=[Writing()], checkpoint_strategy=BEST)
     folder = place(bucket) / "run_001" / "checkpoints"
     assert trainer.latest_checkpoint_dir == folder
-    assert storage.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
+    assert locations.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
     assert trainer.best_checkpoint_path == trainer.latest_checkpoint_path == folder / "checkpoint_000003"
     assert Checkpoint(f"{folder}/checkpoint_000003").to_dict()["epoch"] == 2
     assert trainer.latest_checkpoint is not None and trainer.latest_checkpoint["epoch"] == 3
     assert trainer.latest_run_dir == home / "runs" / "run_001"
-    assert storage.read(f"{bucket}/run_001/seen/rounds.txt") == b"0\n1\n2\n3\n"
+    assert locations.read(f"{bucket}/run_001/seen/rounds.txt") == b"0\n1\n2\n3\n"
 
     assert trainer.run(epochs, {"epochs": 4}, checkpoint=f"{folder}/checkpoint_000003") == [3]
     assert trainer.run(epochs, {"epochs": 4}, checkpoint=trainer.latest_checkpoint_path) == [4]
@@ -91,14 +92,14 @@ def test_a_trainer_that_stores_on_s3(made: Callable[..., Trainer], bucket: str, 
     trainer.run(epochs, {"epochs": 1}, checkpoint_strategy=CheckpointConfig(num_to_keep=0))
     assert (trainer.latest_checkpoint_path, trainer.best_checkpoint_path) == (None, None)
     assert trainer.latest_checkpoint["epoch"] == 0
-    with_checkpoints = [name for name in storage.names(place(bucket)) if "checkpoints" in names_in(bucket, name)]
+    with_checkpoints = [name for name in locations.names(place(bucket)) if "checkpoints" in names_in(bucket, name)]
     assert with_checkpoints == ["run_001", "run_002"], "the third run saved nothing, the fourth was to write nothing"
 
     assert Trainer("none", logdir=bucket)._earlier == 4, "another trainer's runs get other names"
 
 
 def names_in(bucket: str, name: str) -> list[str]:
-    return storage.names(place(bucket) / name)
+    return locations.names(place(bucket) / name)
 
 
 def test_a_bucket_that_is_not_there_is_told_at_once(made: Callable[..., Trainer], s3: str) -> None:
@@ -189,7 +190,7 @@ def test_fit_is_stored_on_s3_and_restored_from_there(ray_cluster: None, bucket: 
     assert result.path == path and result.log_dir == home / "mine"
     assert result.checkpoint is not None
     assert result.checkpoint.get_internal_representation() == ("uri", f"{path}/checkpoint_000003")
-    assert [name for name in storage.names(place(path)) if name.startswith("checkpoint")] == [
+    assert [name for name in locations.names(place(path)) if name.startswith("checkpoint")] == [
         "checkpoint_000002",
         "checkpoint_000003",
     ]

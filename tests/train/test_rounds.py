@@ -11,9 +11,9 @@ import pytest
 
 from raysgd.core.messages import FunctionReport
 from raysgd.errors import CheckpointError
-from raysgd.train import scribe
+from raysgd.train import background_writer
+from raysgd.train.checkpoint_manager import CheckpointKeeper
 from raysgd.train.errors import ReportMismatchError
-from raysgd.train.keeper import CheckpointKeeper
 from raysgd.train.rounds import Report, Rounds, checkpoint_of
 from raysgd.train.run import Run
 
@@ -213,7 +213,7 @@ def test_checkpoints_that_wait_to_be_stored_are_few(tmp_path: Path) -> None:
 
 
 def test_a_store_that_stands_still_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scribe, "LIMIT_S", 0.3)
+    monkeypatch.setattr(background_writer, "LIMIT_S", 0.3)
     driver, keeper = slow(tmp_path)
     for epoch in range(3):  # one more than there is room for
         driver.say(0, checkpoint={"epoch": epoch})

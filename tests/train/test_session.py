@@ -11,13 +11,13 @@ import pytest
 
 from raysgd import CheckpointError, train
 from raysgd.core.messages import FunctionReport, StartDealer
-from raysgd.outcomes import Interrupted
-from raysgd.progress import Control
-from raysgd.protocols import Call
-from raysgd.rendezvous import RankInfo
+from raysgd.core.outcomes import Interrupted
+from raysgd.core.progress import Control
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
 from raysgd.train.backends import Backend
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.train.session import Attempt
+from raysgd.train.run_session import Attempt
 from raysgd.workers.blob import Blob
 
 RANKS = RankInfo(world_rank=1, world_size=3, local_rank=1, local_world_size=2, node_rank=0)

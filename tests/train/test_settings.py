@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 import raysgd
-from raysgd import CheckpointError, ConfigError, ElasticConfig, storage, train
+from raysgd import CheckpointError, ConfigError, ElasticConfig, train
 from raysgd.callbacks import PrintCallback
-from raysgd.storage import Uri
+from raysgd.storage import locations
+from raysgd.storage.locations import Uri
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
-from raysgd.train.fitting import _log_dir
-from raysgd.train.records import Past, Record, Who
+from raysgd.train.fit.records import Past, Record, Who
+from raysgd.train.fit.run import _log_dir
 from raysgd.train.run import task_of
 
 
@@ -189,7 +190,7 @@ def test_a_run_goes_on_under_its_own_names_and_in_its_own_time(tmp_path: Path) -
     record.rows[-1]["time_total_s"] = 100.0
     record.end(None)
     assert Past.read(tmp_path).rows[-1]["confusion"] == {"(0, 1)": {"2": [{"(3, 4)": 5}]}}
-    storage.write(
+    locations.write(
         tmp_path / "results.jsonl",
         json.dumps({"metrics": record.rows[-1] | {"confusion": 0}, "checkpoint": None}).encode() + b"\n",
     )
@@ -215,7 +216,7 @@ def test_rows_are_rewritten_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("raysgd.storage.os.replace", killed)
+        patch.setattr("raysgd.storage.locations.os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
             going_on.begin({})
     assert [row["epoch"] for row in Past.read(tmp_path).rows] == [1]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from raysgd import ElasticConfig, train
+from raysgd.ray_data.splits import no_room_for_data
 from raysgd.train import DataConfig, Trainer
 from raysgd.train.shards import make_shards
-from raysgd.workers.splits import no_room_for_data
 
 ray_data = pytest.importorskip("ray.data")
 

@@ -58,11 +58,11 @@ def test_a_strategy_of_the_functions_own(ray_cluster: None, tmp_path: Path) -> N
 def test_a_shard_is_not_divided_again() -> None:
     import tensorflow as tf
 
-    from raysgd.progress import Control
-    from raysgd.protocols import Call
-    from raysgd.rendezvous import RankInfo
+    from raysgd.core.progress import Control
+    from raysgd.core.protocols import Call
+    from raysgd.core.ranks import RankInfo
     from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-    from raysgd.train.session import Attempt
+    from raysgd.train.run_session import Attempt
 
     policies = []
 

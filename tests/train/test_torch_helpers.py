@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from raysgd import train
-from raysgd.progress import Control
-from raysgd.protocols import Call
-from raysgd.rendezvous import RankInfo
+from raysgd.core.progress import Control
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
 from raysgd.train import Trainer
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.train.session import Attempt
+from raysgd.train.run_session import Attempt
 
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
 

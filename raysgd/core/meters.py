@@ -1,0 +1,204 @@
+"""Averages of what training steps report, weighted by samples. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
+from raysgd.core.metrics import check_metric, is_in_range, out_of_range
+from raysgd.errors import shown
+
+# Weights beyond this are no counts of samples: a float could not tell them from their neighbours.
+_MOST_SAMPLES = 1 << 53
+_TEXT = (str, bytes)
+# One wait for the device per so many updates bounds what is kept there.
+_MAX_WAITING = 512
+
+
+class AverageMeter:
+    """The weighted mean of one number over many updates, and the latest number.
+
+    A number on an accelerator is copied there, and read only when a result is asked for (or when 512 of
+    them wait), so that `update` does not stall the device's queue.
+    """
+
+    __slots__ = ("_last", "_sum", "_waiting", "count")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.count: float = 0
+        self._sum: float = 0.0
+        self._last: Any = math.nan
+        self._waiting: list[tuple[Any, float]] = []
+
+    def update(self, val: Any, n: float = 1) -> None:
+        """Count `val`, a number or a one-element tensor, with weight `n`."""
+        number = _number(val)
+        if number is None:
+            raise TypeError(
+                f"a meter averages numbers and one-element tensors, not {type(val).__name__} ({shown(val)}). "
+                "Use AverageMeterCollection to keep other values beside numbers."
+            )
+        self._add(number, _weight(n))
+
+    @property
+    def val(self) -> float:
+        """The latest number; NaN before the first."""
+        self._settle()
+        return self._last  # type: ignore[no-any-return]
+
+    @property
+    def sum(self) -> float:
+        """The sum of all numbers, each times its weight."""
+        self._settle()
+        return self._sum
+
+    @property
+    def avg(self) -> float:
+        """The weighted mean; NaN while there is no weight."""
+        return self.sum / self.count if self.count else math.nan
+
+    def _add(self, number: Any, n: float) -> None:
+        self.count += n
+        self._last = number
+        if not n:
+            return  # the mean over an empty batch is NaN: with no weight it must not spoil the sum
+        if isinstance(number, (float, int)):
+            self._sum += float(number) * n
+            return
+        self._waiting.append((number, n))
+        if len(self._waiting) >= _MAX_WAITING:
+            self._settle()
+
+    def _settle(self) -> None:
+        if not isinstance(self._last, (float, int)):
+            self._last = self._last.item()
+        for tensor, n in self._waiting:
+            self._sum += tensor.item() * n
+        self._waiting.clear()
+
+
+class AverageMeterCollection:
+    """Meters by metric name, with the count of batches and samples.
+
+    Owns the sums of one worker; never talks to other workers. What is not a number (text, a dictionary, None,
+    an array) is not averaged: the latest one is reported. In a metric that is sometimes a number, only the
+    numbers count. `batch_count` and `num_samples` are its own: a metric of that name is not reported.
+    """
+
+    def __init__(self) -> None:
+        self.batch_count = 0
+        self.num_samples: float = 0
+        self._meters: dict[str, AverageMeter] = {}
+        self._others: dict[str, Any] = {}
+
+    def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
+        """Count one batch of `n` samples that measured `metrics`. Runs once per step, so it is kept cheap."""
+        if type(n) is not int or not 0 < n < _MOST_SAMPLES:
+            n = _weight(n)
+        try:
+            items = metrics.items()
+        except AttributeError:
+            raise TypeError(
+                f"metrics must be a dict from name to value, not {type(metrics).__name__} ({shown(metrics)}). "
+                "Return a dict from train_batch and validate_batch; it may be empty."
+            ) from None
+        self.batch_count += 1
+        self.num_samples += n
+        meters = self._meters
+        for name, value in items:
+            if type(value) is float and n and name in meters:  # the usual case, without a further call
+                meter = meters[name]
+                meter.count += n
+                meter._sum += value * n
+                meter._last = value
+            else:
+                self._update_one(name, value, n)
+
+    def summary(self) -> dict[str, Any]:
+        """`batch_count`, `num_samples`, and for each metric `m` its mean and, as `last_m`, the latest."""
+        result: dict[str, Any] = {BATCH_COUNT: self.batch_count, NUM_SAMPLES: self.num_samples}
+        reserved = set(result)
+        for name, meter in self._meters.items():
+            if name not in reserved:
+                result[name] = meter.avg
+                # A metric that is itself called last_something is the user's word and goes first.
+                if f"last_{name}" not in self._meters:
+                    result[f"last_{name}"] = meter.val
+        for name, value in self._others.items():
+            if name not in reserved:
+                result.setdefault(name, value.cpu() if _is_tensor(value) else value)
+        return result
+
+    def state(self) -> dict[str, Any]:
+        """What can be added up over workers, as plain numbers.
+
+        `{"batch_count": int, "num_samples": number, "metrics": {name: {"weight", "sum", "last"}}}`, the three
+        as floats. Values that are not numbers are not in it; `summary` has them.
+        """
+        metrics = {
+            name: {"weight": float(meter.count), "sum": float(meter.sum), "last": float(meter.val)}
+            for name, meter in self._meters.items()
+        }
+        return {BATCH_COUNT: self.batch_count, NUM_SAMPLES: self.num_samples, "metrics": metrics}
+
+    def _update_one(self, name: str, value: Any, n: float) -> None:
+        number = _number(value, name)
+        if name not in self._meters and name not in self._others:
+            check_metric(name, value)  # once: later batches return the same kind of thing
+        if number is None:
+            self._others[name] = value.detach() if _is_tensor(value) else value
+            return
+        if name not in self._meters:
+            self._meters[name] = AverageMeter()
+        self._meters[name]._add(number, n)
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "detach") and hasattr(value, "numel")
+
+
+def _number(value: Any, name: Any = None) -> Any:
+    """Return a Python number; or a copy of a one-element tensor, still on its device; or None for all else."""
+    if type(value) in (float, bool):
+        return value
+    if _is_tensor(value):
+        if value.numel() != 1 or value.is_complex():
+            return None
+        if getattr(value, "is_meta", False):
+            raise ValueError(f"{_named(name)} is a tensor on the device 'meta', which holds no data: return its value")
+        if not value.is_cpu:
+            return value.detach().clone()  # a copy: the step may write into its tensor, or into what it views
+    try:
+        if hasattr(value, "item"):
+            value = value.item()
+        # float("3") would work, yet text is not a measurement
+        number = value if isinstance(value, (float, int)) else None if isinstance(value, _TEXT) else float(value)
+    except OverflowError:
+        raise out_of_range(_named(name), value) from None
+    except Exception:  # an array of several elements, None, or whatever an object of the user's makes of the question
+        return None
+    if isinstance(number, int) and not is_in_range(number):
+        raise out_of_range(_named(name), number)
+    return number
+
+
+def _named(name: Any) -> str:
+    return "the value" if name is None else f"the metric {shown(name)}"
+
+
+def _weight(n: Any) -> float:
+    """Return `n` as a Python number that can weigh a mean."""
+    try:
+        number = n.item() if hasattr(n, "item") else n
+    except Exception:  # an array of several elements
+        number = None
+    if not isinstance(number, (float, int)) or not 0 <= number < math.inf or not is_in_range(int(number)):
+        raise ValueError(
+            f"num_samples, the number of samples of a batch, must be a finite number of 0 or more, got {shown(n)}"
+        )
+    return float(number) if number >= _MOST_SAMPLES else number

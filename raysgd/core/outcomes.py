@@ -1,0 +1,92 @@
+"""What one rank returns for one call: a value, with the rank's progress. Both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.core.progress import Progress
+
+__all__ = [
+    "DATA_LOADER",
+    "CollectivePlace",
+    "DataLoaderFailure",
+    "Failed",
+    "Interrupted",
+    "Ok",
+    "Outcome",
+    "WorkerFailed",
+]
+
+DATA_LOADER = "data loader"
+
+
+@dataclass(frozen=True)
+class CollectivePlace:
+    """Where a rank was when its call was interrupted.
+
+    count    how many collective calls it had begun in this generation; -1 if the backend does not count them
+    name     the collective call that it was in, such as "barrier"; empty if it was in none
+    line     the line of the user's code that made this call: "file:line function"
+    begun    (step, number of collective calls made before it), for the newest steps
+    """
+
+    count: int = -1
+    name: str = ""
+    line: str = ""
+    begun: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Ok:
+    """The call succeeded. `collectives` is how many collective calls it made (-1: not counted)."""
+
+    value: Any = None
+    progress: Progress = field(default_factory=Progress)
+    collectives: int = -1
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The rank's own code raised an error. `error` has the user's type if that can be pickled."""
+
+    error: BaseException
+    traceback: str = ""
+    progress: Progress = field(default_factory=Progress)
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The rank is alive but had to stop, because a peer failed or the driver asked it to. `value` is its partial result;
+    `reason` is set if the cause lies in this rank itself."""
+
+    value: Any = None
+    cause: str = ""
+    progress: Progress = field(default_factory=Progress)
+    asked: bool = False
+    reason: str = ""
+    place: CollectivePlace = field(default_factory=CollectivePlace)
+
+
+@dataclass(frozen=True)
+class WorkerFailed:
+    """The process ended, or its node failed. `value` is the partial result in its last progress message."""
+
+    cause: str
+    reason: str = "worker death"
+    value: Any = None
+    progress: Progress = field(default_factory=Progress)
+
+
+class DataLoaderFailure(BaseException):
+    """A process of a data loader died. The rank is alive, and continues with a new loader.
+
+    This is not an Exception, so that user code that catches the errors of its batches does not catch it.
+    """
+
+    def interrupted(self, where: str, value: Any, progress: Progress) -> Interrupted:
+        """Return the outcome of a call that this ended; `where` names the loader."""
+        return Interrupted(value, f"{where}: {self}", progress, reason=DATA_LOADER)
+
+
+Outcome = Ok | Failed | Interrupted | WorkerFailed

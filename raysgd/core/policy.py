@@ -1,0 +1,241 @@
+"""What a set of outcomes means, and what to do about it. Pure: no clock, no Ray, no logger. Driver.
+
+`classify` returns what happened; `decide` returns what to do. Both get everything they need as values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome, WorkerFailed
+
+__all__ = [
+    "OUT_OF_STEP",
+    "Decision",
+    "GiveUp",
+    "Observation",
+    "Recovery",
+    "Rejoin",
+    "Restart",
+    "Situation",
+    "Wait",
+    "backoff",
+    "classify",
+    "decide",
+    "different_calls",
+]
+
+Reason = Literal[
+    "worker death",
+    "node loss",
+    "hang",
+    "network",
+    "data loader",
+    "preemption",
+    "growth",
+    "shrink",
+    "restart",
+    "out of step",
+]
+OUT_OF_STEP = "out of step"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One change of membership, as the user sees it in `trainer.recoveries`."""
+
+    reason: str
+    lost_ranks: tuple[int, ...]
+    world_size_before: int
+    world_size_after: int
+    in_place: bool
+    batches_redone: int
+    seconds: float
+    epoch: int = 0
+    batch: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the outcomes of one call on one generation mean.
+
+    kind: "done" all ranks finished; "user_error" the user's code raised; "broken" workers, the network or a data loader
+    failed; "paused" all ranks stopped because they were asked to; "out_of_step" the ranks did not make the same
+    collective calls, which is an error in the user's code. `failed_workers` are the failed workers, `culprit` is the worker whose
+    code raised or whose data loader failed.
+    """
+
+    kind: Literal["done", "user_error", "broken", "paused", "out_of_step"]
+    failed_workers: tuple[str, ...] = ()
+    culprit: str | None = None
+    reason: str = ""
+    detail: str = ""
+
+
+def classify(outcomes: Mapping[str, Outcome]) -> Observation:
+    """Return what happened, from every worker's outcome (in rank order).
+
+    A user's error takes precedence over everything that it caused on other ranks: peers whose collective failed are
+    `Interrupted`, never `Failed`. A worker failure takes precedence over a pause. Ranks that were interrupted although
+    no worker failed and the driver did not ask for it mean a network fault, unless one of them names another reason, or
+    they were in collective calls that do not match.
+    """
+    failed_workers = tuple(worker for worker, outcome in outcomes.items() if isinstance(outcome, WorkerFailed))
+    failed = [worker for worker, outcome in outcomes.items() if isinstance(outcome, Failed)]
+    if failed:
+        return Observation("user_error", failed_workers=failed_workers, culprit=failed[0])
+    difference = different_calls(outcomes)
+    if difference:
+        return Observation("out_of_step", failed_workers=failed_workers, reason=OUT_OF_STEP, detail=difference)
+    if failed_workers:
+        first = outcomes[failed_workers[0]]
+        assert isinstance(first, WorkerFailed)
+        return Observation("broken", failed_workers=failed_workers, reason=first.reason, detail=first.cause)
+    interrupted = {worker: outcome for worker, outcome in outcomes.items() if isinstance(outcome, Interrupted)}
+    for worker, outcome in interrupted.items():
+        if outcome.reason:
+            return Observation("broken", culprit=worker, reason=outcome.reason, detail=outcome.cause)
+    unasked = [outcome for outcome in interrupted.values() if not outcome.asked]
+    if unasked:
+        return Observation("broken", reason="network", detail=unasked[0].cause)
+    if interrupted:
+        return Observation("paused")
+    assert all(isinstance(outcome, Ok) for outcome in outcomes.values())
+    return Observation("done")
+
+
+def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> str:
+    """Return the evidence that the ranks did not make the same collective calls, "" if there is none.
+
+    Every rank's n-th call must be the same one. So each of these is proof: the backend received data of an unexpected
+    size; a rank is in a call beyond the last one of a rank that has finished; two ranks are in their n-th call, and the
+    calls differ; two ranks began the same batch after different numbers of calls; two ranks are at the same line in the
+    same batch, and one of them has made more calls in it than in the batch before. With `again` (no worker failed, and
+    it is the second time at this place), different lines of the user's code are enough.
+    """
+    ranks = list(enumerate(outcomes.values()))
+    mismatched = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, WorkerFailed) and o.reason == OUT_OF_STEP]
+    waiting = {r: o.place for r, o in ranks if isinstance(o, Interrupted) and not o.asked and o.place.name}
+    counted = {r: place for r, place in waiting.items() if place.count >= 0}
+    finished = {r: o.collectives for r, o in ranks if isinstance(o, Ok) and o.collectives >= 0}
+    beyond = max((place.count for place in counted.values()), default=-1) > min(finished.values(), default=1 << 62)
+    same = any(
+        one.count == other.count and one.name != other.name for one in counted.values() for other in counted.values()
+    )
+    lines = {(place.name, place.line) for place in waiting.values()}
+    drifted = _drifted({r: o.place for r, o in ranks if isinstance(o, Interrupted)}) or _more_calls(counted)
+    if not (mismatched or beyond or same or drifted or (again and len(lines) > 1)):
+        return ""
+    stories = [
+        f"rank {rank} is in {place.name}, {_nth(place.count)}called at {place.line or 'an unknown line'}"
+        for rank, place in waiting.items()
+    ]
+    stories += [f"rank {rank} has finished, after {count} collective call(s)" for rank, count in finished.items()]
+    return "; ".join([*mismatched, *stories, *([drifted] if drifted else [])])
+
+
+def _drifted(places: Mapping[int, CollectivePlace]) -> str:
+    """Return which ranks began a batch after different numbers of collective calls: the first such batch among those
+    that all ranks remember."""
+    known = [dict(place.begun) for place in places.values()]
+    for step in sorted(set.intersection(*map(set, known))) if known else []:
+        counts = {rank: begun[step] for rank, begun in zip(places, known, strict=True)}
+        if len(set(counts.values())) > 1 and min(counts.values()) >= 0:
+            counted = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+            return f"before step {step} there had been {counted} collective calls"
+    return ""
+
+
+def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:
+    """Return which ranks are at the same line of the same batch after different numbers of calls in it, where one of
+    them has made more calls than in the batch before."""
+    found: dict[tuple[int, int, str, str], dict[int, int]] = {}
+    for rank, place in waiting.items():
+        if len(place.begun) > 1:
+            (before, earlier), (step, at) = place.begun[-2:]
+            usual = at - earlier if step == before + 1 else 1 << 62
+            found.setdefault((step, usual, place.name, place.line), {})[rank] = place.count - at
+    for (step, usual, name, _), counts in found.items():
+        if len(set(counts.values())) > 1 and max(counts.values()) > usual:
+            counted = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items())
+            return f"in step {step} there were, up to this {name}, {counted} collective calls, and {usual} in the step before"
+    return ""
+
+
+def _nth(count: int) -> str:
+    return f"its collective call number {count}, " if count >= 0 else ""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What `decide` needs to know after a failure, in numbers. `ready` and `starting` count replacement workers;
+    `gathered` is True if no more of them are expected soon."""
+
+    survivors: int
+    ready: int
+    starting: int
+    free: int
+    target: int
+    min_workers: int
+    in_place: bool
+    failures: int
+    max_failures: int
+    attempts: int
+    max_attempts: int
+    gathered: bool = True
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """Form the next generation now, from the survivors and the replacement workers that are ready."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start `count` new processes. Keep the survivors and the replacement workers that are ready."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Wait for more workers: `seconds` long, or until something changes."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Raise an error, because a limit was reached. `why` is its text."""
+
+    why: str
+
+
+Decision = Rejoin | Restart | Wait | GiveUp
+
+
+def backoff(attempt: int, first_s: float, max_s: float, jitter: float) -> float:
+    """Return the next pause. It grows exponentially; a jitter in [0, 1) shortens it by up to half, so that several
+    trainers do not retry at the same time."""
+    return float(min(max_s, first_s * 2.0 ** min(attempt, 60)) * (1.0 - 0.5 * jitter))
+
+
+def decide(now: Situation, *, wait_s: float) -> Decision:
+    """Return what to do after a failure. `wait_s` is the next pause, in case the decision is to wait."""
+    if now.max_failures >= 0 and now.failures > now.max_failures:
+        return GiveUp(f"{now.failures} failure(s) in one call, and max_retries={now.max_failures} allows no more")
+    available = now.survivors + now.ready
+    if available >= now.min_workers and available > 0 and (now.survivors >= now.min_workers or now.gathered):
+        return Rejoin()
+    missing = now.target - available - now.starting
+    if now.starting == 0 and now.free > 0 and available + now.free >= now.min_workers:
+        return Restart(max(1, min(missing, now.free)))
+    if now.starting == 0 and now.attempts >= now.max_attempts:
+        return GiveUp(
+            f"after {now.max_attempts} waits in a row there were still not enough resources: min_workers={now.min_workers}, "
+            f"{available} worker(s) are available, and the cluster has room for {now.free} more"
+        )
+    return Wait(wait_s)

@@ -1,0 +1,88 @@
+"""What the engine works with: a backend that connects ranks, and a replica that does their work. Both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from raysgd.core.progress import Control, Progress
+from raysgd.core.ranks import RankInfo
+
+__all__ = ["Backend", "Call", "Replica", "ReplicaFactory"]
+
+
+class Backend(Protocol):
+    """Connects the ranks of a generation. The object on the driver plans; its pickled copies join and leave.
+
+    in_place: whether a process can leave one generation and join the next. (TensorFlow's cannot.)
+    needs_offers: whether `plan` needs something from each worker, which is then asked for its `offer` first.
+    """
+
+    in_place: bool
+    needs_offers: bool
+
+    def offer(self) -> dict[str, Any]:
+        """Worker, main thread, before `plan`: return what the driver needs from this worker, such as an address with a port
+        that it holds, or the GPUs that it has. `join` follows, or another `offer`."""
+
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        """Driver: open a new rendezvous, and return what each rank needs to find it. The old one is closed. `offers` are in
+        the order of ranks, and empty unless `needs_offers`. Without ranks, only close the old one."""
+
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        """Worker, main thread: form the process group with the others. Raise if they do not come within the limit."""
+
+    def leave(self) -> None:
+        """Worker, main thread: leave the process group. Never raises, and never waits for a peer."""
+
+    def abort(self) -> None:
+        """Worker, control thread: make a collective that is waiting fail now."""
+
+    def collectives(self) -> int:
+        """Worker: return how many collective calls this rank has begun in this generation; -1 if they are not
+        counted."""
+
+    def is_interruption(self, error: BaseException) -> bool:
+        """Worker: return whether this error means that a peer or the network failed."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a trainer asks of each replica: a method of the replica's class, or a function that takes the replica first,
+    and the other arguments. The trainer makes it, and `Replica.run` unpacks it; the method is pickled by reference."""
+
+    method: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The method's name, for the phase of progress and for messages."""
+        return self.method.__name__
+
+
+class Replica(Protocol):
+    """One operator with its data, counters and state, in one worker. Knows nothing of Ray."""
+
+    progress: Progress
+
+    def run(self, call: Call) -> Any:
+        """Worker, main thread: make one call. What it returns must be picklable."""
+
+    def joined(self, rank_info: RankInfo) -> None:
+        """Worker: a new generation is up; wrap the model and divide the data again."""
+
+    def partial(self) -> Any:
+        """Worker: return what the running call has measured so far, when it is interrupted."""
+
+    def state(self) -> bytes:
+        """Worker: return everything that another process needs to continue from here."""
+
+    def load(self, data: bytes) -> None:
+        """Worker: take the state of another replica."""
+
+    def close(self) -> None:
+        """Worker: release files, threads and loaders."""
+
+
+ReplicaFactory = Callable[[RankInfo, Control], Replica]

@@ -1,0 +1,51 @@
+"""Committed state that the driver keeps: new processes start from it if no worker has survived. Driver."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.core.progress import Progress
+
+__all__ = ["Snapshot", "SnapshotStore"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One replica's full state as bytes, and its progress when the snapshot was taken.
+
+    `call` is the number of the call that was running, and `partial` that call's partial result over all ranks. Without
+    data, training starts from the beginning.
+    """
+
+    data: Any = b""
+    progress: Progress = field(default_factory=Progress)
+    call: int = -1
+    partial: dict[str, Any] | None = None
+
+
+class SnapshotStore:
+    """Owns the newest snapshot. The thread that receives uploads writes it, and the engine reads it."""
+
+    def __init__(self) -> None:
+        self._latest: Snapshot | None = None
+        self._lock = threading.Lock()
+
+    def offer(self, snapshot: Snapshot) -> bool:
+        """Keep this snapshot unless a newer one is there, because uploads of an old generation can be late. Return whether
+        it was kept."""
+        with self._lock:
+            if self._latest is not None and self._latest.progress.order > snapshot.progress.order:
+                return False
+            self._latest = snapshot
+            return True
+
+    def latest(self) -> Snapshot | None:
+        with self._lock:
+            return self._latest
+
+    def forget(self) -> None:
+        """Drop the snapshot, because the user has replaced the state (with `load`)."""
+        with self._lock:
+            self._latest = None

@@ -1,0 +1,1 @@
+"""Ray Datasets as training data. Both."""

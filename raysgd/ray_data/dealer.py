@@ -1,0 +1,166 @@
+"""Divides the rows of a Ray Dataset among ranks by their position in its stream, so that the rows that have been used
+are always a prefix of it. The dealer is an actor.
+
+The dealer reads the data set once for all ranks, holds the blocks that ranks may still request, and returns which rows
+of which blocks are one rank's part of a step. It never waits for a rank: one that fails sends no more requests, and a
+new generation can continue at any row that is still held.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from raysgd.core.sampling_plan import SamplingPlan
+
+__all__ = ["BlockBuffer", "BlockSlice", "Dealer", "PartRequest", "RankRows"]
+
+logger = logging.getLogger("raysgd")
+
+
+@dataclass(frozen=True)
+class PartRequest:
+    """One rank's request for its part of the step that begins at row `start` of a pass.
+
+    number   which pass over the data set
+    step     how many rows all ranks take together
+    turn     the call and the generation; late requests of an older one are refused
+    pad      at the end, a rank without rows of its own repeats one
+    floor    the first row that this rank may request again; it has committed those before
+    """
+
+    number: tuple[int, int]
+    start: int
+    step: int
+    rank: int = 0
+    world_size: int = 1
+    turn: tuple[int, int] = (0, 0)
+    pad: bool = True
+    floor: int = 0
+
+    def next(self, start: int, floor: int) -> PartRequest:
+        return replace(self, start=start, floor=floor)
+
+
+class BlockSlice(NamedTuple):
+    """Rows `start` to `stop` of one block."""
+
+    block: Any
+    start: int
+    stop: int
+
+
+class RankRows(NamedTuple):
+    """One rank's rows, the row after the step, and whether they are new. (A rank that would have none repeats some.)"""
+
+    slices: tuple[BlockSlice, ...]
+    after: int
+    fresh: bool
+
+
+class BlockBuffer:
+    """Owns the blocks of one pass that have been read and may still be requested. Pure."""
+
+    def __init__(self, blocks: Iterable[tuple[Any, int]]) -> None:
+        self._source: Iterator[tuple[Any, int]] = iter(blocks)
+        self._held: deque[tuple[int, Any, int]] = deque()
+        self.begin = self.end = 0
+        self.complete = False
+        self.error: Exception | None = None
+
+    def read_to(self, row: int, *, keep_from: int) -> None:
+        """Read until that row is known, or the pass has ended."""
+        while self.end < row and not self.complete:
+            if self.error is not None:
+                raise self.error  # for every rank, because a source that has failed only ends when it is read again
+            try:
+                found = next(self._source, None)
+            except Exception as error:
+                self.error = error
+                raise
+            if found is None:
+                self.complete = True
+                return
+            block, rows = found
+            if rows:
+                self._held.append((self.end, block, rows))
+                self.end += rows
+            self.forget(keep_from)
+
+    def forget(self, before: int) -> None:
+        """Drop the blocks that end before this row."""
+        while self._held and self._held[0][0] + self._held[0][2] <= before:
+            first, _, rows = self._held.popleft()
+            self.begin = first + rows
+
+    def slices(self, start: int, stop: int) -> tuple[BlockSlice, ...]:
+        return tuple(
+            BlockSlice(block, max(start - first, 0), min(stop - first, rows))
+            for first, block, rows in self._held
+            if first < stop and first + rows > start
+        )
+
+
+class Dealer:
+    """Owns the stream of one data set. It serves one request at a time, an actor's default."""
+
+    def __init__(self, packed: bytes) -> None:
+        self._dataset = pickle.loads(packed)
+        if hasattr(self._dataset, "context"):
+            self._dataset.context.enable_progress_bars = False  # an actor has no terminal
+        self._number: tuple[int, int] | None = None
+        self._buffer = BlockBuffer(())
+        self._turn = (-1, -1)
+        self._floors: dict[int, int] = {}
+        self._totals: dict[tuple[int, int], int] = {}
+
+    def take(self, request: PartRequest) -> RankRows | None:
+        """Return one rank's part of one step; None at the end of the pass, and for late requests."""
+        passed = request.turn == self._turn and self._number is not None and request.number < self._number
+        if passed or request.turn < self._turn or request.start >= self._totals.get(request.number, request.start + 1):
+            return None
+        if request.turn > self._turn:
+            self._turn, self._floors = request.turn, {}
+            if self._buffer.error is not None:
+                self._number = None
+        if request.number != self._number or request.start < self._buffer.begin:
+            self._open(request)
+        self._floors[request.rank] = request.floor
+        lowest = min(self._floors.values()) if len(self._floors) == request.world_size else self._buffer.begin
+        buffer = self._buffer
+        buffer.forget(lowest)
+        buffer.read_to(request.start + request.step, keep_from=lowest)
+        if buffer.complete:
+            self._totals[request.number] = buffer.end
+        known = min(request.start + request.step, buffer.end)
+        parts = SamplingPlan(total=known, step_size=request.step, world_size=request.world_size, pad=request.pad).parts(
+            request.start
+        )
+        if not parts:
+            return None
+        mine = parts[request.rank]
+        return RankRows(buffer.slices(mine.start, mine.stop), known, mine.fresh)
+
+    def _open(self, request: PartRequest) -> None:
+        """Begin a pass. If it does not begin at its first row, another dealer had begun it: read up to that row."""
+        if request.start > 0:
+            logger.warning(
+                "reading the data set again, and skipping its first %d row(s), which have been used. These are the same "
+                "rows only if the order is the same (set execution_options.preserve_order of ray.data.DataContext)",
+                request.start,
+            )
+        self._number, self._floors = request.number, {}
+        self._buffer = BlockBuffer(_blocks(self._dataset))
+        self._buffer.read_to(request.start, keep_from=request.start)
+
+
+def _blocks(dataset: Any) -> Iterator[tuple[Any, int]]:
+    """Yield references to the blocks of one pass as they become ready, and how many rows each has."""
+    for bundle in dataset.iter_internal_ref_bundles():
+        for entry in bundle.blocks:
+            ref, about = (entry.ref, entry.metadata) if hasattr(entry, "ref") else entry
+            yield ref, int(about.num_rows)

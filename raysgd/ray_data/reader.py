@@ -1,0 +1,213 @@
+"""Reads a worker's rows of a Ray Dataset: requests them from the dealer ahead of the loop, and fetches the blocks.
+Worker."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.core.messages import StartDealer
+from raysgd.core.ranks import RankInfo
+from raysgd.errors import ResourceError
+from raysgd.ray_data.dealer import Dealer, PartRequest, RankRows
+from raysgd.workers import gcs
+
+__all__ = ["DEALER", "RemoteDealer", "RowReader", "SharedRowReaders", "local_row_reader", "start_dealer"]
+
+logger = logging.getLogger("raysgd")
+
+DEALER = "raysgd-dealer"
+AHEAD = 2
+LOOK_S = 0.05
+START_S = 120.0
+WARN_S = 10.0
+
+
+class RowReader:
+    """Reads the batches of one rank. `take` sends one request to the dealer, and returns its answer."""
+
+    def __init__(self, take: Callable[[PartRequest], RankRows | None]) -> None:
+        self._take = take
+
+    def read(
+        self, rank_info: RankInfo, *, call: int, number: tuple[int, int], start: int, step: int, pad: bool, keep: int
+    ) -> Iterator[tuple[dict[str, Any], int, bool]]:
+        """Yield one rank's batches of a pass as columns, with the row after each step, and whether the rows are new. The
+        rows of the last `keep` batches may be requested again."""
+        turn = (call, rank_info.generation)
+        request = PartRequest(number, start, step, rank_info.world_rank, rank_info.world_size, turn, pad, floor=start)
+        ahead = _Ahead(self._take, request)
+        begun: deque[int] = deque([request.start], maxlen=keep + 1)
+        try:
+            while (found := ahead.next()) is not None:
+                columns, after, fresh = found
+                begun.append(after)
+                ahead.floor = begun[0]
+                if columns:
+                    yield columns, after, fresh
+        finally:
+            ahead.stop()
+
+
+@dataclass
+class _Failure:
+    error: BaseException
+
+
+class _Ahead:
+    """Owns a thread that fetches a few batches ahead."""
+
+    def __init__(self, take: Callable[[PartRequest], RankRows | None], request: PartRequest) -> None:
+        self.floor = request.floor
+        self._take, self._first = take, request
+        self._ready: queue.Queue[Any] = queue.Queue(AHEAD)
+        self._stopped = threading.Event()
+        threading.Thread(target=self._fetch, name="raysgd-rows", daemon=True).start()
+
+    def next(self) -> tuple[dict[str, Any], int, bool] | None:
+        began, warned = time.monotonic(), False
+        while True:
+            try:
+                found = self._ready.get(timeout=1.0)
+                break
+            except queue.Empty:
+                waited = time.monotonic() - began
+                if waited > WARN_S and not warned:
+                    warned = True
+                    logger.warning("rank %d has been waiting for data for %.0f s: %s", self._first.rank, waited, _why())
+        if isinstance(found, _Failure):
+            raise found.error
+        batch: tuple[dict[str, Any], int, bool] | None = found
+        return batch
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _fetch(self) -> None:
+        request: PartRequest | None = self._first
+        try:
+            while request is not None and not self._stopped.is_set():
+                dealt = self._take(request)
+                if dealt is None:
+                    break
+                self._put((_columns(dealt), dealt.after, dealt.fresh))
+                request = request.next(dealt.after, self.floor)
+            self._put(None)
+        except BaseException as error:  # `next` raises it
+            self._put(_Failure(error))
+
+    def _put(self, item: Any) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._ready.put(item, timeout=0.5)
+                return
+            except queue.Full:
+                continue
+
+
+def _columns(dealt: RankRows) -> dict[str, Any]:
+    """The rows themselves, column by column; a copy, since blocks lie in memory that is shared and read-only."""
+    import numpy as np
+    import ray
+    from ray.data.block import BlockAccessor
+
+    blocks = ray.get([each.block for each in dealt.slices])
+    parts = [
+        BlockAccessor.for_block(BlockAccessor.for_block(block).slice(each.start, each.stop)).to_batch_format("numpy")
+        for block, each in zip(blocks, dealt.slices, strict=True)
+    ]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+def _why() -> str:
+    """Return why a rank may be waiting for data."""
+    from raysgd.workers import cluster
+
+    free = sum(float(node.get("CPU", 0)) for node in cluster.free_by_node().values())
+    if free >= 1:
+        return "the tasks that read it are running, or wait for something other than CPUs (see Ray Data's log)"
+    return (
+        f"only {free:g} CPU of the cluster is free, and each task that reads the data needs one. Use fewer workers or "
+        "smaller ones (resources_per_worker={'CPU': 0.5}), add nodes, or start Ray with more: ray.init(num_cpus=...)"
+    )
+
+
+# -- connecting to a dealer ---------------------------------------------------------------------------
+
+
+def local_row_reader(name: str, dataset: Any, deliver: Any) -> RowReader:
+    """Return a reader whose dealer is in this process."""
+    from ray import cloudpickle
+
+    dealer, one_at_a_time = Dealer(cloudpickle.dumps(dataset)), threading.Lock()
+
+    def take(request: PartRequest) -> RankRows | None:
+        with one_at_a_time:
+            return dealer.take(request)
+
+    return RowReader(take)
+
+
+@dataclass(frozen=True)
+class SharedRowReaders:
+    """Makes a worker's readers. For a data set that every rank has created alike, it asks the driver to start the dealer,
+    because the driver outlives all workers. `mark` identifies the trainer."""
+
+    mark: str
+
+    def __call__(self, name: str, dataset: Any, deliver: Callable[[StartDealer, bytes], None]) -> RowReader:
+        from ray import cloudpickle
+
+        full = f"{DEALER}-{self.mark}-{name}"
+        deliver(StartDealer(full), cloudpickle.dumps(dataset))
+        return RowReader(RemoteDealer(full))
+
+
+@dataclass
+class RemoteDealer:
+    """Sends requests to a dealer, which it finds by its name at the first request. It can be pickled."""
+
+    name: str
+
+    def __call__(self, request: PartRequest) -> RankRows | None:
+        import ray
+
+        dealt: RankRows | None = ray.get(self._found().take.remote(request))
+        return dealt
+
+    def _found(self) -> Any:
+        import ray
+
+        if "handle" not in vars(self):
+            until = time.monotonic() + START_S
+            while True:
+                try:
+                    vars(self)["handle"] = ray.get_actor(self.name)
+                    break
+                except ValueError as error:
+                    if time.monotonic() > until:
+                        raise ResourceError(
+                            f"the process that reads the data set did not start within {START_S:g} s"
+                        ) from error
+                    time.sleep(LOOK_S)
+        return vars(self)["handle"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+
+def start_dealer(name: str, packed: bytes) -> Any:
+    """Start a dealer on the driver, which owns it: on the driver's node, and without a CPU. The tasks that read use
+    CPUs."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor: Any = ray.remote(Dealer)
+    return gcs.ask(lambda: actor.options(name=name, num_cpus=0, scheduling_strategy=here).remote(packed))

@@ -1,0 +1,1 @@
+"""Where checkpoints are stored, and how files get there complete. Both."""

@@ -1,0 +1,145 @@
+"""How TensorFlow ranks meet, and are freed from a collective that waits for somebody who is gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from raysgd.core.ranks import RankInfo
+from raysgd.tf.channel import Channel
+from raysgd.tf.ports import HeldPort, NoFreePortError
+
+__all__ = ["TensorFlowBackend", "prepare_runtime"]
+
+logger = logging.getLogger("raysgd")
+
+UNAVAILABLE = 14
+INTERRUPTIONS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.CancelledError,
+    tf.errors.InternalError,
+    tf.errors.UnknownError,
+)
+# Those types are a user's too (a file on a network drive): these words are the collective runtime's own.
+WORDS = ("Collective", "Coordination", "RecvBuf", "tasks are unhealthy", "Could not start gRPC server")
+
+
+class TensorFlowBackend:
+    """On a worker: owns the port for TensorFlow's server, and the membership of TensorFlow's collective runtime, which a
+    process can enter once only; hence `in_place` is False. On the driver it owns nothing.
+
+    heartbeat_s: a host that vanished is noticed after so long (one that died, at once: its connections break).
+    """
+
+    in_place = False
+    needs_offers = True
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        join_s: float = 60.0,
+        heartbeat_s: float = 2.0,
+        threads: int | None = None,
+        use_gpu: bool = False,
+    ) -> None:
+        self._host, self._join_s, self._heartbeat_s = host, join_s, heartbeat_s
+        self._threads, self._use_gpu = threads, use_gpu
+        self._port: HeldPort | None = None
+        self._strategy: Any = None
+        self._aborted = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_port": None, "_strategy": None}
+
+    # -- driver ---------------------------------------------------------------------------------------
+
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        return [{"addresses": [offer["address"] for offer in offers]} for _ in rank_infos]
+
+    # -- worker ---------------------------------------------------------------------------------------
+
+    def offer(self) -> dict[str, Any]:
+        self._release()
+        self._port = HeldPort()
+        return {"address": self._port.address_towards(self._host)}
+
+    def _release(self) -> None:
+        if self._port is not None:
+            self._port.release()
+            self._port = None
+
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        if self._strategy is not None:
+            raise RuntimeError("TensorFlow's collectives cannot be set up twice in one process: a fresh one is needed")
+        prepare_runtime(self._threads, use_gpu=self._use_gpu)
+        if rank_info.world_size == 1:
+            self._release()
+            return
+        task = {"type": "worker", "index": rank_info.world_rank}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": settings["addresses"]}, "task": task})
+        self._configure(rank_info.world_size)
+        self._release()  # now, as the strategy starts the server
+        self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        # The runtime has taken SIGTERM for itself. It is the worker's: a preemption notice.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        # The first collective makes every connection now, where its failure belongs to the meeting.
+        Channel(rank_info.world_size).sum([tf.zeros([1])])
+
+    def _configure(self, size: int) -> None:
+        """Before the strategy, which would take an hour to notice that a rank never came."""
+        context.context().configure_coordination_service(
+            service_type="standalone",
+            service_leader="/job:worker/replica:0/task:0",
+            cluster_register_timeout_in_ms=int(self._join_s * 1000),
+            heartbeat_timeout_in_ms=int(self._heartbeat_s * 1000),
+            coordinated_jobs=[context.coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=size)],
+        )
+
+    def leave(self) -> None:
+        """There is no way out but the end of the process; peers that wait are told by the driver to give up."""
+
+    def abort(self) -> None:
+        if self._strategy is not None:
+            self._aborted = True
+            context.context().abort_collective_ops(UNAVAILABLE, "a peer left this generation")
+
+    def collectives(self) -> int:
+        return -1  # they are inside of graph functions, and nobody counts them
+
+    def is_interruption(self, error: BaseException) -> bool:
+        """By type, and then by the runtime's own words; also while a user's exception was raised in handling one."""
+        seen: BaseException | None = error
+        for _ in range(10):
+            if seen is None:
+                return False
+            if isinstance(seen, NoFreePortError):
+                return True
+            if isinstance(seen, INTERRUPTIONS) and (self._aborted or any(word in str(seen) for word in WORDS)):
+                return True
+            seen = seen.__cause__ or seen.__context__
+        return False
+
+
+def prepare_runtime(threads: int | None, *, use_gpu: bool) -> None:
+    """A worker's cores, and its GPU or none, with no more memory of it than it needs. Before TensorFlow's first
+    operation, or not at all."""
+    try:
+        if not use_gpu:
+            tf.config.set_visible_devices([], "GPU")
+        for gpu in tf.config.get_visible_devices("GPU"):
+            tf.config.experimental.set_memory_growth(gpu, True)
+        if threads is not None:
+            tf.config.threading.set_intra_op_parallelism_threads(threads)
+            tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
+    except RuntimeError as error:
+        logger.warning("TensorFlow runs already, so its threads and devices stay as they are: %s", error)

@@ -1,0 +1,1 @@
+"""Checkpoints of the class API: their content, checks, files and streams. Both."""

@@ -1,0 +1,217 @@
+"""Tries a saved optimizer or scheduler state on a copy that has no weights: whether it can be taken, and whether the next
+step works with it. Only for torch's own classes: what a step of somebody else's class would touch is unknown here."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from raysgd.errors import CheckpointError
+from raysgd.torch.checkpoint.states import completed
+
+__all__ = ["is_torchs", "try_optimizer", "try_scheduler"]
+
+logger = logging.getLogger(__name__)
+
+# Choices of how a step is computed, not of what: those of a copy without weights are its own.
+HOW = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+
+
+def is_torchs(thing: Any, package: str) -> bool:
+    """Return whether the class of this object is torch's own, and no subclass of it."""
+    module = type(thing).__module__
+    return module == package or module.startswith(package + ".")
+
+
+def try_optimizer(number: int, optimizer: Any, saved: dict[str, Any]) -> bool:
+    """Return whether the shapes of the state could be compared. Raises CheckpointError when they are not the optimizer's own,
+    or when a step with the saved options and state fails."""
+    if not is_torchs(optimizer, "torch.optim"):
+        return False
+    saved = completed(saved, optimizer)
+    chosen = list(_chosen(optimizer, saved))
+    parameters, states = [each for each, _ in chosen], [state for _, state in chosen]
+    with _quiet():
+        expected = _after_a_step(optimizer, parameters, saved["param_groups"], device="meta")
+        if expected is not None:
+            _compare(number, expected, states)
+        if _after_a_step(optimizer, parameters, optimizer.param_groups, device="cpu") is not None:
+            try:
+                twin = _twin(optimizer, parameters, saved["param_groups"], device="cpu")
+                _load(twin, states)
+                _step(twin)
+            except Exception as error:
+                raise CheckpointError(
+                    f"optimizer {number}: a step with the checkpoint's options and state fails "
+                    f"({type(error).__name__}: {error})"
+                ) from error
+    return expected is not None
+
+
+def _after_a_step(optimizer: Any, parameters: list[Any], groups: list[Any], device: str) -> list[dict[str, Any]] | None:
+    """The state that each parameter has then; None for an optimizer that cannot be tried: it needs a closure, sparse
+    gradients, or values where there are none."""
+    try:
+        twin = _twin(optimizer, parameters, groups, device=device)
+        _step(twin)
+        return [dict(twin.state[parameter]) for group in twin.param_groups for parameter in group["params"]]
+    except Exception as error:
+        logger.debug("%s cannot be tried on a copy: %r", type(optimizer).__name__, error)
+        return None
+
+
+def _chosen(optimizer: Any, saved: dict[str, Any]) -> Iterator[tuple[tuple[int, Any], Any]]:
+    """One parameter of each kind in each group, with its saved state: those of the same shapes behave alike."""
+    seen = set()
+    for place, (group, there) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        for parameter, key in zip(group["params"], there["params"], strict=True):
+            state = saved["state"].get(key)
+            kind = (place, tuple(parameter.shape), parameter.dtype, _signature(state))
+            if kind not in seen:
+                seen.add(kind)
+                yield (place, parameter), state
+
+
+def _signature(state: Any) -> Any:
+    if state is None:
+        return None
+    return tuple(
+        (name, tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (name, type(value))
+        for name, value in state.items()
+    )
+
+
+def _twin(optimizer: Any, chosen: list[tuple[int, Any]], groups: list[Any], device: str) -> Any:
+    """An optimizer of the same class with these groups' options: over parameters without memory, or of one value each."""
+    made = []
+    for place in sorted({place for place, _ in chosen}):
+        options = {name: copy.deepcopy(value) for name, value in groups[place].items() if name != "params"}
+        options |= {name: value for name, value in HOW.items() if name in options}
+        options.pop("param_names", None)
+        like = [parameter for where, parameter in chosen if where == place]
+        made.append({**options, "params": [_stand_in(parameter, device) for parameter in like]})
+    known = inspect.signature(type(optimizer).__init__).parameters
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in known and name not in HOW}
+    return type(optimizer)(made, **defaults)
+
+
+def _stand_in(parameter: Any, device: str) -> torch.nn.Parameter:
+    shape = tuple(parameter.shape) if device == "meta" else _tiny(parameter.shape)
+    made = torch.nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device))
+    made.grad = torch.zeros_like(made)
+    return made
+
+
+def _tiny(shape: Any) -> tuple[int, ...]:
+    return tuple(min(length, 1) for length in shape)
+
+
+def _step(twin: Any) -> None:
+    type(twin).step(twin)
+
+
+def _load(twin: Any, states: list[Any]) -> None:
+    content = twin.state_dict()
+    content["state"] = {
+        number: {name: _small(value) for name, value in state.items()}
+        for number, state in enumerate(states)
+        if state is not None
+    }
+    twin.load_state_dict(content)
+
+
+def _small(value: Any) -> Any:
+    """A single value as a copy, as the step will change it; of others, one in each dimension."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() == 1 and not hasattr(value, "full_tensor"):
+        return value.detach().clone()
+    return torch.zeros(_tiny(value.shape), dtype=value.dtype)
+
+
+def _compare(number: int, expected: list[dict[str, Any]], states: list[Any]) -> None:
+    for mine, saved in zip(expected, states, strict=True):
+        for name in mine.keys() & (saved or {}).keys():
+            here, there = mine[name], saved[name]
+            if isinstance(here, torch.Tensor) and here.dim() == 0:
+                fits = _is_number(there) or (isinstance(there, torch.Tensor) and there.numel() == 1)
+            elif isinstance(here, torch.Tensor):
+                fits = isinstance(there, torch.Tensor) and there.shape == here.shape
+                fits = fits and there.is_floating_point() == here.is_floating_point()
+                fits = fits and there.is_complex() == here.is_complex()
+            else:
+                fits = here is None or there is None or _is_number(here) == _is_number(there)
+            if not fits:
+                raise CheckpointError(
+                    f"optimizer {number}: its state {name!r} is {_shown(here)} here and {_shown(there)} in the checkpoint"
+                )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return f"of type {type(value).__name__}"
+
+
+def try_scheduler(number: int, scheduler: Any, saved: Any) -> None:
+    """Raise CheckpointError when a scheduler of torch's cannot step with the saved state."""
+    if not is_torchs(scheduler, "torch.optim.lr_scheduler") or not hasattr(scheduler, "optimizer"):
+        return
+    with _quiet():
+        try:
+            _scheduler_step(_scheduler_twin(scheduler))
+        except Exception as error:  # it cannot be copied, or has come to its end
+            logger.debug("%s cannot be tried on a copy: %r", type(scheduler).__name__, error)
+            return
+        try:
+            twin = _scheduler_twin(scheduler)
+            twin.load_state_dict(copy.deepcopy(saved))
+            _scheduler_step(twin)
+        except (ValueError, RuntimeError):
+            return  # a state of its last step, which no other follows, can be loaded
+        except Exception as error:
+            raise CheckpointError(
+                f"scheduler {number}: a step with the checkpoint's state fails ({type(error).__name__}: {error})"
+            ) from error
+
+
+def _scheduler_twin(scheduler: Any) -> Any:
+    """A copy of the scheduler, and of the options of its optimizer."""
+    optimizer = scheduler.optimizer
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+    def step() -> None:
+        """Schedulers look at this for whether the optimizer was stepped."""
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    stand_in = types.SimpleNamespace(param_groups=copy.deepcopy(groups), step=step, _opt_called=True, _step_count=1)
+    return copy.deepcopy(scheduler, {id(optimizer): stand_in})
+
+
+def _scheduler_step(twin: Any) -> None:
+    if isinstance(twin, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        twin.step(1.0)
+    else:
+        twin.step()
+    for group in twin.optimizer.param_groups:
+        if not isinstance(group["lr"], torch.Tensor):
+            float(group["lr"] + 0.0)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,1 @@
+"""Where a rank's batches come from. Worker."""

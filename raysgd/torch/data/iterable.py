@@ -1,0 +1,83 @@
+"""Iterable data sets over several ranks: each rank's stream, through the ways such data sets already know."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from raysgd.core.ranks import RankInfo
+
+__all__ = ["RankShard", "sharded_live"]
+
+
+def sharded_live(loader: Iterable[Any], rank_info: RankInfo) -> Iterable[Any]:
+    """One rank's loader. A data set with `shard(rank, world_size)` is told; another one sees its rank through
+    `torch.utils.data.get_worker_info()`, as if every rank's loader processes were workers of one loader."""
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or rank_info.world_size == 1:
+        return loader
+    hook = getattr(dataset, "shard", None)
+    if callable(hook):
+        hook(rank_info.world_rank, rank_info.world_size)
+        return loader
+    twin = copy.copy(loader)
+    twin.__dict__.update(dataset=RankShard(dataset, rank_info.world_rank, rank_info.world_size), _iterator=None)
+    if loader.worker_init_fn is not None:
+        twin.__dict__["worker_init_fn"] = RankInit(loader.worker_init_fn)
+    return twin
+
+
+class RankInit:
+    """The user's worker_init_fn, which shares out the stream in many scripts: it sees the workers of all ranks too."""
+
+    def __init__(self, function: Callable[[int], None]) -> None:
+        self._function = function
+
+    def __call__(self, worker_id: int) -> None:
+        own = get_worker_info()
+        assert own is not None
+        shard = own.dataset
+        assert isinstance(shard, RankShard)
+        info = shard.info(own)
+        torch_worker._worker_info = info
+        try:
+            self._function(info.id)
+        finally:
+            torch_worker._worker_info = own
+
+
+class RankShard(IterableDataset[Any]):
+    """The user's data set; while it is asked for an item, worker info counts the workers of all ranks."""
+
+    def __init__(self, dataset: IterableDataset[Any], rank: int, world_size: int) -> None:
+        self._dataset, self._rank, self._world_size = dataset, rank, world_size
+
+    def info(self, own: Any) -> Any:
+        """Worker info as if the loader processes of every rank were those of one loader."""
+        workers = own.num_workers if own is not None else 1
+        return torch_worker.WorkerInfo(
+            id=self._rank * workers + (own.id if own is not None else 0),
+            num_workers=self._world_size * workers,
+            seed=own.seed if own is not None else 0,
+            dataset=self._dataset,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        own = get_worker_info()
+        info = self.info(own)
+        stream: Iterator[Any] | None = None
+        while True:
+            torch_worker._worker_info = info
+            try:
+                if stream is None:
+                    stream = iter(self._dataset)
+                item = next(stream)
+            except StopIteration:
+                return
+            finally:
+                torch_worker._worker_info = own
+            yield item

@@ -1,0 +1,166 @@
+"""The order of an epoch, from the user's own sampler, and loaders that follow a sampling plan. Worker."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from raysgd.core.sampling_plan import RankPart, SamplingPlan
+from raysgd.errors import ConfigError
+from raysgd.torch.data.gathering import gathering
+
+__all__ = [
+    "Order",
+    "Picker",
+    "agree",
+    "epoch_order",
+    "evened",
+    "following",
+    "has_own_batches",
+    "is_planned",
+    "random_sources",
+    "set_epoch",
+    "unit_size",
+]
+
+# The units of an epoch in their order: sample indices (a range, a tensor) or whole batches of a user's batch sampler.
+Order = range | torch.Tensor | list[Any]
+
+
+def is_planned(loader: Any) -> bool:
+    """Return whether an epoch can be divided by index: only that of a map-style DataLoader. Anything else is iterated."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def has_own_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether the user passed a batch sampler, whose batches are not divided. (Only such a loader has a batch
+    sampler but no batch size.)"""
+    return loader.batch_sampler is not None and loader.batch_size is None
+
+
+def unit_size(loader: DataLoader[Any]) -> int:
+    """Return how many units one rank takes in one step."""
+    return 1 if has_own_batches(loader) or loader.batch_size is None else int(loader.batch_size)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of every part of the loader that has it."""
+    for part in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))):
+        teller = getattr(part, "set_epoch", None)
+        if callable(teller):
+            teller(epoch)
+
+
+def epoch_order(loader: DataLoader[Any]) -> Order:
+    """Return the order of the user's sampler for all ranks. A DistributedSampler is copied for a world of one rank.
+
+    A DataLoader draws a seed for its processes before it reads its sampler. This function does so, too, so that a plain
+    loop from the same random state has the same order.
+    """
+    sampler: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler))
+    if isinstance(sampler, DistributedSampler):
+        alone: Any = DistributedSampler(
+            sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
+        )
+        alone.set_epoch(sampler.epoch)
+        sampler = alone
+    if not hasattr(type(sampler), "__len__"):
+        raise ConfigError(
+            f"the sampler {type(sampler).__name__} has no length, so its epoch cannot be divided among workers: give "
+            "it a __len__, use an IterableDataset, or pass add_dist_sampler=False and divide the data yourself"
+        )
+    units = list(sampler)
+    if units and all(type(unit) is int for unit in units):
+        return torch.tensor(units, dtype=torch.int64)
+    return units
+
+
+def agree(order: Order | None) -> Order:
+    """Return rank 0's order on every rank, because samplers draw from random states that differ between processes."""
+    box = [order]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    return box[0]
+
+
+def random_sources(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the generators that the user gave to the loader or its samplers. Their states belong to the position."""
+    found: list[torch.Generator] = []
+    for part in (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
+            found.append(generator)
+    return found
+
+
+class Picker:
+    """The batch sampler of a planned loader: yields one rank's units, step by step. Its plan is replaced in place,
+    because persistent loader processes keep the sampler that they started with."""
+
+    def __init__(self, *, own_batches: bool, batched: bool) -> None:
+        self._own_batches, self._batched = own_batches, batched
+        self._order: Order = range(0)
+        self._plan = SamplingPlan(total=0, step_size=1, world_size=1)
+        self._rank = self._offset = 0
+
+    def follow(self, order: Order, plan: SamplingPlan, rank: int, offset: int) -> None:
+        self._order, self._plan, self._rank, self._offset = order, plan, rank, offset
+
+    def steps(self) -> Iterator[tuple[int, RankPart]]:
+        """Yield, for each step, the offset after it and this rank's part. Skip steps in which the rank has none."""
+        offset, size, total = self._offset, self._plan.step_size, self._plan.total
+        for part in self._plan.parts_of(self._rank, offset):
+            offset = offset + size if offset + size < total else total
+            if part.stop > part.start:
+                yield offset, part
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.steps())
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self._order
+        tensor = order if isinstance(order, torch.Tensor) else None
+        for _, part in self.steps():
+            units: Any
+            if tensor is not None:
+                units = tensor[part.start : part.stop].tolist()
+            else:
+                units = list(order[part.start : part.stop])
+            if self._own_batches:
+                units = [index for batch in units for index in batch]
+            yield units if self._batched else units[0]
+
+
+def following(loader: DataLoader[Any], picker: Picker) -> DataLoader[Any]:
+    """Return a copy of the user's loader with all its options (also of a subclass) and a planned sampler."""
+    twin = copy.copy(loader)
+    # DataLoader refuses to assign another sampler, because its __init__ derives other state from it. Only these entries
+    # depend on it.
+    twin.__dict__.update(sampler=picker, _iterator=None, generator=torch.Generator().manual_seed(torch.initial_seed()))
+    if loader.batch_sampler is not None:
+        twin.__dict__["batch_sampler"] = picker
+    twin.__dict__.update(gathering(loader))
+    return twin
+
+
+def evened(order: Order, world_size: int, offset: int) -> Order:
+    """Return the batches of an epoch, with those of a short last step divided so that each rank has one.
+
+    Otherwise a rank would have to repeat a batch, although there are enough samples.
+    """
+    units = list(order)
+    left = (len(units) - offset) % world_size
+    if left == 0:
+        return order
+    tail = [index for batch in units[-left:] for index in batch]
+    pieces = [part for part in SamplingPlan(total=len(tail), step_size=len(tail), world_size=world_size).parts(0)]
+    return [*units[:-left], *([tail[p.start : p.stop] for p in pieces] if len(tail) >= world_size else units[-left:])]

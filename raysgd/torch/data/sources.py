@@ -1,0 +1,307 @@
+"""Where a rank's batches come from, in an epoch that can be dealt anew to another world at any border."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from raysgd.core.outcomes import DataLoaderFailure
+from raysgd.core.ranks import RankInfo
+from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.ray_data.columns import RayData
+from raysgd.torch.data.iterable import sharded_live
+from raysgd.torch.data.loading import LoaderIterator
+from raysgd.torch.data.sampling import (
+    Order,
+    Picker,
+    agree,
+    epoch_order,
+    evened,
+    following,
+    has_own_batches,
+    random_sources,
+    set_epoch,
+    unit_size,
+)
+from raysgd.torch.position import Position
+
+__all__ = ["Drawn", "LiveSource", "PlannedSource", "RowSource", "Source", "StreamSource", "close"]
+
+
+class Drawn(NamedTuple):
+    """One batch; where the epoch stands once it is committed; and whether its samples are new (not a repeat)."""
+
+    batch: Any
+    offset: int
+    fresh: bool = True
+
+
+class PlannedSource:
+    """A map-style loader. Every sample once per epoch, over any number of resizes.
+
+    Owns the epoch's order; the offset is the caller's, since only committed batches count.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, pad: bool, global_batch: int | None = None) -> None:
+        self.loader, self._pad = loader, pad
+        self._global_batch = global_batch
+        self._own_batches = own = has_own_batches(loader)
+        self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
+        self._twin = following(loader, self._picker)
+        self.counts_samples = not own
+        self.order: Order = range(0)
+        self._open: tuple[RankInfo, int, Iterator[Drawn]] | None = None
+
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
+        """A new epoch: its order is rank 0's, from the user's own sampler. Every rank asks its own, so that their random
+        states stay in step and any of them can become rank 0."""
+        set_epoch(self.loader, epoch)
+        order = epoch_order(self.loader)
+        if shared and rank_info.world_size > 1 and not isinstance(order, range):
+            order = agree(order if rank_info.world_rank == 0 else None)
+        self.order = order
+
+    def state(self) -> dict[str, Any]:
+        """What another process needs to deal the rest of this epoch, and the next ones, in the same order."""
+        order = None if isinstance(self.order, range) else self.order
+        return {"order": order, "generators": [source.get_state() for source in random_sources(self.loader)]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        order = state.get("order")
+        self.order = range(len(self.loader.sampler)) if order is None else order  # type: ignore[arg-type]
+        self._open = None
+        for source, saved in zip(random_sources(self.loader), state.get("generators", ()), strict=False):
+            source.set_state(saved)
+
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        """This rank's part of the rest of the epoch; the running iterator where the last call stopped at `offset`."""
+        if self._open is not None and self._open[:2] == (rank_info, offset):
+            return self._open[2]
+        fresh = self._generate(rank_info, offset)
+        self._open = (rank_info, offset, fresh)
+        return fresh
+
+    def _generate(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        if self._pad and self._own_batches and self._global_batch is None:
+            self.order = evened(self.order, rank_info.world_size, offset)
+        self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset)
+        try:
+            for (after, share), batch in zip(self._picker.steps(), LoaderIterator(self._twin), strict=True):
+                assert self._open is not None
+                self._open = (rank_info, after, self._open[2])
+                yield Drawn(batch, after, share.fresh)
+        except (Exception, DataLoaderFailure):
+            self._open = None  # a generator that raised has no more batches, and the epoch has
+            raise
+        self._open = None
+
+    def steps_left(self, rank_info: RankInfo, offset: int) -> int:
+        """How many more batches the epoch has for every rank."""
+        return self._plan(rank_info).steps_left(offset)
+
+    def _plan(self, rank_info: RankInfo) -> SamplingPlan:
+        size = unit_size(self.loader)
+        step = self._global_batch or size * rank_info.world_size
+        return SamplingPlan(
+            total=len(self.order),
+            step_size=max(step, rank_info.world_size) if self._pad else step,
+            world_size=rank_info.world_size,
+            drop_last=bool(getattr(self.loader, "drop_last", False)) and self._pad,
+            pad=self._pad,
+        )
+
+
+class LiveSource:
+    """Anything that is iterated: an IterableDataset's loader, a list of batches, a generator, a user's own sharding.
+
+    Its position is its own live iterator's. When `together`, an epoch ends on all ranks with the shortest share. After a
+    `DataLoaderFailure` the stream is begun again as it was begun before, and the batches that it gave then are skipped.
+    """
+
+    counts_samples = False
+
+    def __init__(self, loader: Iterable[Any], *, shard: bool, together: bool, keep: int = 1) -> None:
+        self.loader, self._shard, self._together = loader, shard, together
+        self._live: Iterator[Any] | None = None
+        self._kept: deque[Drawn] = deque(maxlen=keep)
+        self._votes: Any = None
+        self._given = 0
+        self._randomness: list[torch.Tensor] = []
+
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
+        set_epoch(self.loader, epoch)
+        self._live = None
+        self._given = 0
+        self._kept.clear()
+
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        """What was drawn before a peer was lost, and not committed, has its turn again."""
+        if self._live is None:
+            self._live = self._opened(rank_info)
+        vote = self._vote if self._together and rank_info.world_size > 1 else _mine
+        again = [drawn for drawn in self._kept if drawn.offset > offset]
+        while True:
+            offset += 1
+            if again:
+                drawn = again.pop(0)
+            else:
+                drawn = Drawn(self._next(), offset)
+                self._kept.append(drawn)  # before the vote, which a lost peer may break
+            if not vote(drawn.batch is not _END):
+                self._live = None
+                self._kept.clear()
+                return
+            yield drawn
+
+    def _opened(self, rank_info: RankInfo) -> Iterator[Any]:
+        """A new iterator; of an epoch that was begun before, behind the batches that it has given."""
+        sources = [torch.default_generator]
+        if isinstance(self.loader, DataLoader):
+            sources += random_sources(self.loader)
+        now = [source.get_state() for source in sources]
+        if self._given:
+            for source, begun in zip(sources, self._randomness, strict=True):
+                source.set_state(begun)
+        else:
+            self._randomness = now
+        live = LoaderIterator(sharded_live(self.loader, rank_info) if self._shard else self.loader)
+        if self._given:
+            deque(islice(live, self._given), maxlen=0)
+            for source, state in zip(sources, now, strict=True):
+                source.set_state(state)
+        return live
+
+    def _next(self) -> Any:
+        assert self._live is not None
+        try:
+            batch = next(self._live, _END)
+        except DataLoaderFailure:
+            self._live = None
+            raise
+        self._given += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """A live iterator's place cannot travel."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Another process's place means nothing here: this rank's own stream goes on."""
+
+    def _vote(self, mine: bool) -> bool:
+        """Do all ranks have another batch? Over gloo, so that a GPU never waits for the answer."""
+        if self._votes is None or self._votes[0] is not dist.group.WORLD:
+            group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
+            self._votes = (dist.group.WORLD, group)
+        answer = torch.tensor([int(mine)])
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._votes[1])
+        return bool(answer.item())
+
+
+class StreamSource:
+    """A `raysgd.data.Dataset` passed to one call: its stream is dealt by position, so it survives resizes too."""
+
+    counts_samples = False
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = self.loader = dataset
+
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
+        """A stream has no epochs."""
+
+    def state(self) -> dict[str, Any]:
+        """There is no state other than the position."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Nothing to take."""
+
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        self._dataset.set_num_shards(rank_info.world_size)
+        step = self._dataset.batch_size * rank_info.world_size
+        for pairs in self._dataset.get_shard(rank_info.world_rank, start=offset):
+            offset += step
+            yield Drawn(tuple(_joined(column) for column in zip(*pairs, strict=True)), offset)
+
+
+def _joined(items: tuple[Any, ...]) -> Any:
+    """Rows (1, ...) are concatenated, as v1 did; anything else becomes a batch the way a DataLoader does it."""
+    if all(isinstance(item, torch.Tensor) and item.dim() > 0 and item.shape[0] == 1 for item in items):
+        return torch.cat(items)
+    return torch.utils.data.default_collate(list(items))
+
+
+class RowSource:
+    """A Ray Dataset: its rows are dealt by their place in its stream, which is read once for all ranks. `rows` reads
+    them; `own_call`: for that call only, else call after call.
+
+    Owns the number of the pass that is open, which names it for all ranks alike. The place in it is the position's.
+    """
+
+    counts_samples = True
+
+    def __init__(
+        self,
+        loader: Any,
+        rows: Any,
+        data: RayData,
+        position: Position,
+        *,
+        own_call: bool,
+        pad: bool,
+        step: int | None,
+        keep: int,
+    ) -> None:
+        self.loader, self._rows, self._data, self._position = loader, rows, data, position
+        self._pad, self._step, self._keep = pad, step, keep
+        self._number = (position.call if own_call else -1, position.epoch)
+
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
+        self._number = (self._number[0], epoch + 1)
+
+    def state(self) -> dict[str, Any]:
+        return {"number": self._number}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._number = tuple(state.get("number", self._number))
+
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        """This rank's part of the rest of the pass."""
+        step = self._step or (self._data.batch_size or 1) * rank_info.world_size
+        step = max(step, rank_info.world_size)
+        place: dict[str, Any] = {"call": self._position.call, "number": self._number, "start": offset}
+        for columns, after, fresh in self._rows.read(rank_info, **place, step=step, pad=self._pad, keep=self._keep):
+            yield Drawn(_tensors(self._data.arranged(columns)), after, fresh)
+
+
+def _tensors(batch: Any) -> Any:
+    """Numbers with a point in torch's own default type, as models have them."""
+    if isinstance(batch, dict):
+        return {name: _tensors(column) for name, column in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_tensors(column) for column in batch)
+    tensor = torch.as_tensor(batch)
+    return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
+
+
+Source = PlannedSource | LiveSource | StreamSource | RowSource
+_END = object()
+
+
+def _mine(answer: bool) -> bool:
+    return answer
+
+
+def close(source: Source | None) -> None:
+    """Ends loader processes that persist over epochs."""
+    twin = getattr(source, "_twin", None)
+    iterator = getattr(twin, "_iterator", None)
+    with contextlib.suppress(AttributeError):
+        iterator._shutdown_workers()  # type: ignore[union-attr]

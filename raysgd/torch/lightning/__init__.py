@@ -1,0 +1,1 @@
+"""LightningModules as training operators. Worker."""

@@ -1,0 +1,387 @@
+"""A LightningModule as a training operator: its steps, its hooks and its optimizers in raysgd's loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.constants import NUM_SAMPLES
+from raysgd.core.meters import AverageMeterCollection
+from raysgd.errors import CheckpointError, ConfigError
+from raysgd.torch.gradients import samples_in
+from raysgd.torch.lightning import module as modules
+from raysgd.torch.lightning.logging import Logbook
+from raysgd.torch.lightning.schedulers import Schedules, read_configuration
+from raysgd.torch.lightning.trainer_stub import StepServices, TrainerStandIn
+from raysgd.torch.operator import TrainingOperator
+
+__all__ = ["LightningOperator", "operator_from_lightning"]
+
+
+def operator_from_lightning(
+    module_cls: Any, train_dataloader: Any = None, val_dataloader: Any = None
+) -> type[LightningOperator]:
+    """A `LightningOperator` subclass for this module class; without loaders, the module's own are used."""
+    modules.lightning_base(module_cls)
+    loaders = {
+        "train_dataloader": modules.one_loader(train_dataloader, "train_dataloader"),
+        "val_dataloader": modules.one_loader(val_dataloader, "val_dataloader"),
+    }
+    return type(f"{module_cls.__name__}Operator", (LightningOperator,), {"module_cls": module_cls, "loaders": loaders})
+
+
+class LightningOperator(TrainingOperator):
+    """Trains a LightningModule, as Lightning's Trainer would, one epoch for each `trainer.train()`:
+
+        prepare_data, setup("fit"), configure_model, configure_optimizers, on_fit_start     once
+        on_train_start, on_train_epoch_start
+        for each batch:
+            on_train_batch_start, training_step, backward and step with their hooks, on_train_batch_end
+        schedulers, on_train_epoch_end
+
+    Owns the module, what it logs and when its schedulers step. The trainer's `ddp_args` go before those here.
+    """
+
+    module_cls: ClassVar[type]
+    loaders: ClassVar[dict[str, Any]] = {}
+    ddp_args: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self._base = modules.lightning_base(self.module_cls)
+        self.module = module = modules.construct(self.module_cls, config)
+        modules.refuse_unsupported(module, self._base, self._settings)
+        self._stand_in = module.trainer = TrainerStandIn(module, self._rank_info, self._settings.options)
+        self._epoch, self._batch_idx = -1, 0
+        self._open = False  # is there an epoch whose end has not been told?
+        self._greeted: int | None = None  # the epoch whose start this very process has told the module
+        self._started = False
+        self._prepare_data()
+        module.setup("fit")
+        module.configure_model()
+        module.to(self.device)
+        optimizers, schedules = read_configuration(
+            module.configure_optimizers(), automatic=module.automatic_optimization
+        )
+        self._schedules = Schedules(module, schedules, self.device)
+        ddp_args = {**self.ddp_args, **self._settings.options.ddp_args}
+        self.register(models=module, optimizers=optimizers, ddp_args=ddp_args)
+        # Not through `register`: a schedule knows when it steps, whatever the trainer's scheduler_step_freq.
+        self._parts.schedulers = [schedule.scheduler for schedule in schedules]
+        self.register_data(
+            train_loader=self._loader("train_dataloader"), validation_loader=self._loader("val_dataloader")
+        )
+        self._equip(optimizers)
+        module.on_fit_start()
+
+    def _prepare_data(self) -> None:
+        """The first worker of each machine does it, the others wait."""
+        per_node = getattr(self.module, "prepare_data_per_node", True)
+        if self.local_rank == 0 and (per_node or self.world_rank == 0):
+            self.module.prepare_data()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier(device_ids=self.device_ids)
+
+    def _loader(self, name: str) -> Any:
+        given = self.loaders.get(name)
+        if given is None and modules.overrides(self.module, self._base, name):
+            given = modules.one_loader(getattr(self.module, name)(), f"{type(self.module).__name__}.{name}")
+        return given
+
+    def _equip(self, optimizers: list[Any]) -> None:
+        module, wrapped = self.module, self._parts.wrapped[0]
+        self._book = Logbook(module)
+        self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
+        average = self._ddp is not None and not module.automatic_optimization
+        services = StepServices(
+            module, self._precision, optimizers, modules.optimizer_wrapper(self._base), average=average
+        )
+        self._services = services
+        self._stand_in.equip(services, optimizers, self._schedules.all)
+        self._has = {
+            hook: modules.overrides(module, self._base, hook)
+            for hook in (
+                "validation_step",
+                "on_before_batch_transfer",
+                "transfer_batch_to_device",
+                "on_after_batch_transfer",
+            )
+        }
+        self._indexed = modules.takes_index(module.training_step), modules.takes_index(module.validation_step)
+
+    def _configure_ddp(
+        self, models: list[nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
+    ) -> list[nn.Module]:
+        return super()._configure_ddp([_TrainingStep(model) for model in models], device_ids, ddp_args)
+
+    # -- training -------------------------------------------------------------------------------------
+
+    def train_epoch(
+        self,
+        iterator: Iterable[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        self._meter = meter = AverageMeterCollection()
+        module = self.module
+        with self._attached("training"):
+            if not self._started:
+                self._started = True
+                module.on_train_start()
+            for batch in iterator:
+                self._enter_epoch(getattr(iterator, "epoch", epoch_idx + 1) - 1)
+                self._book.open_batch()
+                batch, batch_idx = self._transferred(batch), self._batch_idx
+                if module.on_train_batch_start(batch, batch_idx) == -1:
+                    if not hasattr(iterator, "end_epoch"):
+                        break
+                    iterator.end_epoch()
+                    continue
+                measured = self.train_batch(
+                    batch, {"batch_idx": batch_idx, "global_step": self.global_step, **(info or {})}
+                )
+                self.global_step += 1
+                self._batch_idx += 1
+                self._stand_in.global_step = self.global_step
+                self._schedules.step("step", self._batch_idx)
+                module.on_train_batch_end(self._outputs, batch, batch_idx)
+                self._count(iterator, self._book.close_batch(measured), meter)
+            if getattr(iterator, "between_epochs", True):
+                self._close_epoch()
+            return self._report()
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """One training step of the module and all that belongs to it; its loss is reported as train_loss."""
+        self._outputs: dict[str, Any] = {}
+        arguments = (batch, batch_info["batch_idx"]) if self._indexed[0] else (batch,)
+        if self.module.automatic_optimization:
+            self._optimize(arguments)
+        else:
+            self._outputs = _outputs(self._training_step(arguments))
+        return _measured("train_loss", self._outputs, batch)
+
+    def _optimize(self, arguments: tuple[Any, ...]) -> None:
+        """Automatic optimization: the optimizer calls the closure, once or (L-BFGS) several times."""
+        module, optimizer = self.module, self._parts.optimizers[0]
+        epoch, batch_idx = self._epoch, self._batch_idx
+        ran = False
+
+        def closure() -> Any:
+            nonlocal ran
+            ran = True
+            output = self._training_step(arguments)
+            self._outputs = _outputs(output)
+            loss = self._loss(output)
+            module.on_before_zero_grad(optimizer)
+            module.optimizer_zero_grad(epoch, batch_idx, optimizer)
+            if loss is not None:
+                with self.timers.record("grad"):
+                    self._services.backward(loss, optimizer)
+            return loss
+
+        module.optimizer_step(epoch, batch_idx, self._services._lightning_optimizers[0], closure)
+        if not ran:
+            raise ConfigError(
+                f"{type(module).__name__}.optimizer_step did not call its closure: pass it on, "
+                "optimizer.step(closure=optimizer_closure), or call it"
+            )
+
+    def _loss(self, output: Any) -> Any:
+        """What to go back from; None leaves the batch out, which only a single worker may."""
+        if output is None and self._ddp is None:
+            return None
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(
+                f"{type(self.module).__name__}.training_step must return the loss, or a dict with the key "
+                f"'loss', got {output!r} (None, to leave out a batch, is possible with one worker only)"
+            )
+        return loss
+
+    def _training_step(self, arguments: tuple[Any, ...]) -> Any:
+        with self.timers.record("fwd"), self.autocast():
+            if self._ddp is None:
+                return self.module.training_step(*arguments)
+            if self.module.automatic_optimization:
+                return self._ddp(*arguments)
+            # Backward passes happen inside the step, where DDP cannot see their end: `StepServices` averages.
+            with self._ddp.no_sync():
+                output = self._ddp(*arguments)
+            self._ddp.require_forward_param_sync = True
+            return output
+
+    # -- epochs ---------------------------------------------------------------------------------------
+
+    def _enter_epoch(self, epoch: int) -> None:
+        """Before each batch: is it the first of an epoch, for everybody or for this process?"""
+        if self._open and epoch != self._epoch:
+            self._close_epoch()
+        if not self._open:
+            self._epoch, self._batch_idx, self._open = epoch, 0, True
+        self._stand_in.current_epoch = self._epoch
+        self._greet()
+
+    def _greet(self) -> None:
+        if self._greeted != self._epoch:
+            self._greeted = self._epoch
+            self.module.on_train_epoch_start()
+
+    def _close_epoch(self) -> None:
+        if not self._open:
+            return
+        self._greet()
+        self._open, self._greeted = False, None
+        count = self._epoch + 1
+        self._schedules.step("epoch", count)
+        self.module.on_train_epoch_end()
+        self._schedules.await_monitors(count)
+        self._schedules.offer(self._report())
+
+    # -- validation -----------------------------------------------------------------------------------
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
+        module = self.module
+        if not self._has["validation_step"]:
+            raise ConfigError(f"validate() needs a validation_step in {type(module).__name__}")
+        self._meter = meter = AverageMeterCollection()
+        with self._attached("validating"), torch.no_grad(), _evaluating(module):
+            module.on_validation_start()
+            module.on_validation_epoch_start()
+            for batch_idx, batch in enumerate(val_iterator):
+                self._book.open_batch()
+                batch = self._transferred(batch)
+                module.on_validation_batch_start(batch, batch_idx)
+                measured = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
+                module.on_validation_batch_end(self._outputs, batch, batch_idx)
+                self._count(val_iterator, self._book.close_batch(measured), meter)
+            if getattr(val_iterator, "stopped", False):
+                return dict(meter.summary())  # a peer is lost: it will all be done again
+            module.on_validation_epoch_end()
+            report = self._report()
+            module.on_validation_end()
+        self._schedules.offer(report)
+        return report
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """One validation step; a loss that it returns is reported as val_loss."""
+        arguments = (batch, batch_info["batch_idx"]) if self._indexed[1] else (batch,)
+        with self.timers.record("eval_fwd"), self.autocast():
+            self._outputs = self.module.validation_step(*arguments)
+        return _measured("val_loss", _outputs(self._outputs), batch)
+
+    # -- both -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _attached(self, phase: str) -> Iterator[None]:
+        """While a call runs, `self.log` writes here; between calls the module is as its class made it."""
+        stand_in = self._stand_in
+        stand_in.rank_info, stand_in.global_step = self._rank_info, self.global_step
+        self._book.open(self.world_rank)
+        inner: list[Any] = [each for each in self.module.modules() if isinstance(each, self._base)]
+        for each in inner:
+            each.log = self._book.log
+        setattr(stand_in, phase, True)
+        try:
+            yield
+        finally:
+            setattr(stand_in, phase, False)
+            for each in inner:
+                del each.log
+
+    def _transferred(self, batch: Any) -> Any:
+        """The batch is on the device already; a module's own transfer hooks see it there."""
+        if self._has["on_before_batch_transfer"]:
+            batch = self.module.on_before_batch_transfer(batch, 0)
+        if self._has["transfer_batch_to_device"]:
+            batch = self.module.transfer_batch_to_device(batch, self.device, 0)
+        if self._has["on_after_batch_transfer"]:
+            batch = self.module.on_after_batch_transfer(batch, 0)
+        return batch
+
+    def _report(self) -> dict[str, Any]:
+        report = {**self._meter.summary(), **self._book.settle()}
+        self._stand_in.callback_metrics.update(report)
+        return report
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        own: dict[str, Any] = {"epoch": self._epoch, "global_step": self.global_step}
+        self.module.on_save_checkpoint(own)
+        return {
+            "epoch": self._epoch,
+            "batch_idx": self._batch_idx,
+            "open": self._open,
+            "due": [schedule.due for schedule in self._schedules.all],
+            "module": own,
+        }
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        if not state_dict:
+            return
+        _check_state(state_dict, schedules=len(self._schedules.all))
+        if state_dict["epoch"] != self._epoch:
+            self._greeted = None  # another epoch: its start has not been told in this process
+        self._epoch, self._batch_idx, self._open = (state_dict[name] for name in ("epoch", "batch_idx", "open"))
+        self._stand_in.current_epoch = max(self._epoch, 0)
+        for schedule, due in zip(self._schedules.all, state_dict["due"], strict=True):
+            schedule.due = due
+        self.module.on_load_checkpoint(state_dict["module"])
+
+
+def _check_state(state: Any, *, schedules: int) -> None:
+    """Raise CheckpointError unless this is what `state_dict` returns. What the module adds is for the module to check."""
+    kinds = {"epoch": int, "batch_idx": int, "open": bool, "due": list, "module": dict}
+    if not isinstance(state, dict) or not all(type(state.get(name)) is kind for name, kind in kinds.items()):
+        raise CheckpointError("the operator's state is not that of a LightningModule")
+    if state["epoch"] < -1 or state["batch_idx"] < 0 or [type(due) for due in state["due"]] != [bool] * schedules:
+        raise CheckpointError("the operator's state has counters or schedules that do not fit this LightningModule")
+
+
+class _TrainingStep(nn.Module):
+    """What DDP wraps: it averages the gradients of its forward, so the training step is the forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.module.training_step(*arguments)  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Eval mode; afterwards every part is in the mode it was in, so that frozen parts stay so."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _outputs(output: Any) -> dict[str, Any]:
+    """A step's answer as the dictionary that batch hooks get, without the graph."""
+    if output is None:
+        return {}
+    if isinstance(output, torch.Tensor):
+        return {"loss": output.detach()}
+    if not isinstance(output, dict):
+        raise TypeError(f"a step must return a loss, a dict with the key 'loss', or None; got {type(output).__name__}")
+    return {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in output.items()}
+
+
+def _measured(name: str, outputs: dict[str, Any], batch: Any) -> dict[str, Any]:
+    """What a batch reports if the module logs nothing."""
+    measured: dict[str, Any] = {NUM_SAMPLES: samples_in(batch)}
+    loss = outputs.get("loss")
+    if isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1):
+        measured[name] = loss
+    return measured

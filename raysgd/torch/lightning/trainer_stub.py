@@ -1,0 +1,188 @@
+"""What a LightningModule finds behind `self.trainer`: a small, honest stand-in for Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysgd.core.ranks import RankInfo
+from raysgd.errors import ConfigError
+from raysgd.torch.lightning.schedulers import Schedule
+from raysgd.torch.options import TrainingOptions
+from raysgd.torch.precision import Precision
+
+__all__ = ["StepServices", "TrainerStandIn"]
+
+
+class StepServices:
+    """The backward pass and the optimizer's step, with the module's hooks around them.
+
+    Serves Lightning's `manual_backward`, `optimizers`, `clip_gradients` and `all_gather`, and so is named.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        precision: Precision,
+        optimizers: list[Any],
+        wrap: Callable[[Any], Any],
+        *,
+        average: bool,
+    ) -> None:
+        self.lightning_module = module
+        self._precision, self._average = precision, average
+        self._lightning_optimizers = [wrap(optimizer) for optimizer in optimizers]
+        for wrapped in self._lightning_optimizers:
+            wrapped._strategy = self
+
+    def backward(self, loss: torch.Tensor, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
+        module, scaler = self.lightning_module, getattr(self._precision, "scaler", None)
+        module.on_before_backward(loss)
+        module.backward(loss if scaler is None else scaler.scale(loss), *args, **kwargs)
+        if self._average:
+            average_gradients(module.parameters())
+        module.on_after_backward()
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """The closure makes the gradients, if they are not there yet; the hooks see them unscaled."""
+        module = self.lightning_module
+
+        def closed() -> Any:
+            result = closure()
+            if result is not None or not module.automatic_optimization:
+                self._precision.unscale(optimizer)
+            module.on_before_optimizer_step(optimizer)
+            if module.automatic_optimization:
+                module.configure_gradient_clipping(
+                    optimizer,
+                    gradient_clip_val=module.trainer.gradient_clip_val,
+                    gradient_clip_algorithm=module.trainer.gradient_clip_algorithm,
+                )
+            return result
+
+        if getattr(self._precision, "scaler", None) is None:
+            return optimizer.step(closure=closed, **kwargs)
+        result = closed()
+        if result is not None or not module.automatic_optimization:
+            self._precision.step(optimizer)
+        return result
+
+    def clip_gradients(self, optimizer: Any, clip_val: float, gradient_clip_algorithm: Any = "norm") -> None:
+        if clip_val <= 0:
+            return
+        self._precision.unscale(optimizer)
+        parameters = self._precision.parameters(optimizer)
+        if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
+            nn.utils.clip_grad_value_(parameters, clip_val)
+        else:
+            nn.utils.clip_grad_norm_(parameters, clip_val)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        if not dist.is_initialized():
+            return tensor
+        if sync_grads:
+            raise ConfigError("self.all_gather(sync_grads=True) is not supported: gather without gradients")
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor.contiguous(), group=group)
+        return torch.stack(gathered) if len(gathered) > 1 else tensor
+
+
+class TrainerStandIn:
+    """Says where training stands, and what LightningModule's methods ask for. Anything else raises by name.
+
+    Owns nothing of training: the operator writes the numbers in here.
+    """
+
+    training = validating = False
+    testing = predicting = sanity_checking = barebones = False
+    accumulate_grad_batches = 1
+    logger = progress_bar_callback = datamodule = None
+    _results = None  # what self.log asks for first; outside of a call there is none, and it says so
+
+    def __init__(self, module: Any, rank_info: RankInfo, options: TrainingOptions) -> None:
+        self.lightning_module = self.model = module
+        clip_by_norm = options.clip_norm is not None
+        self.gradient_clip_val = options.clip_norm if clip_by_norm else options.clip_value
+        self.gradient_clip_algorithm = None if self.gradient_clip_val is None else "norm" if clip_by_norm else "value"
+        self.rank_info = rank_info
+        self.current_epoch = self.global_step = 0
+        self.loggers: list[Any] = []
+        self.callbacks: list[Any] = []
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Schedule] = []
+        self.callback_metrics: dict[str, Any] = {}
+
+    def equip(self, services: StepServices, optimizers: list[Any], schedules: list[Schedule]) -> None:
+        self.strategy = self.precision_plugin = services
+        self.optimizers, self.lr_scheduler_configs = optimizers, schedules
+
+    @property
+    def global_rank(self) -> int:
+        return self.rank_info.world_rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank_info.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self.rank_info.node_rank
+
+    @property
+    def world_size(self) -> int:
+        return self.rank_info.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.rank_info.world_rank == 0
+
+    @property
+    def should_stop(self) -> bool:
+        return False
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        raise ConfigError(
+            "self.trainer.should_stop is not supported: raysgd trains one epoch for each trainer.train(), "
+            "so log what decides, and stop calling it"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        known = sorted(each for each in {*vars(self), *dir(type(self))} if not each.startswith("_"))
+        raise AttributeError(
+            f"self.trainer.{name} is not known here: raysgd trains this module, not Lightning's Trainer, "
+            "and how many epochs come is up to the script. Pass what you need in the config. "
+            f"Known are {', '.join(known)}"
+        )
+
+
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """The mean over all ranks, in one message per kind of number; a gradient that no rank has stays None.
+
+    Averaging again what was averaged changes nothing, so it may follow every backward pass.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for (device, dtype), alike in kinds.items():
+        _average_alike(alike, torch.tensor([each.grad is not None for each in alike], device=device, dtype=dtype))
+
+
+@torch.no_grad()
+def _average_alike(parameters: list[nn.Parameter], exist: torch.Tensor) -> None:
+    pieces = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
+    message = torch.cat([exist, *pieces])
+    dist.all_reduce(message)
+    mean = message[len(parameters) :] / dist.get_world_size()
+    pieces = list(torch.split(mean, [each.numel() for each in parameters]))
+    for parameter, known, piece in zip(parameters, message[: len(parameters)].tolist(), pieces, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.copy_(piece.view_as(parameter))
+        elif known:
+            parameter.grad = piece.view_as(parameter).clone()

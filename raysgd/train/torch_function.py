@@ -1,0 +1,67 @@
+"""How ranks of a torch function meet: as the class face's do, and with what ported scripts look for around them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from raysgd.core.ranks import RankInfo
+from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
+from raysgd.torch.process_group import TorchBackend
+
+__all__ = ["TorchMeeting", "to_cpu"]
+
+
+class TorchMeeting(TorchBackend):
+    """`env`: also fill in MASTER_ADDR, RANK and the others. Workers of one node see all of their GPUs, as scripts
+    that say `cuda:{local_rank}` expect."""
+
+    def __init__(self, name: str, *, env: bool = True, use_gpu: bool = False, **limits: Any) -> None:
+        super().__init__(name, **limits)
+        self._env, self.needs_offers = env, use_gpu
+        self._gpus: str | None = None
+
+    def offer(self) -> dict[str, Any]:
+        """The GPUs that Ray gave: joining a generation makes others visible."""
+        self._gpus = visible_gpus() if self._gpus is None else self._gpus
+        return {"gpus": self._gpus}
+
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        settings = super().plan(rank_infos)
+        if not self.needs_offers:
+            return settings
+        return [{**each, "gpus": gpus} for each, gpus in zip(settings, shared_gpus(rank_infos, offers), strict=True)]
+
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        if self._env and not rank_info.solo:
+            os.environ.update(environment(rank_info, settings))
+        if "gpus" in settings and not torch.cuda.is_initialized():
+            torch.cuda.set_device(see_gpus(settings["gpus"], self.offer()["gpus"]))
+        super().join(rank_info, settings)
+
+
+def environment(rank_info: RankInfo, settings: dict[str, Any]) -> dict[str, str]:
+    """What torch's own launcher would set."""
+    return {
+        "MASTER_ADDR": str(settings["host"]),
+        "MASTER_PORT": str(settings["port"]),
+        "RANK": str(rank_info.world_rank),
+        "WORLD_SIZE": str(rank_info.world_size),
+        "LOCAL_RANK": str(rank_info.local_rank),
+        "LOCAL_WORLD_SIZE": str(rank_info.local_world_size),
+        "NODE_RANK": str(rank_info.node_rank),
+    }
+
+
+def to_cpu(value: Any) -> Any:
+    """Tensors of a GPU as tensors of the CPU: the driver may have no GPU to read them on."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu() if value.is_cuda else value
+    if isinstance(value, dict):
+        return {key: to_cpu(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(to_cpu(each) for each in value)
+    return value

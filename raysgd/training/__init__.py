@@ -1,0 +1,1 @@
+"""What the torch and the TensorFlow trainers share. Both."""

@@ -1,0 +1,157 @@
+"""Runs the calls of a trainer that measure something: merges what the ranks measured, and calls the callbacks. Driver."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from raysgd.callbacks.base import TRACES, Kind, Result, Run, Underway
+from raysgd.callbacks.callback_list import CallbackList, check_callbacks
+from raysgd.callbacks.history import History
+from raysgd.callbacks.progress_bar import ProgressBar
+from raysgd.core import metrics
+from raysgd.core.policy import Recovery
+from raysgd.core.progress import Progress
+from raysgd.engine.engine import Engine, Job, PartialResults
+from raysgd.engine.worker_table import WorkerInfo
+
+__all__ = ["CallRunner", "exclusive"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+S = TypeVar("S")
+
+
+def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Let only one thread at a time call the trainer's methods with this decorator. Other threads get a
+    TrainerBusyError."""
+
+    @functools.wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        trainer: Any = self
+        with trainer._engine.claim(f"{method.__name__}()"):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class CallRunner:
+    """Owns a trainer's callbacks, the first of which is its history. `hidden` are names in results that users do not
+    see."""
+
+    def __init__(self, callbacks: Any, run: Run, *, bar: bool = False, hidden: Sequence[str] = ()) -> None:
+        self.history, self.run = History(), run
+        self._callbacks = CallbackList([self.history, *check_callbacks(callbacks), *([ProgressBar()] if bar else [])])
+        self._hidden = (metrics.COMMITTED, TRACES, *hidden)
+        self._kind: Kind | None = None
+        self._failed = False
+        self._open = False
+
+    @property
+    def on_workers(self) -> list[Any]:
+        """Return what the callbacks want the workers to do."""
+        return self._callbacks.on_workers
+
+    # -- the engine's listeners -----------------------------------------------------------------------
+
+    def on_progress(self, info: WorkerInfo) -> None:
+        if self._kind is not None:
+            visible = {name: value for name, value in (info.partial or {}).items() if name not in self._hidden}
+            now = Underway(kind=self._kind, worker=info.worker, progress=info.progress, metrics=visible)
+            self._callbacks.progress(now)
+            self._callbacks.raise_stop()
+
+    def on_recovery(self, recovery: Recovery) -> None:
+        """Call the callbacks. One that stops training because of the recovery does so at the next progress message or
+        at the end of the call, because the workers are between two generations now."""
+        self._callbacks.recovery(recovery)
+
+    # -- the trainer's calls --------------------------------------------------------------------------
+
+    def start(self, engine: Engine) -> None:
+        """Call the callbacks, and launch the workers."""
+        self._open = True
+        try:
+            self._callbacks.start(self.run)
+            self._callbacks.raise_stop()
+            engine.start()
+        except BaseException as error:
+            self._fail(error)
+            engine.stop(force=True)
+            self.end()
+            raise
+
+    def measure(self, engine: Engine, kind: Kind, job: Job) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Run the job. Return one dict for all workers, and a list with each worker's own results, generation by
+        generation."""
+        began, self._kind, self._failed = time.monotonic(), kind, False
+        try:
+            self._callbacks.progress(Underway(kind=kind, worker="", progress=Progress(phase=kind)))
+            self._callbacks.raise_stop()
+            parts = engine.run(job)
+            merged = [metrics.merge_ranks([_without_traces(value) for value in part.values]) for part in parts]
+            result = metrics.count_committed_samples(metrics.merge_parts(merged), merged)
+            rows = [self._visible(value) for part in parts for value in part.values]
+            self._kind = None
+            self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
+            self._callbacks.raise_stop()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._kind = None
+        return result, rows
+
+    def end(self) -> None:
+        """Call the callbacks after the workers have ended. A second call does nothing."""
+        if self._open:
+            self._open = False
+            self._callbacks.end(failed=self._failed)
+
+    def exited(self, error: BaseException | None) -> None:
+        """Note that the trainer's `with` block has ended, and whether an error ended it."""
+        self._failed = self._failed or error is not None
+
+    def describe(self, engine: Engine) -> str:
+        """Return the trainer in one line."""
+        state = {None: "idle", "train": "training", "validate": "validating"}.get(self._kind) or str(self._kind)
+        state = state if engine.active else "shut down"
+        workers, target = engine.world_size, engine.target
+        short = f" of {target}" if engine.active and workers != target else ""
+        size = f"{workers or target}{short} worker{'s' if max(workers, target) > 1 else ''}"
+        return f"{self.run.trainer}({self.run.name}, {size}, epoch {engine.progress.epoch}, {state})"
+
+    def _fail(self, error: BaseException) -> None:
+        self._failed = True
+        self._callbacks.error(error)
+
+    def _result(
+        self,
+        engine: Engine,
+        kind: Kind,
+        result: dict[str, Any],
+        rows: list[dict[str, Any]],
+        parts: list[PartialResults],
+        took: float,
+    ) -> Result:
+        return Result(
+            kind=kind,
+            epoch=engine.progress.epoch,
+            step=engine.progress.step,
+            metrics=self._visible(result),
+            by_worker=rows,
+            world_size=engine.world_size,
+            seconds=took,
+            traces=[value.get(TRACES, {}) for part in parts for value in part.values],
+        )
+
+    def _visible(self, value: dict[str, Any]) -> dict[str, Any]:
+        return {name: metrics.plain(each) for name, each in value.items() if name not in self._hidden}
+
+
+def _without_traces(value: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in value.items() if name != TRACES}
