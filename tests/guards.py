@@ -30,8 +30,8 @@ __all__ = ["Guard", "Inventory"]
 
 PATIENCE_S = 5.0
 # pytest writes the first one for each phase of each test. The others are set by libraries when they are imported or used for
-# the first time, in whichever test that is: TensorFlow with Keras, and Ray (which also has many with a prefix of its own). A
-# rank sets the one of gloo for its process, which in some tests is this one.
+# the first time, in whichever test that is: TensorFlow with Keras, torch's compiler, W&B (whose service process ends with this
+# one), and Ray (which also has many with a prefix of its own). A rank sets the one of gloo for its process, which in some tests is this one.
 NO_LEAK = {
     "PYTEST_CURRENT_TEST",
     "ENABLE_RUNTIME_UPTIME_TELEMETRY",
@@ -43,6 +43,8 @@ NO_LEAK = {
     "TPU_ML_PLATFORM_VERSION",
     "PYTHONBREAKPOINT",
     "GLOO_DISABLE_CONNECTION_RETRIES",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "WANDB_SERVICE",
 }
 OF_RAY = "RAY_"
 # A connection of a worker that a trainer of wider scope has started meanwhile: its control server ends it.
@@ -113,7 +115,7 @@ class Inventory:
     def _processes(self) -> Iterator[str]:
         for child in sorted(set(_children()) - self.children):
             command = _command(child)
-            if command:
+            if command and "wandb-core" not in command:
                 yield f"process {child}: {command:.200}"
 
     def _sockets(self) -> Iterator[str]:

@@ -72,6 +72,7 @@ class WorkerGroup:
     def start(self) -> None:
         if self._engine is not None:
             raise InactiveWorkerGroupError("this worker group was started already; shut it down first")
+        limits = limits_for()  # checks the environment, before the group opens a port
         backend = SingleWorkerBackend()
         engine = Engine(
             RayGroup(backend, self._resources),
@@ -79,7 +80,7 @@ class WorkerGroup:
             self._factory,
             target=self._count,
             elastic=ElasticConfig(grow=False),
-            limits=limits_for(),
+            limits=limits,
         )
         engine.start()
         self._engine = engine

@@ -150,6 +150,14 @@ def test_a_rank_that_a_rendezvous_ends_under_is_free_at_once() -> None:
         late.join(assign_ranks(["a", "a"])[1], settings)
     assert late.is_interruption(raised.value)
     assert time.monotonic() - began < 10
+    wait_for_clients()
+
+
+def wait_for_clients() -> None:
+    """Wait for the threads in which torch's client still tries to connect, which it stops after 5 s."""
+    for thread in threading.enumerate():
+        if thread.name == "raysgd-store":
+            thread.join(timeout=30)
 
 
 def pump(near: socket.socket, far: socket.socket) -> None:
@@ -168,9 +176,14 @@ class Relay:
         self.settings = {**settings, "port": self._listener.getsockname()[1]}
         threading.Thread(target=self._serve, daemon=True).start()
 
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # `accept` returns in its thread
+        self._listener.close()
+
     def _serve(self) -> None:
-        while True:
-            threading.Thread(target=self._forward, args=(self._listener.accept()[0],), daemon=True).start()
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._forward, args=(self._listener.accept()[0],), daemon=True).start()
 
     def _forward(self, near: socket.socket) -> None:
         if near.recv(1, socket.MSG_PEEK):
@@ -198,6 +211,8 @@ def test_a_rank_whose_client_hangs_is_in_the_store_through_a_second_one(late_s: 
     finally:
         driver.leave()
         driver.plan([])
+        relay.close()
+        wait_for_clients()
     assert relay.clients == clients
 
 
