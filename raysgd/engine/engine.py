@@ -188,7 +188,8 @@ class Engine:
 
     @property
     def recoveries(self) -> list[Recovery]:
-        return self._log.recoveries
+        """Return all changes of the workers so far: a new list, which later ones are not added to."""
+        return list(self._log.recoveries)
 
     def state_changed_by_hand(self, *, replaced: bool = False) -> None:
         """The newest snapshot lacks something now; `replaced`: it is of no use at all."""

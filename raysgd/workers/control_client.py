@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import numbers
 import os
 import selectors
 import signal
@@ -223,12 +224,19 @@ def brief(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
     kept: dict[str, Any] = {}
     size = 0
     for name in dict.fromkeys(("epoch", BATCH_COUNT, NUM_SAMPLES, SKIPPED, COMMITTED, *result)):
-        if name in result and isinstance(name, str) and _is_brief(name) and _is_brief(result[name]):
-            size += len(json.dumps({name: result[name]}))
+        value = _as_python(result.get(name))
+        if isinstance(name, str) and _is_brief(name) and _is_brief(value):
+            size += len(json.dumps({name: value}))
             if size > LONGEST_BRIEF:
                 break
-            kept[name] = result[name]
+            kept[name] = value
     return {name: kept[name] for name in result if name in kept}
+
+
+def _as_python(value: Any) -> Any:
+    """Return Python's number for one of NumPy's."""
+    is_numpys = type(value).__module__ == "numpy" and isinstance(value, numbers.Number)
+    return value.item() if is_numpys else value
 
 
 def _is_brief(value: Any) -> bool:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from raysgd.core import connection
@@ -375,6 +376,8 @@ def test_progress_messages_carry_short_values_only() -> None:
     plain = {"epoch": 3, "loss": 0.5, "note": "fine", "done": True, "batch_count": 7, "num_samples": 28}
     other = {"long": "x" * 10_000, "nested": [[1]], "large": 2**70, 5: 1.0, "n" * 300: 1.0, "none": None}
     assert brief({**plain, **other}) == plain
+    numpy = {"loss": np.float32(0.5), "epoch": np.int64(3), "best": np.bool_(True)}
+    assert json.dumps(brief(numpy)) == '{"loss": 0.5, "epoch": 3}'
     many = brief({**{f"metric-{n}": float(n) for n in range(100_000)}, **plain})
     assert many is not None and len(json.dumps(many)) < 70_000 and len(many) > 1000
     assert (many["epoch"], many["batch_count"], many["num_samples"]) == (3, 7, 28), "counts always go"
