@@ -28,10 +28,11 @@ import pytest
 
 __all__ = ["Guard", "Inventory"]
 
-PATIENCE_S = 5.0
+PATIENCE_S = 15.0
 # pytest writes the first one for each phase of each test. The others are set by libraries when they are imported or used for
-# the first time, in whichever test that is: TensorFlow with Keras, torch's compiler, W&B (whose service process ends with this
-# one), and Ray (which also has many with a prefix of its own). A rank sets the one of gloo for its process, which in some tests is this one.
+# the first time, in whichever test that is: TensorFlow with Keras, torch's compiler, W&B (whose service process ends with
+# this one), and Ray (which also has many with a prefix of its own). A rank sets the one of gloo for its process, which in some
+# tests is this one.
 NO_LEAK = {
     "PYTEST_CURRENT_TEST",
     "ENABLE_RUNTIME_UPTIME_TELEMETRY",

@@ -80,9 +80,15 @@ def test_a_short_limit_for_the_connections_is_none_for_those_who_come_late_nor_f
     driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=50), assign_ranks(["a", "a"], generation=1)
     context = multiprocessing.get_context("spawn")
     said = context.Queue()
-    for late_s, rank_info, settings in zip((0, 3), rank_infos, driver.plan(rank_infos), strict=True):
-        context.Process(target=meet_late, args=(driver, rank_info, settings, late_s, said), daemon=True).start()
-    assert [said.get(timeout=60) for _ in rank_infos] == [(2, 50), (2, 50)]
+    ranks = [
+        context.Process(target=meet_late, args=(driver, rank_info, settings, late_s, said), daemon=True)
+        for late_s, rank_info, settings in zip((0, 3), rank_infos, driver.plan(rank_infos), strict=True)
+    ]
+    for rank in ranks:
+        rank.start()
+    assert [said.get(timeout=60) for _ in ranks] == [(2, 50), (2, 50)]
+    for rank in ranks:
+        rank.join(timeout=60)
 
 
 def test_who_met_a_generation_that_did_not_come_to_stand_joins_the_next_one() -> None:
