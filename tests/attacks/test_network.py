@@ -187,12 +187,10 @@ def arena_pids(arena: Arena) -> list[int]:
 
 
 # Horovod's own board is attacked by all of these at once; one by one only where there is time for it.
-ONE_BY_ONE = [("gloo", name) for name in ATTACKS] + [
-    pytest.param("horovod", name, marks=[pytest.mark.horovod, pytest.mark.soak]) for name in ATTACKS
-]
-
-
-@pytest.mark.parametrize(("arena", "attack"), ONE_BY_ONE, indirect=["arena"])
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize(
+    "arena", ["gloo", pytest.param("horovod", marks=[pytest.mark.horovod, pytest.mark.soak])], indirect=True
+)
 def test_one_attack(arena: Arena, attack: str) -> None:
     with arena.field.storm(attack):
         arena.epoch()
