@@ -1,5 +1,6 @@
 """A file is complete or absent, whatever happens while it is written."""
 
+import gc
 import os
 import socket
 import stat
@@ -41,6 +42,22 @@ def test_an_interruption_leaves_the_old_file_too(tmp_path: Path, monkeypatch: py
             locations.write(target, b"new")
     assert os.listdir(tmp_path) == ["model.pt"]
     assert locations.read(target) == b"old"
+
+
+def test_ctrl_c_while_a_draft_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*_: Any) -> None:
+        assert len(os.listdir(tmp_path)) == 1
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(locations, "remove_abandoned", pressed)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            locations.Draft(tmp_path / "a")
+    assert os.listdir(tmp_path) == [], "the error's traceback may keep the draft for long"
+    assert caught.value.__traceback__ is not None
+    locations.Draft(tmp_path / "a")  # and Ctrl-C before the caller has it
+    gc.collect()
+    assert os.listdir(tmp_path) == []
 
 
 def test_it_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

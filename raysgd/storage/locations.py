@@ -8,6 +8,7 @@ import shutil
 import stat
 import tempfile
 import uuid
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,10 +137,17 @@ class Draft:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             self.temporary = self._target.parent / name
         private = isinstance(self.path, Uri)  # everybody's folder is no place for a model that others can read
-        self.file = DurableFile(  # keep and drop close it
-            self.temporary, "xb", opener=lambda path, flags: open_locked(path, flags, 0o600 if private else 0o666)
-        )
-        remove_abandoned(self.temporary.parent, self.path.name)
+        # Ctrl-C can come between any two lines, also before the caller has this object.
+        self._lost = weakref.finalize(self, self.temporary.unlink, missing_ok=True)
+        self._lost.atexit = False  # also a process that was forked from this one would call it
+        try:
+            self.file = DurableFile(  # keep and drop close it
+                self.temporary, "xb", opener=lambda path, flags: open_locked(path, flags, 0o600 if private else 0o666)
+            )
+            remove_abandoned(self.temporary.parent, self.path.name)
+        except BaseException:
+            self._lost()
+            raise
 
     def again(self) -> None:
         """What was written is void: from the start."""
@@ -159,13 +167,14 @@ class Draft:
                 os.replace(self.temporary, self._target)
         finally:
             os.close(lock)
+        self._lost.detach()
         return self.path
 
     def drop(self) -> None:
         try:
             self.file.close()
         finally:
-            self.temporary.unlink(missing_ok=True)
+            self._lost()
 
 
 def write(path: Any, data: Any) -> Place:

@@ -43,7 +43,7 @@ class WorkerActor:
         self._client.control.upload = self._client.upload
         self._client.control.deliver = self._client.deliver
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        os.register_at_fork(before=_share_temporary_folder)
+        _share_temporary_folder()
         self._client.on_end = _remove_temporary_folder
         _end_forks_with_this_process()
 
@@ -78,11 +78,19 @@ class WorkerActor:
 
 
 def _share_temporary_folder() -> None:
-    """Create the folder in which `multiprocessing` keeps its sockets, so that data-loader processes inherit it. Otherwise
-    each of them creates its own, which Python does not remove if that process is killed."""
-    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    if config.get("tempdir") is None:
-        config["tempdir"] = str(own_folder(Path(tempfile.gettempdir()), "raysgd-worker"))
+    """Let data-loader processes keep the sockets of `multiprocessing` in one folder of this worker's. Otherwise each of
+    them creates its own, which Python does not remove if that process is killed."""
+    process = multiprocessing.current_process()
+    process._config = _SharedSettings(process._config)  # type: ignore[attr-defined]
+
+
+class _SharedSettings(dict[str, Any]):
+    """The settings of `multiprocessing`, which a new process copies before it starts. The first one creates the folder."""
+
+    def copy(self) -> dict[str, Any]:
+        if self.get("tempdir") is None:
+            self["tempdir"] = str(own_folder(Path(tempfile.gettempdir()), "raysgd-worker"))
+        return dict(self)
 
 
 def _remove_temporary_folder() -> None:

@@ -25,6 +25,18 @@ def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
         yield trainer
 
 
+def first_folders(operator: Any) -> list[Any]:
+    """The folder of each new process's sockets, beginning with the first process that this worker creates."""
+    return [multiprocessing.get_context(kind).Process()._config.get("tempdir") for kind in ("fork", "spawn")]  # type: ignore[attr-defined]
+
+
+def test_the_first_loader_process_keeps_its_sockets_in_the_workers_folder(trainer: TorchTrainer) -> None:
+    """The worker removes that folder before it is killed. A process that Python starts makes one of its own otherwise."""
+    folders = trainer.apply_all_operators(first_folders)
+    assert all(len(set(each)) == 1 and Path(each[0]).name.startswith("raysgd-worker-") for each in folders)
+    assert len({each[0] for each in folders}) == 2, "one for each worker"
+
+
 def sleep_in_a_fork() -> int:
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(120,), daemon=True)
     process.start()
