@@ -101,9 +101,9 @@ $(VENV)/bench.stamp: $(VENV)/made.stamp $(PACKAGE)
 	@$(PIP_INSTALL) --editable '.[bench]' | $(TELL)
 	@touch $@
 
-$(VENV)/horovod.stamp: $(VENV)/dev.stamp raysgd/horovod/build.py
+$(VENV)/horovod.stamp: $(VENV)/dev.stamp tools/build_horovod.py
 	@$(PIP_INSTALL) --editable '.[horovod]' | $(TELL)
-	@$(BIN)/python -m raysgd.horovod.build
+	@$(BIN)/python tools/build_horovod.py
 	@touch $@
 
 clean:

@@ -27,7 +27,7 @@ PACKAGES = [
 
 TORCH = ["torch>=2.4", "numpy", "tqdm"]
 TENSORFLOW = ["tensorflow>=2.16", "numpy", "tqdm"]
-# Not Horovod itself: it has no wheels, and its sources need mending first. `python -m raysgd.horovod.build` does that;
+# Not Horovod itself: it has no wheels, and its sources need mending first. `tools/build_horovod.py` does that;
 # here is what it and Horovod need.
 HOROVOD = [*TORCH, "cffi", "cloudpickle", "cmake", "packaging", "psutil", "pyyaml", "setuptools>=64", "wheel"]
 LIGHTNING = [*TORCH, "lightning>=2.1"]

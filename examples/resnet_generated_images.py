@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from raysgd import TorchTrainer
 from raysgd.operators.image_classification import ImageClassificationOperator
-from raysgd.torch.resnet import ResNet18
+from raysgd.operators.resnet import ResNet18
 from raysgd.utils import BATCH_SIZE
 
 CLASSES = 10

@@ -24,7 +24,7 @@ FLOORS = {
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/save_load tf/trainer train/trainer train/executor "
     "train/iterator train/worker_group train/shards train/fit/job train/fit/run train/fit/trainer train/frameworks training utils",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__",
-    "5b": "operators tune cli",
+    "5b": "operators tune cli torch/resnet",
 }
 FLOOR_OF = {unit: floor for floor, units in FLOORS.items() for unit in units.split()}
 
@@ -47,6 +47,7 @@ SIBLINGS = {
     "torch/setup": {"training", "torch/strategies"},
     "torch/trainer": {"torch/checkpoint/save_load", "torch/setup", "training"},
     "tf/trainer": {"training"},
+    "torch/resnet": {"operators"},
 }
 
 # Where a package from outside may be imported; the operators are bodies of the user's kind.

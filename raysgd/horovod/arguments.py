@@ -13,8 +13,9 @@ from raysgd.errors import ConfigError
 __all__ = ["HorovodArguments", "check_installed"]
 
 GET_IT = (
-    "Horovod has no wheels. In raysgd's own checkout: make horovod. Elsewhere: pip install 'raysgd[horovod]', then "
-    "python -m raysgd.horovod.build (minutes; needs cmake and a C++ compiler; the wheel is kept for the next time)"
+    "Horovod has no wheels. In a checkout of raysgd: make horovod. For another environment: pip install 'raysgd[horovod]', "
+    "then run tools/build_horovod.py of raysgd's sources (minutes; needs cmake and a C++ compiler; the wheel is kept for "
+    "the next time)"
 )
 COMPRESSIONS = ("none", "fp16")
 OPERATIONS = ("average", "sum")

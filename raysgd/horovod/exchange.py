@@ -10,7 +10,9 @@ import torch
 
 from raysgd.errors import ConfigError
 from raysgd.horovod.arguments import HorovodArguments
+from raysgd.horovod.foreign import has_unsent_gradients, stop_sending
 from raysgd.torch.exchange import Exchange
+from raysgd.torch.foreign import run_after_backward
 
 __all__ = ["HorovodExchange"]
 
@@ -40,25 +42,19 @@ class Sender:
 
     def finish(self) -> None:
         self._done, self._in_pass = 0, False
-        # Its table of what backward passes left to send. Every rank has worked on a batch, or none has.
-        if self._horovods._handles:
+        if has_unsent_gradients(self._horovods):
             self._horovods.synchronize()
 
     def end(self) -> None:
-        """Horovod's own hooks lie on the gradients' accumulators, and live as long as somebody holds these; be it the
-        traceback of the error that ended a batch. They count the passes until they send: far too many, from here on."""
         for hook in self._hooks:
             hook.remove()
-        delays = self._horovods._allreduce_delay
-        delays.update(dict.fromkeys(delays, AT_THE_STEP))
-        self._horovods._grad_accs.clear()
-        self._horovods._handles.clear()
+        stop_sending(self._horovods)
 
     def _arrived(self, parameter: Any) -> None:
         """The first gradient of a backward pass: something will be done at its end."""
         if not self._in_pass:
             self._in_pass = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
+            run_after_backward(self._pass_ended)
 
     def _pass_ended(self) -> None:
         self._in_pass = False

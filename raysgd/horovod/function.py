@@ -8,10 +8,10 @@ import sys
 import threading
 import types
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 from raysgd.core.ranks import RankInfo
+from raysgd.horovod import foreign
 from raysgd.horovod.leaving import is_interruption, shut_down
 from raysgd.horovod.rendezvous import MeetingPlace, enter, say_over
 from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
@@ -80,7 +80,7 @@ def _uses_cuda() -> bool:
 def watch_init(connections: Connections) -> None:
     """Lets every later `hvd.init()` in this process note its sockets, whichever framework's it is, and whether it is
     imported yet."""
-    basics = import_module("horovod.common.basics").HorovodBasics
+    basics = foreign.basics()
     plain = inspect.unwrap(basics.init)
 
     @functools.wraps(plain)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from raysgd.workers import cluster
+from raysgd.workers.foreign import split_coordinator
 
 __all__ = ["DatasetSplits", "SplitRules", "no_room_for_data"]
 
@@ -46,7 +47,7 @@ class DatasetSplits:
 
     def close(self) -> None:
         """End the actors of the splits, which are no longer read."""
-        handles = {id(h): h for each in self._open if (h := getattr(each, "_coord_actor", None)) is not None}
+        handles = {id(h): h for each in self._open if (h := split_coordinator(each)) is not None}
         self._open = []
         for handle in handles.values():
             cluster.end_actor(handle)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysgd.errors import ConfigError
+from raysgd.torch.foreign import accumulated_gradients
 
 __all__ = ["Shards", "gathered", "placed", "placed_optimizer", "shard_layers"]
 
@@ -65,13 +66,8 @@ class Shards:
         return [_filled(metadata_only, state) for metadata_only, state in zip(self._hollow, states, strict=True)]
 
     def held_back(self) -> list[torch.Tensor]:
-        """Gradients of batches that did not exchange them. FSDP keeps these whole, out of the parameters' sight, and torch
-        has no public door to them."""
-        states = [module._get_fsdp_state() for module in self._modules()]
-        groups = [group for state in states for group in _groups(state)]
-        parameters = [each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
-        kept = [each.unsharded_accumulated_grad for each in parameters]
-        return [each for each in (*kept, *(p._unsharded_param.grad for p in parameters)) if each is not None]
+        """Return the gradients of batches that did not exchange them."""
+        return accumulated_gradients(list(self._modules()))
 
     def gather_for_validation(self) -> None:
         """Every worker holds the whole weights for a while: ranks validate different numbers of batches, and none
@@ -94,12 +90,6 @@ class Shards:
 
     def _roots(self) -> Iterator[Any]:
         return (model for model in self._models if hasattr(model, "reset_iter_state"))
-
-
-def _groups(state: Any) -> list[Any]:
-    """Of one sharded module; older torch has one at most."""
-    several = getattr(state, "_fsdp_param_groups", None)
-    return [each for each in ([state._fsdp_param_group] if several is None else several) if each is not None]
 
 
 def shard_layers(model: nn.Module, mesh: Any) -> None:

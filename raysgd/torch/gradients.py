@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from raysgd.errors import ConfigError
+from raysgd.torch.foreign import multiply_all
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.parts import Parts
 from raysgd.torch.precision import Precision
@@ -121,9 +122,7 @@ class Gradients:
 
 
 def _scale(gradients: Sequence[torch.Tensor | None], factor: float) -> None:
-    there = [each for each in gradients if each is not None]
-    if there:
-        torch._foreach_mul_(there, factor)
+    multiply_all([each for each in gradients if each is not None], factor)
 
 
 def samples_in(batch: Any) -> int:

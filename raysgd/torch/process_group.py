@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.core.ranks import RankInfo
+from raysgd.torch.foreign import abort_default_group, collective_count, groups, set_collective_limit
 from raysgd.torch.sockets import Connections, GlooConnections
 from raysgd.torch.store import addresses_of, enter, exchange, open_store, wait_for_all, without_secret
 
@@ -100,7 +101,7 @@ class TorchBackend:
         # The first collective makes every connection now, where its failure belongs to the meeting.
         dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
         if gloo:
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=self._collective_s))
+            set_collective_limit(self._collective_s)
 
     def _client(self, settings: dict[str, Any]) -> Any:
         return enter(settings, limit_s=self._join_s)
@@ -120,8 +121,7 @@ class TorchBackend:
         """gloo has no abort that frees a waiting collective; shutting its sockets down does, within a millisecond."""
         if self.name == "nccl" and dist.is_initialized():
             self._hold()
-            with contextlib.suppress(RuntimeError):
-                dist.distributed_c10d._abort_process_group()
+            abort_default_group()
         self._connections.shut()
         self._gloo.shut()
 
@@ -130,16 +130,10 @@ class TorchBackend:
         ends this one perhaps, must not be their last holder. It would end them with the interpreter's lock held, and
         wait for threads of theirs that wait for that lock; a handle like these gives it away first."""
         if dist.is_initialized():
-            self._standing = list(dist.distributed_c10d._world.pg_map)
+            self._standing = groups()
 
     def collectives(self) -> int:
-        """Of the default group: torch numbers them, from the same beginning on every rank."""
-        if not dist.is_initialized():
-            return -1
-        try:
-            return int(dist.distributed_c10d._get_default_group()._get_sequence_number_for_group())  # type: ignore[attr-defined]
-        except RuntimeError:  # a backend without such numbers
-            return -1
+        return collective_count()
 
     def is_interruption(self, error: BaseException) -> bool:
         """By type where torch gives one; a user's exception that was raised while handling one counts too."""

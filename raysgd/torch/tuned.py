@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.torch.foreign import nested_schedulers
+
 __all__ = ["Option", "options", "retune"]
 
 
@@ -55,4 +57,4 @@ def _all(schedulers: Iterable[Any]) -> Iterator[Any]:
     """Those inside of others too (SequentialLR, ChainedScheduler)."""
     for scheduler in schedulers:
         yield scheduler
-        yield from _all(getattr(scheduler, "_schedulers", ()))
+        yield from _all(nested_schedulers(scheduler))

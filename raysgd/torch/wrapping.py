@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.torch.foreign import compile_in_place
 from raysgd.torch.options import TrainingOptions
 
 __all__ = ["compiled", "ddp_arguments", "formatted", "hooked", "rewrap"]
@@ -33,22 +34,11 @@ def formatted(models: list[nn.Module], options: TrainingOptions, *, distributed:
 
 
 def compiled(models: list[nn.Module], options: TrainingOptions) -> None:
-    """In place, where `nn.Module.compile` puts it: the names in a state_dict stay, and a copy of a model is a bare one.
-
-    Not with that method itself, which leaves out models whose own forward is torch's (a Sequential): the compiler
-    passes over torch's files, unless a function of another file calls them.
-    """
+    """Compile the models in place, if the options ask for it."""
     if options.compile:
         for model in models:
             arguments = options.compile if isinstance(options.compile, Mapping) else {}
-            model._compiled_call_impl = torch.compile(_calling(model._call_impl), **arguments)
-
-
-def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    return forward
+            compile_in_place(model, **arguments)
 
 
 def ddp_arguments(

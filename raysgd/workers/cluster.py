@@ -8,17 +8,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from raysgd.config import WorkerResources
 from raysgd.errors import ClusterError, ConfigError
+from raysgd.workers import foreign
 from raysgd.workers.gcs import ask
 
 __all__ = [
     "alive_nodes",
     "capacity",
-    "draining_nodes",
     "driver_address",
     "end_actor",
     "ensure_cluster",
@@ -116,9 +115,7 @@ def _given_address() -> str:
 def _running_here() -> str:
     """Return the address of the cluster that this machine belongs to, or "local". A Ray that crashed leaves its address
     behind, and connecting to it would take minutes to fail. So probe it first."""
-    from ray._private.utils import read_ray_address
-
-    address = str(read_ray_address() or "")
+    address = foreign.address_of_this_machine()
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         return "local"
@@ -175,35 +172,22 @@ def is_node_alive(node: str) -> bool:
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
     """Return the free resources of every node that is alive and not draining."""
-    from ray._private.state import available_resources_per_node
-
-    leaving = ask(draining_nodes)
-    free: dict[str, Mapping[str, float]] = ask(available_resources_per_node)
+    leaving = ask(foreign.draining_nodes)
+    free = ask(foreign.free_resources_by_node)
     return {node: resources for node, resources in free.items() if node not in leaving}
 
 
 def stderr_tail(pid: int) -> str:
     """Return the end of the standard error of a Ray process on this machine; "" if Ray does not keep it."""
-    from ray._private.worker import _global_node
-
-    if _global_node is None or not pid:
+    folder = foreign.logs_folder()
+    if folder is None or not pid:
         return ""
-    files = sorted(Path(_global_node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"), key=os.path.getmtime)
+    files = sorted(folder.glob(f"worker-*-{pid}.err"), key=os.path.getmtime)
     if not files:
         return ""
     with open(files[-1], "rb") as file:
         file.seek(max(os.path.getsize(files[-1]) - STDERR_TAIL_BYTES, 0))
         return file.read().decode(errors="replace")
-
-
-def draining_nodes() -> set[str]:
-    """Return the nodes that will be removed soon (preemption, downscaling). This waits for the GCS: see `gcs`."""
-    import ray
-
-    try:
-        return set(ray._private.state.state.get_draining_nodes())
-    except AttributeError:  # an older Ray does not know
-        return set()
 
 
 def placement() -> Any:

@@ -29,6 +29,7 @@ from raysgd.workers.actor import WorkerActor
 from raysgd.workers.blob import Blob
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.foreign import draining_nodes
 from raysgd.workers.gcs import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.serialization import pack
@@ -322,7 +323,7 @@ class RayGroup:
         require_ray(self._session)
         if self._drain_query is None:
             if time.monotonic() >= self._ask_at:
-                self._drain_query = GcsQuery(cluster.draining_nodes)
+                self._drain_query = GcsQuery(draining_nodes)
         elif self._drain_query.answered or self._drain_query.age_s > gcs_limit_s():
             self._draining = self._drain_query.result(gcs_limit_s())
             self._drain_query, self._ask_at = None, time.monotonic() + DRAIN_LOOK_S

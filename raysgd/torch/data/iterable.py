@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from raysgd.core.ranks import RankInfo
+from raysgd.torch.foreign import worker_info, worker_info_seen_as
 
 __all__ = ["RankShard", "sharded_live"]
 
@@ -43,11 +43,8 @@ class RankInit:
         shard = own.dataset
         assert isinstance(shard, RankShard)
         info = shard.info(own)
-        torch_worker._worker_info = info
-        try:
+        with worker_info_seen_as(info):
             self._function(info.id)
-        finally:
-            torch_worker._worker_info = own
 
 
 class RankShard(IterableDataset[Any]):
@@ -59,7 +56,7 @@ class RankShard(IterableDataset[Any]):
     def info(self, own: Any) -> Any:
         """Worker info as if the loader processes of every rank were those of one loader."""
         workers = own.num_workers if own is not None else 1
-        return torch_worker.WorkerInfo(
+        return worker_info(
             id=self._rank * workers + (own.id if own is not None else 0),
             num_workers=self._world_size * workers,
             seed=own.seed if own is not None else 0,
@@ -67,17 +64,14 @@ class RankShard(IterableDataset[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        own = get_worker_info()
-        info = self.info(own)
+        info = self.info(get_worker_info())
         stream: Iterator[Any] | None = None
         while True:
-            torch_worker._worker_info = info
-            try:
+            with worker_info_seen_as(info):
                 if stream is None:
                     stream = iter(self._dataset)
-                item = next(stream)
-            except StopIteration:
-                return
-            finally:
-                torch_worker._worker_info = own
+                try:
+                    item = next(stream)
+                except StopIteration:
+                    return
             yield item

@@ -15,9 +15,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from torch.utils.data import dataloader as torch_loader
-from torch.utils.data._utils import signal_handling
 
 from raysgd.core.outcomes import DataLoaderFailure
+from raysgd.torch.foreign import (
+    end_processes,
+    forget_iterator,
+    is_loaders_signal_handler,
+    live_iterator,
+    processes_of,
+)
 
 __all__ = ["LoaderIterator"]
 
@@ -36,7 +42,7 @@ class LoaderIterator:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
-        self._live: Any = getattr(loader, "_iterator", None)  # whose processes persist from one pass to the next
+        self._live: Any = live_iterator(loader)  # whose processes persist from one pass to the next
         self._live = self._guarded(lambda: iter(loader))
         _delay_reports()
 
@@ -62,15 +68,15 @@ class LoaderIterator:
                     raise
                 cause = error
         told = "; ".join(_described(process) for process in _dead(broken))
-        if getattr(self._loader, "_iterator", None) is broken:
-            self._loader._iterator = None  # type: ignore[attr-defined]
+        if live_iterator(self._loader) is broken:
+            forget_iterator(self._loader)
         _end(broken)
         raise DataLoaderFailure(told) from cause
 
 
 def _dead(iterator: Any) -> list[Any]:
     """The processes of an iterator that did not end by themselves."""
-    return [process for process in getattr(iterator, "_workers", ()) if process.exitcode not in (None, 0)]
+    return [process for process in processes_of(iterator) if process.exitcode not in (None, 0)]
 
 
 def _broken(error: Exception) -> Any:
@@ -78,7 +84,7 @@ def _broken(error: Exception) -> Any:
     its connections, on which batches come, some milliseconds before it is dead."""
     for iterator in _iterators_in(error.__traceback__):
         until = time.monotonic() + DYING_S
-        while getattr(iterator, "_workers", ()):
+        while processes_of(iterator):
             if _dead(iterator):
                 return iterator
             if time.monotonic() > until:
@@ -98,9 +104,9 @@ def _described(process: Any) -> str:
 def _end(iterator: Any) -> None:
     """Ends what is left of a broken iterator. Locks that the dead process held may never be free again, and torch's own
     end of an iterator can wait for one of them, so it gets a thread of its own."""
-    for process in iterator._workers:
+    for process in processes_of(iterator):
         process.kill()
-    ender = threading.Thread(target=iterator._shutdown_workers, name="raysgd-loader-end", daemon=True)
+    ender = threading.Thread(target=end_processes, args=(iterator,), name="raysgd-loader-end", daemon=True)
     ender.start()
     ender.join(END_S)
 
@@ -118,7 +124,7 @@ def _delay_reports() -> None:
     is found when the loader is asked for its next batch."""
     handler: Any = signal.getsignal(signal.SIGCHLD)
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or getattr(handler, "__module__", "") != signal_handling.__name__:
+    if not in_main or not is_loaders_signal_handler(handler):
         return
 
     def delayed(number: int, frame: FrameType | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -30,6 +29,7 @@ from raysgd.torch.data.sampling import (
     set_epoch,
     unit_size,
 )
+from raysgd.torch.foreign import end_processes, live_iterator
 from raysgd.torch.position import Position
 
 __all__ = ["Drawn", "LiveSource", "PlannedSource", "RowSource", "Source", "StreamSource", "close"]
@@ -301,7 +301,4 @@ def _mine(answer: bool) -> bool:
 
 def close(source: Source | None) -> None:
     """Ends loader processes that persist over epochs."""
-    twin = getattr(source, "_twin", None)
-    iterator = getattr(twin, "_iterator", None)
-    with contextlib.suppress(AttributeError):
-        iterator._shutdown_workers()  # type: ignore[union-attr]
+    end_processes(live_iterator(getattr(source, "_twin", None)))

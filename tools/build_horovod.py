@@ -1,4 +1,4 @@
-"""Builds Horovod for the torch that is installed, and installs it: `python -m raysgd.horovod.build`.
+"""Builds Horovod for the installed torch, and installs it: `python tools/build_horovod.py`.
 
 Horovod has no wheels, and its last release does not compile against a torch of today as it is.
 
@@ -100,7 +100,7 @@ class BuildError(RuntimeError):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m raysgd.horovod.build", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--no-install", action="store_true", help="only make the wheel, and print where it is")
     options = parser.parse_args(arguments)
     try:

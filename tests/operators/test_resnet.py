@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd.torch import resnet
+from raysgd.operators import resnet
 
 # Weights with ten classes and a 3 x 3 stem, by arithmetic from the paper's table of layers.
 PARAMETERS = {

@@ -1,0 +1,34 @@
+"""All private names of Horovod that raysgd uses. Worker.
+
+Checked with Horovod 0.28.1. `tests/test_foreign.py` calls every function here, and names the first private name that a new
+version of Horovod no longer has.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["basics", "has_unsent_gradients", "stop_sending"]
+
+NEVER = 1 << 30  # an optimizer exchanges its gradients after this many backward passes
+
+
+def basics() -> Any:
+    """Return the class behind `hvd.init` of every framework."""
+    return import_module("horovod.common.basics").HorovodBasics
+
+
+def has_unsent_gradients(optimizer: Any) -> bool:
+    """Return whether gradients of the last backward passes wait for `optimizer.synchronize()`. It is the same on every
+    rank, because every rank has worked on a batch, or none has."""
+    return bool(optimizer._handles)
+
+
+def stop_sending(optimizer: Any) -> None:
+    """Make a DistributedOptimizer that is not needed any more send nothing. Its hooks are on the gradients' accumulators,
+    which live as long as anything refers to them, for example the traceback of the error that ended a batch."""
+    delays = optimizer._allreduce_delay
+    delays.update(dict.fromkeys(delays, NEVER))
+    optimizer._grad_accs.clear()
+    optimizer._handles.clear()

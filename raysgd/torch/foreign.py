@@ -1,0 +1,163 @@
+"""All private names of torch that raysgd uses, except those in checkpoint files. Worker.
+
+Checked with torch 2.13. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`) call every function here, and name the first private
+name that a new version of torch no longer has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils import worker as torch_worker
+
+__all__ = [
+    "abort_default_group",
+    "accumulated_gradients",
+    "collective_count",
+    "compile_in_place",
+    "end_processes",
+    "forget_iterator",
+    "groups",
+    "is_loaders_signal_handler",
+    "live_iterator",
+    "multiply_all",
+    "nested_schedulers",
+    "processes_of",
+    "run_after_backward",
+    "set_collective_limit",
+    "worker_info",
+    "worker_info_seen_as",
+]
+
+# -- data loaders -------------------------------------------------------------------------------------
+
+
+def live_iterator(loader: Any) -> Any:
+    """Return the iterator that a loader with `persistent_workers` keeps from one pass to the next, or None."""
+    return getattr(loader, "_iterator", None)
+
+
+def forget_iterator(loader: Any) -> None:
+    """Let a loader's next pass start with new processes."""
+    loader._iterator = None
+
+
+def processes_of(iterator: Any) -> Sequence[Any]:
+    """Return the loader processes of one of torch's iterators; none if it is another iterator."""
+    processes: Sequence[Any] = getattr(iterator, "_workers", ())
+    return processes
+
+
+def end_processes(iterator: Any) -> None:
+    """End the loader processes of one of torch's iterators. Do nothing if it has none."""
+    end = getattr(iterator, "_shutdown_workers", None)
+    if end is not None:
+        end()
+
+
+def is_loaders_signal_handler(handler: Any) -> bool:
+    """Return whether this is torch's handler of SIGCHLD, which raises an error when a loader process has ended."""
+    return getattr(handler, "__module__", "") == signal_handling.__name__
+
+
+def worker_info(**fields: Any) -> Any:
+    """Return an object as `torch.utils.data.get_worker_info` returns it."""
+    return torch_worker.WorkerInfo(**fields)
+
+
+@contextlib.contextmanager
+def worker_info_seen_as(info: Any) -> Iterator[None]:
+    """Let `torch.utils.data.get_worker_info` return `info`."""
+    own = torch_worker._worker_info
+    torch_worker._worker_info = info
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = own
+
+
+# -- process groups -----------------------------------------------------------------------------------
+
+
+def set_collective_limit(seconds: float) -> None:
+    """Set how long a collective call of the default group may take."""
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
+
+
+def abort_default_group() -> None:
+    """Free every rank that waits in a collective call of NCCL's. A group that is broken already may refuse."""
+    with contextlib.suppress(RuntimeError):
+        dist.distributed_c10d._abort_process_group()
+
+
+def groups() -> list[Any]:
+    """Return all process groups of this process."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def collective_count() -> int:
+    """Return the number of collective calls of the default group so far, which torch counts in the same way on every rank.
+    Return -1 if there is no group, or if its backend does not count."""
+    if not dist.is_initialized():
+        return -1
+    try:
+        return int(dist.distributed_c10d._get_default_group()._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return -1
+
+
+# -- models, gradients and schedulers -----------------------------------------------------------------
+
+
+def compile_in_place(model: nn.Module, **arguments: Any) -> None:
+    """Compile a model as `nn.Module.compile` does: the names in its state_dict stay, and a copy of it is not compiled.
+
+    That method itself leaves out models whose own forward is torch's (a Sequential), because the compiler skips torch's
+    files unless a function of another file calls them. So a function of this file does.
+    """
+    model._compiled_call_impl = torch.compile(_calling(model._call_impl), **arguments)
+
+
+def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return forward
+
+
+def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the gradients of FSDP modules from batches that did not exchange them. FSDP keeps these unsharded, outside of
+    the parameters."""
+    groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
+    parameters = [each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+    kept = [each.unsharded_accumulated_grad for each in parameters]
+    return [each for each in (*kept, *(p._unsharded_param.grad for p in parameters)) if each is not None]
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)  # older torch has one at most
+    return [each for each in ([state._fsdp_param_group] if several is None else several) if each is not None]
+
+
+def nested_schedulers(scheduler: Any) -> Sequence[Any]:
+    """Return the schedulers inside of a scheduler (SequentialLR, ChainedScheduler)."""
+    inner: Sequence[Any] = getattr(scheduler, "_schedulers", ())
+    return inner
+
+
+def run_after_backward(call: Callable[[], None]) -> None:
+    """Call this when the running backward pass ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply all tensors in place, with one kernel on a GPU."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)

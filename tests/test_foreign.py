@@ -1,0 +1,218 @@
+"""Private names of other libraries are used in one file for each framework, and the installed versions still have them."""
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, get_worker_info
+
+from raysgd.torch import foreign as torch_foreign
+from raysgd.workers import foreign as ray_foreign
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [path for path in (ROOT / "raysgd").rglob("*.py") if (ROOT / "raysgd" / "operators") not in path.parents]
+
+# What begins with an underscore and is documented all the same, or is Python's own.
+PUBLIC = {"_fields", "_exit", "_current_frames", "_replace", "_asdict"}
+# The names in a checkpoint's pickle are part of the file format; fsspec's file systems are made to be extended.
+ELSEWHERE = {
+    "raysgd/torch/checkpoint": {"_metadata", "_wrapped_by_lr_sched"},
+    "raysgd/storage/remote.py": {"_parent", "_strip_protocol"},
+    "raysgd/train/unpickling.py": {"_Unpickler"},
+    "raysgd/train/tensorflow_function.py": {"_initialized"},
+    "raysgd/tf": {"_AutoShardDataset", "_dtype_policy", "_learning_rate", "_flatten_layers"},
+}
+
+
+def trees() -> list[tuple[str, ast.AST]]:
+    return [(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in FILES]
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """Return the private names that raysgd defines itself in this file."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            found.add(node.attr)
+    return found
+
+
+def used(tree: ast.AST) -> set[tuple[int, str]]:
+    """Return the private names that this file uses, with their lines: attributes, imports, and names in `getattr`."""
+    found: set[tuple[int, str]] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            found.add((node.lineno, node.attr))
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("raysgd", "__future__")):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found.update((node.lineno, name) for name in names if is_private(name))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            name = node.args[1].value if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) else None
+            if is_private(name):
+                found.add((node.lineno, str(name)))
+    return found
+
+
+def test_private_names_of_other_libraries_are_in_one_file_for_each_framework() -> None:
+    parsed = trees()
+    own = set().union(*(defined(tree) for _, tree in parsed), PUBLIC)
+    wrong = []
+    for path, tree in parsed:
+        allowed = set().union(own, *(names for place, names in ELSEWHERE.items() if path.startswith(place)))
+        if not path.endswith("/foreign.py"):
+            wrong += [f"{path}:{line}: {name}" for line, name in sorted(used(tree)) if name not in allowed]
+    assert not wrong, f"put the uses of these names into the package's foreign.py: {wrong}"
+
+
+# -- torch --------------------------------------------------------------------------------------------
+
+
+def loader_iterators() -> None:
+    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    assert torch_foreign.live_iterator(loader) is iterator
+    (process,) = torch_foreign.processes_of(iterator)
+    assert process.is_alive()
+    torch_foreign.end_processes(iterator)
+    process.join(10)
+    assert process.exitcode is not None
+    torch_foreign.forget_iterator(loader)
+    assert torch_foreign.live_iterator(loader) is None
+    torch_foreign.end_processes(None)
+
+
+def worker_info() -> None:
+    info = torch_foreign.worker_info(id=3, num_workers=4, seed=0, dataset=None)
+    with torch_foreign.worker_info_seen_as(info):
+        assert get_worker_info() is info
+    assert get_worker_info() is None
+
+
+def process_group() -> None:
+    assert torch_foreign.collective_count() == -1
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert torch_foreign.groups() == [dist.group.WORLD]
+        before = torch_foreign.collective_count()
+        dist.all_reduce(torch.ones(1))
+        assert torch_foreign.collective_count() == before + 1
+        torch_foreign.set_collective_limit(5.0)
+        torch_foreign.abort_default_group()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def signal_handler() -> None:
+    from torch.utils.data._utils import signal_handling
+
+    def other() -> None: ...
+
+    other.__module__ = signal_handling.__name__
+    assert torch_foreign.is_loaders_signal_handler(other)
+    assert not torch_foreign.is_loaders_signal_handler(signal_handler)
+
+
+def compiled_model() -> None:
+    model = nn.Sequential(nn.Linear(2, 1))
+    torch_foreign.compile_in_place(model, backend="eager")
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    assert model(torch.ones(1, 2)).shape == (1, 1)
+
+
+def schedulers() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    inner = [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2)]
+    outer = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, milestones=[1])  # type: ignore[arg-type]
+    assert list(torch_foreign.nested_schedulers(outer)) == inner
+    assert not torch_foreign.nested_schedulers(inner[0])
+
+
+def multiplication() -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    torch_foreign.multiply_all(tensors, 0.5)
+    assert [float(each.sum()) for each in tensors] == [1.0, 1.5]
+    torch_foreign.multiply_all([], 0.5)
+
+
+def backward_callback() -> None:
+    called = []
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda gradient: torch_foreign.run_after_backward(lambda: called.append(1)))
+    (weight * 2).sum().backward()
+    assert called == [1]
+
+
+TORCH: list[Callable[[], None]] = [
+    loader_iterators,
+    worker_info,
+    process_group,
+    signal_handler,
+    compiled_model,
+    schedulers,
+    multiplication,
+    backward_callback,
+]
+
+
+@pytest.mark.parametrize("check", TORCH, ids=lambda check: check.__name__)
+def test_torch_has_the_names(check: Callable[[], None]) -> None:
+    check()
+
+
+# -- Ray ----------------------------------------------------------------------------------------------
+
+
+def test_ray_has_the_names(ray_cluster: None) -> None:
+    import ray
+
+    address = ray_foreign.address_of_this_machine()
+    assert address == ray.get_runtime_context().gcs_address
+    (node,) = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    assert "CPU" in ray_foreign.free_resources_by_node()[node] or ray_foreign.free_resources_by_node()[node]
+    assert ray_foreign.draining_nodes() == set()
+    logs = ray_foreign.logs_folder()
+    assert logs is not None and logs.is_dir()
+
+
+def test_ray_data_has_the_names(ray_cluster: None) -> None:
+    data = pytest.importorskip("ray.data")
+    (iterator,) = data.range(4).streaming_split(1)
+    actor = ray_foreign.split_coordinator(iterator)
+    assert hasattr(actor, "_actor_id")
+    import ray
+
+    ray.kill(actor)
+
+
+# -- Horovod ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.horovod
+def test_horovod_has_the_names() -> None:
+    hvd: Any = pytest.importorskip("horovod.torch")
+    from raysgd.horovod import foreign
+
+    assert hasattr(foreign.basics(), "init")
+    hvd.init()
+    try:
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), named_parameters=[("weight", weight)])
+        assert not foreign.has_unsent_gradients(optimizer)
+        foreign.stop_sending(optimizer)
+        assert not foreign.has_unsent_gradients(optimizer)
+    finally:
+        hvd.shutdown()
