@@ -176,11 +176,15 @@ def test_torch_has_the_names(check: Callable[[], None]) -> None:
 # -- Ray ----------------------------------------------------------------------------------------------
 
 
-def test_ray_has_the_names(ray_cluster: None) -> None:
+def test_ray_has_the_names(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    address = ray_foreign.address_of_this_machine()
-    assert address == ray.get_runtime_context().gcs_address
+    with monkeypatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(tmp_path))
+        assert ray_foreign.address_of_this_machine() == ""
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text("192.0.2.7:6379")  # `ray start` writes it
+        assert ray_foreign.address_of_this_machine() == "192.0.2.7:6379"
     (node,) = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     assert "CPU" in ray_foreign.free_resources_by_node()[node] or ray_foreign.free_resources_by_node()[node]
     assert ray_foreign.draining_nodes() == set()
