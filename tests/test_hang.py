@@ -1,8 +1,11 @@
 """Who is to blame when nothing moves."""
 
+from pathlib import Path
+
 import pytest
 
-from raysgd.core.hang import RankReport, blocking_ranks, describe_rank, is_in_collective
+import raysgd
+from raysgd.core.hang import PACKAGE, RankReport, blocking_ranks, describe_rank, is_in_collective
 
 WAITS = (
     "/x/torch/autograd/graph.py:824 _engine_run_backward",
@@ -71,3 +74,7 @@ def test_a_report_reads_well() -> None:
     line = describe_rank(RankReport(rank=3, node="abc", phase="a batch", batch=17, stack=BUSY))
     assert line.startswith("rank 3 on abc, in a batch, batch 17, at\n") and "sleep_for_ever" in line
     assert "does not answer" in describe_rank(RankReport(rank=1))
+
+
+def test_frames_of_the_library_are_told_from_the_users() -> None:
+    assert str(Path(raysgd.__file__).resolve().parent) == PACKAGE

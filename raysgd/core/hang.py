@@ -30,7 +30,7 @@ COLLECTIVE_FRAMES = (
 # Frames of these packages can be further inside than the collective (logging and timing wrappers). If code of others
 # is (a hook in the backward pass), the rank is in that code.
 FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
-PACKAGE, RAY = str(Path(__file__).resolve().parent), "-packages/ray/"
+PACKAGE, RAY = str(Path(__file__).resolve().parent.parent), "-packages/ray/"
 # Workers that fell silent within this time of each other did so together: each one sends "alive" every second.
 TOGETHER_S = 2.5
 

@@ -252,6 +252,22 @@ def test_new_callbacks_take_nothing_else_away(tmp_path: Path) -> None:
     assert (found.callbacks, found.checkpoint_config, found.max_failures) == (heard, keep, 1)
 
 
+def test_a_run_of_an_earlier_version_can_be_restored(tmp_path: Path) -> None:
+    """Its settings were in other modules."""
+    config = RunConfig(checkpoint_config=train.CheckpointConfig(num_to_keep=1))
+    moved = {"fit.checkpoint_strategy": "strategy", "fit.settings": "settings"}
+    settings = train.DataParallelTrainer(lambda: None)._packed()
+    for name, value in [("run_config", config), ("scaling_config", ScalingConfig(3))]:
+        packed = pickle.dumps((value,), protocol=0)
+        for now, before in moved.items():
+            packed = packed.replace(f"raysgd.train.{now}".encode(), f"raysgd.train.{before}".encode())
+        assert b"raysgd.train.fit" not in packed and b"raysgd.train.settings" in packed
+        settings[name] = packed
+    Record(tmp_path, tmp_path, Who("DataParallelTrainer", "run"), {}, None).begin(settings)
+    found = train.DataParallelTrainer.restore(tmp_path)
+    assert (found.run_config, found.scaling_config) == (config, ScalingConfig(3))
+
+
 class Connected(train.DataParallelTrainer):
     def setup(self) -> None:
         self.lock = threading.Lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import json
 import pickle
 from collections.abc import Callable, Mapping
@@ -44,6 +45,12 @@ SETTINGS = (
 
 
 TUNABLE = ("train_loop_config", "scaling_config", "datasets", "metadata", "resume_from_checkpoint")
+
+
+MOVED = {
+    "raysgd.train.settings": "raysgd.train.fit.settings",
+    "raysgd.train.strategy": "raysgd.train.fit.checkpoint_strategy",
+}
 
 
 class DataParallelTrainer:
@@ -257,5 +264,12 @@ def _pickled(value: Any) -> bytes:
     return bytes(packed.data)
 
 
+class _SettingsUnpickler(pickle.Unpickler):
+    """Finds the settings in runs that earlier versions have stored, which had them in other modules."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(MOVED.get(module, module), name)
+
+
 def _unpickled(data: bytes) -> Any:
-    return pickle.loads(data)[0]
+    return _SettingsUnpickler(io.BytesIO(data)).load()[0]
