@@ -227,7 +227,7 @@ class Writer:
 
     def _take(self) -> None:
         """The bytes come over the wire."""
-        self.draft.again()
+        self.draft.file.restart()
         file, buffer = HashingWriter(self.draft.file), memoryview(bytearray(PIECE))
         try:
             message, length = self._next()

@@ -166,7 +166,7 @@ def _opened(draft: str, mark: bytes) -> DurableFile | None:
     if file.read(len(mark) + 1) != mark:
         file.close()
         return None
-    file.again()
+    file.restart()
     return file
 
 
