@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from raysgd.errors import CheckpointError
 from raysgd.storage.digest import verify
-from raysgd.torch.checkpoint.archives import check_content
+from raysgd.torch.checkpoint.zip_scan import check_content
 
 __all__ = ["SeenFile", "UnseenError", "is_archive", "readable", "verified", "verified_file"]
 

@@ -14,7 +14,7 @@ import torch
 
 from raysgd.errors import CheckpointError
 from raysgd.storage.digest import SealingWriter
-from raysgd.torch.checkpoint.archives import needs_trust
+from raysgd.torch.checkpoint.zip_scan import needs_trust
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError
 from raysgd.torch.checkpoint.in_memory import opened
 from raysgd.torch.fsdp import placed, placed_optimizer

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from raysgd.errors import CheckpointError
 from raysgd.storage.digest import SEAL_BYTES
-from raysgd.torch.checkpoint.pickles import Claim, ForeignObjectError, damaged, looks_like_ours, scan
+from raysgd.torch.checkpoint.pickle_scan import Claim, ForeignObjectError, damaged, looks_like_ours, scan
 
 __all__ = ["check_content", "needs_trust", "not_ours"]
 
