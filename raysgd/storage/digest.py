@@ -200,7 +200,7 @@ def sealed(data: Any) -> bytes:
 def seal_buffer(buffer: io.BytesIO) -> None:
     """Append the digest of a buffer's content to it, as `sealed` does, without copying the content."""
     with buffer.getbuffer() as view:
-        if view[:2] == b"PK":
+        if bytes(view[:2]) == b"PK":
             _check_no_comment(view[-2:])
             view[-2:] = SEAL_AS_COMMENT
         digest = _digest_of(ByteSource(view), len(view))

@@ -1,5 +1,8 @@
-"""Whether a loaded state has a size that its file explains: Python objects can share parts, and tensors can claim more
-elements than their storage has, so that a small file unfolds into something huge when it is copied."""
+"""Refuse a loaded state that is much larger than its file explains. Worker.
+
+Python objects can share parts, and tensors can have more elements than their storage, so that copying the state of a small
+file would need a huge amount of memory.
+"""
 
 from __future__ import annotations
 
@@ -20,76 +23,49 @@ CONTAINERS = (list, tuple, Mapping, set, frozenset)
 
 def check_structure(state: dict[str, Any]) -> None:
     """Raise CheckpointError for a state that is nested too deeply, contains itself, or is much larger than the memory
-    that it takes."""
-    whole = _Measured()
-    unfolded = whole.unfold(state)
-    if unfolded > 4 * whole.objects + SHARED:
+    that it occupies."""
+    counter = _Counter()
+    total = counter.total(state)
+    if total > 4 * counter.distinct + SHARED:
         raise CheckpointError(
-            f"its {whole.objects} values share parts in a way that unfolds them to {unfolded}: copying it would not end"
+            f"its {counter.distinct} values share parts so that a copy would have {total} values, which is too many"
         )
     for name, part in state.items():
-        if name != "models":  # a model's tensors are compared with those that are here
-            _check_tensors(name, part)
+        if name != "models":  # a model's tensors are compared with those of the registered model
+            _check_tensors(name, part, set())
 
 
-def _check_tensors(name: str, part: Any) -> None:
-    for tensor in _tensors(part):
-        if tensor.layout == torch.strided and not tensor.is_meta and not hasattr(tensor, "full_tensor"):
-            claimed, there = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
-            if claimed > there + EXPANDED:
-                raise CheckpointError(f"a tensor in {name} claims {claimed} bytes, and the file has {there} for it")
-
-
-class _Measured:
-    """Counts the values in nested containers: each once (`objects`), and as often as it is referred to (`unfold`)."""
+class _Counter:
+    """Counts the values in nested containers: shared ones once in `distinct`, and each time in `total`."""
 
     def __init__(self) -> None:
-        self.objects = 0
-        self._unfolded: dict[int, int] = {}
+        self.distinct = 0
+        self._totals: dict[int, int] = {}
 
-    def unfold(self, state: Any) -> int:
-        """Return how many values there are, counting shared parts each time."""
-        path: list[tuple[Any, Iterator[Any]]] = [(state, self._inner(state))]
-        open_ids = {id(state)}
-        while path:
-            container, rest = path[-1]
-            inner = next(rest, None)
-            if inner is None:
-                path.pop()
-                open_ids.discard(id(container))
-                parts = sum(self._unfolded[id(each)] for each in _containers(container))
-                self._unfolded[id(container)] = len(container) + 1 + parts
-            elif id(inner) in open_ids:
-                raise CheckpointError("it has a list or dictionary that contains itself")
-            elif id(inner) not in self._unfolded:
-                if len(path) >= DEEPEST:
-                    raise CheckpointError(f"its lists and dictionaries are nested in more than {DEEPEST} levels")
-                path.append((inner, self._inner(inner)))
-                open_ids.add(id(inner))
-        return self._unfolded[id(state)]
-
-    def _inner(self, container: Any) -> Iterator[Any]:
-        self.objects += len(container) + 1
-        return _containers(container)
+    def total(self, container: Any, outer: tuple[int, ...] = ()) -> int:
+        this = id(container)
+        if this in outer:
+            raise CheckpointError("one of its lists or dictionaries contains itself")
+        if this not in self._totals:
+            if len(outer) >= DEEPEST:
+                raise CheckpointError(f"its lists and dictionaries are nested more than {DEEPEST} levels deep")
+            self.distinct += len(container) + 1
+            inner = sum(self.total(each, (*outer, this)) for each in _values(container) if isinstance(each, CONTAINERS))
+            self._totals[this] = len(container) + 1 + inner
+        return self._totals[this]
 
 
-def _containers(container: Any) -> Iterator[Any]:
-    values = dict.values(container) if isinstance(container, dict) else container
-    return (each for each in values if isinstance(each, CONTAINERS))
+def _check_tensors(name: str, value: Any, seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided and not value.is_meta and not hasattr(value, "full_tensor"):
+            claimed, stored = value.numel() * value.element_size(), value.untyped_storage().nbytes()
+            if claimed > stored + EXPANDED:
+                raise CheckpointError(f"a tensor in {name} claims {claimed} bytes, and the file has {stored} for it")
+    elif isinstance(value, CONTAINERS) and id(value) not in seen:
+        seen.add(id(value))
+        for each in _values(value):
+            _check_tensors(name, each, seen)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers; each container once."""
-    seen: set[int] = set()
-    left = [value]
-    while left:
-        each = left.pop()
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, CONTAINERS) and id(each) not in seen:
-            seen.add(id(each))
-            left += (
-                inner
-                for inner in (dict.values(each) if isinstance(each, dict) else each)
-                if isinstance(inner, (torch.Tensor, *CONTAINERS))
-            )
+def _values(container: Any) -> Iterator[Any]:
+    return iter(dict.values(container) if isinstance(container, dict) else container)

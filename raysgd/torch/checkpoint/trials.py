@@ -1,5 +1,7 @@
-"""Tries a saved optimizer or scheduler state on a copy that has no weights: whether it can be taken, and whether the next
-step works with it. Only for torch's own classes: what a step of somebody else's class would touch is unknown here."""
+"""Try a saved optimizer or scheduler state on a copy without weights: load it, and take a step with it. Worker.
+
+Only torch's own classes are tried, because a step of another class can have unknown side effects.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,19 @@ __all__ = ["is_torchs", "try_optimizer", "try_scheduler"]
 
 logger = logging.getLogger(__name__)
 
-# Choices of how a step is computed, not of what: those of a copy without weights are its own.
-HOW = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+# Options that choose how a step is computed, but do not change its result. A copy without weights has its own.
+IMPLEMENTATION = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 
 def is_torchs(thing: Any, package: str) -> bool:
-    """Return whether the class of this object is torch's own, and no subclass of it."""
+    """Return whether the class of this object is one of torch's own, and not a user's subclass."""
     module = type(thing).__module__
     return module == package or module.startswith(package + ".")
 
 
 def try_optimizer(number: int, optimizer: Any, saved: dict[str, Any]) -> bool:
-    """Return whether the shapes of the state could be compared. Raises CheckpointError when they are not the optimizer's own,
-    or when a step with the saved options and state fails."""
+    """Return whether the shapes of the state could be compared. Raise CheckpointError if they differ from those of this
+    optimizer, or if a step with the saved options and state fails."""
     if not is_torchs(optimizer, "torch.optim"):
         return False
     saved = completed(saved, optimizer)
@@ -47,7 +49,7 @@ def try_optimizer(number: int, optimizer: Any, saved: dict[str, Any]) -> bool:
             try:
                 twin = _twin(optimizer, parameters, saved["param_groups"], device="cpu")
                 _load(twin, states)
-                _step(twin)
+                type(twin).step(twin)
             except Exception as error:
                 raise CheckpointError(
                     f"optimizer {number}: a step with the checkpoint's options and state fails "
@@ -57,11 +59,11 @@ def try_optimizer(number: int, optimizer: Any, saved: dict[str, Any]) -> bool:
 
 
 def _after_a_step(optimizer: Any, parameters: list[Any], groups: list[Any], device: str) -> list[dict[str, Any]] | None:
-    """The state that each parameter has then; None for an optimizer that cannot be tried: it needs a closure, sparse
-    gradients, or values where there are none."""
+    """Return each parameter's state after a first step of a copy, or None for an optimizer that cannot be tried because it
+    needs a closure, sparse gradients, or the values of weights."""
     try:
         twin = _twin(optimizer, parameters, groups, device=device)
-        _step(twin)
+        type(twin).step(twin)
         return [dict(twin.state[parameter]) for group in twin.param_groups for parameter in group["params"]]
     except Exception as error:
         logger.debug("%s cannot be tried on a copy: %r", type(optimizer).__name__, error)
@@ -69,15 +71,15 @@ def _after_a_step(optimizer: Any, parameters: list[Any], groups: list[Any], devi
 
 
 def _chosen(optimizer: Any, saved: dict[str, Any]) -> Iterator[tuple[tuple[int, Any], Any]]:
-    """One parameter of each kind in each group, with its saved state: those of the same shapes behave alike."""
+    """Yield one parameter of each kind in each group, with its saved state: those of the same shapes behave alike."""
     seen = set()
-    for place, (group, there) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
-        for parameter, key in zip(group["params"], there["params"], strict=True):
+    for number, (group, saved_group) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        for parameter, key in zip(group["params"], saved_group["params"], strict=True):
             state = saved["state"].get(key)
-            kind = (place, tuple(parameter.shape), parameter.dtype, _signature(state))
+            kind = (number, tuple(parameter.shape), parameter.dtype, _signature(state))
             if kind not in seen:
                 seen.add(kind)
-                yield (place, parameter), state
+                yield (number, parameter), state
 
 
 def _signature(state: Any) -> Any:
@@ -90,20 +92,21 @@ def _signature(state: Any) -> Any:
 
 
 def _twin(optimizer: Any, chosen: list[tuple[int, Any]], groups: list[Any], device: str) -> Any:
-    """An optimizer of the same class with these groups' options: over parameters without memory, or of one value each."""
+    """Return an optimizer of the same class with these groups' options, for parameters without memory (on "meta") or with
+    one value each."""
     made = []
-    for place in sorted({place for place, _ in chosen}):
-        options = {name: copy.deepcopy(value) for name, value in groups[place].items() if name != "params"}
-        options |= {name: value for name, value in HOW.items() if name in options}
+    for number in sorted({number for number, _ in chosen}):
+        options = {name: copy.deepcopy(value) for name, value in groups[number].items() if name != "params"}
+        options |= {name: value for name, value in IMPLEMENTATION.items() if name in options}
         options.pop("param_names", None)
-        like = [parameter for where, parameter in chosen if where == place]
-        made.append({**options, "params": [_stand_in(parameter, device) for parameter in like]})
+        like = [parameter for each, parameter in chosen if each == number]
+        made.append({**options, "params": [_substitute(parameter, device) for parameter in like]})
     known = inspect.signature(type(optimizer).__init__).parameters
-    defaults = {name: value for name, value in optimizer.defaults.items() if name in known and name not in HOW}
-    return type(optimizer)(made, **defaults)
+    names = known.keys() - IMPLEMENTATION.keys()
+    return type(optimizer)(made, **{name: value for name, value in optimizer.defaults.items() if name in names})
 
 
-def _stand_in(parameter: Any, device: str) -> torch.nn.Parameter:
+def _substitute(parameter: Any, device: str) -> torch.nn.Parameter:
     shape = tuple(parameter.shape) if device == "meta" else _tiny(parameter.shape)
     made = torch.nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device))
     made.grad = torch.zeros_like(made)
@@ -112,10 +115,6 @@ def _stand_in(parameter: Any, device: str) -> torch.nn.Parameter:
 
 def _tiny(shape: Any) -> tuple[int, ...]:
     return tuple(min(length, 1) for length in shape)
-
-
-def _step(twin: Any) -> None:
-    type(twin).step(twin)
 
 
 def _load(twin: Any, states: list[Any]) -> None:
@@ -129,7 +128,7 @@ def _load(twin: Any, states: list[Any]) -> None:
 
 
 def _small(value: Any) -> Any:
-    """A single value as a copy, as the step will change it; of others, one in each dimension."""
+    """Return a copy of a single value, because the step changes it, and a tensor with one value in place of others."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() == 1 and not hasattr(value, "full_tensor"):
@@ -140,19 +139,22 @@ def _small(value: Any) -> Any:
 def _compare(number: int, expected: list[dict[str, Any]], states: list[Any]) -> None:
     for mine, saved in zip(expected, states, strict=True):
         for name in mine.keys() & (saved or {}).keys():
-            here, there = mine[name], saved[name]
-            if isinstance(here, torch.Tensor) and here.dim() == 0:
-                fits = _is_number(there) or (isinstance(there, torch.Tensor) and there.numel() == 1)
-            elif isinstance(here, torch.Tensor):
-                fits = isinstance(there, torch.Tensor) and there.shape == here.shape
-                fits = fits and there.is_floating_point() == here.is_floating_point()
-                fits = fits and there.is_complex() == here.is_complex()
-            else:
-                fits = here is None or there is None or _is_number(here) == _is_number(there)
-            if not fits:
+            if not _fits(mine[name], saved[name]):
                 raise CheckpointError(
-                    f"optimizer {number}: its state {name!r} is {_shown(here)} here and {_shown(there)} in the checkpoint"
+                    f"optimizer {number}: its state {name!r} is {_shown(mine[name])} here and {_shown(saved[name])} in the "
+                    "checkpoint"
                 )
+
+
+def _fits(mine: Any, saved: Any) -> bool:
+    if not isinstance(mine, torch.Tensor):
+        return mine is None or saved is None or _is_number(mine) == _is_number(saved)
+    if not isinstance(saved, torch.Tensor):
+        return mine.dim() == 0 and _is_number(saved)
+    if mine.dim() == 0:
+        return saved.numel() == 1
+    kinds = [(each.is_floating_point(), each.is_complex()) for each in (mine, saved)]
+    return saved.shape == mine.shape and kinds[0] == kinds[1]
 
 
 def _is_number(value: Any) -> bool:
@@ -166,13 +168,13 @@ def _shown(value: Any) -> str:
 
 
 def try_scheduler(number: int, scheduler: Any, saved: Any) -> None:
-    """Raise CheckpointError when a scheduler of torch's cannot step with the saved state."""
+    """Raise CheckpointError if one of torch's schedulers cannot step with the saved state."""
     if not is_torchs(scheduler, "torch.optim.lr_scheduler") or not hasattr(scheduler, "optimizer"):
         return
     with _quiet():
         try:
             _scheduler_step(_scheduler_twin(scheduler))
-        except Exception as error:  # it cannot be copied, or has come to its end
+        except Exception as error:  # it cannot be copied, or was at its last step
             logger.debug("%s cannot be tried on a copy: %r", type(scheduler).__name__, error)
             return
         try:
@@ -180,7 +182,7 @@ def try_scheduler(number: int, scheduler: Any, saved: Any) -> None:
             twin.load_state_dict(copy.deepcopy(saved))
             _scheduler_step(twin)
         except (ValueError, RuntimeError):
-            return  # a state of its last step, which no other follows, can be loaded
+            return  # the state of its last step, after which no other is possible, can be loaded
         except Exception as error:
             raise CheckpointError(
                 f"scheduler {number}: a step with the checkpoint's state fails ({type(error).__name__}: {error})"
@@ -188,16 +190,16 @@ def try_scheduler(number: int, scheduler: Any, saved: Any) -> None:
 
 
 def _scheduler_twin(scheduler: Any) -> Any:
-    """A copy of the scheduler, and of the options of its optimizer."""
+    """Return a copy of the scheduler with a copy of its optimizer's options."""
     optimizer = scheduler.optimizer
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
     def step() -> None:
-        """Schedulers look at this for whether the optimizer was stepped."""
+        """Schedulers check whether this was called."""
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    stand_in = types.SimpleNamespace(param_groups=copy.deepcopy(groups), step=step, _opt_called=True, _step_count=1)
-    return copy.deepcopy(scheduler, {id(optimizer): stand_in})
+    substitute = types.SimpleNamespace(param_groups=copy.deepcopy(groups), step=step, _opt_called=True, _step_count=1)
+    return copy.deepcopy(scheduler, {id(optimizer): substitute})
 
 
 def _scheduler_step(twin: Any) -> None:
