@@ -13,7 +13,7 @@ import hashlib
 import io
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, BinaryIO
+from typing import Any
 
 from raysgd.errors import CheckpointError
 
@@ -23,7 +23,7 @@ __all__ = [
     "Digest",
     "HashingWriter",
     "SealingWriter",
-    "file_digest",
+    "digest_of",
     "is_sealed",
     "seal_buffer",
     "sealed",
@@ -67,44 +67,39 @@ class ByteSource:
 
 
 class Digest:
-    """Computes the digest of bytes that come piece by piece; with a pool, several chunks of a piece at once."""
+    """Computes the digest of bytes that come piece by piece."""
 
-    def __init__(self, pool: ThreadPoolExecutor | None = None) -> None:
-        self._pool = pool
-        self._finished: list[bytes] = []
-        self._chunk = hashlib.sha256()
-        self._filled = 0
+    def __init__(self) -> None:
+        self._chunks = [hashlib.sha256()]
+        self._left = CHUNK  # in the last chunk
 
     def update(self, data: Any) -> None:
-        view = memoryview(data).cast("B")
-        if self._filled:
-            view = self._fill(view)
-        complete = len(view) // CHUNK * CHUNK
-        chunks = [view[start : start + CHUNK] for start in range(0, complete, CHUNK)]
-        self._finished += map(_sha256, chunks) if self._pool is None else self._pool.map(_sha256, chunks)
-        self._fill(view[complete:])
+        for future in self.start(data):
+            future.result()
+
+    def start(self, data: Any, pool: ThreadPoolExecutor | None = None) -> list[Future[None]]:
+        """Add bytes on threads of the pool. They must not change, and nothing may be added, until the futures are done."""
+        view, futures = memoryview(data).cast("B"), []
+        while view:
+            if not self._left:
+                self._chunks.append(hashlib.sha256())
+                self._left = CHUNK
+            part, chunk = view[: self._left], self._chunks[-1]
+            try:
+                if pool is not None:
+                    futures.append(pool.submit(chunk.update, part))
+            except RuntimeError:  # the interpreter is exiting and starts no more threads
+                pool = None
+            if pool is None:
+                chunk.update(part)
+            self._left -= len(part)
+            view = view[len(part) :]
+        return futures
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes so far."""
-        last = [self._chunk.digest()] if self._filled else []
-        return hashlib.sha256(b"".join([*self._finished, *last])).hexdigest()
-
-    def use_no_threads(self) -> None:
-        self._pool = None
-
-    def _fill(self, view: memoryview) -> memoryview:
-        """Add bytes to the incomplete chunk. Return those that belong to the next one."""
-        mine = view[: CHUNK - self._filled]
-        self._chunk.update(mine)
-        self._filled += len(mine)
-        if self._filled == CHUNK:
-            self._finished.append(self._chunk.digest())
-            self._chunk, self._filled = hashlib.sha256(), 0
-        return view[len(mine) :]
-
-
-def _sha256(data: Any) -> bytes:
-    return hashlib.sha256(data).digest()
+        chunks = self._chunks if self._left < CHUNK else self._chunks[:-1]
+        return hashlib.sha256(b"".join(chunk.digest() for chunk in chunks)).hexdigest()
 
 
 class HashingWriter(io.RawIOBase):
@@ -118,8 +113,7 @@ class HashingWriter(io.RawIOBase):
     def __init__(self, raw: Any) -> None:
         self._raw = raw
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="raysgd-digest")
-        self._alongside = ThreadPoolExecutor(1, thread_name_prefix="raysgd-digest")
-        self._digest = Digest(self._pool)
+        self._digest = Digest()
         self.written = 0
 
     def writable(self) -> bool:
@@ -137,11 +131,12 @@ class HashingWriter(io.RawIOBase):
 
     def close(self) -> None:
         self._pool.shutdown()
-        self._alongside.shutdown()
         super().close()
 
     def _put(self, piece: Any) -> None:
-        hashed, left = self._hash(piece), memoryview(piece)
+        """Write all bytes, and hash them at the same time."""
+        hashing = self._digest.start(piece, self._pool if len(piece) >= LARGE else None)
+        left = memoryview(piece)
         try:
             while left:
                 left = left[self._raw.write(left) :]
@@ -149,19 +144,9 @@ class HashingWriter(io.RawIOBase):
             self.failure = self.failure or error
             raise
         finally:
-            if hashed is not None:
-                hashed.result()
+            for future in hashing:
+                future.result()
         self.written += len(piece)
-
-    def _hash(self, piece: Any) -> Future[None] | None:
-        """Add a large piece to the digest while it is being written, and a small one at once."""
-        if len(piece) >= LARGE:
-            try:
-                return self._alongside.submit(self._digest.update, piece)
-            except RuntimeError:  # the interpreter is exiting and starts no more threads
-                self._digest.use_no_threads()
-        self._digest.update(piece)
-        return None
 
 
 class SealingWriter(HashingWriter):
@@ -230,16 +215,16 @@ def verify(source: Any) -> bool:
     return True
 
 
-def file_digest(file: BinaryIO) -> str:
-    """Return the digest of an open file, including a digest at its end."""
-    data = ByteSource(file)
+def digest_of(source: Any) -> str:
+    """Return the digest of bytes or of an open file, including a digest at their end."""
+    data = ByteSource(source)
     return _digest_of(data, data.size)
 
 
 def _digest_of(data: ByteSource, size: int) -> str:
     with ThreadPoolExecutor(THREADS, thread_name_prefix="raysgd-digest") as pool:
         starts = range(0, size, CHUNK)
-        chunks = pool.map(lambda start: _sha256(data.view(start, min(CHUNK, size - start))), starts)
+        chunks = pool.map(lambda start: hashlib.sha256(data.view(start, min(CHUNK, size - start))).digest(), starts)
         return hashlib.sha256(b"".join(chunks)).hexdigest()
 
 

@@ -237,14 +237,12 @@ def list_of(folder: Path) -> dict[str, Entry]:
 def entry_of(path: Path) -> Entry:
     """Return the entry of this file."""
     with _opened(path) as file:
-        return Entry(os.fstat(file.fileno()).st_size, digest.file_digest(file))
+        return Entry(os.fstat(file.fileno()).st_size, digest.digest_of(file))
 
 
 def entry_of_bytes(data: Any) -> Entry:
     """Return the entry of a file with this content."""
-    added = digest.Digest()
-    added.update(data)
-    return Entry(memoryview(data).nbytes, added.hexdigest())
+    return Entry(memoryview(data).nbytes, digest.digest_of(data))
 
 
 def check_entry(where: Any, name: str, found: Entry, listed: Mapping[str, Entry] | None) -> None:

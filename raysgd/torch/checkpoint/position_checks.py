@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raysgd.errors import CheckpointError
-from raysgd.torch.checkpoint.states import numpy_or_none
+from raysgd.torch.checkpoint.states import numpy_or_none, set_random
 from raysgd.torch.data.sampling import has_own_batches, is_planned, random_sources
 from raysgd.torch.operator_base import OperatorBase
 from raysgd.torch.position import Position
@@ -143,19 +143,17 @@ def check_random(state: dict[str, Any]) -> None:
 
 
 def _try_random(saved: Mapping[str, Any]) -> None:
-    version, internal, gauss = saved["python"]
+    gauss = saved["python"][2]
     if not (gauss is None or isinstance(gauss, float)):
         raise TypeError(f"Python's next normal value is {gauss!r:.40}")
-    random.Random().setstate((version, tuple(internal), gauss))
-    torch.Generator().set_state(saved["torch"])
     numpy = numpy_or_none()
     if numpy is not None and "numpy" in saved:
-        kind, keys, position, has_gauss, cached = saved["numpy"]
+        _, keys, position, has_gauss, cached = saved["numpy"]
         if not _is_vector(keys, torch.int64) or int(keys.min()) < 0 or int(keys.max()) >= 1 << 32:
             raise TypeError("NumPy's keys are not 32-bit integers")
         if type(has_gauss) is not int or not isinstance(cached, float) or type(position) is not int:
             raise TypeError("NumPy's position is not a number")
-        numpy.random.RandomState().set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    set_random(saved, random.Random(), torch.Generator(), None if numpy is None else numpy.random.RandomState())
     if "cuda" in saved:
         if not _is_vector(saved["cuda"], torch.uint8):
             raise TypeError("CUDA's state is not a tensor of bytes")

@@ -69,9 +69,7 @@ class Receiver:
         self._call_ended_at: float | None = None
         self._abandoned: BaseException | None = None
         with contextlib.ExitStack() as undo:  # Ctrl-C can come at any line, and nothing else would close this
-            draft = Draft(path)  # raises now if no file can be created there
-            undo.callback(draft.drop)
-            self._first_draft: Draft | None = draft
+            Draft(path).drop()  # raises now if no file can be created there
             self._connections: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
             self._save = server.expect_checkpoint(self._connections.put)
             undo.callback(self._refuse_connections)
@@ -104,8 +102,6 @@ class Receiver:
             self._result.fail(error)
         finally:
             self._refuse_connections()
-            if self._first_draft is not None:
-                self._first_draft.drop()
             if self._writer is not None:
                 self._writer.stop()
                 if self._writer.thread.is_alive():  # in a system call that does not return
@@ -119,12 +115,13 @@ class Receiver:
 
     def _start_writer(self, connection: socket.socket) -> None:
         """Receive only from the newest worker: the engine asked it to send because the one before has failed."""
-        old, draft, self._first_draft = self._writer, self._first_draft, None
-        self._writer = writer = Writer(connection, self._path, draft)
+        old, self._writer = self._writer, Writer(connection, self._path)
         if old is not None:
             old.disconnect()
-        writer.thread = threading.Thread(target=self._receive, args=(writer,), name="raysgd-save", daemon=True)
-        writer.thread.start()
+        self._writer.thread = threading.Thread(
+            target=self._receive, args=(self._writer,), name="raysgd-save", daemon=True
+        )
+        self._writer.thread.start()
 
     def _receive(self, writer: Writer) -> None:
         """In the writer's thread: receive the checkpoint, and keep the draft if it is complete."""
@@ -178,9 +175,9 @@ class Writer:
 
     thread: threading.Thread
 
-    def __init__(self, connection: socket.socket, path: Place, draft: Draft | None) -> None:
+    def __init__(self, connection: socket.socket, path: Place) -> None:
         self._connection, self._path = connection, path
-        self._draft = draft
+        self._draft: Draft | None = None
         self.moved_at = time.monotonic()
         self.lost: OSError | None = None
 
@@ -191,7 +188,7 @@ class Writer:
 
     def receive(self) -> None:
         """Return when the complete checkpoint is in the draft, is on the disk, and is what the worker sent."""
-        self._draft = self._draft or Draft(self._path)
+        self._draft = Draft(self._path)
         mark = secrets.token_bytes(MARK_BYTES)
         self.draft.file.write(mark)
         send(self._connection, CheckpointDraft(mark.hex(), str(self.draft.temporary.absolute())))

@@ -32,6 +32,7 @@ __all__ = [
     "restore",
     "restore_random",
     "scaler_of",
+    "set_random",
     "shaped",
     "write",
 ]
@@ -182,15 +183,20 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(state: dict[str, Any]) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(state["torch"])
     numpy = numpy_or_none()
-    if numpy is not None and "numpy" in state:
-        kind, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    set_random(state, random, torch.default_generator, None if numpy is None else numpy.random)
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def set_random(state: Mapping[str, Any], python: Any, torch_generator: Any, numpy_random: Any) -> None:
+    """Set the states of these generators, of which NumPy's may be None."""
+    version, internal, gauss = state["python"]
+    python.setstate((version, tuple(internal), gauss))
+    torch_generator.set_state(state["torch"])
+    if numpy_random is not None and "numpy" in state:
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        numpy_random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
 
 
 def numpy_or_none() -> Any:
