@@ -152,7 +152,7 @@ def test_shutdown_does_not_wait_for_ever(
         assert isinstance(handle, SaveHandle) and isinstance(handle.exception(), CheckpointError)
         assert (tmp_path / name).read_bytes() == b"the old one"
         (said,) = (
-            m for m in caplog.messages if m.startswith(f"the save to {tmp_path / name} in the background was given")
+            m for m in caplog.messages if m.startswith(f"the save to {tmp_path / name} in the background was abandoned")
         )
         assert "not complete 0.5 s after shutdown" in said and "unchanged" in said
     with pytest.raises(NotActiveError):

@@ -34,7 +34,7 @@ Destination = LocalSink | Receiver
 
 
 class SaveHandle:
-    """A save in the background. If nobody calls its methods, the trainer's next call raises its error."""
+    """A save in the background. If it fails and the user has not seen the error, the trainer's next call raises it."""
 
     def __init__(self, path: locations.Place, destination: Destination) -> None:
         self.path, self._shown = locations.text_of(path), str(path)
