@@ -6,47 +6,35 @@ fails, `undo` restores what was there before.
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Mapping
-from typing import Any, TypeGuard
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from raysgd.errors import CheckpointError
-from raysgd.torch.checkpoint import position_checks
+from raysgd.torch.checkpoint.optimizer_checks import check_optimizer, check_scaler, check_scheduler
+from raysgd.torch.checkpoint.position_checks import check_counters, check_loader, check_random
 from raysgd.torch.checkpoint.states import scaler_of
-from raysgd.torch.checkpoint.structure import check_structure
-from raysgd.torch.checkpoint.trials import is_torchs, try_optimizer, try_scheduler
 from raysgd.torch.operator_base import OperatorBase
 
 __all__ = ["check_fits"]
 
-# Options that can be True or False, or None to let torch choose.
-CHOICES = {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"}
-# A scheduler's lists with one value for each parameter group. Its other lists can differ in length from those here.
-BY_GROUP = {
-    "base_lrs",
-    "min_lrs",
-    "max_lrs",
-    "base_momentums",
-    "max_momentums",
-    "lr_lambdas",
-    "_last_lr",
-    "_schedulers",
-}
+DEEPEST = 100
+SHARED = 100_000
+EXPANDED = 64 << 20
+CONTAINERS = (list, tuple, Mapping, set, frozenset)
 
 
 def check_fits(operator: OperatorBase, state: dict[str, Any], *, metadata_only: bool = False) -> None:
     """Raise CheckpointError with the first thing that does not fit. Nothing is changed. A `metadata_only` state has tensors
     without content."""
     try:
-        check_structure(state)
-        position_checks.check_counters(state)
+        _check_size(state)
+        check_counters(state)
         _check_parts(operator, state, metadata_only=metadata_only)
-        position_checks.check_loader(operator, state)
-        position_checks.check_random(state)
+        check_loader(operator, state)
+        check_random(state)
     except CheckpointError:
         raise
     except Exception as error:
@@ -68,16 +56,13 @@ def _check_parts(operator: OperatorBase, state: dict[str, Any], *, metadata_only
     for number, (model, saved) in enumerate(zip(parts.models, state["models"], strict=True)):
         _check_model(number, model.state_dict(), saved, metadata_only=metadata_only)
     for number, (optimizer, saved) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
-        _check_optimizer(number, optimizer, saved, v1="format" not in state, metadata_only=metadata_only)
+        check_optimizer(number, optimizer, saved, v1="format" not in state, metadata_only=metadata_only)
     for number, (scheduler, saved) in enumerate(zip(parts.schedulers, state.get("schedulers") or [], strict=True)):
-        _check_scheduler(number, scheduler, saved)
+        check_scheduler(number, scheduler, saved)
     precision = operator._precision
     scaler = scaler_of(state, precision.key)
     if precision.key and scaler:
-        _check_scaler(precision.state() or {}, scaler)
-
-
-# -- models -------------------------------------------------------------------------------------------
+        check_scaler(precision.state() or {}, scaler)
 
 
 def _check_model(number: int, mine: dict[str, Any], saved: Any, *, metadata_only: bool) -> None:
@@ -108,11 +93,11 @@ def _check_tensor(where: str, mine: torch.Tensor, saved: Any, *, metadata_only: 
         raise CheckpointError(f"{where} is a tensor here and a {type(saved).__name__} in the checkpoint")
     if not is_lazy(mine) and mine.shape != saved.shape:
         raise CheckpointError(f"{where} has shape {tuple(mine.shape)} here and {tuple(saved.shape)} in the checkpoint")
-    if kind_of(mine) != kind_of(saved) or (saved.is_meta and not metadata_only and not mine.is_meta):
+    if _kind_of(mine) != _kind_of(saved) or (saved.is_meta and not metadata_only and not mine.is_meta):
         raise CheckpointError(f"{where} is {_shown(mine)} here and {_shown(saved)} in the checkpoint")
 
 
-def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what a tensor must have in common with another one that is copied into it. The dtypes' widths can differ."""
     return tensor.is_floating_point(), tensor.is_complex(), tensor.is_quantized, tensor.layout, tensor.is_nested
 
@@ -121,192 +106,56 @@ def _shown(tensor: torch.Tensor) -> str:
     return f"a {tensor.layout} tensor of {tensor.dtype}{' without content' if tensor.is_meta else ''}"
 
 
-# -- optimizers ---------------------------------------------------------------------------------------
+# -- the size of a state ------------------------------------------------------------------------------
+# Python objects can share parts, and tensors can have more elements than their storage. So the state of a small file can
+# become huge when it is copied.
 
 
-def _check_optimizer(number: int, optimizer: Any, saved: Any, *, v1: bool, metadata_only: bool) -> None:
-    ordinary = isinstance(optimizer, torch.optim.Optimizer) and not _has_own_state(optimizer)
-    if not ordinary and "param_groups" not in saved:
-        return  # a user's own optimizer may have a state of another form
-    groups, state = saved.get("param_groups"), saved.get("state", {})
-    if not isinstance(groups, list) or not isinstance(state, Mapping):
-        raise CheckpointError(f"optimizer {number} must have a list of parameter groups and a state in the checkpoint")
-    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
+def _check_size(state: dict[str, Any]) -> None:
+    """Raise CheckpointError for a state that is nested too deeply, contains itself, or is much larger than the memory
+    that it occupies."""
+    counter = _Counter()
+    total = counter.total(state)
+    if total > 4 * counter.distinct + SHARED:
         raise CheckpointError(
-            f"optimizer {number} has a parameter group without a list of parameters in the checkpoint"
+            f"its {counter.distinct} values share parts so that a copy would have {total} values, which is too many"
         )
-    _check_groups(number, optimizer.param_groups, groups)
-    if ordinary:
-        _check_keys(number, groups, state, v1=v1)
-        for mine, saved_group in zip(optimizer.param_groups, groups, strict=True):
-            _check_options(number, mine, saved_group)
-        _check_states(number, optimizer, saved)
-        if not metadata_only and not try_optimizer(number, optimizer, {**saved, "state": state}):
-            _check_shapes(number, optimizer, saved)
+    for name, part in state.items():
+        if name != "models":  # a model's tensors are compared with those of the registered model
+            _check_expansion(name, part, set())
 
 
-def _has_own_state(optimizer: Any) -> bool:
-    own, base = type(optimizer), torch.optim.Optimizer
-    return own.state_dict is not base.state_dict or own.load_state_dict is not base.load_state_dict
+class _Counter:
+    """Counts the values in nested containers: shared ones once in `distinct`, and each time in `total`."""
+
+    def __init__(self) -> None:
+        self.distinct = 0
+        self._totals: dict[int, int] = {}
+
+    def total(self, container: Any, outer: tuple[int, ...] = ()) -> int:
+        this = id(container)
+        if this in outer:
+            raise CheckpointError("one of its lists or dictionaries contains itself")
+        if this not in self._totals:
+            if len(outer) >= DEEPEST:
+                raise CheckpointError(f"its lists and dictionaries are nested more than {DEEPEST} levels deep")
+            self.distinct += len(container) + 1
+            inner = sum(self.total(each, (*outer, this)) for each in _values(container) if isinstance(each, CONTAINERS))
+            self._totals[this] = len(container) + 1 + inner
+        return self._totals[this]
 
 
-def _check_groups(number: int, mine: list[dict[str, Any]], saved: list[Any]) -> None:
-    sizes, saved_sizes = ([len(group["params"]) for group in groups] for groups in (mine, saved))
-    if sizes != saved_sizes:
-        raise CheckpointError(
-            f"optimizer {number} has parameter groups of {sizes} tensors here, and {saved_sizes} in the checkpoint"
-        )
-    names, saved_names = ({str(name) for group in groups for name in group} for groups in (mine, saved))
-    _check_kind(f"optimizer {number}", names, saved_names)
+def _check_expansion(name: str, value: Any, seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided and not value.is_meta and not hasattr(value, "full_tensor"):
+            claimed, stored = value.numel() * value.element_size(), value.untyped_storage().nbytes()
+            if claimed > stored + EXPANDED:
+                raise CheckpointError(f"a tensor in {name} claims {claimed} bytes, and the file has {stored} for it")
+    elif isinstance(value, CONTAINERS) and id(value) not in seen:
+        seen.add(id(value))
+        for each in _values(value):
+            _check_expansion(name, each, seen)
 
 
-def _check_kind(what: str, names: set[str], saved_names: set[str]) -> None:
-    """Another version of torch may have more names. If both sides have names that the other lacks, the classes differ."""
-    if names - saved_names and saved_names - names:
-        raise CheckpointError(
-            f"{what} is of another kind: it has {sorted(names - saved_names)[:4]} here, and "
-            f"{sorted(saved_names - names)[:4]} in the checkpoint"
-        )
-
-
-def _check_keys(number: int, groups: list[Any], state: Mapping[Any, Any], *, v1: bool) -> None:
-    """The parameters of all groups are numbered from 0. (Very old versions of torch wrote other numbers.)"""
-    listed = [each for group in groups for each in group["params"]]
-    known = set(listed) if all(type(each) is int for each in listed) else set()
-    if len(known) != len(listed) or not (v1 or listed == list(range(len(listed)))):
-        raise CheckpointError(f"optimizer {number}: its parameters are not numbered from 0 in the checkpoint")
-    unknown = [each for each in state if type(each) is not int or each not in known]
-    if unknown:
-        raise CheckpointError(f"optimizer {number} has state of the unknown parameter {unknown[0]!r:.40}")
-
-
-def _check_options(number: int, mine: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    for name, value in mine.items():
-        if name == "params":
-            continue
-        if name not in saved:
-            if is_number(value) or isinstance(value, (tuple, list, str)):
-                raise CheckpointError(f"optimizer {number}: {name} is missing in the checkpoint")
-        elif not _is_option(name, value, saved[name]):
-            raise CheckpointError(
-                f"optimizer {number}: {name} is {value!r:.60} here and {saved[name]!r:.60} in the checkpoint, which "
-                "has another type"
-            )
-
-
-def _is_option(name: str, mine: Any, saved: Any) -> bool:
-    if isinstance(saved, torch.Tensor):  # a learning rate may be one
-        number = saved.numel() == 1 and saved.dim() == 0 and not saved.is_complex() and saved.dtype != torch.bool
-        return number and (isinstance(mine, torch.Tensor) or is_number(mine))
-    if isinstance(mine, torch.Tensor):
-        return is_number(saved)
-    if name in CHOICES:
-        return saved is None or isinstance(saved, bool)
-    return same_kind(mine, saved)
-
-
-def _check_states(number: int, optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Check the state of each parameter: it has names, its tensors are ordinary ones, and step counts have one type."""
-    types = set()
-    for key, values in saved["state"].items():
-        if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-            raise CheckpointError(f"optimizer {number}: the state of parameter {key} must have names in the checkpoint")
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_quantized):
-                raise CheckpointError(f"optimizer {number}: {name} of parameter {key} is {_shown(value)}")
-        step = values.get("step")
-        if step is not None:
-            types.add(isinstance(step, torch.Tensor))
-            _check_step(number, key, step)
-    if len(types) > 1 and is_torchs(optimizer, "torch.optim"):
-        raise CheckpointError(f"optimizer {number} has step counts of two types in the checkpoint")
-
-
-def _check_step(number: int, key: int, step: Any) -> None:
-    if isinstance(step, torch.Tensor):
-        if step.is_meta:
-            return
-        step = step.item() if step.numel() == 1 and not step.is_complex() else None
-    if not is_number(step) or not math.isfinite(step) or step < 0:
-        raise CheckpointError(f"optimizer {number}: the step count of parameter {key} is {step!r:.60}")
-
-
-def _check_shapes(number: int, optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Compare the state of an optimizer that cannot be tried with its parameters and with its present state."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    listed = [each for group in saved["param_groups"] for each in group["params"]]
-    total = sum(each.numel() for each in parameters)
-    for key, parameter in zip(listed, parameters, strict=True):
-        present = optimizer.state.get(parameter, {})
-        for name, value in (saved["state"].get(key) or {}).items():
-            mine = present.get(name)
-            fits = True
-            if isinstance(mine, torch.Tensor) and mine.shape == parameter.shape:
-                fits = isinstance(value, torch.Tensor) and value.shape == mine.shape
-            elif isinstance(value, torch.Tensor) and is_torchs(optimizer, "torch.optim"):
-                fits = _is_shaped_like(value, parameter) or value.numel() == total
-            if not fits:
-                raise CheckpointError(
-                    f"optimizer {number}: {name} of parameter {key} has shape {tuple(getattr(value, 'shape', ()))} in the "
-                    f"checkpoint, which does not fit the parameter's shape {tuple(parameter.shape)}"
-                )
-
-
-def _is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether it has the parameter's shape, or one that is reduced to one value along some dimensions."""
-    pairs = zip(value.shape, parameter.shape, strict=False)
-    return value.numel() == 1 or (value.dim() == parameter.dim() and all(a in (1, b) for a, b in pairs))
-
-
-# -- schedulers and the scaler ------------------------------------------------------------------------
-
-
-def _check_scheduler(number: int, scheduler: Any, saved: Any) -> None:
-    here = scheduler.state_dict()
-    if not isinstance(here, Mapping):
-        return
-    if not isinstance(saved, Mapping) or not all(isinstance(name, str) for name in saved):
-        raise CheckpointError(f"scheduler {number} must have a state with names in the checkpoint")
-    # Private attributes differ between versions of torch.
-    names, saved_names = ({name for name in each if name[:1] != "_"} - {"verbose"} for each in (here, saved))
-    _check_kind(f"scheduler {number}", names, saved_names)
-    for name in here.keys() & saved.keys():
-        if not same_kind(here[name], saved[name], as_long=name in BY_GROUP):
-            raise CheckpointError(
-                f"scheduler {number}: {name} is {here[name]!r:.60} here and {saved[name]!r:.60} in the checkpoint, which "
-                "has another type"
-            )
-    try_scheduler(number, scheduler, saved)
-
-
-def _check_scaler(mine: Mapping[str, Any], saved: Any) -> None:
-    if not isinstance(saved, Mapping):
-        raise CheckpointError("the gradient scaler must have a state with names in the checkpoint")
-    for name, value in mine.items():
-        if is_number(value):
-            given = saved.get(name)
-            same_type = isinstance(given, int) or not isinstance(value, int)
-            if not is_number(given) or not same_type or not math.isfinite(given) or given < 0:
-                raise CheckpointError(f"the gradient scaler's {name} is {given!r:.60} in the checkpoint")
-        elif not same_kind(value, saved.get(name)):
-            raise CheckpointError(f"the gradient scaler's {name} has another type in the checkpoint")
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def same_kind(mine: Any, saved: Any, *, as_long: bool = True) -> bool:
-    """Return whether one plain value can replace the other: a number a number, a list a list."""
-    if mine is None or saved is None:
-        return mine is None or not (is_number(mine) or isinstance(mine, (tuple, list, str)))
-    if is_number(mine):
-        return is_number(saved)
-    if isinstance(mine, bool):
-        return isinstance(saved, bool)
-    if isinstance(mine, (tuple, list)):
-        fits = isinstance(saved, (tuple, list)) and (len(mine) == len(saved) or not as_long)
-        return fits and all(same_kind(here, there) for here, there in zip(mine, saved, strict=False))
-    if isinstance(mine, Mapping):
-        return isinstance(saved, Mapping)
-    return isinstance(saved, type(mine))
+def _values(container: Any) -> Iterator[Any]:
+    return iter(dict.values(container) if isinstance(container, dict) else container)
