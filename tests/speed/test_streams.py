@@ -258,7 +258,8 @@ def test_a_worker_that_stands_still_is_given_up(way: Any, half: bytes, tmp_path:
         with pytest.raises(CheckpointError, match=r"it has made no progress for 0\.5 s"):
             receiver.done.result(20)
 
-    with contextlib.suppress(CheckpointError, ValueError):  # what it sends next may still find room in the system's buffers
+    # What it sends next may still find room in the system's buffers.
+    with contextlib.suppress(CheckpointError, ValueError):
         stream.send(stand_still)
     receiver.close(CheckpointError("it has ended already"))
     assert_old(tmp_path)
