@@ -63,7 +63,7 @@ def test_the_digest_is_the_same_whatever_pieces_the_bytes_come_in(size: int, tmp
         left = left[length:]
     (tmp_path / "file").write_bytes(data)
     with open(tmp_path / "file", "rb") as file:
-        assert cut.hexdigest() == digest.file_digest(file)
+        assert cut.hexdigest() == digest.digest_of(file)
 
 
 @pytest.mark.parametrize("size", [0, 5, digest.CHUNK, digest.PIECE + 7])

@@ -96,7 +96,7 @@ def test_its_descriptor_stays_its_own_while_the_disk_is_busy(tmp_path: Path, mon
 def test_it_can_begin_again(tmp_path: Path) -> None:
     with DurableFile(tmp_path / "a") as file:
         written(file, DATA[::-1])
-        file.again()
+        file.restart()
         written(file, DATA[:30_000])
         file.sync()
     assert (tmp_path / "a").read_bytes() == DATA[:30_000]

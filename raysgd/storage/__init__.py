@@ -1,1 +1,1 @@
-"""Where checkpoints are stored, and how files get there complete. Both."""
+"""Paths and URIs, durable and remote files, digests, and the folders and archives of checkpoints. Both."""

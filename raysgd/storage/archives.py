@@ -1,4 +1,4 @@
-"""The tar archive in which a checkpoint's folder travels. It is read without trusting anything in it."""
+"""Pack a checkpoint's folder into a tar archive, and unpack one without trusting anything in it. Both."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HEADER_BYTES = 1 << 20  # of names that do not fit into the block
 
 
 def pack(folder: Path) -> bytes:
-    """Return what lies below a folder as a tar archive with a digest behind its end; checked against the folder's list."""
+    """Return the files in a folder, verified against the folder's list, as a tar archive that ends with its digest."""
     listed, names = read_list(folder), set[str]()
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for each in [Found(".", folder, is_dir=True), *walk(folder)]:  # an archive of nothing could not be told apart
+        for each in [Found(".", folder, is_dir=True), *walk(folder)]:  # "." marks an empty one as an archive
             member = tarfile.TarInfo(each.name)
             status = os.stat(each.path)
             member.mode, member.mtime = status.st_mode & 0o777, max(int(status.st_mtime), 0)
@@ -55,13 +55,13 @@ class _Member:
 
 
 def unpack(data: Any, target: Path) -> None:
-    """Write the files of an archive below `target`, an empty folder. Nothing but plain files and directories of that folder
-    is accepted, and no owner, no setuid bit and no link is taken from the archive."""
+    """Write the files of an archive to `target`, an empty folder. Raise CheckpointError for anything but regular files and
+    directories in that folder. Owners and setuid bits are not restored."""
     view = memoryview(data).cast("B")
-    members = list(_members(view))  # all of them are checked before the first is written
+    members = list(_members(view))  # checks all of them before the first one is written
     names = {member.name for member in members}
     if len(names) < len(members):
-        raise CheckpointError("the archive of a checkpoint's files is damaged: it holds two files of one name")
+        raise CheckpointError("the archive of a checkpoint's files is damaged: it contains two files of one name")
     try:
         for member in members:
             place = target / member.name
@@ -76,25 +76,25 @@ def unpack(data: Any, target: Path) -> None:
             os.utime(place, (member.mtime, member.mtime))
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
         raise CheckpointError(
-            f"the archive of a checkpoint's files is damaged: one name is a file and a directory ({error.filename})"
+            f"the archive of a checkpoint's files is damaged: {error.filename} is both a file and a directory"
         ) from error
 
 
 def _members(view: memoryview) -> Iterator[_Member]:
-    """Yield what a tar archive holds. tarfile itself waits for ever on some damaged ones, and believes their sizes."""
+    """Yield the members of a tar archive. `tarfile` hangs on some damaged archives, and trusts the sizes in them."""
     place = 0
-    records: dict[str, str] | None = None  # of the header that comes before a member's own, where there is one
+    records: dict[str, str] | None = None  # of the PAX header before the next member, if it has one
     while True:
         block = bytes(view[place : place + BLOCK])
         if len(block) < BLOCK:
-            _damaged("it ends in the middle")
+            _damaged("it is incomplete")
         if not any(block):
             return
         place += BLOCK
         if _number(block[148:156]) != sum(block) - sum(block[148:156]) + 8 * ord(" "):
             _damaged("a header does not have its checksum")
-        kind, said = block[156:157], records or {}
-        size = _number(said["size"].encode(), 10) if "size" in said else _number(block[124:136])
+        kind, named = block[156:157], records or {}
+        size = _number(named["size"].encode(), 10) if "size" in named else _number(block[124:136])
         if size > len(view) - place:
             _damaged(f"a member claims {size} bytes, and {len(view) - place} follow")
         if kind == tarfile.XHDTYPE:
@@ -102,30 +102,29 @@ def _members(view: memoryview) -> Iterator[_Member]:
                 _damaged(f"a header claims {size} bytes, or follows another one")
             records = _records(bytes(view[place : place + size]))
         else:
-            above = _text(block[345:500]) if block[257:263] == b"ustar\0" else ""  # GNU's has other things there
-            name = said.get("path") or (f"{above}/" if above else "") + _text(block[:100])
+            above = _text(block[345:500]) if block[257:263] == b"ustar\0" else ""  # GNU's format has other fields there
+            name = named.get("path") or (f"{above}/" if above else "") + _text(block[:100])
             kind = tarfile.REGTYPE if kind == tarfile.AREGTYPE else kind
             name = _checked_name(name, kind)
-            if name != ".":  # of the folder itself there is nothing to be done
+            if name != ".":
                 yield _Member(name, kind, _number(block[100:108]), _time(block), place, size)
             records = None
         place += -(-size // BLOCK) * BLOCK
 
 
 def _checked_name(given: str, kind: bytes) -> str:
-    if kind not in (tarfile.REGTYPE, tarfile.DIRTYPE):
-        raise CheckpointError(
-            f"a checkpoint must hold plain files and directories only, not {given!r:.300}, which is a link, a device or "
-            "the like"
-        )
     name = PurePosixPath(given.removeprefix("./")).as_posix() if given else ""
-    if not (is_name(name) or (name == "." and kind == tarfile.DIRTYPE)):
-        raise CheckpointError(f"a checkpoint must hold plain files and directories only, not {given!r:.300}")
+    is_folder = kind == tarfile.DIRTYPE
+    if not (is_folder or kind == tarfile.REGTYPE) or not (is_name(name) or (name == "." and is_folder)):
+        raise CheckpointError(
+            f"a checkpoint may contain only regular files and directories in its own folder, not {given!r:.300} "
+            f"(of type {kind!r} in the archive)"
+        )
     return name
 
 
 def _records(data: bytes) -> dict[str, str]:
-    """Return what a PAX header says: lines of `length key=value`."""
+    """Return the values in a PAX header, which has lines of `length key=value`."""
     found = {}
     while data:
         digits, _, _ = data.partition(b" ")
@@ -145,7 +144,7 @@ def _text(data: bytes) -> str:
 def _number(field: bytes, base: int = 8) -> int:
     digits = field.strip(b" \0")
     if not digits.isdigit() or len(digits) > 20 or (base == 8 and digits.strip(b"01234567")):
-        _damaged("a header holds no number where one belongs")
+        _damaged("a header has an invalid number")
     return int(digits, base)
 
 

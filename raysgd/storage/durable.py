@@ -1,5 +1,4 @@
-"""Files that are on the disk, and not only in the system's memory, when they are said to be; and the files and folders
-that killed processes left behind."""
+"""Write files that are on the disk once `sync` returns, and remove drafts that killed processes left behind. Both."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # not on Windows, where drafts of killed processes stay
+except ImportError:  # Windows, where drafts of killed processes are not removed
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["DurableFile", "host_mark", "open_locked", "own_folder", "remove_abandoned"]
@@ -32,68 +31,69 @@ _to_disk = getattr(os, "fdatasync", os.fsync)
 
 
 class DurableFile(io.FileIO):
-    """A binary file, unbuffered. While a large one is being written, a thread beside the writing sees to it that what was
-    written goes to the disk, and leaves the system's memory then. So there is little to wait for in `sync`, and a checkpoint
-    does not push out of the cache what is read again, such as training data."""
+    """An unbuffered binary file. While a large one is being written, a thread flushes what was written so far to the disk,
+    and then removes it from the page cache. So `sync` has little left to do, and a checkpoint does not evict what is read
+    again, such as training data."""
 
     def __init__(self, path: Any, mode: str = "wb", opener: Any = None) -> None:
         super().__init__(path, mode, opener=opener)
-        self._written = self._begun = self._left = 0
+        self._written = self._flushed = self._evicted = 0
         self._thread: ThreadPoolExecutor | None = None
-        self._going: Future[None] | None = None
+        self._flushing: Future[None] | None = None
 
     def write(self, data: Any) -> int:
-        """At most one piece of it, as an unbuffered file may; how many bytes that were."""
+        """Write at most one piece and return its length, as an unbuffered file may."""
         count = super().write(memoryview(data).cast("B")[:PIECE]) or 0
         self._written += count
-        if self._written - self._begun >= PIECE and (self._going is None or self._going.done()):
+        if self._written - self._flushed >= PIECE and (self._flushing is None or self._flushing.done()):
             self._settle()
-            self._begun = self._written
+            self._flushed = self._written
             try:
                 self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="raysgd-disk")
-                self._going = self._thread.submit(self._bring, self._written)
+                self._flushing = self._thread.submit(self._flush_to_disk, self._written)
             except RuntimeError:
-                pass  # the interpreter is ending, and begins no more threads: `sync` does it all
+                pass  # the interpreter is exiting and starts no more threads: `sync` flushes everything
         return count
 
-    def _bring(self, end: int) -> None:
-        _to_disk(self.fileno())
-        self._leave(end)
-
-    def _leave(self, end: int) -> None:
-        if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # it is advice, and not all file systems take it
-                os.posix_fadvise(self.fileno(), self._left, end - self._left, os.POSIX_FADV_DONTNEED)
-        self._left = end
-
-    def again(self) -> None:
-        """What was written is void: from the start."""
+    def restart(self) -> None:
+        """Discard what was written, and start at the beginning."""
         self._settle()
         self.seek(0)
         self.truncate()
-        self._written = self._begun = self._left = 0
+        self._written = self._flushed = self._evicted = 0
 
     def sync(self) -> None:
-        """All of it is on the disk when this returns. The system tells an error once: one that came earlier is told here."""
+        """Return when everything is on the disk. The system reports an error only once, so this also raises one that the
+        thread got earlier."""
         self._settle()
         os.fsync(self.fileno())
-        if self._left:  # small files stay in the cache
-            self._leave(self._written)
+        if self._evicted:  # small files stay in the cache
+            self._evict(self._written)
 
     def close(self) -> None:
         if self._thread is not None:
-            self._thread.shutdown()  # its descriptor must not be another file's
+            self._thread.shutdown()  # first: another file could get the descriptor that it uses
             self._thread = None
         super().close()
 
+    def _flush_to_disk(self, end: int) -> None:
+        _to_disk(self.fileno())
+        self._evict(end)
+
+    def _evict(self, end: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # it is only advice, which some file systems do not support
+                os.posix_fadvise(self.fileno(), self._evicted, end - self._evicted, os.POSIX_FADV_DONTNEED)
+        self._evicted = end
+
     def _settle(self) -> None:
-        going, self._going = self._going, None
-        if going is not None:
-            going.result()
+        flushing, self._flushing = self._flushing, None
+        if flushing is not None:
+            flushing.result()
 
 
 def host_mark() -> str:
-    """Return a short name of this running system, the same in all its containers. Empty where it is not known."""
+    """Return a short name of this boot of the machine, the same in all its containers; empty if it is not known."""
     try:
         return hashlib.sha256(BOOT_ID.read_bytes()).hexdigest()[:8]
     except OSError:
@@ -101,7 +101,7 @@ def host_mark() -> str:
 
 
 def open_locked(path: Any, flags: int, mode: int) -> int:
-    """Create a draft and lock it for as long as it is open. Return its descriptor."""
+    """Create a draft, which is locked for as long as it is open, and return its descriptor."""
     while True:
         descriptor = os.open(path, flags, mode)
         if _locked(descriptor, path):
@@ -119,28 +119,28 @@ def own_folder(parent: Path, name: str) -> Path:
         folder = parent / f"{begin}{uuid.uuid4().hex[:8]}"
         folder.mkdir(mode=0o700)
         with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(folder, os.O_RDONLY)  # it stays open, and locked, until the process ends
+            descriptor = os.open(folder, os.O_RDONLY)  # it stays open, and so locked, until the process ends
             if _locked(descriptor, folder):
                 return folder
             os.close(descriptor)
 
 
 def _locked(descriptor: int, path: Any) -> bool:
-    """Lock what was just created; False if another process took it for abandoned, and deleted it, before."""
+    """Lock what was just created. Return False if another process deleted it first, because it seemed to be abandoned."""
     try:
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-    except OSError as error:  # then no other process can lock it either, and none will delete it
+    except OSError as error:  # no other process can lock it either, so none will delete it
         logger.debug("%s cannot be locked: %s", path, error)
         return True
 
 
 def remove_abandoned(folder: Path, name: str) -> None:
-    """Delete drafts `.name.host.*.tmp` of processes that ended before they could. Such a draft was made on this running
-    system, so its lock would show here if its process were alive; and nothing was written to it for an hour."""
+    """Delete drafts `.name.host.*.tmp` of processes that were killed: those that were made since this machine booted, that
+    no process has locked, and that have not been written to for an hour."""
     begin = f".{name}.{host_mark()}."
     for found in os.listdir(folder):
         if found.startswith(begin) and found.endswith(".tmp"):
@@ -159,5 +159,5 @@ def _remove_unlocked(path: Path, *, older_than_s: float = 0.0) -> None:
                 logger.info("deleted %s, which an earlier process left behind when it was killed", path)
         finally:
             os.close(descriptor)
-    except OSError as error:  # it is in use, or another user's, or was renamed this very moment
-        logger.debug("%s was left where it is: %s", path, error)
+    except OSError as error:  # it is in use, belongs to another user, or was renamed in this moment
+        logger.debug("%s was not deleted: %s", path, error)

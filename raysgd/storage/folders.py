@@ -1,8 +1,8 @@
-"""The files of a checkpoint's folder: which there are, and the list of them with sizes and digests.
+"""List the files of a checkpoint's folder with their sizes and digests, and verify a folder against its list. Both.
 
-The list, `.raysgd-folder.json`, is written last. What it lists must be there, and as it was; other files of the folder
-are left alone. It detects damage; it is no signature. Links are followed to files of the same folder only, so that
-nobody can be made to copy a file of somebody else's by a link to it.
+The list, `.raysgd-folder.json`, is written last. The files that it lists must be there and unchanged; other files in the
+folder are ignored. It detects damage, but it is not a signature. Links are followed only to files in the same folder: a
+link cannot make a user copy another user's file.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LONGEST_NAME, LONGEST_PART = 2048, 255
 
 @dataclass(frozen=True)
 class Entry:
-    """A listed file. Older lists have no digests."""
+    """A listed file. Lists of older versions have no digests."""
 
     size: int
     digest: str | None
@@ -63,7 +63,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Found:
-    """A file or directory below a folder: its name there, and where it really is."""
+    """A file or directory in a folder: its name relative to the folder, and its path with all links resolved."""
 
     name: str
     path: Path
@@ -71,45 +71,47 @@ class Found:
 
 
 def refuse_file(path: Path, what: str) -> NoReturn:
-    """Raise for what a checkpoint cannot hold."""
+    """Raise the error for something that a checkpoint cannot contain."""
     raise CheckpointError(
-        f"{path} is {what}: a checkpoint may hold plain files and directories, and links to those in the same folder. "
+        f"{path} is {what}: a checkpoint may contain regular files and directories, and links to those in the same folder. "
         "Put a copy of the file there instead"
     )
 
 
 def walk(folder: Path, refuse: Callable[[Path, str], None] = refuse_file) -> Iterator[Found]:
-    """Yield what lies below a folder, in order, directories before what is in them, without the list. Call `refuse` for
-    links that lead out of the folder, or in circles, and for FIFOs, sockets and devices."""
+    """Yield the files and directories in a folder, in order, each directory before its content, but not the list. Call
+    `refuse` for links that lead out of the folder or form a cycle, and for FIFOs, sockets and devices."""
     root = Path(os.path.realpath(folder))
-    start = os.stat(root)
-    pending: list[tuple[str, Path, tuple[tuple[int, int], ...]]] = [("", root, ((start.st_dev, start.st_ino),))]
+    pending: list[tuple[str, Path, tuple[tuple[int, int], ...]]] = [("", root, (_identity(os.stat(root)),))]
     count = 0
     while pending:
         prefix, directory, above = pending.pop()
         inner: list[tuple[str, Path, tuple[tuple[int, int], ...]]] = []
         for each in sorted(os.scandir(directory), key=lambda each: each.name):
-            if prefix + each.name == MARKER:
+            name = prefix + each.name
+            if name == MARKER:
                 continue
             count += 1
             if count > MOST_ENTRIES:
-                raise CheckpointError(f"{folder} holds more than {MOST_ENTRIES} files and directories")
-            shown = folder / (prefix + each.name)
-            real = _target(root, each, shown, refuse)
+                raise CheckpointError(f"{folder} contains more than {MOST_ENTRIES} files and directories")
+            real = _target(root, each, folder / name, refuse)
             if real is None:
                 continue
             found = os.stat(real)
-            identity = (found.st_dev, found.st_ino)
             if stat.S_ISREG(found.st_mode):
-                yield Found(prefix + each.name, real, is_dir=False)
+                yield Found(name, real, is_dir=False)
             elif not stat.S_ISDIR(found.st_mode):
-                refuse(shown, f"no file ({_kind(found.st_mode)})")
-            elif identity in above:
-                refuse(shown, "a link to a directory that it is in")
+                refuse(folder / name, "a FIFO, a socket or a device")
+            elif _identity(found) in above:
+                refuse(folder / name, "a link to a directory that contains it")
             else:
-                yield Found(prefix + each.name, real, is_dir=True)
-                inner.append((f"{prefix}{each.name}/", real, (*above, identity)))
+                yield Found(name, real, is_dir=True)
+                inner.append((f"{name}/", real, (*above, _identity(found))))
         pending += reversed(inner)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def _target(root: Path, each: os.DirEntry[str], shown: Path, refuse: Callable[[Path, str], None]) -> Path | None:
@@ -118,7 +120,7 @@ def _target(root: Path, each: os.DirEntry[str], shown: Path, refuse: Callable[[P
     try:
         real = Path(os.path.realpath(each.path, strict=True))
     except OSError:
-        refuse(shown, f"a link to {os.readlink(each.path)!r}, where nothing is")
+        refuse(shown, f"a link to {os.readlink(each.path)!r}, which does not exist")
         return None
     if not real.is_relative_to(root):
         refuse(shown, f"a link to {os.readlink(each.path)!r}, outside of the folder")
@@ -126,12 +128,8 @@ def _target(root: Path, each: os.DirEntry[str], shown: Path, refuse: Callable[[P
     return real
 
 
-def _kind(mode: int) -> str:
-    return "a FIFO" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-
-
 def inside(folder: Path, name: str) -> Path:
-    """Return where this file of a folder is; a link must not lead out of the folder."""
+    """Return the path of this file of a folder. Raise CheckpointError if a link leads out of the folder."""
     path = folder / name
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(folder)):
@@ -140,17 +138,17 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a plain file: no FIFO that was put in its place is waited for, and no link followed."""
+    """Open a regular file, without following a link or waiting for a FIFO's writer if one has taken its place."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
-        refuse_file(path, "no plain file")
+        refuse_file(path, "not a regular file")
     return file
 
 
 def read_plain(path: Path) -> bytes:
-    """Return the content of a plain file."""
+    """Return the content of a regular file."""
     with _opened(path) as file:
         return file.read()
 
@@ -159,18 +157,18 @@ def read_plain(path: Path) -> bytes:
 
 
 def dump_json(content: Mapping[str, Any]) -> bytes:
-    """Return JSON that ends with the digest of the rest."""
+    """Return JSON that contains the digest of its other content."""
     return json.dumps({**content, "digest": json_digest(content)}).encode()
 
 
 def parse_json(data: bytes, where: Any) -> tuple[dict[str, Any], bool]:
-    """Return what `dump_json` was given, and whether there was a digest. JSON without one is of an older version."""
+    """Return what `dump_json` was given, and whether there was a digest, which older versions did not write."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is damaged: it is not JSON as raysgd writes it ({error})") from error
+        raise CheckpointError(f"{where} is damaged: it is not valid JSON ({error})") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{where} is damaged: it holds a {type(content).__name__}, not a dictionary")
+        raise CheckpointError(f"{where} is damaged: it contains a {type(content).__name__}, not a dictionary")
     claimed = content.pop("digest", None)
     if claimed is not None and claimed != json_digest(content):
         raise CheckpointError(f"{where} is damaged: its content does not have the digest that was saved with it")
@@ -178,7 +176,7 @@ def parse_json(data: bytes, where: Any) -> tuple[dict[str, Any], bool]:
 
 
 def json_digest(content: Mapping[str, Any]) -> str:
-    """Return a digest of what JSON says, however it is written."""
+    """Return a digest of the content, independent of how the JSON is formatted."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -189,26 +187,26 @@ def dump_list(entries: Mapping[str, Entry]) -> bytes:
 
 
 def parse_list(data: bytes, where: Any) -> dict[str, Entry]:
-    """Return a stored list; a CheckpointError says what is wrong with another."""
+    """Return the entries of a stored list. Raise CheckpointError if it is damaged."""
     if len(data) > MOST_LIST_BYTES:
         raise CheckpointError(f"{where} is damaged: it has {len(data)} bytes, and a list has at most {MOST_LIST_BYTES}")
     content, sealed = parse_json(data, where)
     files, digests = content.get("files"), content.get("digests", {})
     known = sealed or content.keys() <= OLDER_KEYS
     if not (known and isinstance(files, dict) and isinstance(digests, dict)) or (sealed and {*files} != {*digests}):
-        raise CheckpointError(f"{where} is damaged: it is no list of files with sizes and digests")
+        raise CheckpointError(f"{where} is damaged: it is not a list of files with sizes and digests")
     if content.get("version", 1) not in range(VERSION + 1):
         raise CheckpointError(f"{where} was written by a newer raysgd (format version {content['version']})")
     for name, size in files.items():
         if not is_name(name):
-            raise CheckpointError(f"{where}: a checkpoint must hold files of its own only, not {name!r}")
+            raise CheckpointError(f"{where}: a checkpoint may contain only files in its own folder, not {name!r}")
         if type(size) is not int or size < 0 or not (isinstance(digests.get(name), str) or not sealed):
             raise CheckpointError(f"{where} is damaged: {name!r} is listed with {size!r} bytes")
     return {name: Entry(size, digests.get(name)) for name, size in files.items()}
 
 
 def is_name(name: str) -> bool:
-    """Return whether this names something below a folder, and not the list."""
+    """Return whether this is the name of a file in a folder, and not of the list."""
     path = PurePosixPath(name)
     try:
         sizes = [len(os.fsencode(part)) for part in path.parts]
@@ -226,47 +224,44 @@ def is_name(name: str) -> bool:
 
 
 def read_list(folder: Path) -> dict[str, Entry] | None:
-    """Return the list of a folder on this machine; None where it has none."""
+    """Return the entries of a local folder's list, or None if it has no list."""
     path = folder / MARKER
     return parse_list(read_plain(path), path) if os.path.lexists(path) else None
 
 
 def list_of(folder: Path) -> dict[str, Entry]:
-    """Return a list of all files below a folder."""
+    """Return the entries of all files in a folder."""
     return {each.name: entry_of(each.path) for each in walk(folder) if not each.is_dir}
 
 
 def entry_of(path: Path) -> Entry:
-    """Return what the list says of this file."""
+    """Return the entry of this file."""
     with _opened(path) as file:
-        return Entry(os.fstat(file.fileno()).st_size, digest.file_digest(file))
+        return Entry(os.fstat(file.fileno()).st_size, digest.digest_of(file))
 
 
 def entry_of_bytes(data: Any) -> Entry:
-    """Return what the list says of a file with this content."""
-    added = digest.Digest()
-    added.update(data)
-    return Entry(memoryview(data).nbytes, added.hexdigest())
+    """Return the entry of a file with this content."""
+    return Entry(memoryview(data).nbytes, digest.digest_of(data))
 
 
 def check_entry(where: Any, name: str, found: Entry, listed: Mapping[str, Entry] | None) -> None:
-    """Raise if this file is listed as another one."""
+    """Raise CheckpointError if the list has another entry for this file."""
     entry = (listed or {}).get(name)
-    if entry is None:
-        return
-    check_size(where, name, found.size, listed or {})
-    if entry.digest is not None and found.digest != entry.digest:
-        _changed(where, name, "does not have the digest that was stored with it")
+    if entry is not None:
+        check_size(where, name, found.size, {name: entry})
+        if entry.digest is not None and found.digest != entry.digest:
+            _changed(where, name, "does not have the digest that was stored with it")
 
 
 def check_size(where: Any, name: str, size: int, listed: Mapping[str, Entry]) -> None:
-    """Raise if this file is listed with another size."""
+    """Raise CheckpointError if the list has another size for this file."""
     if name in listed and size != listed[name].size:
         _changed(where, name, f"has {size} bytes and was stored with {listed[name].size}")
 
 
 def check_list(where: Any, names: Any, listed: Mapping[str, Entry] | None) -> None:
-    """Raise if a listed file is missing."""
+    """Raise CheckpointError if a listed file is missing."""
     for name in (listed or {}).keys() - set(names):
         _changed(where, name, "is missing")
 
@@ -280,20 +275,18 @@ def _changed(where: Any, name: str, how: str) -> NoReturn:
 
 
 def verify(folder: Path) -> None:
-    """Raise if a file that the folder lists is missing or is not what it was. A folder without a list is its owner's."""
+    """Raise CheckpointError if a file that the folder lists is missing or was changed. A folder without a list passes."""
     listed = read_list(folder)
-    if listed is None:
-        return
-    found = {each.name: each.path for each in walk(folder) if not each.is_dir}
-    check_list(folder, found, listed)
-    for name in listed:
-        check_entry(folder, name, entry_of(found[name]), listed)
+    if listed is not None:
+        found = {each.name: each.path for each in walk(folder) if not each.is_dir}
+        check_list(folder, found, listed)
+        for name in listed:
+            check_entry(folder, name, entry_of(found[name]), listed)
 
 
 def copy(source: Path, target: Path) -> dict[str, Entry]:
-    """Copy what lies below `source`, checked against its list, without that list; return one of the copies."""
-    inside = Path(os.path.realpath(target))
-    if inside.is_relative_to(os.path.realpath(source)):
+    """Copy the files of `source`, without its list, and verify them against it. Return the entries of the copies."""
+    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
         raise CheckpointError(f"a checkpoint cannot be copied into itself: {target} is in {source}")
     listed, copied = read_list(source), {}
     for each in walk(source):
@@ -304,7 +297,7 @@ def copy(source: Path, target: Path) -> dict[str, Entry]:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(each.path, place)
         status = os.stat(each.path)
-        os.chmod(place, status.st_mode & 0o777)  # without setuid and its like
+        os.chmod(place, status.st_mode & 0o777)  # without setuid, setgid and the sticky bit
         os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
         copied[each.name] = entry_of(place)
         check_entry(source, each.name, copied[each.name], listed)

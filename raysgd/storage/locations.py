@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a local path, or a URI of remote storage. What is there is complete."""
+"""Read and write checkpoints at a local path or at a URI of remote storage; what is there is always complete. Both."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SPECIAL = {
 
 
 def place(where: Any) -> Place:
-    """A path, or a URI such as `s3://bucket/run`; `file://` is a path too."""
+    """Return the place for a path or a URI such as `s3://bucket/run`. A `file://` URI is a path."""
     if isinstance(where, Uri):
         return where
     if isinstance(where, os.PathLike):
@@ -68,95 +68,85 @@ def place(where: Any) -> Place:
 
 
 def _path_of(uri: str) -> str:
-    """`file:///a%20b` is "/a b"; a path may also be given as it is."""
+    """Return the path in a URI: "/a b" for `file:///a%20b`. A path need not be quoted."""
     host, slash, path = uri.removeprefix(FILE).partition("/")
     if host not in ("", "localhost", ".", "..", "~"):
         machine = without_secrets(uri).removeprefix(FILE).partition("/")[0]
-        raise ConfigError(f"{mask(uri)} is on the machine {machine!r}: write file:///path for a path on this one")
+        raise ConfigError(f"{mask(uri)} is on the machine {machine!r}: write file:///path for a path on this machine")
     return unquote(f"{host if host != 'localhost' else ''}{slash}{path}")
 
 
+def text_of(where: Place) -> str:
+    """Return a place as a user can pass it again, including a URI's secrets; for messages, `str` masks them."""
+    return where.text if isinstance(where, Uri) else str(where)
+
+
 def check_file(where: Place) -> Path | None:
-    """Return the local file that a save to `where` creates or replaces: the one that its links lead to; None for a URI.
-    Raise an error for what must not be replaced: a directory, a device, a pipe, a socket."""
+    """Return the local file that a save to `where` creates or replaces, with a link resolved, or None for a URI. Raise an
+    error for what a save must not replace: a directory, a device, a pipe or a socket."""
     if isinstance(where, Uri):
         return None
-    kind = _kind(where)
-    if kind == stat.S_IFDIR:
+    if _kind(where) == stat.S_IFDIR:
         raise IsADirectoryError(f"{where} is a directory: a checkpoint is a file, name one")
-    if kind in SPECIAL:
-        raise ConfigError(
-            f"{where} is {SPECIAL[kind]}, and a checkpoint replaces the file of its name: name a regular file, or one that "
-            "does not exist yet"
-        )
-    return _without_link(where)
+    return _replaced(
+        where, "a checkpoint replaces the file of its name: name a regular file, or one that does not exist"
+    )
 
 
 def check_folder(where: Place) -> Path | None:
-    """The same for what becomes a folder. A folder or a file that is there is replaced."""
-    if isinstance(where, Uri):
-        return None
-    kind = _kind(where)
-    if kind in SPECIAL:
-        raise ConfigError(f"{where} is {SPECIAL[kind]}: name a folder, or one that does not exist yet")
-    return _without_link(where)
+    """Return the local folder that a save to `where` creates or replaces, with a link resolved, or None for a URI. Raise an
+    error for a device, a pipe or a socket. A regular file is replaced."""
+    return None if isinstance(where, Uri) else _replaced(where, "name a folder, or one that does not exist")
+
+
+def _replaced(where: Path, advice: str) -> Path:
+    kind = SPECIAL.get(_kind(where) or 0)
+    if kind is not None:
+        raise ConfigError(f"{where} is {kind}: {advice}")
+    return Path(os.path.realpath(where)) if where.is_symlink() else where  # the link stays
 
 
 def _kind(where: Path) -> int | None:
-    """What is there, behind all links; None when there is nothing."""
+    """Return the type of a file, with all links resolved, or None if it does not exist."""
     try:
         return stat.S_IFMT(os.stat(where).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _without_link(where: Path) -> Path:
-    """The link at the end of a path must stay, so what is written gets the name that it leads to."""
-    return Path(os.path.realpath(where)) if where.is_symlink() else where
-
-
-def text_of(where: Place) -> str:
-    """Return a place as it can be given again, with the secrets that a URI holds; for messages, `str` masks them."""
-    return where.text if isinstance(where, Uri) else str(where)
-
-
 class Draft:
-    """A temporary file that becomes `path` when all is written: no reader ever sees half of it. It lies beside `path` (or
-    beside the file that `path` is a link to); for a URI it is a local one, which is sent when it is whole."""
+    """A temporary file that becomes `path` when it is complete, so that no reader sees an incomplete one. It is in the folder
+    of `path` (or of the file that `path` is a link to). For a URI it is a local file, which `keep` uploads."""
 
     def __init__(self, path: Any) -> None:
         self.path = place(path)
         name = f".{self.path.name}.{host_mark()}.{uuid.uuid4().hex[:8]}.tmp"
         self._target = check_file(self.path)
         if isinstance(self.path, Uri):
-            self.path.is_file()  # a store that cannot be reached is an error now, not after the work
+            self.path.is_file()  # raises now, and not after the work, if the store cannot be reached
         if self._target is None:
             self.temporary = Path(tempfile.gettempdir()) / name
         else:
-            # Not tempfile's: its files are for their owner only, and a checkpoint is for whom the umask says.
             self._target.parent.mkdir(parents=True, exist_ok=True)
             self.temporary = self._target.parent / name
-        private = isinstance(self.path, Uri)  # everybody's folder is no place for a model that others can read
+        # Other users can read the temporary folder; elsewhere, a checkpoint gets the mode that the umask allows.
+        mode = 0o600 if self._target is None else 0o666
         # Ctrl-C can come between any two lines, also before the caller has this object.
         self._lost = weakref.finalize(self, self.temporary.unlink, missing_ok=True)
         self._lost.atexit = False  # also a process that was forked from this one would call it
         try:
             self.file = DurableFile(  # keep and drop close it
-                self.temporary, "xb", opener=lambda path, flags: open_locked(path, flags, 0o600 if private else 0o666)
+                self.temporary, "xb", opener=lambda path, flags: open_locked(path, flags, mode)
             )
             remove_abandoned(self.temporary.parent, self.path.name)
         except BaseException:
             self._lost()
             raise
 
-    def again(self) -> None:
-        """What was written is void: from the start."""
-        self.file.again()
-
     def keep(self) -> Place:
-        """Syncs, then renames; or sends."""
+        """Sync the file, and give it its name or upload it. Return its place."""
         self.file.sync()
-        lock = os.dup(self.file.fileno())  # it is held until the draft has its name, or nobody needs it any more
+        lock = os.dup(self.file.fileno())  # keeps the draft locked until it has its name or was uploaded
         try:
             self.file.close()
             if isinstance(self.path, Uri):
@@ -171,6 +161,7 @@ class Draft:
         return self.path
 
     def drop(self) -> None:
+        """Delete the temporary file."""
         try:
             self.file.close()
         finally:
@@ -178,7 +169,7 @@ class Draft:
 
 
 def write(path: Any, data: Any) -> Place:
-    """Writes bytes: the whole file, or none."""
+    """Write bytes to a file or an object: completely, or not at all."""
     where = place(path)
     if isinstance(where, Uri):
         remote.write(where, data)
@@ -195,36 +186,32 @@ def write(path: Any, data: Any) -> Place:
 
 
 def read(path: Any) -> bytes:
+    """Return the content of a file or an object. Raise CheckpointError if there is none, or if it is a device or a pipe,
+    which may have no end."""
     where = place(path)
     if isinstance(where, Uri):
         return where.read_bytes()
     try:
-        return _read_plain(where)
+        if stat.S_IFMT(where.stat().st_mode) in SPECIAL:
+            raise CheckpointError(f"{where.absolute()} is a device, a FIFO or a socket; a checkpoint is a regular file")
+        return where.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint at {where.absolute()}") from None
     except IsADirectoryError:
         raise CheckpointError(f"{where.absolute()} is a directory; load() takes the file that save() wrote") from None
 
 
-def _read_plain(path: Path) -> bytes:
-    """Not what has no end, or waits for a writer."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise CheckpointError(f"{path.absolute()} is a device, a FIFO or a socket; a checkpoint is a plain file")
-    return path.read_bytes()
-
-
 def warn_without_digest(where: Any) -> None:
-    """Say once for each load that damage could not be looked for."""
+    """Warn, once for each load, that damage could not be detected."""
     logger.warning(
-        "%s has no digest, as older versions of raysgd and other programs leave it: if it is damaged, that may not be "
-        "noticed. Save it again to add one",
+        "%s has no digest, because an older version of raysgd or another program wrote it, so damage may not be detected. "
+        "Save it again to add a digest",
         where,
     )
 
 
 def names(folder: Place) -> list[str]:
-    """What lies directly in it; nothing, where there is no such folder. Drafts are not shown."""
+    """Return the names of the files and folders in a folder, without drafts; none if it does not exist."""
     if isinstance(folder, Uri):
         found = remote.names(folder)
     else:
@@ -234,31 +221,33 @@ def names(folder: Place) -> list[str]:
 
 @contextmanager
 def draft_folder(path: Any) -> Iterator[Path]:
-    """An empty local folder, to be filled; it becomes `path` when this ends without an error, whole or not at all."""
+    """Yield an empty local folder to fill. When the block ends without an error, it becomes `path`: completely, or not at
+    all."""
     where = place(path)
     if isinstance(where, Uri):
-        with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as draft:
-            yield Path(draft)
-            remote.write_folder(where, Path(draft))
+        with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as local:
+            yield Path(local)
+            remote.write_folder(where, Path(local))
         return
     target = check_folder(where)
     assert target is not None
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
+    draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
-        beside.mkdir()
-        yield beside
-        (beside / folders.MARKER).write_bytes(folders.dump_list(folders.list_of(beside)))
-        for file in beside.rglob("*"):
-            _sync(file)
-        put_folder(beside, target)
+        draft.mkdir()
+        yield draft
+        (draft / folders.MARKER).write_bytes(folders.dump_list(folders.list_of(draft)))
+        for file in draft.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
+        put_folder(draft, target)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def put_folder(draft: Path, target: Path) -> None:
-    """Give a folder the name `target`. What had that name is deleted afterwards; should the renaming fail, it gets its name
-    back."""
+    """Rename a folder to `target`, and then delete what had that name. If renaming fails, that gets its name back."""
     old = draft.with_suffix(".old")
     replaces = os.path.lexists(target)
     if replaces:
@@ -270,47 +259,36 @@ def put_folder(draft: Path, target: Path) -> None:
             os.replace(old, target)
         raise
     if replaces:
-        _remove(old)
-
-
-def _remove(old: Path) -> None:
-    """What took its place is there already, so a failure is no error of the caller's."""
-    try:
-        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-    except OSError as error:
-        logger.warning("%s, which was replaced, could not be deleted: %s", old, error)
-
-
-def _sync(file: Path) -> None:
-    if file.is_file():
-        with open(file, "rb") as opened:
-            os.fsync(opened.fileno())
+        try:
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+        except OSError as error:  # the new folder is in place, so the caller's work is done
+            logger.warning("%s, which %s replaced, could not be deleted: %s", old, target, error)
 
 
 @contextmanager
 def folder(where: Place) -> Iterator[Path]:
-    """The folder itself; or, of a remote one, a copy that is there for as long as this lasts."""
+    """Yield a local folder itself, or a temporary local copy of a remote one."""
     if isinstance(where, Path):
         yield where
         return
-    with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as copy:
-        if not remote.read_folder(where, Path(copy)):
+    with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as local:
+        if not remote.read_folder(where, Path(local)):
             warn_without_digest(where)
-        yield Path(copy)
+        yield Path(local)
 
 
 def copy_logs(folder: Path, where: Place) -> None:
-    """What callbacks have written on this machine, to where the run is stored. Logs are not worth a run, nor may they hide
-    why it failed: a store that does not take them is a warning, and so is what is not copied."""
+    """Copy what callbacks wrote on this machine to where the run is stored. Failures are only logged: they must neither end
+    a run nor hide why it failed."""
     if isinstance(where, Uri):
         try:
             remote.mirror(where, folder, lambda path, what: logger.warning("%s is not copied: it is %s", path, what))
         except (CheckpointError, OSError) as error:
-            logger.warning("the logs stay in %s: %s", folder, error)
+            logger.warning("the logs were not copied to %s, and stay in %s: %s", where, folder, error)
 
 
 def delete(where: Place) -> None:
-    """A file or a folder, gone as a whole."""
+    """Delete a file or a folder, if it exists. A folder disappears all at once."""
     if isinstance(where, Uri):
         remote.delete(where)
     elif where.is_dir():

@@ -1,4 +1,4 @@
-"""Passwords, tokens and signatures in URIs: hidden wherever a URI is shown."""
+"""Mask passwords, tokens and signatures of URIs in everything that is shown. Both."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ CHAIN = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*(?:://|::))")
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 PARAMETER = re.compile(r"([?&#;])([^=&#;?]*)=([^&#;]*)")
 IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
-# Whatever is not known to be harmless may be a secret: stores have many names for theirs.
+# Any other parameter may be a secret: stores have many names for theirs.
 HARMLESS = {"versionid", "version_id", "generation", "region"}
-# Here the part before "@" can be a token by itself. Elsewhere it is a user, or a container (abfs).
+# With these, the part before "@" can be a token by itself. With others it is a user, or a container (abfs).
 TOKENS = ("http", "https", "webdav", "webdavs", "dav", "davs")
-SHORTEST = 3  # a secret that is shorter cannot be told from other words of a message
+SHORTEST = 3  # a shorter secret cannot be distinguished from other words of a message
 
 Hide = Callable[[str], str]
 
@@ -37,7 +37,7 @@ def without_secrets(uri: str) -> str:
 
 
 def split_query(uri: str) -> tuple[str, str]:
-    """Return a URI without its last parameters, and these. Elsewhere than on the web "?" can be part of a name."""
+    """Return a URI without its last parameters, and these. Except in web addresses, "?" can be part of a name."""
     *above, part = CHAIN.split(uri)
     scheme, rest = _split(part)
     end = _end_of_user(rest)
@@ -47,7 +47,7 @@ def split_query(uri: str) -> tuple[str, str]:
 
 
 def mask_message(message: str, uri: str) -> str:
-    """Return what another library said about this URI, without the secrets of it and of other URIs in the message."""
+    """Return another library's message about this URI with the secrets of all URIs masked."""
     found: list[str] = []
     _changed(uri, lambda secret: found.append(secret) or "")  # type: ignore[func-returns-value]
     forms = {form for secret in found for form in (secret, unquote(secret), quote(secret), quote(secret, safe=""))}
@@ -59,7 +59,7 @@ def mask_message(message: str, uri: str) -> str:
 
 
 def cause_of(error: BaseException, uri: str) -> BaseException | None:
-    """Return what another library raised as the cause of our error; None if a traceback would show a secret with it."""
+    """Return another library's error as the cause of ours, or None if its traceback would show a secret."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -67,8 +67,8 @@ def cause_of(error: BaseException, uri: str) -> BaseException | None:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        said = f"{each} {each!r}"
-        if mask_message(said, uri) != said:
+        text = f"{each} {each!r}"
+        if mask_message(text, uri) != text:
             return None
         pending += [each.__cause__, each.__context__]
     return error
@@ -87,15 +87,17 @@ def _part(part: str, hide: Hide) -> str:
     if scheme[:-3].lower() in TOKENS:
         user, colon, password = hide(user), colon and "", hide(password) and ""
     shown = user + (f":{hide(password)}" if colon else "")
-    place, question, query = _cut(rest[end:])
+    found = re.search(r"[?#]", rest[end:])
+    at = len(rest) if found is None else end + found.start()
+    place, question, query = rest[end:at], rest[at : at + 1], rest[at + 1 :]
     if question and "=" not in query and scheme[:-3].lower() in TOKENS:
         return scheme + shown + place + question + hide(query)
-    return scheme + shown + place + PARAMETER.sub(lambda match: _parameter(match, hide), question + query)
 
+    def parameter(match: re.Match[str]) -> str:
+        mark, name, value = match.groups()
+        return f"{mark}{name}={value if name.lower() in HARMLESS else hide(value)}"
 
-def _parameter(match: re.Match[str], hide: Hide) -> str:
-    mark, name, value = match.groups()
-    return f"{mark}{name}={value if name.lower() in HARMLESS else hide(value)}"
+    return scheme + shown + place + PARAMETER.sub(parameter, question + query)
 
 
 def _split(part: str) -> tuple[str, str]:
@@ -103,13 +105,8 @@ def _split(part: str) -> tuple[str, str]:
     return ("", part) if found is None else (found.group(), part[found.end() :])
 
 
-def _cut(text: str) -> tuple[str, str, str]:
-    found = re.search(r"[?#]", text)
-    return (text, "", "") if found is None else (text[: found.start()], found.group(), text[found.end() :])
-
-
 def _end_of_user(rest: str) -> int:
-    """Where user and password end. A password may hold what should have been escaped in it, as S3's keys do."""
+    """Return where user and password end. A password may contain characters that should be escaped, as S3's keys do."""
     host = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if "@" in host:
         return host.rindex("@")

@@ -1,7 +1,7 @@
-"""Objects in remote storage, through fsspec: complete or absent, like the files of `storage`.
+"""Read and write objects in remote storage through fsspec: each is complete or absent. Both.
 
-fsspec and the driver of a store (s3fs for `s3://`) are loaded when a URI is first used. Keys and endpoints come from
-where fsspec takes them: its configuration files, `FSSPEC_*`, and what the store's own tools read (`AWS_*`).
+fsspec and the package for a store (s3fs for `s3://`) are imported when a URI is first used. They read keys and endpoints
+from fsspec's configuration files, from `FSSPEC_*`, and from where the store's own tools find them (`AWS_*`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["MARKER", "Uri", "delete", "mirror", "names", "probe", "read_folder",
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 STALLED_S = 600.0
 
-# What these are given under a name is there at once and whole, or not at all. With others (sftp, hdfs, smb, ...) we
-# write beside the name, and rename.
-WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"}
+# An object written to one of these stores appears complete, or not at all. In others (sftp, hdfs, smb, ...) it is written
+# under a temporary name and renamed.
+ATOMIC = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"}
 
 
 @dataclass(frozen=True, repr=False)
 class Uri:
-    """A place in remote storage, with the names that `pathlib` has for such things.
+    """A place in remote storage, with methods named as in `pathlib`.
 
-    `text` is the URI as it was given. `str()`, and so every message, shows `***` for passwords, tokens and signatures.
+    `text` is the URI as it was passed. `str()`, and so every message, shows `***` for passwords, tokens and signatures.
     """
 
     text: str
@@ -65,7 +65,7 @@ class Uri:
         return f"Uri({str(self)!r})"
 
     def exists(self) -> bool:
-        """Is there a whole object, or a whole folder?"""
+        """Return whether there is a complete object or a complete folder."""
         return self.is_file() or self.is_dir()
 
     def is_file(self) -> bool:
@@ -73,7 +73,7 @@ class Uri:
             return _kind(system, path) == "file"
 
     def is_dir(self) -> bool:
-        """A folder is there when its last part is: the list of the others."""
+        """Return whether there is a complete folder: one that has its list, which is written last."""
         return (self / MARKER).is_file()
 
     def read_bytes(self) -> bytes:
@@ -91,21 +91,21 @@ class Uri:
 
 
 def write(uri: Uri, data: Any) -> None:
-    """The whole object, or none; an older one of this name stays until then."""
-    _put(uri, lambda system, path, moved: system.pipe_file(path, bytes(data)))
+    """Write an object: completely, or not at all. An older one of that name stays until then."""
+    _put(uri, lambda system, path, callback: system.pipe_file(path, bytes(data)))
 
 
 def upload(uri: Uri, file: Path) -> None:
-    """The same, from a local file, without having it in memory."""
-    _put(uri, lambda system, path, moved: system.put_file(str(file), path, callback=moved))
+    """Write an object from a local file, without reading the file into memory."""
+    _put(uri, lambda system, path, callback: system.put_file(str(file), path, callback=callback))
 
 
 def _put(uri: Uri, put: Callable[[Any, str, Any], None]) -> None:
     def send(system: Any, path: str) -> None:
-        _limited(uri, lambda moved: put(system, path, moved))
+        _limited(uri, lambda callback: put(system, path, callback))
 
     with _asked(uri, "written") as (system, path):
-        if _protocols(system) & WHOLE:
+        if _protocols(system) & ATOMIC:
             send(system, path)
             return
         draft = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
@@ -120,37 +120,37 @@ def _put(uri: Uri, put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _limited(uri: Uri, work: Callable[[Any], None]) -> None:
-    """Run `work(moved)` on a thread of its own, where `moved` is what fsspec tells of its progress. Raise CheckpointError
-    when it neither ends nor moves for STALLED_S: the stores' own limits are not known, and some have none."""
+    """Run `work(callback)` on a thread, where fsspec reports progress to `callback`. Raise CheckpointError if it neither
+    ends nor progresses for STALLED_S: the stores' own time limits are unknown, and some have none."""
     from fsspec.callbacks import Callback
 
-    class Moved(Callback):  # type: ignore[misc]
+    class Progress(Callback):  # type: ignore[misc]
         at = time.monotonic()
 
         def call(self, *args: Any, **kwargs: Any) -> None:
             self.at = time.monotonic()
 
-    moved, done = Moved(), Future[None]()
+    progress, done = Progress(), Future[None]()
 
     def run() -> None:
         try:
-            work(moved)
+            work(progress)
             done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
 
     threading.Thread(target=run, name="raysgd-upload", daemon=True).start()
-    while not wait([done], timeout=max(moved.at + STALLED_S - time.monotonic(), 0.0)).done:
-        if time.monotonic() >= moved.at + STALLED_S:
+    while not wait([done], timeout=max(progress.at + STALLED_S - time.monotonic(), 0.0)).done:
+        if time.monotonic() >= progress.at + STALLED_S:
             raise CheckpointError(
-                f"{uri} cannot be written: the store has taken nothing for {STALLED_S:g} s. What was there before is "
-                "unharmed, unless the store completes this later"
+                f"{uri} cannot be written: the store has accepted no data for {STALLED_S:g} s. An older object of that name "
+                "is unchanged, unless the store completes this write later"
             )
     done.result()
 
 
 def probe(uri: Uri) -> None:
-    """Can one write there? Better an error now than at the end of the first epoch."""
+    """Write and delete a test object, to raise an error now and not at the end of the first epoch."""
     with _asked(uri, "written") as (system, _):
         trial = uri / f".raysgd-{uuid.uuid4().hex[:8]}.tmp"
         write(trial, b"")
@@ -158,7 +158,7 @@ def probe(uri: Uri) -> None:
 
 
 def names(uri: Uri) -> list[str]:
-    """What lies directly below; nothing, where there is nothing."""
+    """Return the names of the objects and folders in a folder; none if it does not exist."""
     with _asked(uri) as (system, path):
         try:
             found = system.ls(path, detail=False)
@@ -170,7 +170,7 @@ def names(uri: Uri) -> list[str]:
 
 
 def delete(uri: Uri) -> None:
-    """An object, or a folder: its list first, so that it is never there in part."""
+    """Delete an object or a folder, if it exists. A folder's list is deleted first, so that no reader sees a part of it."""
     with _asked(uri, "deleted") as (system, path):
         kind = _kind(system, path)
         if kind == "file":
@@ -185,10 +185,10 @@ def delete(uri: Uri) -> None:
 
 
 def write_folder(uri: Uri, source: Path) -> None:
-    """The files below `source`, and then the list of them. Without the list there is no folder for a reader. Of what was
-    there before only the files of an older such folder go."""
+    """Upload the files in `source`, and then their list, without which readers see no folder. Of what was there before, only
+    the files that an older list names are deleted."""
     older = _listed(uri) if uri.is_dir() else {}
-    found = list(folders.walk(source))  # what is refused is refused before anything is removed
+    found = list(folders.walk(source))  # raises for what a checkpoint cannot contain, before anything is deleted
     with _asked(uri, "written") as (system, path):
         for file in (path, f"{path}/{MARKER}"):
             if _kind(system, file) == "file":
@@ -206,16 +206,15 @@ def write_folder(uri: Uri, source: Path) -> None:
 
 
 def mirror(uri: Uri, source: Path, refuse: Callable[[Path, str], None] = folders.refuse_file) -> None:
-    """The files below `source`, one by one, and no list. `refuse` is called for links that lead out of it, and for what is
-    no file."""
+    """Upload the files in `source`, one by one, without a list. For `refuse`, see `folders.walk`."""
     for each in folders.walk(source, refuse):
         if not each.is_dir:
             upload(uri / each.name, each.path)
 
 
 def read_folder(uri: Uri, target: Path) -> bool:
-    """Copies a folder's files below `target`, and checks that they are all there, and as they were stored. Returns whether
-    there were digests to check them with: lists of older versions have none."""
+    """Download a folder's files to `target`, and verify that they are complete and unchanged. Return whether there were
+    digests to verify them with: lists of older versions have none."""
     listed = _listed(uri)
     for name in listed:
         file = target / name
@@ -226,7 +225,7 @@ def read_folder(uri: Uri, target: Path) -> bool:
             raise CheckpointError(f"{uri / MARKER} is damaged: {name!r} is listed as a file and a directory") from error
         with _asked(uri / name) as (system, path):
             size = system.info(path).get("size")
-            if size is not None:  # before it is copied: it may be too large for the disk
+            if size is not None:  # first: a damaged one may be too large for the disk
                 folders.check_size(uri, name, size, listed)
             system.get_file(path, str(file))
         folders.check_entry(uri, name, folders.entry_of(file), listed)
@@ -239,7 +238,8 @@ def _listed(uri: Uri) -> dict[str, Entry]:
     except CheckpointError as error:
         raise CheckpointError(
             f"there is no complete folder at {uri}: {MARKER}, which is written last and lists its files, is missing. "
-            "Either it was never finished, or it is not from here; then copy it, and use Checkpoint.from_directory"
+            "Either the upload was never finished, or another program wrote it: then copy it, and use "
+            "Checkpoint.from_directory"
         ) from error
     return folders.parse_list(content, uri / MARKER)
 
@@ -249,23 +249,21 @@ def _listed(uri: Uri) -> dict[str, Entry]:
 
 @contextmanager
 def _asked(uri: Uri, done: str = "read") -> Iterator[tuple[Any, str]]:
-    """The file system of a URI and the path in it. Whatever that raises comes out as one of our own, without the secrets
-    that such errors repeat."""
+    """Yield the file system of a URI and the path in it. Translate the errors of fsspec and of stores, and mask the secrets
+    that these often contain."""
     try:
-        system, path = _system(uri)
-        yield system, path
+        yield _system(uri)
     except (CheckpointError, ConfigError, ImportError, KeyboardInterrupt):
         raise
-    except FileNotFoundError as error:
-        if done == "read":
-            raise CheckpointError(f"there is no checkpoint at {uri}") from cause_of(error, uri.text)
-        said = mask_message(str(error), uri.text)
-        raise CheckpointError(f"{uri} cannot be {done}: is there such a bucket or folder? ({said})") from cause_of(
-            error, uri.text
-        )
     except Exception as error:
-        said = mask_message(str(error), uri.text)
-        raise CheckpointError(f"{uri} cannot be {done} ({type(error).__name__}: {said})") from cause_of(error, uri.text)
+        text, missing = mask_message(str(error), uri.text), isinstance(error, FileNotFoundError)
+        if missing and done == "read":
+            message = f"there is no checkpoint at {uri}"
+        elif missing:
+            message = f"{uri} cannot be {done}: does the bucket or folder exist? ({text})"
+        else:
+            message = f"{uri} cannot be {done} ({type(error).__name__}: {text})"
+        raise CheckpointError(message) from cause_of(error, uri.text)
 
 
 def _system(uri: Uri) -> tuple[Any, str]:
@@ -275,18 +273,18 @@ def _system(uri: Uri) -> tuple[Any, str]:
         raise ImportError(f"{uri} needs fsspec: pip install 'raysgd[storage]'") from error
     try:
         system, path = url_to_fs(uri.text)
-    except ImportError as error:
-        said = mask_message(str(error), uri.text)
-        raise ImportError(f"{uri} needs one more package: {said}") from cause_of(error, uri.text)
-    except ValueError as error:
-        said = mask_message(str(error), uri.text)
-        raise ConfigError(f"{uri}: fsspec knows no such storage ({said})") from cause_of(error, uri.text)
-    system.invalidate_cache()  # others write there too
+    except (ImportError, ValueError) as error:
+        text, cause = mask_message(str(error), uri.text), cause_of(error, uri.text)
+        if isinstance(error, ImportError):
+            raise ImportError(f"{uri} needs one more package: {text}") from cause
+        raise ConfigError(f"{uri}: fsspec does not know this kind of storage ({text})") from cause
+    system.invalidate_cache()  # other processes write there too
     return system, str(path)
 
 
 def _kind(system: Any, path: str) -> str | None:
-    """What is there. (fsspec's own `exists` and `isfile` say no when the store cannot be asked.)"""
+    """Return "file", "directory" or None. (fsspec's own `exists` and `isfile` return False if the store cannot be
+    reached.)"""
     try:
         return str(system.info(path)["type"])
     except (FileNotFoundError, NotADirectoryError):

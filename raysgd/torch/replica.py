@@ -20,7 +20,7 @@ from raysgd.errors import ConfigError, TrainingFailedError, shown
 from raysgd.torch.accepted import accepted_arguments
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.checks import check_fits
-from raysgd.torch.checkpoint.in_memory import opened
+from raysgd.torch.checkpoint.files import opened
 from raysgd.torch.checkpoint.undo import Undo
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raysgd.errors import CheckpointError
-from raysgd.torch.checkpoint import manifest, shard_files, states
+from raysgd.torch.checkpoint import shard_files, states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError
 from raysgd.torch.fsdp import gathered
@@ -138,15 +138,15 @@ def restore_file(replica: CalledReplica, file: SeenFile, trusted: bool, loads: i
     return _or_refusal(lambda: replica.take_over(lambda: states.read(file, trusted=trusted), loads))
 
 
-def save_shards(replica: CalledReplica, folder: str, ranks: list[Any]) -> dict[str, Any]:
+def save_shards(replica: CalledReplica, folder: str, ranks: list[Any]) -> shard_files.Files:
     """Write this rank's shard files. Return their sizes and digests."""
     return shard_files.write(folder, {**replica.full_state(raw=True), "rng": ranks})
 
 
-def verify_shards(replica: CalledReplica, folder: str, files: dict[str, Any]) -> Refusal | None:
+def verify_shards(replica: CalledReplica, folder: str, files: shard_files.Files) -> Refusal | None:
     """Compare the files' digests. Each rank checks some of them."""
     mine = sorted(files)[replica.rank :: replica.operator.world_size]
-    return _or_refusal(lambda: manifest.verify(folder, {name: files[name] for name in mine}))
+    return _or_refusal(lambda: shard_files.verify(folder, {name: files[name] for name in mine}))
 
 
 def check_shards(replica: CalledReplica, folder: str) -> Refusal | None:

@@ -75,6 +75,9 @@ class InlineGroup:
         self._host.perform("close", {})
         self._launched = False
 
+    def checkpoint_server(self) -> None:
+        return None
+
     def room(self) -> int:
         return 0 if self._launched else 1
 

@@ -229,6 +229,9 @@ class RayGroup:
     def send(self, worker: str, message: Message) -> bool:
         return self.control.send(worker, message)
 
+    def checkpoint_server(self) -> ControlServer:
+        return self.control
+
     def silent_for(self, worker: str) -> float:
         return self.control.silent_for(worker)
 

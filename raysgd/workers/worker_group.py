@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from raysgd.core.messages import Message
+from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import Event
 
 __all__ = ["WorkerGroup"]
@@ -52,6 +53,10 @@ class WorkerGroup(Protocol):
 
     def pack(self, value: Any) -> Any:
         """Return a user's object in the form in which it travels as an argument."""
+
+    def checkpoint_server(self) -> ControlServer | None:
+        """Return the server that the workers send checkpoints to, or None if the worker is this process, and writes the
+        file itself."""
 
     def room(self) -> int:
         """Return how many more workers fit into the cluster now."""

@@ -184,7 +184,7 @@ def test_a_worker_that_is_killed_while_it_writes_in_the_background(
     pair.apply_all_operators(functools.partial(limit_rank_0, deadly=True))
     handle = pair.save(tmp_path / "x.pt", blocking=False)
     assert not isinstance(handle, str)
-    with pytest.raises(CheckpointError, match="was lost"):
+    with pytest.raises(CheckpointError, match="checkpoint failed"):
         handle.result(60)
     assert_only(tmp_path, saved)
     pair.resize(2)
@@ -261,7 +261,7 @@ def test_a_directory_that_holds_something_else_is_not_replaced_by_parts(folder: 
     (folder / "photos" / "me.jpg").write_bytes(b"1")
     (folder / "file").write_bytes(b"1")
     for name in ("photos", "file"):
-        with pytest.raises(ConfigError, match="holds something else"):
+        with pytest.raises(ConfigError, match="contains something else"):
             torch_save(folder / name, sharded=True)
     assert sorted(os.listdir(folder)) == ["file", "photos"]
     assert os.listdir(folder / "photos") == ["me.jpg"] and (folder / "file").read_bytes() == b"1"

@@ -43,11 +43,11 @@ def test_what_is_not_there_or_not_ours_says_so_with_its_place(bucket: str) -> No
         before = weights(trainer)
         with pytest.raises(CheckpointError, match=f"{bucket}/absent: there is no checkpoint"):
             trainer.load(f"{bucket}/absent")
-        with pytest.raises(CheckpointError, match=f"{bucket}/foreign: this is no whole checkpoint"):
+        with pytest.raises(CheckpointError, match=f"{bucket}/foreign: not a complete checkpoint"):
             trainer.load(f"{bucket}/foreign")
         with pytest.raises(CheckpointError, match="cannot be written"):
             trainer.save("s3://no-such-bucket/line.pt")
-        with pytest.raises(ConfigError, match="a folder that all of them see: name a path"):
+        with pytest.raises(ConfigError, match="to a folder that all of them see: name a path"):
             trainer.save(f"{bucket}/parts", sharded=True)
         assert torch.equal(weights(trainer), before)
         assert trainer.train()["epoch"] == 1, "it can be used as before"

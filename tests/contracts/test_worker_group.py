@@ -331,6 +331,7 @@ def test_the_inline_group_has_one_worker_and_it_cannot_be_killed() -> None:
     assert subject.arrivals[0].pid == os.getpid()
     assert not subject.group.send(subject.workers[0], StackRequest(1)), "no thread reads messages"
     assert subject.group.silent_for(subject.workers[0]) == 0.0
+    assert subject.group.checkpoint_server() is None, "it writes files itself"
 
 
 def test_the_inline_group_closes_its_replica_once() -> None:

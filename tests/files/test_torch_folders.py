@@ -56,7 +56,7 @@ def test_there_is_a_manifest_of_every_file(here: Bench) -> None:
     assert sorted([*manifest["files"], MANIFEST]) == names(here)
     for name, known in manifest["files"].items():
         with open(here.folder / "parts" / name, "rb") as file:
-            assert known == {"size": os.fstat(file.fileno()).st_size, "sha256": digest.file_digest(file)}
+            assert known == {"size": os.fstat(file.fileno()).st_size, "sha256": digest.digest_of(file)}
     assert INDEX in manifest["files"] and any(name.endswith(".distcp") for name in manifest["files"])
 
 
@@ -141,7 +141,7 @@ def described_anew(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != MANIFEST:
             with open(path, "rb") as file:
-                files[path.name] = {"size": path.stat().st_size, "sha256": digest.file_digest(file)}
+                files[path.name] = {"size": path.stat().st_size, "sha256": digest.digest_of(file)}
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps({**manifest, "files": files}))
 

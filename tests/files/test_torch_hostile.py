@@ -371,6 +371,6 @@ def test_a_link_in_the_way_of_a_save_is_no_matter_of_loading(here: Bench) -> Non
     """The file behind a link is read; a link to something that is no checkpoint says so."""
     (here.folder / "secret").write_text("password")
     (here.folder / "secret.pt").symlink_to(here.folder / "secret")
-    with pytest.raises(CheckpointError, match=r"secret\.pt: this is no whole checkpoint") as caught:
+    with pytest.raises(CheckpointError, match=r"secret\.pt: not a complete checkpoint") as caught:
         here.trainer.load(here.folder / "secret.pt")
     assert "password" not in str(caught.value)

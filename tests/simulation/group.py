@@ -328,6 +328,9 @@ class SimGroup:
 
     # -- the cluster ----------------------------------------------------------------------------------
 
+    def checkpoint_server(self) -> None:
+        return None  # simulated workers save nothing
+
     def room(self) -> int:
         return max(sum(node.free for node in self.nodes) - len(self._pending), 0)
 

@@ -87,12 +87,7 @@ def test_what_arrives_is_what_was_sent(way: Any, tmp_path: Path, server: Control
 
 
 def test_a_sealed_file_is_sealed_when_it_arrives(way: Any, receiver: Receiver, tmp_path: Path) -> None:
-    def write_sealed(file: Any) -> None:
-        with digest.SealingWriter(file) as sealing:
-            torch.save(CONTENT, sealing)
-            sealing.seal()
-
-    way(receiver.sink).send(write_sealed)
+    way(receiver.sink).send(write)
     receiver.done.result(20)
     assert digest.verify((tmp_path / "x.pt").read_bytes())
     assert_new(tmp_path)
@@ -127,7 +122,7 @@ def test_an_error_on_the_way_is_told_and_leaves_nothing(way: Any, receiver: Rece
 
 def test_a_worker_that_is_lost_may_be_followed_by_another(way: Any, receiver: Receiver, tmp_path: Path) -> None:
     broken = way(receiver.sink).connect()
-    with contextlib.suppress(CheckpointError):
+    with contextlib.suppress(CheckpointError, ValueError):  # it is no archive, which a digest could be added to
         broken.send(lambda file: (file.write(b"half of it"), file.flush(), broken._connection.close()))
     way(receiver.sink).send(write)
     receiver.done.result(20)
@@ -138,7 +133,7 @@ def test_until_the_call_has_ended(way: Any, receiver: Receiver, tmp_path: Path) 
     stream = way(receiver.sink).connect()
     receiver.call_ended()
     stream._connection.close()
-    with pytest.raises(CheckpointError, match="was lost"):
+    with pytest.raises(CheckpointError, match="checkpoint failed"):
         receiver.done.result(20)
     assert_old(tmp_path)
 
@@ -169,7 +164,7 @@ def test_two_workers_never_mix_their_bytes(
     receiver.done.result(20)
     assert_new(tmp_path)
     if goes == "never":  # it was not lost, and goes on writing
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, ValueError):
             lost.send(lambda file: file.write(b"bytes of the first" * 100_000))
         assert_new(tmp_path)
 
@@ -204,7 +199,7 @@ def test_a_draft_that_something_else_has_changed_does_not_replace_the_old_file(
         DAMAGES[damage](drafts(tmp_path)[0])
 
     receiver.sink.send(write_and_damage)
-    with pytest.raises(CheckpointError, match="is not what the worker has written"):
+    with pytest.raises(CheckpointError, match="is not what the worker wrote"):
         receiver.done.result(20)
     assert_old(tmp_path)
 
@@ -260,10 +255,11 @@ def test_a_worker_that_stands_still_is_given_up(way: Any, half: bytes, tmp_path:
     def stand_still(file: Any) -> None:
         file.write(half)
         file.flush()
-        with pytest.raises(CheckpointError, match=r"nothing of it has moved for 0\.5 s"):
+        with pytest.raises(CheckpointError, match=r"it has made no progress for 0\.5 s"):
             receiver.done.result(20)
 
-    with contextlib.suppress(CheckpointError):  # what it sends next may still find room in the system's buffers
+    # What it sends next may still find room in the system's buffers.
+    with contextlib.suppress(CheckpointError, ValueError):
         stream.send(stand_still)
     receiver.close(CheckpointError("it has ended already"))
     assert_old(tmp_path)
@@ -280,7 +276,7 @@ def test_a_disk_that_stands_still_is_given_up(
     stream = over_the_wire(receiver.sink).connect()
     stream.send(write)
     receiver.call_ended()
-    with pytest.raises(CheckpointError, match=r"nothing of it has moved for 0\.5 s"):
+    with pytest.raises(CheckpointError, match=r"it has made no progress for 0\.5 s"):
         receiver.done.result(20)
     receiver.close(CheckpointError("it has ended already"))
     assert_old(tmp_path)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raysgd.torch.checkpoint.files import TAIL, SeenFile, is_archive
-from raysgd.torch.checkpoint.in_memory import Bytes, opened
+from raysgd.torch.checkpoint.files import TAIL, Bytes, SeenFile, is_archive, opened
 
 DATA = random.Random(5).randbytes(5_000)
 

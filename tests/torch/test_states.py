@@ -136,18 +136,18 @@ def line() -> bytes:
 
 
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
-    "empty": (lambda: b"", "no whole checkpoint"),
-    "truncated": (lambda: line()[:-100], "no whole checkpoint"),
-    "half": (lambda: line()[:500], "no whole checkpoint"),
-    "text": (lambda: b"epoch: 3\nlr: 0.1\n", "no whole checkpoint"),
-    "bytes": (lambda: bytes(range(256)) * 8, "no whole checkpoint"),
-    "bare model": (lambda: saved(nn.Linear(2, 1).state_dict()), "not a checkpoint of raysgd: it holds"),
-    "a list": (lambda: saved([1, 2]), "it holds list"),
-    "a whole model": (lambda: saved(nn.Linear(2, 1)), "not a checkpoint of raysgd: it holds no models"),
-    "a model in a dictionary": (lambda: saved({"net": nn.Linear(2, 1)}), "not a checkpoint of raysgd: it holds no"),
+    "empty": (lambda: b"", "not a complete checkpoint"),
+    "truncated": (lambda: line()[:-100], "not a complete checkpoint"),
+    "half": (lambda: line()[:500], "not a complete checkpoint"),
+    "text": (lambda: b"epoch: 3\nlr: 0.1\n", "not a complete checkpoint"),
+    "bytes": (lambda: bytes(range(256)) * 8, "not a complete checkpoint"),
+    "bare model": (lambda: saved(nn.Linear(2, 1).state_dict()), "not a checkpoint of raysgd: it contains"),
+    "a list": (lambda: saved([1, 2]), "it contains list"),
+    "a whole model": (lambda: saved(nn.Linear(2, 1)), "not a checkpoint of raysgd: it contains no models"),
+    "a model in a dictionary": (lambda: saved({"net": nn.Linear(2, 1)}), "not a checkpoint of raysgd: it contains no"),
     "its models by another name": (
         lambda: saved({"networks": nn.Linear(2, 1), "optimizers": []}),
-        "not a checkpoint of raysgd: it holds no",
+        "not a checkpoint of raysgd: it contains no",
     ),
     "models of nothing": (lambda: saved({"models": [3], "optimizers": [{}]}), "not a checkpoint of raysgd"),
     "optimizers of nothing": (
@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "other layers": (
         lambda: of(model=lambda: nn.Sequential(nn.Linear(2, 1))),
-        "missing there ['bias', 'weight']",
+        "missing in the checkpoint ['bias', 'weight']",
     ),
     "more optimizers": (lambda: of(optimizers=2), "has 2 optimizers, and this operator registers 1"),
     "another optimizer": (lambda: of(optimizer=torch.optim.Adam), "optimizer 0"),

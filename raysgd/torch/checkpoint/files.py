@@ -1,44 +1,44 @@
-"""A checkpoint's file: verified by the driver, which then names it to its workers; those that see the very same file
-read it themselves."""
+"""Verify a checkpoint's file on the driver, and let each worker that sees the same file read it itself. Both."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 from raysgd.errors import CheckpointError
 from raysgd.storage.digest import verify
-from raysgd.torch.checkpoint.archives import check_content
+from raysgd.torch.checkpoint.zip_scan import check_content
 
-__all__ = ["SeenFile", "UnseenError", "is_archive", "readable", "verified", "verified_file"]
+__all__ = ["Bytes", "SeenFile", "UnseenError", "is_archive", "opened", "readable", "verified", "verified_file"]
 
 TAIL = 1 << 20
 
 
 class UnseenError(Exception):
-    """A worker does not see the file that it was to read."""
+    """A worker does not see the file that it should read."""
 
 
 def is_archive(file: Path) -> bool:
-    """Is it in the zip format that torch writes? Its end lists the checksums of all that is in it."""
+    """Return whether the file has torch's zip format, whose end contains the checksums of all its content."""
     if file.suffix == ".safetensors":
-        return False  # torch takes a path of that name for another format
+        return False  # torch expects another format in files of that name
     try:
-        with open(file, "rb") as opened:
-            return opened.read(2) == b"PK"
+        with open(file, "rb") as content:
+            return content.read(2) == b"PK"
     except OSError:
-        return False  # whoever reads it will say what is wrong
+        return False  # reading the file raises the error
 
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Raise what the system says of a file that cannot be read as a CheckpointError."""
+    """Translate the system's error for a file that cannot be read into a CheckpointError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -48,26 +48,26 @@ def readable() -> Iterator[None]:
 
 
 def verified(source: Any, *, trusted: bool) -> bool:
-    """Compare the digest of bytes or of an open file, then look through the content: neither is given to `torch.load`
-    before. Return False when there is no digest."""
+    """Verify the digest of bytes or of an open file, and then scan its content; `torch.load` may read it only after that.
+    Return False if there is no digest."""
     sealed = verify(source)
     check_content(source, trusted=trusted)
     return sealed
 
 
 def verified_file(path: Path, *, trusted: bool) -> tuple[SeenFile, bool]:
-    """Return the file, and whether it has a digest, which is the right one."""
+    """Verify a file. Return it, and whether it has a digest."""
     with readable():
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CheckpointError("it is not a regular file, but a device or a pipe")
-        with open(path, "rb") as opened:
-            seen = SeenFile._of(opened, str(path.absolute()))
-            return seen, verified(opened, trusted=trusted)
+        with open(path, "rb") as file:
+            return SeenFile._of(file, str(path.absolute())), verified(file, trusted=trusted)
 
 
 @dataclass(frozen=True)
 class SeenFile:
-    """A path, and what tells its file from another one of that name on another machine: size, time, and its end."""
+    """A path with the size, the time and a digest of the end of its file. Another machine's file with that path differs in
+    one of them."""
 
     path: str
     size: int
@@ -76,19 +76,18 @@ class SeenFile:
 
     @classmethod
     def of(cls, file: Path) -> SeenFile:
-        with open(file, "rb") as opened:
-            return cls._of(opened, str(file.absolute()))
+        with open(file, "rb") as content:
+            return cls._of(content, str(file.absolute()))
 
     @classmethod
-    def _of(cls, opened: BinaryIO, path: str) -> SeenFile:
-        stat = os.fstat(opened.fileno())
-        opened.seek(max(0, stat.st_size - TAIL))
-        end = hashlib.sha256(opened.read()).hexdigest()
-        return cls(path, stat.st_size, stat.st_mtime_ns, end)
+    def _of(cls, file: BinaryIO, path: str) -> SeenFile:
+        found = os.fstat(file.fileno())
+        file.seek(max(0, found.st_size - TAIL))
+        return cls(path, found.st_size, found.st_mtime_ns, hashlib.sha256(file.read()).hexdigest())
 
     @property
     def here(self) -> bool:
-        """Does this process see it?"""
+        """Whether this process sees the file."""
         try:
             return SeenFile.of(Path(self.path)) == self
         except OSError:
@@ -96,7 +95,7 @@ class SeenFile:
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:
-        """To be read from its beginning; `UnseenError` if this process does not see it, or it is another one by now."""
+        """Open the file at its beginning. Raise `UnseenError` if this process does not see it, or if it has changed."""
         try:
             with open(self.path, "rb") as file:
                 if SeenFile._of(file, self.path) != self:
@@ -105,3 +104,37 @@ class SeenFile:
                 yield file
         except OSError as error:
             raise UnseenError from error
+
+
+def opened(data: Any) -> IO[bytes]:
+    """Return bytes in memory as a file to read from."""
+    return cast(IO[bytes], Bytes(data))
+
+
+class Bytes(io.RawIOBase):
+    """A file to read from that, unlike `BytesIO`, does not copy the bytes it is given."""
+
+    def __init__(self, data: Any) -> None:
+        self._data, self._at = memoryview(data).cast("B"), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        if at < 0:
+            raise ValueError(f"cannot seek to {at}, before the beginning")
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)

@@ -1,7 +1,7 @@
-"""The driver's end of a save: takes what a worker sends, and gives the file its name when it is complete. Driver.
+"""Receive a checkpoint from a worker, and give the file its name when it is complete. Driver.
 
-Each worker that connects gets a draft of its own, so the bytes of two are never mixed, nor changed by a third. A draft
-becomes the file when its size and its digest are those that its worker has sent (`streams` describes that end).
+Each worker that connects gets a draft of its own, so that workers cannot mix or change each other's bytes. A draft becomes
+the file if its size and digest are those that its worker sends. `streaming` is the worker's side.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from raysgd.storage.digest import HashingWriter
 from raysgd.storage.locations import Draft, Place
 from raysgd.torch.checkpoint.streaming import END_BYTES, SaveResult, StreamSink
 
-__all__ = ["FailedOnWorkerError", "Receiver"]
+__all__ = ["CheckpointServer", "FailedOnWorkerError", "Receiver"]
 
 logger = logging.getLogger("raysgd")
 
@@ -43,11 +43,11 @@ MARK_BYTES = 16
 
 
 class FailedOnWorkerError(CheckpointError):
-    """The worker could not write the checkpoint, and said why."""
+    """The worker could not write the checkpoint, and sent the reason."""
 
 
 class CheckpointServer(Protocol):
-    """What a receiver needs of the control channel's server."""
+    """What a receiver needs from the control channel's server."""
 
     def address_for_workers(self) -> ControlAddress: ...
     def expect_checkpoint(self, take: Callable[[socket.socket], None]) -> str: ...
@@ -55,78 +55,79 @@ class CheckpointServer(Protocol):
 
 
 class Receiver:
-    """Owns the connections of one save, a thread, and `done`, which gets the path or the error. A worker that is lost may be
-    followed by another one until the call of the workers has ended. After that, the one that is writing has `stall_s` for
-    each sign of progress."""
+    """Owns the connections of one save, a thread, and `done`, which gets the path or the error.
+
+    If a worker fails, another one may send the checkpoint, until the workers' call has ended. After that, the worker that is
+    sending must make progress every `stall_s` seconds.
+    """
 
     def __init__(self, path: Place, server: CheckpointServer, *, stall_s: float = 600.0) -> None:
         self._path, self._server, self._stall_s = path, server, stall_s
         self._result = SaveResult()
         self.done = self._result.future
         self._writer: Writer | None = None
-        self._writing: threading.Thread | None = None
-        self._ended_at: float | None = None
-        self._given_up: BaseException | None = None
-        with contextlib.ExitStack() as undo:  # Ctrl-C can come at any line, and nobody would close this
-            draft = Draft(path)  # where no file can be made is reported now
-            undo.callback(draft.drop)
-            self._spare: Draft | None = draft
+        self._call_ended_at: float | None = None
+        self._abandoned: BaseException | None = None
+        with contextlib.ExitStack() as undo:  # Ctrl-C can come at any line, and nothing else would close this
+            Draft(path).drop()  # raises now if no file can be created there
             self._connections: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
             self._save = server.expect_checkpoint(self._connections.put)
-            undo.callback(self._end_admission)
+            undo.callback(self._refuse_connections)
             self.sink = StreamSink(server.address_for_workers(), self._save, stall_s)
             self._thread = threading.Thread(target=self._serve, name="raysgd-save", daemon=True)
-            undo.callback(setattr, self, "_given_up", CheckpointError("the save was interrupted as it began"))
+            undo.callback(setattr, self, "_abandoned", CheckpointError("the save was interrupted when it began"))
             self._thread.start()
             undo.pop_all()
 
     def call_ended(self) -> None:
-        """The call of the workers has ended well: the one that is let in by now is the last."""
-        self._ended_at = time.monotonic()
+        """The workers' call has succeeded: no worker connects any more."""
+        self._call_ended_at = time.monotonic()
 
     def close(self, error: BaseException) -> None:
-        """Give the save up with this error, unless it is complete. Nothing of it is left when this returns."""
-        self._given_up = error
+        """Abandon the save with this error, unless it is complete, and return when its draft is deleted."""
+        self._abandoned = error
         self._thread.join(2 * CLOSE_S)
 
     def _serve(self) -> None:
         try:
             while not self.done.done():
                 with contextlib.suppress(queue.Empty):
-                    self._begin(self._connections.get(timeout=TICK_S))
-                self._watch()
+                    self._start_writer(self._connections.get(timeout=TICK_S))
+                error = self._reason_to_end()
+                if error is not None:
+                    if self._writer is not None:
+                        self._writer.stop()  # first: its draft must be gone when the error is raised
+                    self._result.fail(error)
         except BaseException as error:
             self._result.fail(error)
         finally:
-            self._end_admission()
-            if self._spare is not None:
-                self._spare.drop()
-            if self._writer is not None and self._writing is not None:
-                self._writer.cancel()
-                self._writing.join(CLOSE_S)
-                if self._writing.is_alive():  # in a call of the system's that does not return
-                    self._writer.abandon()
+            self._refuse_connections()
+            if self._writer is not None:
+                self._writer.stop()
+                if self._writer.thread.is_alive():  # in a system call that does not return
+                    self._writer.unlink()
 
-    def _end_admission(self) -> None:
+    def _refuse_connections(self) -> None:
         self._server.end_checkpoint(self._save)
         with contextlib.suppress(queue.Empty):
             while True:
                 self._connections.get_nowait().close()
 
-    def _begin(self, connection: socket.socket) -> None:
-        """The newest worker counts: the engine has asked it because the one before was lost."""
-        old, self._writer = self._writer, Writer(connection, self._path, self._spare)
-        self._spare = None
+    def _start_writer(self, connection: socket.socket) -> None:
+        """Receive only from the newest worker: the engine asked it to send because the one before has failed."""
+        old, self._writer = self._writer, Writer(connection, self._path)
         if old is not None:
-            old.cancel()
-        self._writing = threading.Thread(target=self._take, args=(self._writer,), name="raysgd-save", daemon=True)
-        self._writing.start()
+            old.disconnect()
+        self._writer.thread = threading.Thread(
+            target=self._receive, args=(self._writer,), name="raysgd-save", daemon=True
+        )
+        self._writer.thread.start()
 
-    def _take(self, writer: Writer) -> None:
-        """The thread of one writer."""
+    def _receive(self, writer: Writer) -> None:
+        """In the writer's thread: receive the checkpoint, and keep the draft if it is complete."""
         try:
             writer.receive()
-        except (ConnectionError, TimeoutError) as error:  # the second one when its machine cannot be reached
+        except (ConnectionError, TimeoutError) as error:  # TimeoutError: its machine cannot be reached
             writer.drop()
             writer.lost = error
         except BaseException as error:
@@ -148,44 +149,35 @@ class Receiver:
             writer.drop()
             self._result.fail(error, writer=writer)
         else:
-            self._result.kept(kept)
+            self._result.succeed(kept)
 
-    def _watch(self) -> None:
-        """Ends what cannot come to an end any more. While the call of the workers runs, its own limits hold."""
+    def _reason_to_end(self) -> BaseException | None:
+        """Return the error if the save cannot complete any more. While the workers' call runs, its own limits apply."""
         writer = self._writer
-        if self._given_up is not None:
-            self._end(self._given_up)
-        elif self._ended_at is None:
-            return
-        elif writer is None:
-            self._end(CheckpointError("the call of the workers has ended, and none of them has sent the checkpoint"))
-        elif writer.lost is not None:
-            error = CheckpointError(f"the worker that was sending the checkpoint was lost ({writer.lost})")
+        if self._abandoned is not None or self._call_ended_at is None:
+            return self._abandoned
+        if writer is None:
+            return CheckpointError("the workers' call has ended, but no worker has sent the checkpoint")
+        if writer.lost is not None:
+            error = CheckpointError(f"the worker that was sending the checkpoint failed ({writer.lost})")
             error.__cause__ = writer.lost
-            self._end(error)
-        elif time.monotonic() - max(writer.moved_at, self._ended_at) > self._stall_s:
-            self._end(
-                CheckpointError(
-                    f"the save to {self._path} was given up: nothing of it has moved for {self._stall_s:g} s. A file that "
-                    "was there before is unharmed"
-                )
+            return error
+        if time.monotonic() - max(writer.moved_at, self._call_ended_at) > self._stall_s:
+            return CheckpointError(
+                f"the save to {self._path} was abandoned: it has made no progress for {self._stall_s:g} s. An older file "
+                "of that name is unchanged"
             )
-
-    def _end(self, error: BaseException) -> None:
-        """Fail the save, once the draft of its writer is gone."""
-        if self._writer is not None:
-            self._writer.cancel()
-            if self._writing is not None:
-                self._writing.join(CLOSE_S)
-        self._result.fail(error)
+        return None
 
 
 class Writer:
-    """Owns the connection of one worker that was let in, and the draft that was made for it."""
+    """Owns the connection of one worker, the draft for it, and the thread that receives from it."""
 
-    def __init__(self, connection: socket.socket, path: Place, draft: Draft | None) -> None:
+    thread: threading.Thread
+
+    def __init__(self, connection: socket.socket, path: Place) -> None:
         self._connection, self._path = connection, path
-        self._draft = draft
+        self._draft: Draft | None = None
         self.moved_at = time.monotonic()
         self.lost: OSError | None = None
 
@@ -195,39 +187,44 @@ class Writer:
         return self._draft
 
     def receive(self) -> None:
-        """Take the whole checkpoint. Return when it is in the draft, on the disk, and found to be what was sent."""
-        self._draft = self._draft or Draft(self._path)
+        """Return when the complete checkpoint is in the draft, is on the disk, and is what the worker sent."""
+        self._draft = Draft(self._path)
         mark = secrets.token_bytes(MARK_BYTES)
         self.draft.file.write(mark)
         send(self._connection, CheckpointDraft(mark.hex(), str(self.draft.temporary.absolute())))
         if receive(self._connection, CheckpointRoute).in_file:
             self._follow()
         else:
-            self._take()
+            self._receive_pieces()
         self.draft.file.sync()
 
-    def cancel(self) -> None:
-        """From another thread: whatever the writer waits for ends now, and its draft does not get a name."""
+    def disconnect(self) -> None:
+        """From another thread: end what the writer waits for. Its draft does not become the file."""
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:
-            logger.debug("a worker that was sending a checkpoint was gone already: %s", error)
+            logger.debug("a worker that was sending a checkpoint had disconnected already: %s", error)
+
+    def stop(self) -> None:
+        """From another thread: disconnect, and wait for the writer's thread to end."""
+        self.disconnect()
+        self.thread.join(CLOSE_S)
+
+    def unlink(self) -> None:
+        """From another thread: delete the draft's file, which the writer may still be using."""
+        if self._draft is not None:
+            self._draft.temporary.unlink(missing_ok=True)
 
     def drop(self) -> None:
         if self._draft is not None:
             self._draft.drop()
 
-    def abandon(self) -> None:
-        """From another thread: nobody waits for this one any more."""
-        if self._draft is not None:
-            self._draft.temporary.unlink(missing_ok=True)
-
     def close(self) -> None:
         self._connection.close()
 
-    def _take(self) -> None:
-        """The bytes come over the wire."""
-        self.draft.again()
+    def _receive_pieces(self) -> None:
+        """Write the bytes that the worker sends to the draft."""
+        self.draft.file.restart()
         file, buffer = HashingWriter(self.draft.file), memoryview(bytearray(PIECE))
         try:
             message, length = self._next()
@@ -238,46 +235,40 @@ class Writer:
                     length -= count
                     self.moved_at = time.monotonic()
                 message, length = self._next()
-            end = self._ending(message)
-            self._compare(end.size, end.digest, os.fstat(self.draft.file.fileno()).st_size, file.hexdigest())
+            self._compare(message, os.fstat(self.draft.file.fileno()).st_size, file.hexdigest())
         finally:
             file.close()
 
     def _follow(self) -> None:
-        """The worker writes the file itself, and says how far it is. A checkpoint ends with a digest of what the worker had in
-        memory, and every `load` verifies that; so only the file's size and its end are compared here."""
+        """Wait while the worker writes the draft itself. A checkpoint ends with a digest of what the worker had in memory,
+        which every `load` verifies, so only the size and the end of the file are compared here."""
         message, _ = self._next()
         while isinstance(message, CheckpointWritten):
             message, _ = self._next()
-        end = self._ending(message)
-        # Anew: another machine's file system may have shown less until the worker closed the file.
+        # Open it again: another machine's file system may have shown less until the worker closed the file.
         with open(self.draft.temporary, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - END_BYTES, 0))
-            self._compare(end.size, end.digest, size, hashlib.sha256(file.read()).hexdigest())
+            self._compare(message, size, hashlib.sha256(file.read()).hexdigest())
 
     def _next(self) -> tuple[Message, int]:
         try:
             message = receive_message(self._connection)
         except ValueError as error:
-            raise CheckpointError(f"a worker sent what is not part of a checkpoint: {error}") from error
+            raise CheckpointError(f"a worker sent something that is not part of a checkpoint: {error}") from error
         self.moved_at = time.monotonic()
         return message
 
-    @staticmethod
-    def _ending(message: Message) -> CheckpointComplete:
-        """Return what follows the last piece: the size and the digest of everything. Raise the worker's error."""
-        if isinstance(message, CheckpointFailed):
-            raise FailedOnWorkerError(f"the checkpoint could not be written: {message.error}")
-        if not isinstance(message, CheckpointComplete):
-            raise CheckpointError(f"a worker sent {type(message).__name__} in the middle of its checkpoint")
-        return message
-
-    def _compare(self, size: int, digest: str, found: int, actual: str) -> None:
+    def _compare(self, end: Message, size: int, digest: str) -> None:
+        """Raise the worker's error, or a CheckpointError if the draft is not what the worker wrote."""
         self.moved_at = time.monotonic()
-        if (size, digest) != (found, actual):
+        if isinstance(end, CheckpointFailed):
+            raise FailedOnWorkerError(f"the checkpoint could not be written: {end.error}")
+        if not isinstance(end, CheckpointComplete):
+            raise CheckpointError(f"a worker sent {type(end).__name__} in the middle of its checkpoint")
+        if (end.size, end.digest) != (size, digest):
             raise CheckpointError(
-                f"the draft for {self._path} is not what the worker has written: it has {found} bytes with the digest "
-                f"{actual[:16]}..., and the worker sent {size} with {digest[:16]}... Something else has changed it, or the "
-                "disk is faulty. A file that was there before is unharmed; save again"
+                f"the draft for {self._path} is not what the worker wrote: it has {size} bytes with the digest "
+                f"{digest[:16]}..., and the worker wrote {end.size} with {end.digest[:16]}... Another program has changed "
+                "it, or the disk is faulty. An older file of that name is unchanged; save again"
             )

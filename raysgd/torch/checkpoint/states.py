@@ -1,4 +1,4 @@
-"""A replica's state as one dictionary, and back: complete, unwrapped, checked before anything is changed."""
+"""Convert an operator's state to one dictionary and back: complete, unwrapped, and without code in the file. Worker."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from raysgd.errors import CheckpointError
-from raysgd.storage.digest import SealingWriter
-from raysgd.torch.checkpoint.archives import needs_trust
-from raysgd.torch.checkpoint.files import SeenFile, UnseenError
-from raysgd.torch.checkpoint.in_memory import opened
+from raysgd.torch.checkpoint.files import SeenFile, UnseenError, opened
+from raysgd.torch.checkpoint.zip_scan import needs_trust
 from raysgd.torch.fsdp import placed, placed_optimizer
 from raysgd.torch.operator_base import OperatorBase
 
@@ -34,6 +32,7 @@ __all__ = [
     "restore",
     "restore_random",
     "scaler_of",
+    "set_random",
     "shaped",
     "write",
 ]
@@ -42,11 +41,12 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "raysgd-torch"
 VERSION = 1
-PIECE = 1 << 20
+NOT_OURS = "not a checkpoint of raysgd"
 
 
 def gather(operator: OperatorBase) -> dict[str, Any]:
-    """Models (bare), optimizers, schedulers, scaler and the operator's own state; tensors are shared, not copied."""
+    """Return the state of the unwrapped models, optimizers, schedulers, gradient scaler and the operator itself. Tensors are
+    shared with the operator, not copied."""
     parts, precision = operator._parts, operator._precision
     state: dict[str, Any] = {
         "format": FORMAT,
@@ -65,14 +65,14 @@ def gather(operator: OperatorBase) -> dict[str, Any]:
 
 
 def dump(state: dict[str, Any]) -> memoryview:
-    """As bytes, without a second copy."""
+    """Return a state as bytes, which are copied only once."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getbuffer()
 
 
 def dump_given(state: Any) -> memoryview:
-    """Return a dictionary that the user passed as bytes. Raises CheckpointError when it is no checkpoint's content, or
+    """Return a dictionary that the user passed as bytes. Raise CheckpointError if it is not a checkpoint's content, or
     cannot be pickled."""
     given = shaped(dict(state) if isinstance(state, Mapping) else state)
     try:
@@ -82,31 +82,28 @@ def dump_given(state: Any) -> memoryview:
 
 
 def write(state: dict[str, Any], file: Any) -> None:
-    """Write a checkpoint that ends with its digest."""
-    with SealingWriter(file) as sealing:
-        buffered = io.BufferedWriter(sealing, PIECE)
-        torch.save(state, buffered)
-        buffered.flush()
-        buffered.detach()  # it would close what is not its own
-        sealing.seal()
+    """Write a state to the file of a `Stream` or a `LocalSink`, which appends the digest."""
+    torch.save(state, file)
 
 
 def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
-    """Read bytes; run no code from them unless they are trusted. Say what is wrong with others."""
+    """Return the state in a file's bytes; code in them runs only if they are trusted. Raise CheckpointError if they are not a
+    checkpoint."""
     try:
         state = torch.load(opened(data), map_location="cpu", weights_only=not trusted)
     except Exception as error:
-        said = re.sub(r"\x1b\[[0-9;]*m", "", (str(error).splitlines() or [type(error).__name__])[0])
+        reason = re.sub(r"\x1b\[[0-9;]*m", "", (str(error).splitlines() or [type(error).__name__])[0])
         if bytes(data[:2]) != b"PK":  # torch writes zip files
-            raise CheckpointError("this is no whole checkpoint: it is not a file as save() writes it") from error
+            raise CheckpointError("not a complete checkpoint: TorchTrainer.save() did not write it") from error
         if not trusted and isinstance(error, pickle.UnpicklingError):
-            raise needs_trust(said) from error
-        raise CheckpointError(f"this is no whole checkpoint: it cannot be read ({said})") from error
+            raise needs_trust(reason) from error
+        raise CheckpointError(f"not a complete checkpoint: it cannot be read ({reason})") from error
     return shaped(state)
 
 
 def outline(file: SeenFile, *, trusted: bool) -> dict[str, Any] | None:
-    """Names and shapes: its tensors stay in the file. None, if it cannot be read in this way: `parse` says why, or reads it."""
+    """Return a file's state with its tensors left in the file, or None if it cannot be read this way: then `parse` reads it,
+    or raises the reason."""
     try:
         state = torch.load(file.path, map_location="cpu", weights_only=not trusted, mmap=True)
     except Exception as error:
@@ -116,51 +113,48 @@ def outline(file: SeenFile, *, trusted: bool) -> dict[str, Any] | None:
 
 
 def read(file: SeenFile, *, trusted: bool) -> dict[str, Any]:
-    """Of a file whose outline was seen to fit; `UnseenError` when it cannot be read here any more."""
-    with file.opened() as opened:
+    """Return the state in a file whose outline was checked. Raise `UnseenError` if it cannot be read here any more."""
+    with file.opened() as content:
         try:
-            return shaped(torch.load(opened, map_location="cpu", weights_only=not trusted))
+            return shaped(torch.load(content, map_location="cpu", weights_only=not trusted))
         except Exception as error:
             raise UnseenError(f"{file.path} cannot be read any more ({error})") from error
 
 
 def shaped(state: Any) -> dict[str, Any]:
-    """Is it one of ours, or of RaySGD v1's? Anything else is foreign."""
+    """Return a loaded state if raysgd or RaySGD v1 wrote it. Raise CheckpointError if not."""
     if not isinstance(state, dict) or not isinstance(state.get("models"), list):
-        keys = list(state)[:5] if isinstance(state, dict) else type(state).__name__
-        raise CheckpointError(
-            f"this is not a checkpoint of raysgd: it holds {keys}, not models, optimizers and an epoch"
-        )
+        found = list(state)[:5] if isinstance(state, dict) else type(state).__name__
+        raise CheckpointError(f"{NOT_OURS}: it contains {found}, not models, optimizers and an epoch")
     optimizers = state.get("optimizers") or []
     listed = isinstance(optimizers, list)
     if not listed or not all(isinstance(part, Mapping) for part in [*state["models"], *optimizers]):
-        raise CheckpointError("this is not a checkpoint of raysgd: its models or optimizers are no state_dicts")
+        raise CheckpointError(f"{NOT_OURS}: its models or optimizers are not state dictionaries")
     kind, version = state.get("format", FORMAT), state.get("version", VERSION)
     if not isinstance(kind, str) or kind != FORMAT:
         raise CheckpointError(f"this checkpoint's format is {kind!r:.80}; a TorchTrainer reads {FORMAT!r}")
     if type(version) is not int or version < 1:
-        raise CheckpointError(f"this checkpoint's format version is {version!r:.80}, which is no version")
+        raise CheckpointError(f"this checkpoint's format version is {version!r:.80}, which is not a version")
     if version > VERSION:
         raise CheckpointError(f"this checkpoint was written by a newer raysgd (format version {version})")
     return state
 
 
 def scaler_of(state: dict[str, Any], key: str) -> Any:
-    """Return the saved state of the gradient scaler; RaySGD v1 has it under another name."""
+    """Return the saved state of the gradient scaler, which has another name in checkpoints of RaySGD v1."""
     return state.get(key) or state.get("amp")
 
 
 def completed(saved: Any, optimizer: Any) -> Any:
-    """Return an optimizer's saved state with the options that its file did not know yet, as they are here."""
+    """Return an optimizer's saved state with the options that the torch which saved it did not have yet, as they are here."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return saved
-    known = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    groups = [{**here, **there} for here, there in zip(known, saved["param_groups"], strict=True)]
-    return {**saved, "param_groups": groups}
+    pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    return {**saved, "param_groups": [{**here, **there} for here, there in pairs]}
 
 
 def restore(operator: OperatorBase, state: dict[str, Any]) -> None:
-    """Take a checked state."""
+    """Load a checked state into the operator."""
     parts, precision = operator._parts, operator._precision
     for model, saved in zip(parts.models, state["models"], strict=True):
         model.load_state_dict(saved if parts.shards is None else placed(saved, model.state_dict()))
@@ -176,7 +170,7 @@ def restore(operator: OperatorBase, state: dict[str, Any]) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """This process's random states, in plain values and tensors only."""
+    """Return this process's random states as plain values and tensors."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
     numpy = numpy_or_none()
@@ -189,15 +183,20 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(state: dict[str, Any]) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(state["torch"])
     numpy = numpy_or_none()
-    if numpy is not None and "numpy" in state:
-        kind, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+    set_random(state, random, torch.default_generator, None if numpy is None else numpy.random)
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def set_random(state: Mapping[str, Any], python: Any, torch_generator: Any, numpy_random: Any) -> None:
+    """Set the states of these generators, of which NumPy's may be None."""
+    version, internal, gauss = state["python"]
+    python.setstate((version, tuple(internal), gauss))
+    torch_generator.set_state(state["torch"])
+    if numpy_random is not None and "numpy" in state:
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        numpy_random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
 
 
 def numpy_or_none() -> Any:

@@ -1,15 +1,14 @@
-"""The worker's end of a save: from the worker that has a checkpoint to a file of the driver's, never whole in memory. Worker.
+"""Send a checkpoint from the worker that has it to a file of the driver, without ever holding all of it in memory. Worker.
 
-The worker gets a sink: the driver's address, and the secret name of the save. It opens a checkpoint connection of the
-control channel, and the driver makes a draft for this connection alone: a file, whose path it sends. A worker that sees
-that very file, since it is on the same machine or file system, writes there, and reports how far it is; another one sends
-its bytes. At the end it sends the size and the digest of what it wrote. The driver compares them with what is in the file
-before the file gets its name (`receiver`).
+The worker gets a `StreamSink`: the driver's address, and the secret name of the save. It opens a checkpoint connection of
+the control channel. The driver creates a draft, a file for this connection alone, and sends its path. If the worker sees
+that very file, because it is on the same machine or file system, it writes there and reports its progress; otherwise it
+sends the bytes. At the end it sends the size and the digest of what it wrote. The driver compares them with the draft
+before it gives the draft the file's name (`receiver`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import logging
@@ -33,11 +32,11 @@ from raysgd.core.messages import (
     OpenCheckpoint,
 )
 from raysgd.errors import CheckpointError
-from raysgd.storage.digest import HashingWriter
+from raysgd.storage.digest import SealingWriter
 from raysgd.storage.durable import DurableFile
 from raysgd.storage.locations import Draft, Place
 
-__all__ = ["Disconnected", "LocalSink", "SaveResult", "Stream", "StreamSink", "written"]
+__all__ = ["END_BYTES", "Disconnected", "LocalSink", "SaveResult", "Stream", "StreamSink"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,32 +47,33 @@ LONGEST_ERROR = 10_000
 
 
 class SaveResult:
-    """Owns what comes of one save: a path or an error, decided once, whoever else would decide it too."""
+    """Owns the result of one save, a path or an error. It is set only once, by whichever thread is first."""
 
     def __init__(self) -> None:
         self.future: Future[str] = Future()
-        self._deciding = threading.Lock()
+        self._lock = threading.Lock()
         self._claimed_by: Any = None
 
     def claim(self, writer: Any) -> bool:
-        """From now on only this writer decides, since it is about to give the file its name. False: it is too late."""
-        with self._deciding:
+        """Reserve the result for this writer, which is about to give the file its name. Return False if it is too late."""
+        with self._lock:
             if not self.future.done() and self._claimed_by is None:
                 self._claimed_by = writer
             return self._claimed_by is writer
 
-    def kept(self, path: Place) -> None:
-        with self._deciding:
+    def succeed(self, path: Place) -> None:
+        with self._lock:
             self.future.set_result(str(path))
 
     def fail(self, error: BaseException, *, writer: Any = None) -> None:
-        with self._deciding:
+        with self._lock:
             if not self.future.done() and self._claimed_by in (None, writer):
                 self.future.set_exception(error)
 
 
 class LocalSink:
-    """For a worker that is this very process: it writes the file itself."""
+    """Writes the file itself, for a worker in the driver's process. It has the methods of `StreamSink`, `Stream` and
+    `Receiver`. Both."""
 
     def __init__(self, path: Place) -> None:
         self._path, self._result = path, SaveResult()
@@ -87,36 +87,36 @@ class LocalSink:
         return self
 
     def send(self, write: Callable[[Any], Any]) -> None:
-        """Run `write(file)`. Keep what it wrote, or its error."""
+        """Run `write(file)`, and keep the file that it writes, or its error."""
         draft = None
         try:
             draft = Draft(self._path)
-            written(write, draft.file)
+            _write_sealed(write, draft.file)
             draft.file.sync()
             if not self._result.claim(self):
-                raise CheckpointError(f"the save to {self._path} was given up before the file was complete")
+                raise CheckpointError(f"the save to {self._path} was abandoned before the file was complete")
             kept = draft.keep()
         except BaseException as error:
             if draft is not None:
                 draft.drop()
             self._result.fail(error, writer=self)
             raise
-        self._result.kept(kept)
+        self._result.succeed(kept)
 
     def close(self, error: BaseException) -> None:
-        """Give the save up: what is still being written does not get the file's name."""
+        """Abandon the save: what is still being written does not get the file's name."""
         self._result.fail(error)
 
     give_up = close
 
     def call_ended(self) -> None:
-        """There never is another writer."""
+        """Do nothing: no other worker could write the file."""
 
 
 @dataclass(frozen=True)
 class StreamSink:
-    """Travels to the worker. A write that is not taken for `stall_s` is an error. `shared=False`: the worker does not even
-    look whether it sees the driver's file."""
+    """Tells the worker where to send the checkpoint. If the driver accepts no data for `stall_s`, the save fails. With
+    `shared=False`, the worker does not try whether it sees the driver's file."""
 
     address: ControlAddress
     save: str = field(repr=False)
@@ -127,24 +127,21 @@ class StreamSink:
         self.connect().send(write)
 
     def connect(self) -> Stream:
-        """Connect, and learn of the draft. A connection that ends before that is tried again: a driver that is flooded with
-        clients drops some of them."""
+        """Connect, and receive the draft's path. Try again if the connection ends before that: a driver drops connections
+        when it is flooded with them."""
         until = time.monotonic() + CONNECT_S
         while True:
             try:
-                return self._admitted()
+                return self._connected()
             except (ConnectionRefusedError, RejectedError) as error:
-                raise Disconnected(
-                    "the driver has ended this save, and does not wait for the checkpoint any more"
-                ) from error
+                raise Disconnected("the driver has ended this save, and no longer waits for the checkpoint") from error
             except OSError as error:
                 if time.monotonic() > until:
-                    raise Disconnected(
-                        f"the driver at {self.address.host}:{self.address.port} did not answer for {CONNECT_S:g} s ({error})"
-                    ) from error
+                    where = f"{self.address.host}:{self.address.port}"
+                    raise Disconnected(f"the driver at {where} did not answer for {CONNECT_S:g} s ({error})") from error
             time.sleep(AGAIN_S)
 
-    def _admitted(self) -> Stream:
+    def _connected(self) -> Stream:
         connection = connect(self.address, OpenCheckpoint(self.save), patience_s=0.0, connect_s=CONNECT_S)
         try:
             draft = receive(connection, CheckpointDraft)
@@ -158,7 +155,7 @@ class StreamSink:
 
 
 def _opened(draft: str, mark: bytes) -> DurableFile | None:
-    """The driver's very file, if this process can write it: only that one begins with the mark."""
+    """Return the driver's draft if this process can write it. Only that very file begins with the mark."""
     try:
         file = DurableFile(draft, "r+b")
     except OSError:
@@ -166,54 +163,53 @@ def _opened(draft: str, mark: bytes) -> DurableFile | None:
     if file.read(len(mark) + 1) != mark:
         file.close()
         return None
-    file.again()
+    file.restart()
     return file
 
 
 class Disconnected(CheckpointError):
-    """The driver is not there any more, or has given the save up; then it knows why."""
+    """The driver cannot be reached, or has abandoned the save; then it knows the reason."""
 
 
 class Stream:
-    """The worker's end of an admitted connection, over which it sends one checkpoint."""
+    """Owns the worker's end of a connection that the driver has accepted, over which it sends one checkpoint."""
 
     def __init__(self, connection: socket.socket, file: DurableFile | None) -> None:
         self._connection, self._file = connection, file
 
     @property
     def in_file(self) -> bool:
-        """Does this worker write the driver's file itself?"""
+        """Whether this worker writes the driver's file itself."""
         return self._file is not None
 
     def send(self, write: Callable[[Any], Any]) -> None:
-        """Run `write(file)`. Send what it writes, with its size and digest at the end; or say what went wrong."""
+        """Run `write(file)`, and send what it writes, with its digest; or send the error."""
         try:
             if self._file is None:
-                size, digest = written(write, _OverWire(self._tell))
+                size, digest = _write_sealed(write, _ConnectionWriter(self._report))
             else:
-                target = _InFile(self._tell, self._file)
-                size, _ = written(write, target)
+                target = _FileWriter(self._report, self._file)
+                size, _ = _write_sealed(write, target)
                 self._file.sync()
-                self._file.close()  # first, for file systems that show others what was written when it is closed
+                self._file.close()  # some file systems show other machines what was written only then
                 digest = hashlib.sha256(target.end).hexdigest()
-            self._tell(CheckpointComplete(size, digest))
+            self._report(CheckpointComplete(size, digest))
         except BaseException as error:
             self.give_up(error)
             raise
         self._close()
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the driver that there will be no checkpoint, and why."""
-        why = f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
+        """Tell the driver that no checkpoint will come, and why."""
         try:
             if not isinstance(error, Disconnected):
-                self._tell(CheckpointFailed(why))
-        except Disconnected as gone:
-            logger.debug("the driver could not be told that a save failed: %s", gone)
+                self._report(CheckpointFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
+        except Disconnected as lost:
+            logger.debug("could not tell the driver that a save failed: %s", lost)
         finally:
             self._close()
 
-    def _tell(self, message: Message, body: memoryview | bytes = b"") -> None:
+    def _report(self, message: Message, body: memoryview | bytes = b"") -> None:
         try:
             send(self._connection, message, body)
         except OSError as error:
@@ -227,64 +223,44 @@ class Stream:
             self._file.close()
 
 
-class _OverWire:
-    """Sends each piece as a message."""
+class _ConnectionWriter:
+    """Sends what is written, one message for each piece."""
 
-    def __init__(self, tell: Callable[..., None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[..., None]) -> None:
+        self._report = report
 
     def write(self, data: Any) -> int:
-        piece = memoryview(data).cast("B")[:PIECE]  # a socket's limit is for one piece
-        if len(piece):
-            self._tell(CheckpointPiece(), piece)
+        piece = memoryview(data).cast("B")[:PIECE]  # the socket's timeout is for one piece
+        self._report(CheckpointPiece(), piece)
         return len(piece)
 
 
-class _InFile:
-    """Writes the driver's file, and says how far it is. `end` is what it wrote last."""
+class _FileWriter:
+    """Writes to the driver's file, and reports progress. `end` is what was written last."""
 
-    def __init__(self, tell: Callable[..., None], file: DurableFile) -> None:
-        self._tell, self._file, self._at = tell, file, 0
+    def __init__(self, report: Callable[..., None], file: DurableFile) -> None:
+        self._report, self._file, self._size = report, file, 0
         self.end = b""
 
     def write(self, data: Any) -> int:
         count = self._file.write(data)
-        self._at += count
+        self._size += count
         self.end = (self.end + bytes(memoryview(data).cast("B")[:count][-END_BYTES:]))[-END_BYTES:]
-        self._tell(CheckpointWritten(self._at))
+        self._report(CheckpointWritten(self._size))
         return count
 
 
-class _CheckpointFile(io.BufferedWriter):
-    """What is written into. It knows the digest of that, which a `SealingWriter` uses."""
-
-    def hexdigest(self) -> str:
-        self.flush()
-        return self.raw.hexdigest()  # type: ignore[no-any-return, attr-defined]
-
-
-class _Watched(HashingWriter):
-    """Remembers its first error: torch.save ends its archive after one, and raises another one then."""
-
-    failure: BaseException | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except BaseException as error:
-            self.failure = self.failure or error
-            raise
-
-
-def written(write: Callable[[Any], Any], target: Any) -> tuple[int, str]:
-    """Run `write(file)`, with a file that passes everything on to `target`. Return the size and the digest of that."""
-    with contextlib.closing(_Watched(target)) as watched:
-        file = _CheckpointFile(watched, PIECE)
+def _write_sealed(write: Callable[[Any], Any], target: Any) -> tuple[int, str]:
+    """Run `write(file)` with a file that passes everything to `target`, and append the digest. Return the size and the digest
+    of everything that was passed on."""
+    with SealingWriter(target) as sealing:
+        file = io.BufferedWriter(sealing, PIECE)
         try:
             write(file)
             file.flush()
+            sealing.seal()
         except BaseException:
-            if watched.failure is not None:
-                raise watched.failure from None
+            if sealing.failure is not None:
+                raise sealing.failure from None
             raise
-        return watched.written, watched.hexdigest()
+        return sealing.written, sealing.hexdigest()

@@ -1,4 +1,4 @@
-"""What a load replaces, kept until every rank has taken the new state: a load that fails on one rank changes none."""
+"""Undo a load on all ranks if it fails on one of them. Worker."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ from raysgd.torch.snapshots import copied
 __all__ = ["Undo"]
 
 Step = Callable[[], Any]
+# Attributes of a replica that a load replaces with other objects, and does not change in place.
+REPLACED = ("_train", "_feed", "_validation_began")
+UNSEEN = "the file cannot be seen"
 
 
-class Taker(Protocol):
-    """What is asked of the replica. `_train`, `_feed` and `_validation_began` are exchanged by a load, not changed."""
+class LoadingReplica(Protocol):
+    """What this module needs from a replica, in addition to the attributes in `REPLACED`."""
 
     operator: TrainingOperator
     _position: Position
     _val_position: Position
 
 
-UNSEEN = "the file is not to be seen"
-EXCHANGED = ("_train", "_feed", "_validation_began")
-
-
 class Undo:
-    """Owns a copy of the models and of the small parts of a replica's state. An optimizer's tensors are kept, not copied:
-    loading replaces them."""
+    """Owns what a load replaces: a copy of the models and of the small parts of a replica's state. An optimizer's tensors
+    are kept without a copy, because loading replaces them."""
 
-    def __init__(self, replica: Taker) -> None:
+    def __init__(self, replica: LoadingReplica) -> None:
         operator = replica.operator
         parts, precision = operator._parts, operator._precision
         self._ranks = operator.world_size
@@ -52,24 +51,23 @@ class Undo:
         for optimizer in parts.optimizers:
             self._steps += _optimizer_steps(optimizer)
         for scheduler in parts.schedulers:
-            self._steps += [_attributes(scheduler), _through_state_dict(scheduler)]
+            self._steps += [_attributes(scheduler), _state_dict(scheduler)]
         scaler = copied(precision.state())
         if scaler:
             self._steps.append(functools.partial(precision.load, scaler))
-        self._steps += [_attributes(operator), _through_state_dict(operator)]
+        self._steps += [_attributes(operator), _state_dict(operator)]
         if is_planned(parts.train_loader):
             for source in random_sources(parts.train_loader):
                 self._steps.append(functools.partial(source.set_state, source.get_state()))
         for position in (replica._position, replica._val_position):
             self._steps.append(functools.partial(position.adopt, position.as_dict()))
-        kept = {name: getattr(replica, name) for name in EXCHANGED}
-        self._steps.append(lambda: vars(replica).update(kept))
+        self._steps.append(functools.partial(vars(replica).update, {name: getattr(replica, name) for name in REPLACED}))
         self._steps.append(functools.partial(states.restore_random, states.random_state()))
 
     @contextmanager
     def unless_all_succeed(self) -> Iterator[None]:
-        """Put everything back when what is done in here fails, on this rank or on another one; raise CheckpointError (or
-        UnseenError) then, on all ranks alike. All ranks must come by."""
+        """Undo the load in this block if it fails on any rank. Then raise CheckpointError (or UnseenError) on all ranks. All
+        ranks must enter the block."""
         error: Exception | None = None
         try:
             try:
@@ -78,11 +76,11 @@ class Undo:
                 error = caught
             _raise_if_any_failed(error, ranks=self._ranks)
         except BaseException:
-            self._put_back()
+            self._undo()
             raise
 
-    def _put_back(self) -> None:
-        """One part that fails does not keep the others from it."""
+    def _undo(self) -> None:
+        """Carry out all steps, also those after one that fails."""
         failed: Exception | None = None
         for step in self._steps:
             try:
@@ -91,36 +89,37 @@ class Undo:
                 failed = failed or error
         if failed is not None:
             raise CheckpointError(
-                f"a load failed, and what it had changed could not be put back ({type(failed).__name__}: {failed}): make a "
+                f"a load failed, and what it had changed could not be restored ({type(failed).__name__}: {failed}): create a "
                 "new trainer, and load a checkpoint into it"
             ) from failed
 
 
 def _raise_if_any_failed(error: Exception | None, *, ranks: int) -> None:
-    said: list[Any] = [None if error is None else _said(error)]
+    reasons: list[Any] = [None if error is None else _reason(error)]
     if ranks > 1:
-        mine, said = said[0], [None] * ranks
-        dist.all_gather_object(said, mine)
-    failed = [rank for rank, text in enumerate(said) if text is not None]
-    if any(said[rank] == UNSEEN for rank in failed):
+        mine, reasons = reasons[0], [None] * ranks
+        dist.all_gather_object(reasons, mine)
+    if UNSEEN in reasons:
         raise UnseenError from error
-    if failed:
-        where = f"rank {failed[0]}: " if ranks > 1 else ""
-        raise CheckpointError(f"{where}{said[failed[0]]}. Nothing was changed") from error
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise CheckpointError(
+                f"{f'rank {rank}: ' if ranks > 1 else ''}{reason}. Nothing was changed on any rank"
+            ) from error
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, UnseenError):
         return UNSEEN
     if isinstance(error, CheckpointError):
         return str(error)
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"in {place.name}, {os.path.basename(place.filename)}:{place.lineno}"
-    return f"the state could not be taken: {type(error).__name__}: {error} ({where})"
+    return f"the state could not be loaded: {type(error).__name__}: {error} ({where})"
 
 
 def _kept_model(state: Any) -> OrderedDict[str, Any]:
-    """A copy in main memory; of sharded tensors, this rank's shards where they are."""
+    """Return a copy in main memory; of sharded tensors, this rank's shards on their device."""
     kept: Any = OrderedDict(
         (name, value.detach().clone() if hasattr(value, "full_tensor") else copied(value))
         for name, value in state.items()
@@ -131,36 +130,32 @@ def _kept_model(state: Any) -> OrderedDict[str, Any]:
 
 
 def _attributes(thing: Any) -> Step:
-    """The attributes of an object as they are now, without copies of their values."""
+    """Return a step that restores the present attributes of an object, whose values are not copied."""
     kept = dict(getattr(thing, "__dict__", {}))
 
-    def put_back() -> None:
+    def restore() -> None:
         if kept:
             vars(thing).clear()
             vars(thing).update(kept)
 
-    return put_back
+    return restore
 
 
-def _through_state_dict(thing: Any) -> Step:
+def _state_dict(thing: Any) -> Step:
+    """Return a step that restores the present state of an object."""
     kept = copied(thing.state_dict())
-
-    def put_back() -> None:
-        if kept is not None:
-            thing.load_state_dict(kept)
-
-    return put_back
+    return lambda: None if kept is None else thing.load_state_dict(kept)
 
 
 def _optimizer_steps(optimizer: Any) -> list[Step]:
     ordinary = isinstance(optimizer, torch.optim.Optimizer)
     if not ordinary or type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-        return [_attributes(optimizer), _through_state_dict(optimizer)]
+        return [_attributes(optimizer), _state_dict(optimizer)]
     groups = [(group, dict(group)) for group in optimizer.param_groups]
 
-    def put_groups_back() -> None:
+    def restore_groups() -> None:
         for group, kept in groups:
             group.clear()
             group.update(kept)
 
-    return [_attributes(optimizer), put_groups_back]
+    return [_attributes(optimizer), restore_groups]
