@@ -18,9 +18,9 @@ __all__ = ["RayMetricsCallback"]
 REPEAT_S = 1.0
 GAUGES = {
     "raysgd_samples_per_second": "Samples that all workers together train on, per second",
-    "raysgd_step_seconds": "Seconds per batch (of a training function: per report)",
+    "raysgd_step_seconds": "Seconds per batch (for a training function: per report)",
     "raysgd_world_size": "Workers that train",
-    "raysgd_recoveries": "Changes of the workers so far: failures, growth, preemptions",
+    "raysgd_recoveries": "Recoveries so far: failures, growth, preemptions",
 }
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from raysgd.callbacks.base import Run
-from raysgd.callbacks.folder import made_folder
+from raysgd.callbacks.folder import create_folder
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.core.policy import Recovery
@@ -300,8 +300,8 @@ def _make_places(logdir: str | Place | None) -> tuple[Place, Path]:
     """Where checkpoints are stored, and where callbacks write."""
     given = None if logdir is None else place(logdir)
     if isinstance(given, Uri):
-        return given, made_folder(given.name, "sgd")
-    path = made_folder(given, "sgd")
+        return given, create_folder(given.name, "sgd")
+    path = create_folder(given, "sgd")
     return path, path
 
 
