@@ -12,7 +12,7 @@ from pathlib import Path
 from raysgd.errors import ConfigError
 from raysgd.storage.locations import Place, Uri, place
 
-__all__ = ["RESULTS", "folder_to_be", "create_folder", "numbered", "timestamp"]
+__all__ = ["RESULTS", "create_folder", "folder_to_be", "numbered", "timestamp"]
 
 RESULTS = "ray_results"
 

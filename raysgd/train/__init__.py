@@ -1,7 +1,7 @@
-"""Functions on elastic workers: `Trainer(backend="torch", num_workers=2).run(train_func)`.
+"""Training functions on elastic workers: `Trainer(backend="torch", num_workers=2).run(train_func)`. Both.
 
-Inside the function: `train.report`, `train.save_checkpoint`, `train.world_rank`, ..., `train.torch.prepare_model`.
-Importing this loads neither torch, tensorflow, horovod nor ray; each comes with the first name that needs it.
+Functions call `train.report`, `train.save_checkpoint`, `train.world_rank` and so on, and `train.torch.prepare_model`.
+Importing this package imports neither torch, tensorflow, horovod nor ray; the names that need them are lazy.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from raysgd.train.errors import (
     TrainBackendError,
     TrainingWorkerError,
 )
-from raysgd.train.fit.checkpoint_strategy import CheckpointConfig, CheckpointStrategy
 from raysgd.train.fit.result import Result
-from raysgd.train.fit.settings import FailureConfig, RunConfig, ScalingConfig
+from raysgd.train.fit.settings import CheckpointConfig, CheckpointStrategy, FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.functions import (
     get_checkpoint,
     get_context,

@@ -1,4 +1,4 @@
-"""What Ray has under this name. Horovod itself is loaded on the workers."""
+"""The names that Ray has in this module. Horovod itself is imported on the workers. Driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["HorovodConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    """`from raysgd.train.horovod import HorovodTrainer`. The trainer stands above what functions call."""
+    """Support `from raysgd.train.horovod import HorovodTrainer`, as in Ray. The trainer belongs to a higher layer."""
     if name == "HorovodTrainer":
         return getattr(import_module("raysgd.train"), name)
     raise AttributeError(f"module 'raysgd.train.horovod' has no attribute {name!r}")
