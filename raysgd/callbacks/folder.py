@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raysgd.errors import ConfigError
-from raysgd.storage.locations import Place, Uri, place
+from raysgd.storage.locations import Uri, place
 
-__all__ = ["RESULTS", "create_folder", "folder_to_be", "numbered", "timestamp"]
+__all__ = ["RESULTS", "create_folder", "create_new_folder", "folder_to_be", "numbered", "timestamp"]
 
 RESULTS = "ray_results"
 
@@ -20,25 +20,28 @@ RESULTS = "ray_results"
 def create_folder(given: str | os.PathLike[str] | None, prefix: str) -> Path:
     """Create a directory below ~/ray_results and return it; without a name, a new one that is named after the time."""
     home = Path.home() / RESULTS
-    if given is not None:
-        path = home / Path(given).expanduser()
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    for candidate in numbered(home, f"{prefix}_{timestamp()}"):
-        assert isinstance(candidate, Path)
+    if given is None:
+        return create_new_folder(home, f"{prefix}_{timestamp()}")
+    path = home / Path(given).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def create_new_folder(home: Path, name: str) -> Path:
+    """Create the directory `name` in `home` and return it; if it exists, `name_2`, `name_3` and so on."""
+    for candidate in numbered(name):
         try:
-            candidate.mkdir(parents=True)
+            (home / candidate).mkdir(parents=True)
         except FileExistsError:
             continue
-        return candidate
+        return home / candidate
     raise AssertionError("there is always another number")
 
 
-def numbered(home: Place, name: str) -> Iterator[Place]:
-    """Yield `name`, `name_2`, `name_3` and so on, in `home`."""
-    yield home / name
-    for number in itertools.count(2):
-        yield home / f"{name}_{number}"
+def numbered(name: str) -> Iterator[str]:
+    """Yield `name`, `name_2`, `name_3` and so on."""
+    yield name
+    yield from (f"{name}_{number}" for number in itertools.count(2))
 
 
 def folder_to_be(given: str | os.PathLike[str] | None, prefix: str) -> Path:

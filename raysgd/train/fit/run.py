@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import Run
-from raysgd.callbacks.folder import RESULTS, numbered, timestamp
+from raysgd.callbacks.folder import RESULTS, create_new_folder, numbered, timestamp
 from raysgd.callbacks.history import History
 from raysgd.storage import locations
 from raysgd.storage.locations import Place, Uri, copy_logs, names, place
@@ -111,19 +111,14 @@ def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
     directory."""
     home = Path.home() / RESULTS if config.storage_path is None else place(config.storage_path)
     home = home.absolute() if isinstance(home, Path) else home
-    wanted = home / (config.name or f"{trainer}_{timestamp()}")
-    for candidate in numbered(home, wanted.name):
-        if isinstance(candidate, Path):
-            try:
-                candidate.mkdir(parents=True)
-            except FileExistsError:
-                continue
-        elif names(candidate):
-            continue
-        if candidate != wanted:
-            logger.warning("there is a run at %s already: this run is stored at %s", wanted, candidate)
-        return candidate, _log_dir(candidate)
-    raise AssertionError("there is always another number")
+    name = config.name or f"{trainer}_{timestamp()}"
+    if isinstance(home, Path):
+        new: Place = create_new_folder(home, name)
+    else:
+        new = home / next(candidate for candidate in numbered(name) if not names(home / candidate))
+    if new != home / name:
+        logger.warning("there is a run at %s already: this run is stored at %s", home / name, new)
+    return new, _log_dir(new)
 
 
 def _log_dir(where: Place, *, resume: bool = False) -> Path:
@@ -131,8 +126,7 @@ def _log_dir(where: Place, *, resume: bool = False) -> Path:
     from elsewhere may have used the name; with `resume`, it is the one that this run has used."""
     if not isinstance(where, Uri):
         return where
-    for path in numbered(Path.home() / RESULTS, where.name):
-        assert isinstance(path, Path)
+    for path in (Path.home() / RESULTS / name for name in numbered(where.name)):
         try:
             path.mkdir(parents=True)
         except FileExistsError:
