@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from raysgd.callbacks.base import Callback, Result, Run, Underway
+from raysgd.callbacks.base import Callback, CallResult, Result, Run, Underway
 from raysgd.callbacks.csv_files import CSVCallback
 from raysgd.callbacks.history import History
 from raysgd.callbacks.json_files import JsonLinesCallback, JsonLoggerCallback
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CSVCallback",
+    "CallResult",
     "Callback",
     "History",
     "JsonLinesCallback",

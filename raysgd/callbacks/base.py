@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 
-__all__ = ["TRACES", "Callback", "Result", "Run", "Underway"]
+__all__ = ["TRACES", "CallResult", "Callback", "Result", "Run", "Underway"]
 
 # The key of profiler traces, {file name: bytes}, in a worker's report. Users never see it.
 TRACES = "__traces__"
@@ -45,7 +45,7 @@ class Underway:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class CallResult:
     """The result of one call of `train` or `validate`, or one round of a function's reports.
 
     epoch       the epoch of the result; None if a function does not report one
@@ -64,6 +64,9 @@ class Result:
     world_size: int
     seconds: float
     traces: list[dict[str, bytes]] = field(default_factory=list)
+
+
+Result = CallResult  # the older name, which existing callbacks import
 
 
 class Callback:
@@ -92,7 +95,7 @@ class Callback:
     def on_progress(self, now: Underway) -> None:
         """Called for each worker while a call runs, at most a few times per second. Not for training functions."""
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         """Called after each call of `train` and `validate`, and after each round of reports."""
 
     def on_recovery(self, recovery: Recovery) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run, Underway
+from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
 
@@ -38,7 +38,7 @@ class CallbackList:
     def progress(self, now: Underway) -> None:
         self._call("on_progress", now)
 
-    def result(self, result: Result) -> None:
+    def result(self, result: CallResult) -> None:
         self._call("on_result", result)
 
     def recovery(self, recovery: Recovery) -> None:

@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run
+from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import flat, row_of
 from raysgd.errors import text_of
 from raysgd.storage import locations
@@ -28,7 +28,7 @@ class CSVCallback(Callback):
         self.folder = self._given or run.folder
         self._headers.clear()
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

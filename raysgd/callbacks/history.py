@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from raysgd.callbacks.base import Callback, Result
+from raysgd.callbacks.base import Callback, CallResult
 from raysgd.callbacks.writers import ROW_FIELDS, import_extra, row_of, scalars
 from raysgd.errors import ConfigError, text_of
 
@@ -33,7 +33,7 @@ class History(Callback, Sequence[Mapping[str, Any]]):
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         self._rows.append(row_of(result))
 
     @property

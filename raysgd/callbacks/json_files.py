@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run
+from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import check_ranks, for_json, row_of
 from raysgd.storage import locations
 
@@ -30,7 +30,7 @@ class JsonLinesCallback(Callback):
         self.path = self._given or run.folder / "history.jsonl"
         _end_last_line(self.path)
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class JsonLoggerCallback(Callback):
         self._path, self._results = (self._folder or run.folder) / self._name, []
         self._write()
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         rows = [row for rank, row in enumerate(result.by_worker) if self._workers is None or rank in self._workers]
         self._results.append(for_json(rows))
         self._write()

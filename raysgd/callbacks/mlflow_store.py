@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run
+from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import check_rank, flat, import_extra, scalars, scalars_of_report
 
 __all__ = ["MLflowCallback"]
@@ -64,7 +64,7 @@ class MLflowCallback(Callback):
         for name, value in flat(run.config).items():
             client.log_param(self.run_id, name, value)
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if self._client is None:
             return
         metric = import_extra("mlflow.entities", user="MLflowCallback").Metric

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, TextIO
 
-from raysgd.callbacks.base import Callback, Result
+from raysgd.callbacks.base import Callback, CallResult
 from raysgd.callbacks.writers import scalars
 from raysgd.core.policy import Recovery
 from raysgd.errors import described
@@ -26,7 +26,7 @@ class PrintCallback(Callback):
     def __init__(self, metrics: list[str] | None = None, *, file: TextIO | None = None) -> None:
         self._metrics, self._file = metrics, file
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         at = f"epoch {result.epoch}" if result.epoch is not None else f"report {result.step}"
         workers = f"{result.world_size} worker{'s' if result.world_size > 1 else ''}"
         shown = "  ".join(f"{name}={value:.4g}" for name, value in self._selected(result).items())
@@ -39,7 +39,7 @@ class PrintCallback(Callback):
     def on_error(self, error: BaseException) -> None:
         self._print(f"failed: {described(error)}".splitlines()[0])
 
-    def _selected(self, result: Result) -> dict[str, Any]:
+    def _selected(self, result: CallResult) -> dict[str, Any]:
         found = scalars(result.metrics)
         if self._metrics is not None:
             return {name: found[name] for name in self._metrics if name in found}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Underway
+from raysgd.callbacks.base import Callback, CallResult, Underway
 
 __all__ = ["ProgressBar"]
 
@@ -43,7 +43,7 @@ class ProgressBar(Callback):
         if progress.batches > bar.n:
             bar.update(progress.batches - bar.n)
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if self._bar is None:
             self._open(result.kind, "report" if result.kind == "report" else "batch")
         bar = self._bar

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from raysgd.callbacks.base import Callback, Result, Run
+from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import check_rank, import_extra, tagged_scalars
 
 __all__ = ["TensorBoardCallback"]
@@ -36,7 +36,7 @@ class TensorBoardCallback(Callback):
         self.folder = self._given or run.folder
         self._events = _EventFile(self.folder)
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if self._events is not None:
             self._events.add(tagged_scalars(result, self._worker), result.step)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run
+from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import check_ranks
 from raysgd.errors import ConfigError
 
@@ -61,7 +61,7 @@ class TorchProfilerCallback(Callback):
     def on_start(self, run: Run) -> None:
         self.folder = self._given or run.folder / "pytorch_profiler"
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if self.folder is None:
             return
         # The workers of a TorchTrainer select the ranks themselves, because they run the profiler.

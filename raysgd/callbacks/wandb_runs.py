@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run
+from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.writers import check_rank, for_json, import_extra, tagged_scalars
 
 __all__ = ["WandbCallback"]
@@ -51,7 +51,7 @@ class WandbCallback(Callback):
         )
         self.run.define_metric("*", step_metric="step")
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if self.run is not None:
             self.run.log({**tagged_scalars(result, self._worker), "step": result.step})
 

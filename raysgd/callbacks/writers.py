@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from raysgd.callbacks.base import Result
+from raysgd.callbacks.base import CallResult
 from raysgd.core.metrics import plain
 from raysgd.errors import ConfigError, text_of
 
@@ -61,13 +61,13 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
 
 
-def scalars_of_report(result: Result, rank: int) -> dict[str, float]:
+def scalars_of_report(result: CallResult, rank: int) -> dict[str, float]:
     """Return the scalars that one rank of a training function reported, without those that raysgd added."""
     reported = scalars(result.by_worker[rank]) if rank < len(result.by_worker) else {}
     return {name: value for name, value in reported.items() if not name.startswith("_")}
 
 
-def tagged_scalars(result: Result, rank: int) -> dict[str, float]:
+def tagged_scalars(result: CallResult, rank: int) -> dict[str, float]:
     """Return what dashboards plot: `train/...` and `validate/...`, or one rank's report under its own names."""
     if result.kind == "report":
         return scalars_of_report(result, rank)
@@ -75,7 +75,7 @@ def tagged_scalars(result: Result, rank: int) -> dict[str, float]:
     return {f"{result.kind}/{name}": value for name, value in values.items()}
 
 
-def row_of(result: Result) -> dict[str, Any]:
+def row_of(result: CallResult) -> dict[str, Any]:
     """Return a result as one row: its own fields, then the metrics. A metric with the name of a field is renamed to
     `reported_...`, unless it is the same epoch."""
     metrics = {

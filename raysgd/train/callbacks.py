@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run
+from raysgd.callbacks.base import Callback, CallResult, Run
 from raysgd.callbacks.callback_list import CallbackList, check_callbacks
 from raysgd.callbacks.history import History
 from raysgd.callbacks.json_files import JsonLoggerCallback
@@ -46,7 +46,7 @@ class TrainingCallback(Callback):
         more: dict[str, Any] = {"config": dict(run.config)} if takes_config else {}
         self.start_training(logdir=str(run.folder), **more)
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         self.handle_result(result.by_worker)
 
     def on_end(self, failed: bool) -> None:
@@ -87,7 +87,7 @@ class LoggerCallback(Callback):
         self.trial = Trial(run.folder.name, dict(run.config), str(run.folder))
         self.log_trial_start(self.trial)
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if self.trial is not None:
             self.trial.last_result = dict(result.metrics)
             self.log_trial_result(result.step, self.trial, self.trial.last_result)

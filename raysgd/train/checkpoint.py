@@ -306,7 +306,7 @@ def _unpickled(data: bytes, where: str, trusted: bool) -> dict[str, Any]:
         if data[-1:] != STOP:
             raise CheckpointError("it was truncated, or something was appended to it")
         content = pickle.loads(data) if trusted else unpickling.read(data)
-    except unpickling.Refused as error:
+    except unpickling.UnsafePickleError as error:
         raise CheckpointError(
             f"{where}: it holds {error}, and rebuilding such objects can run code from the file, which plain values, arrays "
             "and tensors do not. If you trust the file, use Checkpoint(path, trusted=True)"

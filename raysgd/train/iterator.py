@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from raysgd.callbacks.base import TRACES, Result, Run
+from raysgd.callbacks.base import TRACES, CallResult, Run
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.core.metrics import plain
 from raysgd.train.executor import BackendExecutor
@@ -103,7 +103,7 @@ class TrainingIterator:
         rows = [{name: plain(value) for name, value in row.items()} for row in visible]
         first = rows[0] if rows else {}
         epoch = first.get("epoch")
-        result = Result(
+        result = CallResult(
             kind="report",
             epoch=epoch if isinstance(epoch, int) else None,
             step=int(_finite(first.get("_training_iteration"), self._rounds)),

@@ -2,7 +2,7 @@
 
 A pickle names functions and calls them. This reader finds only the functions and classes that rebuild values, and calls
 each only with the arguments that real values have (the rules below). It creates nothing that is much larger than the
-file, and does not trust the lengths that the file claims. Each rule raises `Refused`, or returns how much memory the
+file, and does not trust the lengths that the file claims. Each rule raises `UnsafePickleError`, or returns how much memory the
 call copies.
 """
 
@@ -21,14 +21,14 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, ClassVar
 
-__all__ = ["Refused", "is_dictionary", "read"]
+__all__ = ["UnsafePickleError", "is_dictionary", "read"]
 
 SHORT = 4096
 LARGEST_KEY = 1000  # values in nested tuples: hashing visits each of them, as often as it occurs
 NAME_OF_STORAGE = re.compile(r"torch(\.\w+)* \w*Storage")
 
 
-class Refused(pickle.UnpicklingError):
+class UnsafePickleError(pickle.UnpicklingError):
     """The pickle asks for something that could run code, or for more memory than a real one."""
 
 
@@ -45,7 +45,7 @@ def _only(args: tuple[Any, ...], *kinds: Any, least: int = 0) -> int:
     """Require arguments of these types, in this order. Return the size of the first one, which the call may copy."""
     right = least <= len(args) <= len(kinds) and all(map(isinstance, args, kinds))
     if not right:
-        raise Refused(f"a call with {', '.join(type(each).__name__ for each in args) or 'nothing'}")
+        raise UnsafePickleError(f"a call with {', '.join(type(each).__name__ for each in args) or 'nothing'}")
     return len(args[0]) if args and isinstance(args[0], COPIED) else 0
 
 
@@ -65,7 +65,7 @@ def _of_types(*kinds: Any, least: int = 0) -> Rule:
 
 def _bytes_of_text(*args: Any) -> int:
     if len(args) == 2 and args[1] not in ("latin1", "latin-1", "utf8", "utf-8"):
-        raise Refused(f"an encoding, {args[1]!r:.40}")
+        raise UnsafePickleError(f"an encoding, {args[1]!r:.40}")
     return _only(args, str, str, least=2)
 
 
@@ -86,28 +86,28 @@ def _dtype(*args: Any) -> int:
 def _plain_dtype(given: Any) -> Any:
     dtype = _numpy().dtype(given)
     if dtype.fields is not None or dtype.subdtype is not None:
-        raise Refused("a numpy.dtype with fields or forged content")
+        raise UnsafePickleError("a numpy.dtype with fields or forged content")
     return dtype
 
 
 def _without_objects(given: Any) -> Any:
     dtype = _plain_dtype(given)
     if dtype.hasobject:
-        raise Refused("bytes that would become pointers to objects")
+        raise UnsafePickleError("bytes that would become pointers to objects")
     return dtype
 
 
 def _reconstruct(*args: Any) -> int:
     _only(args, type, tuple, bytes, least=3)
     if args[0] is not _numpy().ndarray or args[1] != (0,):
-        raise Refused("an array of another type than numpy.ndarray")
+        raise UnsafePickleError("an array of another type than numpy.ndarray")
     return 0
 
 
 def _scalar(*args: Any) -> int:
     _only(args, _numpy().dtype, bytes, least=2)
     if len(args[1]) != _without_objects(args[0]).itemsize:
-        raise Refused("a number of another size than its type's")
+        raise UnsafePickleError("a number of another size than its type's")
     return len(args[1])
 
 
@@ -120,7 +120,7 @@ def _frombuffer(*args: Any) -> int:
 def _check_shape(shape: Any, item_size: int, size: int) -> None:
     sides = shape if isinstance(shape, tuple) else (shape,)
     if not all(type(side) is int and side >= 0 for side in sides) or math.prod(sides) * item_size != size:
-        raise Refused("an array whose shape does not match its content")
+        raise UnsafePickleError("an array whose shape does not match its content")
 
 
 def _tensor(*args: Any) -> int:
@@ -129,10 +129,10 @@ def _tensor(*args: Any) -> int:
     _only(args, torch.storage.TypedStorage, int, tuple, tuple, bool, dict, (dict, type(None)), least=6)
     numbers = (*numbers, *size[0], *stride[0])
     if not all(type(each) is int and each >= 0 for each in numbers) or len(size[0]) != len(stride[0]) or args[5]:
-        raise Refused("a tensor with a forged shape")
+        raise UnsafePickleError("a tensor with a forged shape")
     reach = sum((side - 1) * step for side, step in zip(size[0], stride[0], strict=True)) + args[1] + 1
     if all(size[0]) and reach > args[0]._size():
-        raise Refused("a tensor that claims more than its storage holds")
+        raise UnsafePickleError("a tensor that claims more than its storage holds")
     return 0
 
 
@@ -182,7 +182,7 @@ def _rule_of(kind: type) -> Rule:
     full = f"{kind.__module__}.{kind.__qualname__}"
     rule = RULES.get(full, DATE if kind.__module__ == "datetime" else None)
     if rule is None:
-        raise Refused(f"a call of {full}")
+        raise UnsafePickleError(f"a call of {full}")
     return rule
 
 
@@ -195,13 +195,13 @@ def _check_keys(keys: Any) -> None:
             inner = pending.pop()
             count += len(inner)
             if count > LARGEST_KEY:
-                raise Refused(f"a key of more than {LARGEST_KEY} values")
+                raise UnsafePickleError(f"a key of more than {LARGEST_KEY} values")
             pending += [each for each in inner if isinstance(each, tuple)]
 
 
 def _check_array_state(state: Any) -> int:
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[2], _numpy().dtype):
-        raise Refused("a numpy.ndarray with forged content")
+        raise UnsafePickleError("a numpy.ndarray with forged content")
     _, shape, dtype, _, content = state
     if dtype.hasobject:
         _only((content,), list)
@@ -239,13 +239,13 @@ CALLS = {"REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "STACK_GLOBAL"
 def _check_storage(data: bytes) -> None:
     stream = io.BytesIO(data)
     if stream.read(len(MAGIC)) != MAGIC:
-        raise Refused("the storage of a tensor in an unknown format")
+        raise UnsafePickleError("the storage of a tensor in an unknown format")
     for number in range(4):
         for opcode, argument, _ in pickletools.genops(stream):
             if opcode.name in CALLS or (opcode.name == "GLOBAL" and not NAME_OF_STORAGE.fullmatch(str(argument))):
-                raise Refused(f"the storage of a tensor with {opcode.name} {argument!r:.60}")
+                raise UnsafePickleError(f"the storage of a tensor with {opcode.name} {argument!r:.60}")
             if number >= 2 and isinstance(argument, int) and argument > len(data):
-                raise Refused("the storage of a tensor that claims more than the file holds")
+                raise UnsafePickleError("the storage of a tensor that claims more than the file holds")
 
 
 # -- the reader -------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def is_dictionary(data: bytes | memoryview) -> bool:
 
 
 def read(data: bytes | memoryview) -> Any:
-    """Return the content. Raise `Refused` for content that needs trust, and the errors of pickle for damage."""
+    """Return the content. Raise `UnsafePickleError` for content that needs trust, and the errors of pickle for damage."""
     return _Reader(data).load()
 
 
@@ -314,7 +314,7 @@ class _Reader(_Python):  # type: ignore[misc]
         content = super().load()
         for function in self._functions:
             if not function.called:
-                raise Refused(f"{function.name} itself")
+                raise UnsafePickleError(f"{function.name} itself")
         return content
 
     def find_class(self, module: str, name: str) -> Any:
@@ -333,21 +333,21 @@ class _Reader(_Python):  # type: ignore[misc]
             torch = import_module("torch")
             if isinstance(found := vars(torch).get(name), torch.dtype):
                 return found
-        raise Refused(f"{module}.{name}")
+        raise UnsafePickleError(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise Refused(f"a persistent id, {pid!r:.40}")
+        raise UnsafePickleError(f"a persistent id, {pid!r:.40}")
 
     def _spend(self, cost: int) -> None:
         self._left -= cost
         if self._left < 0:
-            raise Refused("copies of its parts that take much more memory than the file")
+            raise UnsafePickleError("copies of its parts that take much more memory than the file")
 
     def load_reduce(self) -> None:
         args = self.stack.pop()
         function = self.stack[-1]
         if not isinstance(args, tuple):
-            raise Refused("a call without arguments")
+            raise UnsafePickleError("a call without arguments")
         if isinstance(function, _Function):
             self._spend(function.rule(*args))
             function.called, function = True, function.function
@@ -355,7 +355,7 @@ class _Reader(_Python):  # type: ignore[misc]
             self._spend(_rule_of(function)(*args))
             _check_keys(args[0] if args and function in (set, frozenset) else ())
         else:
-            raise Refused(f"a call of a {type(function).__name__}")
+            raise UnsafePickleError(f"a call of a {type(function).__name__}")
         self.stack[-1] = function(*args)
 
     def load_build(self) -> None:
@@ -366,15 +366,15 @@ class _Reader(_Python):  # type: ignore[misc]
             pass  # attributes, as torch's state dictionaries have
         elif kind.__module__.partition(".")[0] == "numpy" and isinstance(built, _numpy().dtype):
             if not _is_own_state(built, state):
-                raise Refused("a numpy.dtype with fields or forged content")
+                raise UnsafePickleError("a numpy.dtype with fields or forged content")
         elif kind.__module__ == "numpy" and kind is _numpy().ndarray:
             self._spend(_check_array_state(state))
         else:
-            raise Refused(f"a state for a {kind.__name__}")
+            raise UnsafePickleError(f"a state for a {kind.__name__}")
         _Python.load_build(self)
 
     def _refuse_making(self, how: str) -> None:
-        raise Refused(f"an object that is not a plain value ({how})")
+        raise UnsafePickleError(f"an object that is not a plain value ({how})")
 
     def load_bytearray8(self) -> None:
         """Check the length: pickle allocates as many bytes as the file claims."""
@@ -392,7 +392,7 @@ class _Reader(_Python):  # type: ignore[misc]
 
     def _adding(self, target: Any, kinds: tuple[type, ...], keys: Any) -> None:
         if type(target) not in kinds:
-            raise Refused(f"values for a {type(target).__name__}")
+            raise UnsafePickleError(f"values for a {type(target).__name__}")
         _check_keys(keys)
 
 
