@@ -90,22 +90,22 @@ __all__ = [
 ]
 
 _LAZY = {
-    "BackendExecutor": "raysgd.train.executor",
-    "DataParallelTrainer": "raysgd.train.fit.trainer",
-    "HorovodTrainer": "raysgd.train.frameworks",
-    "SGDIterator": "raysgd.train.iterator",
-    "TensorflowTrainer": "raysgd.train.frameworks",
-    "TorchTrainer": "raysgd.train.frameworks",
-    "Trainer": "raysgd.train.trainer",
-    "TrainingIterator": "raysgd.train.iterator",
-    "WorkerGroup": "raysgd.train.worker_group",
+    "BackendExecutor": "executor",
+    "DataParallelTrainer": "fit.trainer",
+    "HorovodTrainer": "frameworks",
+    "SGDIterator": "iterator",
+    "TensorflowTrainer": "frameworks",
+    "TorchTrainer": "frameworks",
+    "Trainer": "trainer",
+    "TrainingIterator": "iterator",
+    "WorkerGroup": "worker_group",
 }
 _MODULES = ("tensorflow", "torch")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        return getattr(import_module(f"raysgd.train.{_LAZY[name]}"), name)
     if name in _MODULES:
         try:
             return import_module(f"raysgd.train.{name}")

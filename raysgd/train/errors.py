@@ -1,12 +1,4 @@
-"""The errors of training functions. All are subclasses of `RaysgdError`. Both.
-
-OutsideRunError (ValueError)              a function such as train.report() was called outside a training function
-ReportMismatchError (RuntimeError)        the ranks did not make the same calls in the same order
-InactiveWorkerGroupError (NotActiveError) the workers were not started, or were shut down
-TrainBackendError (RuntimeError)          calls came in an invalid order, such as results before a start
-TrainingRunningError (TrainBackendError)  a call while a training function is running on the same workers
-TrainingWorkerError (TrainingFailedError) more workers failed than max_retries allows
-"""
+"""The errors of training functions. All are subclasses of `RaysgdError`. Both."""
 
 from __future__ import annotations
 
@@ -24,19 +16,19 @@ __all__ = [
 
 
 class OutsideRunError(RaysgdError, ValueError):
-    """No training function is running in this process."""
+    """A function such as train.report() was called outside a training function."""
 
 
 class ReportMismatchError(RaysgdError, RuntimeError):
-    """The ranks did not make the same calls, or not equally often."""
+    """The ranks did not make the same calls in the same order, or not equally often."""
 
 
 class InactiveWorkerGroupError(NotActiveError):
-    """There are no workers: call start() first, or create a new object after shutdown()."""
+    """The workers were not started, or were shut down: call start() first, or create a new object."""
 
 
 class TrainBackendError(RaysgdError, RuntimeError):
-    """Calls came in an invalid order."""
+    """Calls came in an invalid order, such as results before a start."""
 
 
 class TrainingRunningError(TrainBackendError, TrainerBusyError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from raysgd.train.backends import HorovodConfig
@@ -11,7 +10,9 @@ __all__ = ["HorovodConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    """Support `from raysgd.train.horovod import HorovodTrainer`, as in Ray. The trainer belongs to a higher layer."""
+    """Support `from raysgd.train.horovod import HorovodTrainer`, as in Ray, without importing Ray on the workers."""
     if name == "HorovodTrainer":
-        return getattr(import_module("raysgd.train"), name)
+        from raysgd.train.frameworks import HorovodTrainer
+
+        return HorovodTrainer
     raise AttributeError(f"module 'raysgd.train.horovod' has no attribute {name!r}")

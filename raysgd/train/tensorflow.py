@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import tensorflow as tf
@@ -23,7 +22,9 @@ def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Support `from raysgd.train.tensorflow import TensorflowTrainer`, as in Ray. The trainer belongs to a higher layer."""
+    """Support `from raysgd.train.tensorflow import TensorflowTrainer`, as in Ray, without importing Ray on the workers."""
     if name == "TensorflowTrainer":
-        return getattr(import_module("raysgd.train"), name)
+        from raysgd.train.frameworks import TensorflowTrainer
+
+        return TensorflowTrainer
     raise AttributeError(f"module 'raysgd.train.tensorflow' has no attribute {name!r}")

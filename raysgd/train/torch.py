@@ -17,7 +17,6 @@ import os
 import random
 import types
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -235,7 +234,9 @@ class TorchWorkerProfiler:
 
 
 def __getattr__(name: str) -> Any:
-    """Support `from raysgd.train.torch import TorchTrainer`, as in Ray. The trainer belongs to a higher layer."""
+    """Support `from raysgd.train.torch import TorchTrainer`, as in Ray, without importing Ray on the workers."""
     if name == "TorchTrainer":
-        return getattr(import_module("raysgd.train"), name)
+        from raysgd.train.frameworks import TorchTrainer
+
+        return TorchTrainer
     raise AttributeError(f"module 'raysgd.train.torch' has no attribute {name!r}")

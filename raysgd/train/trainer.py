@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -222,7 +221,7 @@ class Trainer:
         new_shards = functools.partial(make_shards, dataset, cpus_per_worker=self._worker.cpus)
         new_shards()  # raises an error now for something that is not a dataset, and reads no data
         try:
-            tune = import_module("raysgd.tune")
+            from raysgd import tune
         except RuntimeError as error:
             raise ConfigError(str(error)) from error
         make, bundles = self._make, [{"CPU": 1.0}, *[self._worker.as_dict()] * self._count]

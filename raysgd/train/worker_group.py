@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from raysgd.config import ElasticConfig, Limits, WorkerResources, start_limit_s
@@ -182,20 +183,13 @@ class RemoteObject:
     def __init__(self, engine: Engine, rank: int) -> None:
         self._engine, self._rank = engine, rank
 
-    def __getattr__(self, name: str) -> RemoteMethod:
+    def __getattr__(self, name: str) -> SimpleNamespace:
         if name.startswith("_"):
             raise AttributeError(name)
-        return RemoteMethod(self._engine, self._rank, name)
+        return SimpleNamespace(remote=functools.partial(self._call, name))
 
-
-class RemoteMethod:
-    """A method of the user's object in one worker."""
-
-    def __init__(self, engine: Engine, rank: int, name: str) -> None:
-        self._engine, self._rank, self._name = engine, rank, name
-
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = {"name": self._name, "positional": self._engine.pack(args), "named": self._engine.pack(kwargs)}
+    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        arguments = {"name": method, "positional": self._engine.pack(args), "named": self._engine.pack(kwargs)}
         return self._engine.reference(self._rank, Call(FunctionReplica.method, arguments))
 
 

@@ -12,7 +12,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,8 @@ class BaseTorchTrainable(tune.Trainable):
         changed = {name: (before[name], now[name]) for name in before if before[name] != now.get(name, before[name])}
         chosen: list[Any] = []
         if changed:
-            tuned = import_module("raysgd.torch.tuned")
+            from raysgd.torch import tuned
+
             wanted = {name: new for name, (_, new) in changed.items()}
             chosen = self.trainer.apply_all_operators(partial(tuned.options, values=wanted))[0]
         # This experiment wrote the file, so the operator's state may have objects of any type.
@@ -125,7 +125,9 @@ class TFTrainable(tune.Trainable):
         values = dict(config)
         arguments = {name: values.pop(name) for name in self.ARGUMENTS if name in values}
         settings = {**(values.pop("trainer_config", None) or {}), **values}
-        self._trainer = import_module("raysgd.tf.trainer").TFTrainer(**arguments, config=settings)
+        from raysgd.tf.trainer import TFTrainer
+
+        self._trainer = TFTrainer(**arguments, config=settings)
 
     def step(self) -> dict[str, Any]:
         return {**self._trainer.train(), **self._trainer.validate()}
@@ -151,7 +153,9 @@ def _bundles(arguments: Mapping[str, Any]) -> Any:
     """Return a trial's placement group: one CPU for the trial itself, and a bundle for each worker."""
     use_gpu = arguments.get("use_gpu", "auto")
     if use_gpu == "auto":
-        use_gpu = import_module("raysgd.torch.setup").wants_gpu(use_gpu)
+        from raysgd.torch.setup import wants_gpu
+
+        use_gpu = wants_gpu(use_gpu)
     worker = {
         "CPU": arguments.get("num_cpus_per_worker", 1),
         "GPU": int(use_gpu),

@@ -252,6 +252,19 @@ def test_new_callbacks_take_nothing_else_away(tmp_path: Path) -> None:
     assert (found.callbacks, found.checkpoint_config, found.max_failures) == (heard, keep, 1)
 
 
+def test_a_run_of_an_earlier_version_can_be_restored(tmp_path: Path) -> None:
+    """Its settings were in other modules."""
+    config = RunConfig(checkpoint_config=train.CheckpointConfig(num_to_keep=1))
+    settings = train.DataParallelTrainer(lambda: None)._packed()
+    for name, value, older in [("run_config", config, b"strategy"), ("scaling_config", ScalingConfig(3), b"settings")]:
+        packed = pickle.dumps((value,), protocol=0)
+        assert b"raysgd.train.fit.settings" in packed
+        settings[name] = packed.replace(b"raysgd.train.fit.settings", b"raysgd.train." + older)
+    RunRecord(tmp_path, tmp_path, RunNames("DataParallelTrainer", "run"), {}, None).begin(settings)
+    found = train.DataParallelTrainer.restore(tmp_path)
+    assert (found.run_config, found.scaling_config) == (config, ScalingConfig(3))
+
+
 class Connected(train.DataParallelTrainer):
     def setup(self) -> None:
         self.lock = threading.Lock()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import json
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -151,18 +151,24 @@ class DataParallelTrainer:
     def as_trainable(self) -> Any:
         """Return a Tune Trainable class (extra: tune); `tune.Tuner` accepts the trainer itself too. A trial's config holds
         arguments of the trainer, such as `{"train_loop_config": {"lr": 0.1}}`, which is merged into the loop's config."""
-        return import_module("raysgd.tune").as_trainable(self)
+        from raysgd.tune import as_trainable
+
+        return as_trainable(self)
 
     def __call__(self, config: dict[str, Any]) -> None:
         """Run the function with a trial's config. Tune calls this in the trial."""
+        from raysgd.tune import perform
+
         trainer = self._with(config)
         trainer.setup()
-        import_module("raysgd.tune").perform(trainer.job())
+        perform(trainer.job())
 
     def _resources(self, config: dict[str, Any]) -> Any:
         """Return the resources of a trial. Tune looks for this attribute of functions."""
+        from raysgd.tune import placement
+
         scaling = self._with(config).scaling_config
-        return import_module("raysgd.tune").placement(scaling.bundles(), scaling.placement_strategy)
+        return placement(scaling.bundles(), scaling.placement_strategy)
 
     @property
     def _name(self) -> str:
@@ -257,5 +263,13 @@ def _pickled(value: Any) -> bytes:
     return bytes(packed.data)
 
 
+class _SettingsUnpickler(pickle.Unpickler):
+    """Finds the settings in runs that earlier versions have stored, which had them in other modules."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        moved = module in ("raysgd.train.settings", "raysgd.train.strategy")
+        return super().find_class("raysgd.train.fit.settings" if moved else module, name)
+
+
 def _unpickled(data: bytes) -> Any:
-    return pickle.loads(data)[0]
+    return _SettingsUnpickler(io.BytesIO(data)).load()[0]
