@@ -26,8 +26,9 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         trainer.history.to_dataframe()
         trainer.history.plot(["train_loss", "val_loss"], path="losses.png")
 
-    A row has `kind` ("train", "validate" or "report"), `epoch`, `step`, `world_size` and `seconds`, and then the metrics
-    that were returned. A metric with one of these names is renamed to `reported_...`, unless it is the same epoch.
+    A row has `kind` ("train", "validate" or "report"), `epoch`, `step`, `world_size` and `seconds`, and then the
+    metrics that were returned. A metric with one of these names is renamed to `reported_...`, unless it is the same
+    epoch.
     """
 
     def __init__(self) -> None:
@@ -144,7 +145,8 @@ def _plotted(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _notebook_figure(figure: Any) -> Any:
-    """Return a figure class that notebooks display. It does not use pyplot, whose global list would keep each figure."""
+    """Return a figure class that notebooks display. It does not use pyplot, whose global list would keep each
+    figure."""
 
     def image(self: Any) -> bytes:
         file = io.BytesIO()

@@ -53,8 +53,8 @@ def _end_last_line(path: Path) -> None:
 
 
 class JsonLoggerCallback(Callback):
-    """Writes `results.json` as v1 did: a list with one entry per result, which is a list of the results of the workers in
-    `workers_to_log` (None: all). Writes the whole file each time, so prefer JsonLinesCallback for long runs."""
+    """Writes `results.json` as v1 did: a list with one entry per result, which is a list of the results of the workers
+    in `workers_to_log` (None: all). Writes the whole file each time, so prefer JsonLinesCallback for long runs."""
 
     def __init__(
         self,

@@ -160,7 +160,7 @@ class HorovodHooks(Backend):
 class HorovodConfig(BackendConfig):
     """Horovod over gloo, for functions that call `hvd.init()`, like scripts for Horovod's own Ray executor.
 
-    nics       the network interface that all workers have (the first one is used); None: the one that reaches the driver
+    nics       the network interface that all workers have (the first one is used); None: the one towards the driver
     timeout_s  the limit for all ranks to reach `hvd.init()`, and for a host that stops responding
 
     The other fields exist for compatibility and have no effect: Ray starts the workers, not ssh.
@@ -207,7 +207,8 @@ CONFIGS: dict[str, type[BackendConfig]] = {
 
 
 def parse_backend(backend: Any) -> BackendConfig:
-    """Return the config for a trainer's argument, a name or a config. Raise an error if the backend is not installed."""
+    """Return the config for a trainer's argument, a name or a config. Raise an error if the backend is not
+    installed."""
     names = ", ".join(map(repr, CONFIGS))
     if backend is None:
         backend = "none"

@@ -37,8 +37,8 @@ class Checkpoint:
         train.report({"loss": 0.1}, checkpoint=Checkpoint.from_dict({"epoch": 3}))
         Checkpoint("s3://bucket/run_001/checkpoints/checkpoint_000003").to_dict()
 
-    Reading a stored dictionary runs no code from it, so it can hold only plain values, arrays and tensors. To read objects
-    of other types from a file that you trust, pass `trusted=True`.
+    Reading a stored dictionary runs no code from it, so it can hold only plain values, arrays and tensors. To read
+    objects of other types from a file that you trust, pass `trusted=True`.
     """
 
     _place: Place | None
@@ -76,8 +76,8 @@ class Checkpoint:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, *, trusted: bool = False) -> Checkpoint:
-        """Return the checkpoint that `to_bytes` packed. A folder is unpacked into a temporary directory, which exists as long
-        as this object."""
+        """Return the checkpoint that `to_bytes` packed. A folder is unpacked into a temporary directory, which exists
+        as long as this object."""
         data = _checked(data, "these bytes")
         if not is_directory(data):
             return cls.from_dict(_unpickled(data, "these bytes", trusted))
@@ -89,7 +89,8 @@ class Checkpoint:
         return made
 
     def to_bytes(self, *, dumps: Dumps = pickle.dumps) -> bytes:
-        """Return the checkpoint as bytes that end with a digest: a pickled dictionary, or a tar archive of the files."""
+        """Return the checkpoint as bytes that end with a digest: a pickled dictionary, or a tar archive of the
+        files."""
         if self._data is not None:
             return digest.sealed(dumps(self._data))
         if not self._is_folder():
@@ -103,7 +104,8 @@ class Checkpoint:
         if self._place is not None and not is_directory(data):
             _unpickled(data, str(self._place), self._trusted)
         elif self._is_folder() and (self._stored() / DICT_FILE).is_file():
-            # The user's own file may have that name. Only a file that begins with a pickled dictionary is ever unpickled.
+            # The user's own file may have that name. Only a file that begins with a pickled dictionary is ever
+            # unpickled.
             pickled = unpickling.is_dictionary(locations.read(self._stored() / DICT_FILE))
             if pickled or not users_files:
                 self.to_dict()
@@ -132,8 +134,8 @@ class Checkpoint:
         return data, self._covered or name in listed
 
     def to_directory(self, path: str | Path | None = None) -> str:
-        """Copy the files to `path`, or to a new temporary directory, and return it. A dictionary becomes one file, which
-        `from_directory(...).to_dict()` reads."""
+        """Copy the files to `path`, or to a new temporary directory, and return it. A dictionary becomes one file,
+        which `from_directory(...).to_dict()` reads."""
         target = Path(path or tempfile.mkdtemp(prefix="raysgd-checkpoint-"))
         entries = self._copy_to(target)
         locations.write(target / folders.MARKER, folders.dump_list(entries))
@@ -164,8 +166,8 @@ class Checkpoint:
         return locations.folder(self._stored())
 
     def to_uri(self, uri: str | Path | Uri, *, dumps: Dumps = pickle.dumps) -> str:
-        """Store the checkpoint, completely or not at all, and return the URI. A dictionary becomes one object or file. A
-        folder must be new or empty; under a URI it may also hold an earlier checkpoint."""
+        """Store the checkpoint, completely or not at all, and return the URI. A dictionary becomes one object or file.
+        A folder must be new or empty; under a URI it may also hold an earlier checkpoint."""
         where = locations.place(uri)
         if not self._is_folder():
             locations.check_file(where)
@@ -251,8 +253,8 @@ def _check_free(where: Place) -> None:
 
 
 def _write_listed(folder: Path, name: str, data: bytes) -> None:
-    """Change a file of a stored folder, and its entry in the list. The entry is removed in between, so that the file and
-    the list never disagree."""
+    """Change a file of a stored folder, and its entry in the list. The entry is removed in between, so that the file
+    and the list never disagree."""
     listed, place = folders.read_list(folder), folders.inside(folder, name)
     if listed is None:
         locations.write(place, data)
@@ -282,8 +284,8 @@ def is_directory(data: bytes | memoryview) -> bool:
 
 
 def _checked(data: bytes | memoryview, where: Any, *, covered: bool = False) -> bytes:
-    """Return the bytes if their digest is correct. Older checkpoints have none: they get one here, so that there is only
-    one warning. With `covered`, a digest of their folder was correct."""
+    """Return the bytes if their digest is correct. Older checkpoints have none: they get one here, so that there is
+    only one warning. With `covered`, a digest of their folder was correct."""
     content = bytes(data)
     try:
         if digest.verify(content):

@@ -166,9 +166,9 @@ class CheckpointManager:
 class BackgroundWriter:
     """Does work in order on a thread of its own, so that a recovery never waits for a disk or a bucket.
 
-    Owns the thread and its queue. `fail` is called with the first error, after which nothing more is done. `room` bounds
-    how much heavy work waits, and so the memory: who adds more has to wait. All waits end with an error when one item
-    takes longer than WRITE_LIMIT_S.
+    Owns the thread and its queue. `fail` is called with the first error, after which nothing more is done. `room`
+    bounds how much heavy work waits, and so the memory: who adds more has to wait. All waits end with an error when one
+    item takes longer than WRITE_LIMIT_S.
     """
 
     def __init__(self, fail: Callable[[BaseException], None], *, room: int = 2) -> None:

@@ -21,8 +21,8 @@ class DataConfig:
                            other datasets completely
     execution_options      Ray Data's ExecutionOptions for all datasets, or a dict of them by name
     enable_shard_locality  workers read blocks on their own node where possible
-    equal                  every worker gets the same number of rows, so up to one row per worker is not used; False: all
-                           rows are used, and the workers' numbers of rows differ
+    equal                  every worker gets the same number of rows, so up to one row per worker is not used; False:
+                           all rows are used, and the workers' numbers of rows differ
     """
 
     datasets_to_split: Literal["all"] | Sequence[str] = "all"

@@ -68,8 +68,8 @@ class ElasticState:
         self._values[name] = value
 
     def commit(self) -> None:
-        """Commit the current state: training resumes from here after a failure, and new workers join here. Every rank must
-        call it at the same places."""
+        """Commit the current state: training resumes from here after a failure, and new workers join here. Every rank
+        must call it at the same places."""
         self._commit.content = self._copied()
         self._session.at_boundary()
 

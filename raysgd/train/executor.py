@@ -281,7 +281,8 @@ class BackendExecutor:
         return self._run
 
     def _check_free(self) -> None:
-        """Raise an error while a function is running. Only its own thread may use the workers (in the backend's hooks)."""
+        """Raise an error while a function is running. Only its own thread may use the workers (in the backend's
+        hooks)."""
         thread, running = self._thread, self._running
         if running and thread is not None and thread.is_alive() and thread is not threading.current_thread():
             raise TrainingRunningError(

@@ -20,7 +20,8 @@ logger = logging.getLogger("raysgd")
 
 
 class TrainingIterator:
-    """Yields what all ranks reported in each round: a list of dicts. The function continues without waiting for that."""
+    """Yields what all ranks reported in each round: a list of dicts. The function continues without waiting for
+    that."""
 
     def __init__(
         self,
@@ -45,8 +46,8 @@ class TrainingIterator:
         return result.rows
 
     def next_round(self) -> RoundResult | None:
-        """Wait for the next round, and return it with the number of the newest checkpoint at that time. Return None when
-        the function has ended."""
+        """Wait for the next round, and return it with the number of the newest checkpoint at that time. Return None
+        when the function has ended."""
         if self._finished:
             return None
         try:
@@ -66,8 +67,8 @@ class TrainingIterator:
         return None
 
     def run_to_end(self, run: Run, begin: Callable[[Callable[[], None]], None]) -> list[Any]:
-        """Start the function, follow it to its end, and return what each rank returned. `begin` starts it, and calls its
-        argument right before that, so that callbacks are called with the start of the run first."""
+        """Start the function, follow it to its end, and return what each rank returned. `begin` starts it, and calls
+        its argument right before that, so that callbacks are called with the start of the run first."""
         started = False
 
         def ready() -> None:

@@ -21,8 +21,8 @@ __all__ = ["ElasticLoader", "PreparedLoader", "distribute"]
 
 
 def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
-    """Return a copy of the loader, with the same options, that reads this rank's part. Loaders that already divide their
-    data, or that have no batches to divide, are returned as they are."""
+    """Return a copy of the loader, with the same options, that reads this rank's part. Loaders that already divide
+    their data, or that have no batches to divide, are returned as they are."""
     if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
         return loader
     if loader.batch_size is None:
@@ -48,8 +48,8 @@ def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
 
 
 class PreparedLoader:
-    """A loader whose batches are on the device. Each epoch has another order, even if nobody calls `set_epoch`. If one of
-    the loader's processes dies, the function runs again."""
+    """A loader whose batches are on the device. Each epoch has another order, even if nobody calls `set_epoch`. If one
+    of the loader's processes dies, the function runs again."""
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
         self.loader, self._device = loader, device

@@ -50,8 +50,8 @@ class FunctionReplicaFactory:
 
 
 class FunctionReplica:
-    """Owns the user's object, the last commit, and the number of steps. Each checkpoint and each commit is a step: there the
-    function can continue with other workers, so the engine's batch boundaries are counted in these steps."""
+    """Owns the user's object, the last commit, and the number of steps. Each checkpoint and each commit is a step:
+    there the function can continue with other workers, so the engine's batch boundaries are counted in these steps."""
 
     def __init__(self, rank_info: RankInfo, control: Control, factory: FunctionReplicaFactory) -> None:
         self._rank_info, self._control, self._factory = rank_info, control, factory
@@ -106,7 +106,8 @@ class FunctionReplica:
             return Interrupted(None, "the function was stopped in a call of Ray", self.progress)
 
     def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Call the function. Only meanwhile may `_on_signal` stop it, and only once, so that no signal hits its clean-up."""
+        """Call the function. Only meanwhile may `_on_signal` stop it, and only once, so that no signal hits its
+        clean-up."""
         self._stoppable = True
         try:
             if self._control.interrupted:
@@ -130,7 +131,8 @@ class FunctionReplica:
     def _at_boundary(self) -> None:
         """Count a step, and stop the function here if the ranks have agreed on this boundary."""
         self._steps += 1
-        # A signal in the middle of a message would send half of it. `begin` notices a stop that was requested meanwhile.
+        # A signal in the middle of a message would send half of it. `begin` notices a stop that was requested
+        # meanwhile.
         stoppable, self._stoppable = self._stoppable, False
         self._control.report(self.progress)
         self._stoppable = stoppable

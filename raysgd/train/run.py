@@ -1,4 +1,4 @@
-"""One run of a training function: its attempts, its rounds of reports, and its checkpoints. Knows no workers. Driver."""
+"""One run of a training function: attempts, rounds of reports, checkpoints. Knows no workers. Driver."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ class Rounds:
 
 
 def checkpoint_of(round_: Round) -> bytes | None:
-    """Return the checkpoint of the lowest rank that has one: in data-parallel training all ranks have the same state."""
+    """Return the checkpoint of the lowest rank that has one: in data-parallel training all ranks have the same
+    state."""
     return next((report.checkpoint for report in round_ if report.checkpoint is not None), None)
 
 

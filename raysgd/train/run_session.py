@@ -184,8 +184,8 @@ _running: list[Session] = []
 
 
 class running:
-    """A context with this session as the current one. `contextlib` would set attributes of exceptions that leave it, which
-    some exceptions do not allow."""
+    """A context with this session as the current one. `contextlib` would set attributes of exceptions that leave it,
+    which some exceptions do not allow."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

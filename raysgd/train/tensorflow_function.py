@@ -19,8 +19,8 @@ WORDS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
 
 
 class TensorflowFunctionBackend:
-    """On a worker: owns the port for the server that the function starts. A process can join TensorFlow's collectives only
-    once, so after a worker failure the function runs again in new processes."""
+    """On a worker: owns the port for the server that the function starts. A process can join TensorFlow's collectives
+    only once, so after a worker failure the function runs again in new processes."""
 
     in_place = False
     needs_offers = True
@@ -63,7 +63,8 @@ class TensorflowFunctionBackend:
         return -1  # they are inside graph functions, and cannot be counted
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Recognize the error, or one that caused it, by the names of TensorFlow's types and by the texts of its runtime."""
+        """Recognize the error, or one that caused it, by the names of TensorFlow's types and by the texts of its
+        runtime."""
         seen: BaseException | None = error
         for _ in range(10):
             if seen is None:

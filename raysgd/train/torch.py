@@ -60,8 +60,8 @@ def prepare_model(
     wrap_ddp: bool = True,
     ddp_kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Return the model on this worker's device, with automatic mixed precision after `accelerate(amp=True)`, and wrapped
-    in DistributedDataParallel if there are several workers."""
+    """Return the model on this worker's device, with automatic mixed precision after `accelerate(amp=True)`, and
+    wrapped in DistributedDataParallel if there are several workers."""
     session = current("torch.prepare_model")
     device = get_device()
     if move_to_device:
@@ -100,8 +100,8 @@ def elastic_data_loader(data_loader: DataLoader[Any], move_to_device: bool = Tru
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Seed torch, NumPy and Python (and thus the processes of data loaders), and select deterministic kernels. Different
-    machines or versions may still give different results."""
+    """Seed torch, NumPy and Python (and thus the processes of data loaders), and select deterministic kernels.
+    Different machines or versions may still give different results."""
     current("torch.enable_reproducibility")
     torch.manual_seed(seed)
     random.seed(seed)

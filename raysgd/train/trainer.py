@@ -96,8 +96,8 @@ class Trainer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Start the workers. Each calls the hook once, and creates an object of `train_cls` with the other arguments, for
-        `execute`."""
+        """Start the workers. Each calls the hook once, and creates an object of `train_cls` with the other arguments,
+        for `execute`."""
         if initialization_hook is not None and not callable(initialization_hook):
             raise ConfigError(f"initialization_hook must be a function without arguments, got {initialization_hook!r}")
         self._executor.start(initialization_hook, train_cls, args, kwargs)
@@ -190,7 +190,8 @@ class Trainer:
         )
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`. Return the values in rank order."""
+        """Call `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`. Return the values in rank
+        order."""
         self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs)
 
@@ -200,8 +201,8 @@ class Trainer:
         return self._executor.worker_group.execute_object(func, args, kwargs, only=0)[0]
 
     def to_worker_group(self, train_cls: type, *args: Any, **kwargs: Any) -> TrainWorkerGroup:
-        """Start workers that each hold an object of `train_cls`, with the backend set up, and return them for Ray calls.
-        Shut the group down when you no longer need it."""
+        """Start workers that each hold an object of `train_cls`, with the backend set up, and return them for Ray
+        calls. Shut the group down when you no longer need it."""
         if self._executor.is_started:
             raise TrainBackendError(
                 "to_worker_group() starts workers of its own: create a new Trainer for it, and do not start it"
@@ -211,8 +212,8 @@ class Trainer:
         return executor.to_worker_group()
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> Any:
-        """Return a Tune Trainable class (extra: tune). Each trial runs the function on workers like this trainer's, with
-        the trial's config and its own shards of the datasets."""
+        """Return a Tune Trainable class (extra: tune). Each trial runs the function on workers like this trainer's,
+        with the trial's config and its own shards of the datasets."""
         if self._executor.is_started:
             raise TrainBackendError(
                 "to_tune_trainable() starts workers in each trial: create a new Trainer for it, and do not start it"

@@ -2,8 +2,8 @@
 
 A pickle names functions and calls them. This reader finds only the functions and classes that rebuild values, and calls
 each only with the arguments that real values have (the rules below). It creates nothing that is much larger than the
-file, and does not trust the lengths that the file claims. Each rule raises `UnsafePickleError`, or returns how much memory the
-call copies.
+file, and does not trust the lengths that the file claims. Each rule raises `UnsafePickleError`, or returns how much
+memory the call copies.
 """
 
 from __future__ import annotations
@@ -214,7 +214,8 @@ def _check_array_state(state: Any) -> int:
 
 
 def _is_own_state(dtype: Any, state: Any) -> bool:
-    """Return whether this is the state that a simple dtype really has, for a dtype object that is not NumPy's shared one."""
+    """Return whether this is the state that a simple dtype really has, for a dtype object that is not NumPy's shared
+    one."""
     if not isinstance(state, tuple) or len(state) not in (8, 9) or dtype is _numpy().dtype(dtype.char):
         return False
     _, order, *fields, size, alignment, flags = state[:8]
@@ -230,8 +231,8 @@ def _is_own_state(dtype: Any, state: Any) -> bool:
 
 # -- storages of tensors ------------------------------------------------------------------------------
 
-# torch writes pickles of a magic number, a version, the system, the storage's type, size and key, and then the bytes. These
-# pickles call nothing.
+# torch writes pickles of a magic number, a version, the system, the storage's type, size and key, and then the bytes.
+# These pickles call nothing.
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 CALLS = {"REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4", "BYTEARRAY8"}
 
@@ -295,7 +296,8 @@ def is_dictionary(data: bytes | memoryview) -> bool:
 
 
 def read(data: bytes | memoryview) -> Any:
-    """Return the content. Raise `UnsafePickleError` for content that needs trust, and the errors of pickle for damage."""
+    """Return the content. Raise `UnsafePickleError` for content that needs trust, and the errors of pickle for
+    damage."""
     return _Reader(data).load()
 
 

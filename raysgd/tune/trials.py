@@ -54,8 +54,8 @@ class BaseTorchTrainable(tune.Trainable):
         Path(checkpoint_dir, TUNED).write_text(json.dumps(_numbers(self.config)), encoding="utf-8")
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
-        """Load a checkpoint, which may be another trial's. Then its optimizers have that trial's hyperparameters: restore
-        those that this trial's config sets."""
+        """Load a checkpoint, which may be another trial's. Then its optimizers have that trial's hyperparameters:
+        restore those that this trial's config sets."""
         file = Path(checkpoint_dir, TUNED)
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         now = _numbers(self.config)

@@ -44,8 +44,8 @@ class Result:
 
     @classmethod
     def from_path(cls, path: str | Path | Uri, *, trusted: bool = False) -> Result:
-        """Return the result of a run of `fit()` so far, from its files. This runs no code from them. `trusted` applies to
-        its checkpoints."""
+        """Return the result of a run of `fit()` so far, from its files. This runs no code from them. `trusted` applies
+        to its checkpoints."""
         where = place(path)
         past = StoredRun.read(where)
         manager = CheckpointManager(where)

@@ -108,12 +108,12 @@ class DataParallelTrainer:
     # -- running --------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Called before the workers start, by `fit()` and in Tune trials. Override it for work that does not belong in the
-        constructor."""
+        """Called before the workers start, by `fit()` and in Tune trials. Override it for work that does not belong in
+        the constructor."""
 
     def fit(self) -> Result:
-        """Run the function to its end. Raise the function's error, or TrainingWorkerError after too many worker failures.
-        Checkpoints that were saved before remain, and `restore` resumes from the newest one."""
+        """Run the function to its end. Raise the function's error, or TrainingWorkerError after too many worker
+        failures. Checkpoints that were saved before remain, and `restore` resumes from the newest one."""
         packed, before = self._packed(), set(vars(self))
         self.setup()
         self._set_up |= set(vars(self)) - before
@@ -149,8 +149,9 @@ class DataParallelTrainer:
     # -- in Tune --------------------------------------------------------------------------------------
 
     def as_trainable(self) -> Any:
-        """Return a Tune Trainable class (extra: tune); `tune.Tuner` accepts the trainer itself too. A trial's config holds
-        arguments of the trainer, such as `{"train_loop_config": {"lr": 0.1}}`, which is merged into the loop's config."""
+        """Return a Tune Trainable class (extra: tune); `tune.Tuner` accepts the trainer itself too. A trial's config
+        holds arguments of the trainer, such as `{"train_loop_config": {"lr": 0.1}}`, which is merged into the loop's
+        config."""
         from raysgd.tune import as_trainable
 
         return as_trainable(self)
@@ -220,9 +221,9 @@ class DataParallelTrainer:
 
     @classmethod
     def restore(cls: type[T], path: str | Path | Uri, **overrides: Any) -> T:
-        """Return the trainer of a run that was interrupted or failed. Its `fit()` resumes from the newest stored checkpoint,
-        in the same directory. Every argument can be overridden, the function too. Datasets must be passed again, and
-        callbacks are not restored. The settings are pickled, so restore only runs that you trust."""
+        """Return the trainer of a run that was interrupted or failed. Its `fit()` resumes from the newest stored
+        checkpoint, in the same directory. Every argument can be overridden, the function too. Datasets must be passed
+        again, and callbacks are not restored. The settings are pickled, so restore only runs that you trust."""
         past = StoredRun.read(place(path))
         if past.trainer != cls.__name__:
             raise ConfigError(f"the run at {place(path)} belongs to a {past.trainer}: call {past.trainer}.restore(...)")
