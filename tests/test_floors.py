@@ -22,9 +22,10 @@ FLOORS = {
     "2": "workers ray_data callbacks/ray_metrics",
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/save_load tf/trainer train/trainer train/executor "
-    "train/iterator train/worker_group train/shards train/fit/job train/fit/run train/fit/trainer train/frameworks training utils",
-    "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__",
-    "5b": "operators tune cli torch/resnet",
+    "train/iterator train/job train/worker_group train/fit/run train/fit/trainer train/frameworks training tune utils",
+    "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
+    "train/torch train/tensorflow train/horovod",
+    "5b": "operators cli torch/resnet",
 }
 FLOOR_OF = {unit: floor for floor, units in FLOORS.items() for unit in units.split()}
 
@@ -39,11 +40,12 @@ SIBLINGS = {
     "workers": {"ray_data"},
     "train/executor": {"train/worker_group"},
     "train/iterator": {"train/executor"},
-    "train/trainer": {"train/executor", "train/iterator", "train/fit/job", "train/shards", "train/worker_group"},
-    "train/fit/job": {"train/executor"},
-    "train/fit/run": {"train/executor", "train/iterator", "train/fit/job"},
-    "train/fit/trainer": {"train/executor", "train/fit/run", "train/fit/job", "train/shards"},
+    "train/job": {"train/executor"},
+    "train/trainer": {"train/executor", "train/iterator", "train/job", "train/worker_group", "tune"},
+    "train/fit/run": {"train/executor", "train/iterator", "train/job"},
+    "train/fit/trainer": {"train/executor", "train/fit/run", "train/job", "tune"},
     "train/frameworks": {"train/fit/trainer"},
+    "tune": {"train/iterator", "train/job", "tf/trainer", "torch/setup"},
     "torch/setup": {"training", "torch/strategies"},
     "torch/trainer": {"torch/checkpoint/save_load", "torch/setup", "training"},
     "tf/trainer": {"training"},

@@ -1,25 +1,27 @@
-"""What watches a run: objects that are told of progress and results. Each is loaded when it is first used."""
+"""Callbacks: objects whose methods are called with a trainer's progress and results. Driver."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from raysgd.callbacks.base import Callback, CallResult, Result, Run, Underway
+from raysgd.callbacks.csv_files import CSVCallback
+from raysgd.callbacks.history import History
+from raysgd.callbacks.json_files import JsonLinesCallback, JsonLoggerCallback
+from raysgd.callbacks.mlflow_store import MLflowCallback
+from raysgd.callbacks.printing import PrintCallback
+from raysgd.callbacks.progress_bar import ProgressBar
+from raysgd.callbacks.tensorboard import TensorBoardCallback
+from raysgd.callbacks.torch_profiler import TorchProfilerCallback
+from raysgd.callbacks.wandb_runs import WandbCallback
+
 if TYPE_CHECKING:
-    from raysgd.callbacks.base import Callback, Result, Run, Underway
-    from raysgd.callbacks.csv_files import CSVCallback
-    from raysgd.callbacks.history import History
-    from raysgd.callbacks.json_files import JsonLinesCallback, JsonLoggerCallback
-    from raysgd.callbacks.mlflow_store import MLflowCallback
-    from raysgd.callbacks.printing import PrintCallback
-    from raysgd.callbacks.progress_bar import ProgressBar
     from raysgd.callbacks.ray_metrics import RayMetricsCallback
-    from raysgd.callbacks.tensorboard import TensorBoardCallback
-    from raysgd.callbacks.torch_profiler import TorchProfilerCallback
-    from raysgd.callbacks.wandb_runs import WandbCallback
 
 __all__ = [
     "CSVCallback",
+    "CallResult",
     "Callback",
     "History",
     "JsonLinesCallback",
@@ -36,29 +38,11 @@ __all__ = [
     "WandbCallback",
 ]
 
-_HOMES = {
-    "CSVCallback": "raysgd.callbacks.csv_files",
-    "Callback": "raysgd.callbacks.base",
-    "History": "raysgd.callbacks.history",
-    "JsonLinesCallback": "raysgd.callbacks.json_files",
-    "JsonLoggerCallback": "raysgd.callbacks.json_files",
-    "MLflowCallback": "raysgd.callbacks.mlflow_store",
-    "PrintCallback": "raysgd.callbacks.printing",
-    "ProgressBar": "raysgd.callbacks.progress_bar",
-    "RayMetricsCallback": "raysgd.callbacks.ray_metrics",
-    "Result": "raysgd.callbacks.base",
-    "Run": "raysgd.callbacks.base",
-    "TensorBoardCallback": "raysgd.callbacks.tensorboard",
-    "TorchProfilerCallback": "raysgd.callbacks.torch_profiler",
-    "Underway": "raysgd.callbacks.base",
-    "WandbCallback": "raysgd.callbacks.wandb_runs",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name != "RayMetricsCallback":
         raise AttributeError(f"module 'raysgd.callbacks' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return import_module("raysgd.callbacks.ray_metrics").RayMetricsCallback  # imports Ray
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""What a callback is told, and the one protocol: six methods, each of which may be left out."""
+"""The callback protocol: six methods, all of them optional, and the values that they are called with. Both."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, ClassVar, Literal
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 
-__all__ = ["TRACES", "Callback", "Result", "Run", "Underway"]
+__all__ = ["TRACES", "CallResult", "Callback", "Result", "Run", "Underway"]
 
-# Travels with a worker's report, never shown: profiler traces, as {file name: bytes}.
+# The key of profiler traces, {file name: bytes}, in a worker's report. Users never see it.
 TRACES = "__traces__"
 Kind = Literal["train", "validate", "report"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What begins.
+    """What is about to run.
 
     trainer      the trainer's class name
-    name         the operator's, or the training function's
-    folder       where what is written goes, unless a callback was given a place of its own; it may not exist yet
+    name         the name of the operator or of the training function
+    folder       where callbacks write, unless they were given a path of their own; it may not exist yet
     """
 
     trainer: str
@@ -35,8 +35,8 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Underway:
-    """How far one worker says it is in the running call; `metrics` are its own figures so far. `worker` is empty in the
-    message that says that a call begins."""
+    """The progress of one worker in the running call, with that worker's metrics so far. `worker` is empty in the first
+    one, which announces the call."""
 
     kind: Kind
     worker: str
@@ -45,15 +45,15 @@ class Underway:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """One result of a trainer's: of a call of `train` or `validate`, or one round of a function's reports.
+class CallResult:
+    """The result of one call of `train` or `validate`, or one round of a function's reports.
 
-    epoch       the epoch it belongs to; None where a function reports none
-    step        batches trained until then, since the very first (of a function: its reports)
-    metrics     of all workers together; of a function's reports, rank 0's
-    by_worker   each rank's own, in rank order
+    epoch       the epoch of the result; None if a function does not report one
+    step        batches trained since the start of training (of a function: its reports)
+    metrics     merged over all workers; of a function's reports, rank 0's
+    by_worker   each rank's own metrics, in rank order
     seconds     how long it took
-    traces      of each rank, profiler traces as {file name: bytes}
+    traces      profiler traces of each rank, as {file name: bytes}
     """
 
     kind: Kind
@@ -66,8 +66,11 @@ class Result:
     traces: list[dict[str, bytes]] = field(default_factory=list)
 
 
+Result = CallResult  # the older name, which existing callbacks import
+
+
 class Callback:
-    """Override what you need; every method is called on the driver, in the thread that called the trainer.
+    """Override the methods that you need. They are called on the driver, in the thread that called the trainer.
 
         class Lowest(Callback):
             lowest = math.inf
@@ -75,31 +78,31 @@ class Callback:
             def on_result(self, result):
                 self.lowest = min(self.lowest, result.metrics.get("train_loss", math.inf))
 
-    In this order: start, then for each call progress and recoveries until its result (or its error), then the end.
+    The order is: start; then, for each call, progress and recoveries until its result or its error; then the end.
 
-    An error in a callback is reported in the log, with its traceback, and training goes on. In a class that says
-    `stops_training = True` it ends the call instead, and the caller of the trainer gets it.
+    An error in a callback is logged with its traceback, and training continues. In a class with
+    `stops_training = True` it ends the call instead, and the trainer's caller gets it.
     """
 
     stops_training: ClassVar[bool] = False
 
-    # What part of the workers' job it is to serve this callback (`ProfilerSettings`); None: no part.
+    # What the workers do for this callback (`ProfilerSettings`), if anything.
     on_workers: Any = None
 
     def on_start(self, run: Run) -> None:
-        """Before the first worker is started (of a function trainer: before each run)."""
+        """Called before the first worker starts (for a function trainer: before each run)."""
 
     def on_progress(self, now: Underway) -> None:
-        """While a call runs: a few times a second at most, from each worker. Not from functions."""
+        """Called for each worker while a call runs, at most a few times per second. Not for training functions."""
 
-    def on_result(self, result: Result) -> None:
-        """After each call of `train` and `validate`; after each round of reports."""
+    def on_result(self, result: CallResult) -> None:
+        """Called after each call of `train` and `validate`, and after each round of reports."""
 
     def on_recovery(self, recovery: Recovery) -> None:
-        """The number of workers has changed, or workers were replaced. In the middle of a call: be quick."""
+        """Called when workers failed, were replaced, or their number changed. Be quick: a call is waiting."""
 
     def on_error(self, error: BaseException) -> None:
-        """A call failed, and its caller gets this error. The trainer may still be used."""
+        """Called when a call fails with an error, which its caller gets. The trainer may still be usable."""
 
     def on_end(self, failed: bool) -> None:
-        """The trainer was shut down (of a function trainer: the run is over). `failed`: by an error, or after one."""
+        """Called when the trainer was shut down (for a function trainer: when the run is over)."""

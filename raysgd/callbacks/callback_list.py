@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run, Underway
+from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
 
@@ -38,7 +38,7 @@ class CallbackList:
     def progress(self, now: Underway) -> None:
         self._call("on_progress", now)
 
-    def result(self, result: Result) -> None:
+    def result(self, result: CallResult) -> None:
         self._call("on_result", result)
 
     def recovery(self, recovery: Recovery) -> None:
@@ -85,16 +85,19 @@ class CallbackList:
             logger.error("the callback %s raised; training continues", name, exc_info=error)
 
 
-def check_callbacks(callbacks: Any) -> list[Callback]:
-    """Return a trainer's argument `callbacks` as a list. Raise `ConfigError` for anything else than callbacks."""
+def check_callbacks(callbacks: Any, adapt: Callable[[Any], Any] = lambda given: given) -> list[Callback]:
+    """Return a trainer's argument `callbacks` as a list. `adapt` may convert objects that are not callbacks. Raise
+    `ConfigError` for anything that is not a callback then."""
     if callbacks is None:
         return []
-    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):  # a History is a sequence too
         raise ConfigError(f"callbacks must be a list of raysgd.callbacks.Callback objects, got {callbacks!r}")
-    found = list(callbacks)
-    for each in found:
-        if isinstance(each, type):
-            raise ConfigError(f"callbacks must be objects, got the class {each.__name__}: write {each.__name__}()")
-        if not isinstance(each, Callback):
-            raise ConfigError(f"callbacks must be Callback objects (or TrainingCallback, as in v1), got {each!r}")
+    found = []
+    for given in callbacks:
+        if isinstance(given, type):
+            raise ConfigError(f"callbacks must be objects, got the class {given.__name__}: write {given.__name__}()")
+        callback = adapt(given)
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"callbacks must be Callback objects (or TrainingCallback, as in v1), got {given!r}")
+        found.append(callback)
     return found

@@ -1,4 +1,4 @@
-"""Results as comma-separated values."""
+"""A callback that writes results as comma-separated values. Driver."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run
-from raysgd.callbacks.figures import flat
-from raysgd.callbacks.rows import row_of
+from raysgd.callbacks.base import Callback, CallResult, Run
+from raysgd.callbacks.writers import flat, row_of
 from raysgd.errors import text_of
 from raysgd.storage import locations
 
@@ -17,8 +16,8 @@ __all__ = ["CSVCallback"]
 
 
 class CSVCallback(Callback):
-    """Writes `train.csv` and `validate.csv` (of a training function, `report.csv`): a line for each result. What the
-    files held before stays; a metric that comes later is a further column, empty until then."""
+    """Writes `train.csv` and `validate.csv` (for a training function, `report.csv`), one line per result. Appends to
+    existing files. A metric that appears later becomes a new column, which is empty in the lines before."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._given = None if folder is None else Path(folder).expanduser()
@@ -29,7 +28,7 @@ class CSVCallback(Callback):
         self.folder = self._given or run.folder
         self._headers.clear()
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -39,15 +38,15 @@ class CSVCallback(Callback):
             with open(path, "a", encoding="utf-8", newline="") as file:
                 csv.DictWriter(file, header).writerow(row)
         else:
-            self._headers[path] = _write_anew(path, row)
+            self._headers[path] = _rewrite(path, row)
 
 
 def _cells(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value if value is None else text_of(value) for name, value in row.items()}
 
 
-def _write_anew(path: Path, row: dict[str, Any]) -> list[str]:
-    """What was there, and a row that is the run's first, or has more columns; the header."""
+def _rewrite(path: Path, row: dict[str, Any]) -> list[str]:
+    """Write the file again with one more row: the first row of a run, or one with new columns. Return the header."""
     header, lines = _read(path)
     header += [name for name in row if name not in header]
     text = io.StringIO(newline="")
@@ -66,4 +65,4 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
     lines = [dict(zip(header, row, strict=False)) for row in rows if row]
     if text.endswith("\n"):
         return header, lines
-    return (header, lines[:-1]) if rows else ([], [])  # its writer was killed in the middle of a line
+    return (header, lines[:-1]) if rows else ([], [])  # the process that wrote it was killed in the middle of a line

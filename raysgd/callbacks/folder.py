@@ -1,4 +1,4 @@
-"""Where a trainer's results lie, and of which ranks they are."""
+"""The directories on this machine in which callbacks write. Driver."""
 
 from __future__ import annotations
 
@@ -6,62 +6,55 @@ import itertools
 import os
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 from raysgd.errors import ConfigError
 from raysgd.storage.locations import Uri, place
 
-__all__ = ["chosen_worker", "chosen_workers", "folder_to_be", "made_folder"]
+__all__ = ["RESULTS", "create_folder", "create_new_folder", "folder_to_be", "numbered", "timestamp"]
 
 RESULTS = "ray_results"
 
 
-def made_folder(given: str | os.PathLike[str] | None, prefix: str) -> Path:
-    """A relative path lies in the default results directory. Without one, a name of its own, of the time."""
+def create_folder(given: str | os.PathLike[str] | None, prefix: str) -> Path:
+    """Create a directory below ~/ray_results and return it; without a name, a new one that is named after the time."""
     home = Path.home() / RESULTS
-    if given is not None:
-        path = home / Path(given).expanduser()
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-    name = f"{prefix}_{_now()}"
-    for number in itertools.count(1):
-        path = home / (name if number == 1 else f"{name}_{number}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        break
+    if given is None:
+        return create_new_folder(home, f"{prefix}_{timestamp()}")
+    path = home / Path(given).expanduser()
+    path.mkdir(parents=True, exist_ok=True)
     return path
 
 
+def create_new_folder(home: Path, name: str) -> Path:
+    """Create the directory `name` in `home` and return it; if it exists, `name_2`, `name_3` and so on."""
+    for candidate in numbered(name):
+        try:
+            (home / candidate).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return home / candidate
+    raise AssertionError("there is always another number")
+
+
+def numbered(name: str) -> Iterator[str]:
+    """Yield `name`, `name_2`, `name_3` and so on."""
+    yield name
+    yield from (f"{name}_{number}" for number in itertools.count(2))
+
+
 def folder_to_be(given: str | os.PathLike[str] | None, prefix: str) -> Path:
-    """The same, for whoever may never write anything: nothing is made, so only chance keeps the name free."""
+    """Return a directory without creating it, because nothing may ever be written there. A random suffix makes it
+    unlikely that another trainer takes the name."""
     if given is not None and isinstance(place(given), Uri):
         raise ConfigError(
-            f"logdir must be a directory of this machine, got {str(place(given))!r}: callbacks write files there"
+            f"logdir must be a directory on this machine, because callbacks write files there, got {str(place(given))!r}"
         )
     home = Path.home() / RESULTS
-    return home / (f"{prefix}_{_now()}_{uuid.uuid4().hex[:4]}" if given is None else Path(given).expanduser())
+    return home / (f"{prefix}_{timestamp()}_{uuid.uuid4().hex[:4]}" if given is None else Path(given).expanduser())
 
 
-def _now() -> str:
+def timestamp() -> str:
+    """Return the local time, for the name of a run."""
     return time.strftime("%Y-%m-%d_%H-%M-%S")
-
-
-def chosen_worker(given: int) -> int:
-    """The one rank whose reports a callback is to log."""
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise ConfigError(f"worker_to_log must be one rank (0, 1, ...), got {given!r}")
-    return given
-
-
-def chosen_workers(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
-    """The ranks that a callback is to log; None for all of them."""
-    if given is None:
-        return None
-    ranks = (given,) if isinstance(given, int) else tuple(given)
-    wrong = [rank for rank in ranks if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0]
-    if wrong or not ranks:
-        raise ConfigError(f"workers_to_log must be a rank, a list of ranks, or None for all of them, got {given!r}")
-    return ranks

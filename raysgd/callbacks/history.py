@@ -1,21 +1,22 @@
-"""Every result of a trainer, as a table."""
+"""A callback that keeps every result of a trainer as a table, and plots it. Driver."""
 
 from __future__ import annotations
 
 import html
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from raysgd.callbacks.base import Callback, Result
-from raysgd.callbacks.extra import needs
-from raysgd.callbacks.plot import drawn
-from raysgd.callbacks.rows import OWN, row_of
-from raysgd.errors import text_of
+from raysgd.callbacks.base import Callback, CallResult
+from raysgd.callbacks.writers import ROW_FIELDS, import_extra, row_of, scalars
+from raysgd.errors import ConfigError, text_of
 
 __all__ = ["History"]
 
-SHOWN = 10
+MAX_SHOWN = 10
+# Numbers that say how much was done, not how well. They are plotted only if they are asked for.
+COUNTS = ("epoch", "step", "world_size", "seconds", "batch_count", "num_samples", "skipped_steps")
 
 
 class History(Callback, Sequence[Mapping[str, Any]]):
@@ -25,27 +26,28 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         trainer.history.to_dataframe()
         trainer.history.plot(["train_loss", "val_loss"], path="losses.png")
 
-    A row has `kind` ("train", "validate" or "report"), `epoch`, `step`, `world_size` and `seconds`, and then the metrics
-    that were returned. (A metric that has one of these names is called `reported_...`; `epoch` is the same thing.)
+    A row has `kind` ("train", "validate" or "report"), `epoch`, `step`, `world_size` and `seconds`, and then the
+    metrics that were returned. A metric with one of these names is renamed to `reported_...`, unless it is the same
+    epoch.
     """
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         self._rows.append(row_of(result))
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Copies: what is done to them changes nothing here."""
+        """Return copies of all rows."""
         return [dict(row) for row in self._rows]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """The rows of one kind."""
+        """Return copies of the rows of one kind."""
         return [dict(row) for row in self._rows if row["kind"] == kind]
 
     def column(self, name: str) -> list[Any]:
-        """One value of each row; None where a row has none."""
+        """Return one value of each row, or None where a row lacks it."""
         return [row.get(name) for row in self._rows]
 
     def __len__(self) -> int:
@@ -64,54 +66,91 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return iter(self.rows)
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame (extra: callbacks). Values that a row lacks are missing values in it."""
-        return needs("pandas", who="history.to_dataframe()").DataFrame(self.rows, columns=self._columns())
+        """Return a pandas DataFrame (extra: callbacks)."""
+        pandas = import_extra("pandas", user="history.to_dataframe()")
+        return pandas.DataFrame(self.rows, columns=self._columns(self._rows))
 
     def plot(self, metrics: str | Sequence[str] | None = None, *, path: str | Path | None = None) -> Any:
-        """A matplotlib figure (extra: callbacks) of these metrics, or of every number that was returned, over the epochs
-        (over `step` where there are none); written to `path` too, if one is given."""
-        return drawn(self._rows, [metrics] if isinstance(metrics, str) else list(metrics or ()), path)
+        """Return a matplotlib figure (extra: callbacks) of these metrics, or of all numbers but counts, over the epochs
+        (over `step` if there are none). `path` also saves it."""
+        plotting = import_extra("matplotlib.figure", user="history.plot()")
+        rows = [scalars(row) for row in self._rows]
+        names = _plotted([metrics] if isinstance(metrics, str) else list(metrics or ()), rows)
+        figure = _notebook_figure(plotting.Figure)(figsize=(7, 2.2 * len(names) + 0.6), layout="constrained")
+        x = "epoch" if all(row.get("epoch") is not None for row in self._rows) else "step"
+        for name, axes in zip(names, figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0], strict=True):
+            points = [(row[x], row[name]) for row in rows if name in row]
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3)
+            axes.set_ylabel(name)
+            axes.grid(alpha=0.3)
+        axes.set_xlabel(x)
+        if path is not None:
+            figure.savefig(path)
+        return figure
 
-    def _columns(self, rows: Iterable[Mapping[str, Any]] | None = None) -> list[str]:
-        return list(dict.fromkeys([*OWN, *(name for row in rows or self._rows for name in row)]))
+    def _columns(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+        return list(dict.fromkeys([*ROW_FIELDS, *(name for row in rows for name in row)]))
 
-    # -- to look at -----------------------------------------------------------------------------------
-
-    def _shown(self) -> tuple[list[str], list[list[str]]]:
-        """The newest rows, without what is only for those who look closer."""
-        rows = self._rows[-SHOWN:]
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the header and the newest rows as text, without columns that only matter for debugging."""
+        rows = self._rows[-MAX_SHOWN:]
         columns = [
             name
             for name in self._columns(rows)
             if not name.startswith(("_", "last_")) and name not in ("step", "profile")
         ]
-        return columns, [[_text(row.get(name, "")) for name in columns] for row in rows]
+        return columns, [[_cell(row.get(name, "")) for name in columns] for row in rows]
 
     def __repr__(self) -> str:
         if not self._rows:
-            return "History: nothing was measured yet"
-        columns, cells = self._shown()
+            return "History: no results yet"
+        columns, cells = self._table()
         widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
         lines = [
             "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in [columns, *cells]
         ]
-        return "\n".join([*self._left_out(), *lines])
+        return "\n".join([*self._omitted(), *lines])
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
-        columns, cells = self._shown()
+        """Return the table for notebooks."""
+        columns, cells = self._table()
         head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in cells)
-        note = "".join(f"<p>{line}</p>" for line in self._left_out())
+        note = "".join(f"<p>{line}</p>" for line in self._omitted())
         return f"{note}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
-    def _left_out(self) -> list[str]:
-        older = len(self._rows) - SHOWN
+    def _omitted(self) -> list[str]:
+        older = len(self._rows) - MAX_SHOWN
         return [f"({older} older rows: history.rows has them)"] if older > 0 else []
 
 
-def _text(value: Any) -> str:
+def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = "" if value is None else text_of(value)
     return text if len(text) <= 24 else f"{text[:21]}..."
+
+
+def _plotted(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which metrics to plot. Raise `ConfigError` if there are none, or if one was never measured."""
+    measured = list(dict.fromkeys(name for row in rows for name in row))
+    names = list(metrics) or [n for n in measured if n not in COUNTS and not n.startswith(("last_", "_", "profile/"))]
+    missing = [name for name in names if name not in measured]
+    if missing or not names:
+        raise ConfigError(
+            f"there is nothing to plot of {', '.join(missing) or 'this history'}: "
+            f"the numbers that were measured are {', '.join(measured) or 'none yet'}"
+        )
+    return names
+
+
+def _notebook_figure(figure: Any) -> Any:
+    """Return a figure class that notebooks display. It does not use pyplot, whose global list would keep each
+    figure."""
+
+    def image(self: Any) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png")
+        return file.getvalue()
+
+    return type("Figure", (figure,), {"_repr_png_": image})

@@ -1,4 +1,4 @@
-"""Results in JSON: a line for each, or v1's one list."""
+"""Callbacks that write results as JSON: one line per result, or one list as in v1. Driver."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run
-from raysgd.callbacks.figures import for_json
-from raysgd.callbacks.folder import chosen_workers
-from raysgd.callbacks.rows import row_of
+from raysgd.callbacks.base import Callback, CallResult, Run
+from raysgd.callbacks.writers import check_ranks, for_json, row_of
 from raysgd.storage import locations
 
 __all__ = ["JsonLinesCallback", "JsonLoggerCallback"]
 
 
 class JsonLinesCallback(Callback):
-    """Writes `history.jsonl`: a line for each result, complete as soon as the result is there. What the file held before
-    stays.
+    """Writes `history.jsonl`: one complete line per result, as soon as there is a result. Appends to an existing file.
 
         {"kind": "train", "epoch": 1, "step": 90, "world_size": 2, "seconds": 1.3, "train_loss": 0.43, ...}
 
@@ -33,7 +30,7 @@ class JsonLinesCallback(Callback):
         self.path = self._given or run.folder / "history.jsonl"
         _end_last_line(self.path)
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,22 +39,22 @@ class JsonLinesCallback(Callback):
 
 
 def _end_last_line(path: Path) -> None:
-    """Whoever wrote it may have been killed in the middle of a line: that one goes, or the next would be lost with it."""
+    """Complete or remove the last line, because the process that wrote it may have been killed in the middle."""
     written = path.read_bytes() if path.is_file() else b""
     if not written or written.endswith(b"\n"):
         return
-    whole, newline, last = written.rpartition(b"\n")
+    before, newline, last = written.rpartition(b"\n")
     try:
         json.loads(last)
     except ValueError:
-        locations.write(path, whole + newline)
+        locations.write(path, before + newline)
     else:
         locations.write(path, written + b"\n")
 
 
 class JsonLoggerCallback(Callback):
-    """Writes `results.json`, as v1 did: one list, in it for each result the list of the workers' own, of those in
-    `workers_to_log` (None: of all). The whole file is written anew each time: for long runs take JsonLinesCallback."""
+    """Writes `results.json` as v1 did: a list with one entry per result, which is a list of the results of the workers
+    in `workers_to_log` (None: all). Writes the whole file each time, so prefer JsonLinesCallback for long runs."""
 
     def __init__(
         self,
@@ -67,20 +64,20 @@ class JsonLoggerCallback(Callback):
     ) -> None:
         self._folder = None if logdir is None else Path(logdir).expanduser()
         self._name = filename or "results.json"
-        self._workers = chosen_workers(workers_to_log)
+        self._workers = check_ranks(workers_to_log)
         self._results: list[list[dict[str, Any]]] = []
         self._path: Path | None = None
 
     @property
     def log_path(self) -> Path | None:
-        """The file; None before the first run."""
+        """Return the file; None before the first run."""
         return self._path
 
     def on_start(self, run: Run) -> None:
         self._path, self._results = (self._folder or run.folder) / self._name, []
         self._write()
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         rows = [row for rank, row in enumerate(result.by_worker) if self._workers is None or rank in self._workers]
         self._results.append(for_json(rows))
         self._write()

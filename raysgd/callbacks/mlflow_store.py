@@ -1,4 +1,4 @@
-"""Results in an MLflow store."""
+"""A callback that logs results to MLflow. Driver."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run
-from raysgd.callbacks.extra import needs
-from raysgd.callbacks.figures import flat, numbers
-from raysgd.callbacks.folder import chosen_worker
+from raysgd.callbacks.base import Callback, CallResult, Run
+from raysgd.callbacks.writers import check_rank, flat, import_extra, scalars, scalars_of_report
 
 __all__ = ["MLflowCallback"]
 
@@ -21,14 +19,14 @@ OWN = (DATABASE, ARTIFACTS, "mlruns")
 
 
 class MLflowCallback(Callback):
-    """Makes one MLflow run (of a training function, one for each run): its config as parameters, each number as a metric
-    over the batches trained so far (of a function, over its reports, of one rank).
+    """Creates one MLflow run per trainer (for functions, per run). Logs the config as parameters, and each scalar as a
+    metric over the batches trained so far (for functions, one rank's scalars over its reports).
 
-    tracking_uri     the store; without it MLFLOW_TRACKING_URI, or a database `mlflow.db` in the log folder
-    experiment_name  made where there is none of that name (or `experiment_id`, of one that is there)
-    save_artifact    at the end, keep everything in the log folder with the MLflow run
+    tracking_uri     the store; by default MLFLOW_TRACKING_URI, or else a database `mlflow.db` in the log folder
+    experiment_name  created if it does not exist (or pass the `experiment_id` of an existing experiment)
+    save_artifact    store the content of the log folder with the MLflow run at the end
 
-    It uses a client of its own: an MLflow run that your script has begun is left alone.
+    Uses its own client, so it does not touch an MLflow run that your script has started.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class MLflowCallback(Callback):
         self.tracking_uri = tracking_uri
         self._registry_uri, self._experiment_id, self._experiment_name = registry_uri, experiment_id, experiment_name
         self._tags, self._save_artifact = dict(tags or {}), save_artifact
-        self._worker = chosen_worker(worker_to_log)
+        self._worker = check_rank(worker_to_log)
         self._given = None if logdir is None else Path(logdir).expanduser()
         self._given_uri = tracking_uri
         self._folder = Path()
@@ -54,7 +52,7 @@ class MLflowCallback(Callback):
 
     def on_start(self, run: Run) -> None:
         self._client = None
-        tracking = needs("mlflow.tracking", who="MLflowCallback")
+        tracking = import_extra("mlflow.tracking", user="MLflowCallback")
         self._folder = self._given or run.folder
         self.tracking_uri = self._given_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if self.tracking_uri is None:
@@ -66,19 +64,18 @@ class MLflowCallback(Callback):
         for name, value in flat(run.config).items():
             client.log_param(self.run_id, name, value)
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if self._client is None:
             return
-        metric = needs("mlflow.entities", who="MLflowCallback").Metric
+        metric = import_extra("mlflow.entities", user="MLflowCallback").Metric
         now = int(time.time() * 1000)
         if result.kind == "report":
-            values = numbers(result.by_worker[self._worker]) if self._worker < len(result.by_worker) else {}
-            values = {name: value for name, value in values.items() if not name.startswith("_")}
+            values = scalars_of_report(result, self._worker)
         else:
-            values = {**numbers(result.metrics), f"{result.kind}_seconds": result.seconds}
+            values = {**scalars(result.metrics), f"{result.kind}_seconds": result.seconds}
             values["world_size"] = float(result.world_size)
-        found = [metric(name, value, now, result.step) for name, value in values.items()]
-        self._client.log_batch(self.run_id, metrics=found)
+        logged = [metric(name, value, now, result.step) for name, value in values.items()]
+        self._client.log_batch(self.run_id, metrics=logged)
 
     def on_end(self, failed: bool) -> None:
         client, self._client = self._client, None
@@ -87,7 +84,7 @@ class MLflowCallback(Callback):
         try:
             if self._save_artifact and self._folder.exists():
                 for path in sorted(self._folder.iterdir()):
-                    if path.name not in OWN:  # a copy of the store would be in the store
+                    if path.name not in OWN:  # the store itself must not be copied into the store
                         client.log_artifact(self.run_id, str(path))
         finally:
             client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
@@ -96,9 +93,9 @@ class MLflowCallback(Callback):
         if self._experiment_id is not None:
             return self._experiment_id
         name = self._experiment_name or run.name or run.trainer
-        there = client.get_experiment_by_name(name)
-        if there is not None:
-            return str(there.experiment_id)
+        existing = client.get_experiment_by_name(name)
+        if existing is not None:
+            return str(existing.experiment_id)
         local = self._given_uri is None and "MLFLOW_TRACKING_URI" not in os.environ
-        where = (self._folder.absolute() / ARTIFACTS).as_uri() if local else None
-        return str(client.create_experiment(name, artifact_location=where))
+        location = (self._folder.absolute() / ARTIFACTS).as_uri() if local else None
+        return str(client.create_experiment(name, artifact_location=location))

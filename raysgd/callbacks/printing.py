@@ -1,49 +1,49 @@
-"""Results as lines of text."""
+"""A callback that prints one line per result. Driver."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any, TextIO
 
-from raysgd.callbacks.base import Callback, Result
-from raysgd.callbacks.figures import numbers
+from raysgd.callbacks.base import Callback, CallResult
+from raysgd.callbacks.writers import scalars
 from raysgd.core.policy import Recovery
 from raysgd.errors import described
 
 __all__ = ["PrintCallback"]
 
-LEFT_OUT = ("epoch", "batch_count", "num_samples")
+OMITTED = ("epoch", "batch_count", "num_samples")
 
 
 class PrintCallback(Callback):
-    """Prints one line for each result and each recovery, to `file` (sys.stdout).
+    """Prints one line for each result and each recovery to `file`, by default sys.stdout.
 
         train     epoch 1  2 workers  1.3 s  train_loss=0.4312
 
-    `metrics` chooses the numbers and their order; without it, all but counts and the last batch's.
+    `metrics` selects the scalars and their order; by default, all but counts and those of the last batch.
     """
 
     def __init__(self, metrics: list[str] | None = None, *, file: TextIO | None = None) -> None:
         self._metrics, self._file = metrics, file
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         at = f"epoch {result.epoch}" if result.epoch is not None else f"report {result.step}"
         workers = f"{result.world_size} worker{'s' if result.world_size > 1 else ''}"
-        figures = "  ".join(f"{name}={value:.4g}" for name, value in self._chosen(result).items())
-        self._say(f"{result.kind:<8}  {at}  {workers}  {result.seconds:.1f} s  {figures}".rstrip())
+        shown = "  ".join(f"{name}={value:.4g}" for name, value in self._selected(result).items())
+        self._print(f"{result.kind:<8}  {at}  {workers}  {result.seconds:.1f} s  {shown}".rstrip())
 
     def on_recovery(self, recovery: Recovery) -> None:
         before, after = recovery.world_size_before, recovery.world_size_after
-        self._say(f"{recovery.reason}  epoch {recovery.epoch}  {before} -> {after} workers  {recovery.seconds:.1f} s")
+        self._print(f"{recovery.reason}  epoch {recovery.epoch}  {before} -> {after} workers  {recovery.seconds:.1f} s")
 
     def on_error(self, error: BaseException) -> None:
-        self._say(f"failed: {described(error)}".splitlines()[0])
+        self._print(f"failed: {described(error)}".splitlines()[0])
 
-    def _chosen(self, result: Result) -> dict[str, Any]:
-        found = numbers(result.metrics)
+    def _selected(self, result: CallResult) -> dict[str, Any]:
+        found = scalars(result.metrics)
         if self._metrics is not None:
             return {name: found[name] for name in self._metrics if name in found}
-        return {n: v for n, v in found.items() if n not in LEFT_OUT and not n.startswith(("last_", "_", "profile/"))}
+        return {n: v for n, v in found.items() if n not in OMITTED and not n.startswith(("last_", "_", "profile/"))}
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         print(line, file=self._file or sys.stdout, flush=True)

@@ -1,4 +1,4 @@
-"""One bar on the driver for all workers: epoch, batches, samples per second, current loss."""
+"""A callback that shows one progress bar for all workers: epoch, batches, samples per second, loss. Driver."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Underway
+from raysgd.callbacks.base import Callback, CallResult, Underway
 
 __all__ = ["ProgressBar"]
 
 
 class ProgressBar(Callback):
-    """Owns one tqdm bar at a time; works in a terminal and in a notebook. Counts batches, which all ranks share; of a
-    training function, its reports.
+    """Owns one tqdm bar at a time, in a terminal or in a notebook. Counts batches, of which all ranks have the same
+    number; for a training function, its reports.
 
-    `TorchTrainer(use_tqdm=True)` and `TFTrainer(use_tqdm=True)` have one.
+    `TorchTrainer(use_tqdm=True)` and `TFTrainer(use_tqdm=True)` create one.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class ProgressBar(Callback):
             from tqdm.auto import tqdm
         except ImportError as error:
             raise ValueError(
-                "a progress bar needs tqdm: pip install tqdm (or raysgd[torch]), or leave use_tqdm off"
+                "a progress bar needs tqdm: pip install tqdm (or raysgd[torch]), or pass use_tqdm=False"
             ) from error
         self._tqdm: Any = tqdm
         self._bar: Any = None
@@ -39,21 +39,21 @@ class ProgressBar(Callback):
         if progress.expected and bar.total != progress.expected:
             bar.total = progress.expected
         self._samples[now.worker] = float(now.metrics.get("num_samples") or 0.0)
-        self._describe(now.metrics, max(self._samples.values()) * len(self._samples), progress.epoch)
+        self._set_postfix(now.metrics, max(self._samples.values()) * len(self._samples), progress.epoch)
         if progress.batches > bar.n:
             bar.update(progress.batches - bar.n)
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         if self._bar is None:
             self._open(result.kind, "report" if result.kind == "report" else "batch")
         bar = self._bar
         if result.kind == "report":
-            self._describe(result.metrics, 0.0, result.epoch or 0)
+            self._set_postfix(result.metrics, 0.0, result.epoch or 0)
             bar.update(1)
             return
         batches = int(result.metrics.get("batch_count", bar.n))
         bar.total = batches
-        self._describe(result.metrics, float(result.metrics.get("num_samples") or 0), result.epoch or 0)
+        self._set_postfix(result.metrics, float(result.metrics.get("num_samples") or 0), result.epoch or 0)
         bar.update(max(batches - bar.n, 0))
         self._close()
 
@@ -74,11 +74,11 @@ class ProgressBar(Callback):
             bar.refresh()
             bar.close()
 
-    def _describe(self, told: Mapping[str, Any], samples: float, epoch: int) -> None:
+    def _set_postfix(self, metrics: Mapping[str, Any], samples: float, epoch: int) -> None:
         parts: dict[str, str] = {"epoch": str(epoch)} if epoch else {}
-        for name, value in told.items():
+        for name, value in metrics.items():
             if name.endswith("loss") and not name.startswith("last_") and isinstance(value, float):
-                latest = told.get(f"last_{name}", value)
+                latest = metrics.get(f"last_{name}", value)
                 parts[name] = f"{latest if isinstance(latest, float) else value:.4g}"
         if samples:
             seconds = max(time.monotonic() - self._started, 1e-6)

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.util.metrics import Gauge
 
-from raysgd.callbacks.base import Callback, Result, Run, Underway
+from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
 
@@ -18,9 +18,9 @@ __all__ = ["RayMetricsCallback"]
 REPEAT_S = 1.0
 GAUGES = {
     "raysgd_samples_per_second": "Samples that all workers together train on, per second",
-    "raysgd_step_seconds": "Seconds per batch (of a training function: per report)",
+    "raysgd_step_seconds": "Seconds per batch (for a training function: per report)",
     "raysgd_world_size": "Workers that train",
-    "raysgd_recoveries": "Changes of the workers so far: failures, growth, preemptions",
+    "raysgd_recoveries": "Recoveries so far: failures, growth, preemptions",
 }
 
 
@@ -66,7 +66,7 @@ class RayMetricsCallback(Callback):
                 step_seconds=seconds / now.progress.batches,
             )
 
-    def on_result(self, result: Result) -> None:
+    def on_result(self, result: CallResult) -> None:
         self._set(world_size=result.world_size)
         metrics, seconds = result.metrics, max(result.seconds, 1e-6)
         if result.kind == "report":

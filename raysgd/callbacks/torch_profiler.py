@@ -1,4 +1,4 @@
-"""Torch profiler traces, from the workers into the log folder, where TensorBoard opens them."""
+"""A callback that stores the workers' Torch profiler traces in the log folder, for TensorBoard. Driver."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run
-from raysgd.callbacks.folder import chosen_workers
+from raysgd.callbacks.base import Callback, CallResult, Run
+from raysgd.callbacks.writers import check_ranks
 from raysgd.errors import ConfigError
 
 __all__ = ["ProfilerSettings", "TorchProfilerCallback"]
@@ -19,9 +19,9 @@ logger = logging.getLogger("raysgd")
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerSettings:
-    """What a worker records in a call of `train`: after `wait` batches, and `warmup` in which the profiler runs but
-    nothing is kept, `active` batches; in each worker's first `calls` calls. `arguments` are more of
-    those of `torch.profiler.profile`."""
+    """What each worker profiles, in its first `calls` calls of `train`: it skips `wait` batches, runs the profiler for
+    `warmup` batches without recording, and then records `active` batches. `arguments` are further arguments of
+    `torch.profiler.profile`."""
 
     ranks: tuple[int, ...] | None = None
     wait: int = 1
@@ -42,8 +42,8 @@ class TorchProfilerCallback(Callback):
 
         TorchTrainer(..., callbacks=[TorchProfilerCallback(workers_to_log=0, active=5)])
 
-    On a TorchTrainer, the workers profile some batches of the first call of `train` (see `ProfilerSettings` for the
-    other arguments). A training function profiles what it likes, and reports the traces of its `TorchWorkerProfiler`.
+    The workers of a TorchTrainer profile some batches of the first call of `train` (`ProfilerSettings` has the other
+    arguments). A training function runs its own profiler, and reports the traces of its `TorchWorkerProfiler`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TorchProfilerCallback(Callback):
         workers_to_log: int | Iterable[int] | None = None,
         **settings: Any,
     ) -> None:
-        self._workers = chosen_workers(workers_to_log)
+        self._workers = check_ranks(workers_to_log)
         self.on_workers = ProfilerSettings(ranks=self._workers, **settings)
         self._given = None if logdir is None else Path(logdir).expanduser()
         self.folder: Path | None = self._given
@@ -61,14 +61,12 @@ class TorchProfilerCallback(Callback):
     def on_start(self, run: Run) -> None:
         self.folder = self._given or run.folder / "pytorch_profiler"
 
-    def on_result(self, result: Result) -> None:
-        wanted = self._workers
-        # The workers of a TorchTrainer's know whether they are meant.
-        found = [
-            t for rank, t in enumerate(result.traces) if result.kind != "report" or wanted is None or rank in wanted
-        ]
+    def on_result(self, result: CallResult) -> None:
         if self.folder is None:
             return
+        # The workers of a TorchTrainer select the ranks themselves, because they run the profiler.
+        every_rank = result.kind != "report" or self._workers is None
+        found = [traces for rank, traces in enumerate(result.traces) if every_rank or rank in (self._workers or ())]
         for traces in found:
             for name, trace in traces.items():
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -76,13 +74,13 @@ class TorchProfilerCallback(Callback):
         if result.kind == "train" and not any(found) and not self._warned and not self.written:
             self._warned, needed = True, self.on_workers.wait + self.on_workers.warmup
             logger.warning(
-                "there is no trace yet: this call had %s batches on each worker, and the first %d are not recorded "
-                "(wait and warmup of TorchProfilerCallback)",
+                "no trace was recorded: this call had %s batches on each worker, and TorchProfilerCallback does not record "
+                "the first %d (its arguments wait and warmup)",
                 result.metrics.get("batch_count", "no"),
                 needed,
             )
 
     @property
     def written(self) -> list[Path]:
-        """The traces that are there, oldest first."""
+        """Return the trace files, oldest first."""
         return sorted(self.folder.glob("*.pt.trace.json")) if self.folder is not None else []

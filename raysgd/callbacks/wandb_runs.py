@@ -1,4 +1,4 @@
-"""Results in Weights & Biases."""
+"""A callback that logs results to Weights & Biases. Driver."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.base import Callback, Result, Run
-from raysgd.callbacks.extra import needs
-from raysgd.callbacks.figures import for_json, numbers
-from raysgd.callbacks.folder import chosen_worker
+from raysgd.callbacks.base import Callback, CallResult, Run
+from raysgd.callbacks.writers import check_rank, for_json, import_extra, tagged_scalars
 
 __all__ = ["WandbCallback"]
 
 
 class WandbCallback(Callback):
-    """Makes one W&B run (of a training function, one for each run): its config, and each number as `train/...` or
-    `validate/...` over `step`, the batches trained so far; what a function reports under its own names.
+    """Creates one W&B run per trainer (for functions, per run). Logs the config, and each scalar as `train/...` or
+    `validate/...` over `step`, the batches trained so far. A function's scalars keep their own names.
 
-    mode     "online", "offline" (files in the log folder, sent later with `wandb sync`) or "disabled"; without it,
-             what WANDB_MODE says
-    dir      where the files go; without it, the log folder
+    mode     "online", "offline" (files in the log folder, for `wandb sync`) or "disabled"; by default, WANDB_MODE
+    dir      where W&B writes its files; by default, the log folder
     init     further arguments of `wandb.init`
     """
 
@@ -36,34 +33,27 @@ class WandbCallback(Callback):
     ) -> None:
         self._project, self._name, self._mode, self._init = project, name, mode, dict(init or {})
         self._given = None if dir is None else Path(dir).expanduser()
-        self._worker = chosen_worker(worker_to_log)
+        self._worker = check_rank(worker_to_log)
         self.run: Any = None
 
     def on_start(self, run: Run) -> None:
         self.on_end(False)
         folder = self._given or run.folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.run = needs("wandb", who="WandbCallback").init(
+        self.run = import_extra("wandb", user="WandbCallback").init(
             project=self._project or run.name or None,
             name=self._name,
             mode=self._mode,
             dir=str(folder),
             config=for_json(run.config),
-            reinit="create_new",  # a run that the script has begun is left alone
+            reinit="create_new",  # does not touch a run that the script has started
             **self._init,
         )
         self.run.define_metric("*", step_metric="step")
 
-    def on_result(self, result: Result) -> None:
-        if self.run is None:
-            return
-        if result.kind == "report":
-            values = numbers(result.by_worker[self._worker]) if self._worker < len(result.by_worker) else {}
-            shown = {name: value for name, value in values.items() if not name.startswith("_")}
-        else:
-            values = {**numbers(result.metrics), "world_size": result.world_size, "seconds": result.seconds}
-            shown = {f"{result.kind}/{name}": value for name, value in values.items()}
-        self.run.log({**shown, "step": result.step})
+    def on_result(self, result: CallResult) -> None:
+        if self.run is not None:
+            self.run.log({**tagged_scalars(result, self._worker), "step": result.step})
 
     def on_end(self, failed: bool) -> None:
         run, self.run = self.run, None

@@ -1,7 +1,7 @@
-"""Functions on elastic workers: `Trainer(backend="torch", num_workers=2).run(train_func)`.
+"""Training functions on elastic workers: `Trainer(backend="torch", num_workers=2).run(train_func)`. Both.
 
-Inside the function: `train.report`, `train.save_checkpoint`, `train.world_rank`, ..., `train.torch.prepare_model`.
-Importing this loads neither torch, tensorflow, horovod nor ray; each comes with the first name that needs it.
+Functions call `train.report`, `train.save_checkpoint`, `train.world_rank` and so on, and `train.torch.prepare_model`.
+Importing this package imports neither torch, tensorflow, horovod nor ray; the names that need them are lazy.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from raysgd.train.errors import (
     TrainBackendError,
     TrainingWorkerError,
 )
-from raysgd.train.fit.checkpoint_strategy import CheckpointConfig, CheckpointStrategy
 from raysgd.train.fit.result import Result
-from raysgd.train.fit.settings import FailureConfig, RunConfig, ScalingConfig
+from raysgd.train.fit.settings import CheckpointConfig, CheckpointStrategy, FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.functions import (
     get_checkpoint,
     get_context,
@@ -91,22 +90,22 @@ __all__ = [
 ]
 
 _LAZY = {
-    "BackendExecutor": "raysgd.train.executor",
-    "DataParallelTrainer": "raysgd.train.fit.trainer",
-    "HorovodTrainer": "raysgd.train.frameworks",
-    "SGDIterator": "raysgd.train.iterator",
-    "TensorflowTrainer": "raysgd.train.frameworks",
-    "TorchTrainer": "raysgd.train.frameworks",
-    "Trainer": "raysgd.train.trainer",
-    "TrainingIterator": "raysgd.train.iterator",
-    "WorkerGroup": "raysgd.train.worker_group",
+    "BackendExecutor": "executor",
+    "DataParallelTrainer": "fit.trainer",
+    "HorovodTrainer": "frameworks",
+    "SGDIterator": "iterator",
+    "TensorflowTrainer": "frameworks",
+    "TorchTrainer": "frameworks",
+    "Trainer": "trainer",
+    "TrainingIterator": "iterator",
+    "WorkerGroup": "worker_group",
 }
 _MODULES = ("tensorflow", "torch")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+        return getattr(import_module(f"raysgd.train.{_LAZY[name]}"), name)
     if name in _MODULES:
         try:
             return import_module(f"raysgd.train.{name}")

@@ -1,7 +1,7 @@
-"""Backends of function trainers: what is set up on the workers before a training function runs.
+"""The backends of function trainers: what is set up on the workers before a training function runs. Driver.
 
-A `BackendConfig` says what is wanted; its `backend_cls` has hooks that are called on the driver, with the group of
-workers at hand. How the ranks of a generation meet is the engine's business: `make_backend` makes the object for it.
+A `BackendConfig` holds the settings. Its `backend_cls` has hooks, which run on the driver and get the worker group. The
+engine connects the ranks of a generation, with the object that `make_backend` creates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Backend:
-    """Override what you need. Driver: each hook gets the group of workers and the config.
+    """Override the hooks that you need. They run on the driver, and get the worker group and the config.
 
     class Greeting(Backend):
         def on_start(self, worker_group, backend_config):
@@ -37,42 +37,42 @@ class Backend:
     share_cuda_visible_devices = False
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Whenever a new set of workers stands: at the start, and after each change of members."""
+        """Called when the workers of a generation are ready: at the start, and after each change of workers."""
 
     def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Right before a training function runs (again) on all workers."""
+        """Called right before a training function runs, or runs again, on all workers."""
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """Before the workers end."""
+        """Called before the workers end."""
 
     def handle_failure(self, worker_group: Any, failed_worker_indexes: Sequence[int], backend_config: Any) -> None:
-        """After a loss, when the next set of workers stands. The lost ones are gone and replaced by the engine."""
+        """Called instead of `on_start` after worker failures. The engine has removed or replaced the failed workers."""
         self.on_start(worker_group, backend_config)
 
     @staticmethod
     def encode_data(data: dict[str, Any]) -> dict[str, Any]:
-        """Worker: what was reported or saved, before it travels."""
+        """Convert reported or saved data on the worker, before it is sent."""
         return data
 
     @staticmethod
     def decode_data(data: dict[str, Any]) -> dict[str, Any]:
-        """Driver: what was reported, when it has come."""
+        """Convert reported data on the driver, after it is received."""
         return data
 
 
 class BackendConfig:
-    """What a backend is told. Subclass it, usually as a dataclass, and name the backend in `backend_cls` (a property
-    or a plain method)."""
+    """The settings of a backend. Subclass it, usually as a dataclass, and return the backend from `backend_cls`, a
+    property or a method."""
 
     @property
     def backend_cls(self) -> type[Backend]:
         return Backend
 
     def check(self) -> None:
-        """Driver, when a trainer is made: is all there that is needed?"""
+        """Called on the driver when a trainer is created. Raise an error if something is not installed."""
 
     def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
-        """Driver: how the ranks of a generation meet. This one has them meet nowhere."""
+        """Return what connects the ranks of a generation for the engine. This one does not connect them."""
         return SingleWorkerBackend()
 
     @property
@@ -81,12 +81,12 @@ class BackendConfig:
 
 
 class TorchHooks(Backend):
-    """The ranks have met in a process group when `on_start` is called."""
+    """The process group is up when `on_start` is called."""
 
     share_cuda_visible_devices = True
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """Ends the process group; the workers go on."""
+        """Destroy the process group; the workers keep running."""
         worker_group.execute(_leave_process_group)
 
     @staticmethod
@@ -102,8 +102,8 @@ class TorchConfig(BackendConfig):
     """torch.distributed.
 
     backend      "gloo" or "nccl"; None: nccl with GPUs, gloo without
-    init_method  "env": MASTER_ADDR, RANK and the others are set too, for code that reads them; "tcp": they are not
-    timeout_s    for one collective
+    init_method  "env": also set MASTER_ADDR, RANK and so on, for code that reads them; "tcp": do not set them
+    timeout_s    of one collective
     """
 
     backend: str | None = None
@@ -125,22 +125,22 @@ class TorchConfig(BackendConfig):
         return float(self.timeout_s)
 
     def check(self) -> None:
-        _need("torch", "torch")
+        _require("torch")
 
     def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
-        from raysgd.train.torch_function import TorchMeeting
+        from raysgd.train.torch_function import TorchFunctionBackend
 
         name = self.backend or ("nccl" if use_gpu else "gloo")
         env = self.init_method == "env"
-        return TorchMeeting(name, env=env, use_gpu=use_gpu, host=host, join_s=join_s, collective_s=collective_s)
+        return TorchFunctionBackend(name, env=env, use_gpu=use_gpu, host=host, join_s=join_s, collective_s=collective_s)
 
 
 @dataclass
 class TensorflowConfig(BackendConfig):
-    """TF_CONFIG for the strategies of tf.distribute, which the function makes itself."""
+    """TF_CONFIG for a tf.distribute strategy, which the function creates."""
 
     def check(self) -> None:
-        _need("tensorflow", "tensorflow")
+        _require("tensorflow")
 
     def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
         from raysgd.train.tensorflow_function import TensorflowFunctionBackend
@@ -149,7 +149,7 @@ class TensorflowConfig(BackendConfig):
 
 
 class HorovodHooks(Backend):
-    """The function says `hvd.init()` itself; who is where is in its environment by then."""
+    """The environment has what `hvd.init()` needs, which the function calls."""
 
     @staticmethod
     def encode_data(data: dict[str, Any]) -> dict[str, Any]:
@@ -158,13 +158,12 @@ class HorovodHooks(Backend):
 
 @dataclass
 class HorovodConfig(BackendConfig):
-    """Horovod over gloo, for functions that call `hvd.init()`, as scripts for Horovod's own Ray executor do.
+    """Horovod over gloo, for functions that call `hvd.init()`, like scripts for Horovod's own Ray executor.
 
-    nics       the network interface that the workers share (the first one named is used); None: the one that leads to
-               the driver
-    timeout_s  for the ranks to come to `hvd.init()`, and for a host that falls silent
+    nics       the network interface that all workers have (the first one is used); None: the one towards the driver
+    timeout_s  the limit for all ranks to reach `hvd.init()`, and for a host that stops responding
 
-    The others are there for older code, and mean nothing here: Ray starts the workers, not ssh.
+    The other fields exist for compatibility and have no effect: Ray starts the workers, not ssh.
     """
 
     nics: set[str] | None = None
@@ -208,35 +207,35 @@ CONFIGS: dict[str, type[BackendConfig]] = {
 
 
 def parse_backend(backend: Any) -> BackendConfig:
-    """A name or a config, as trainers take it; what is missing for it is said now."""
+    """Return the config for a trainer's argument, a name or a config. Raise an error if the backend is not
+    installed."""
+    names = ", ".join(map(repr, CONFIGS))
     if backend is None:
         backend = "none"
     if isinstance(backend, str):
         if backend not in CONFIGS:
-            raise ConfigError(
-                f"backend must be one of {', '.join(map(repr, CONFIGS))} or a BackendConfig, got {backend!r}"
-            )
+            raise ConfigError(f"backend must be one of {names} or a BackendConfig, got {backend!r}")
         backend = CONFIGS[backend]()
     if not isinstance(backend, BackendConfig):
-        raise TypeError(f"backend must be a name ({', '.join(map(repr, CONFIGS))}) or a BackendConfig, got {backend!r}")
+        raise TypeError(f"backend must be a name ({names}) or a BackendConfig, got {backend!r}")
     backend.check()
     return backend
 
 
 def backend_of(config: BackendConfig) -> Backend:
-    """The hooks: `backend_cls` may be a property, as here, or a plain method."""
-    named: Any = config.backend_cls
-    kind = named if isinstance(named, type) else named()
+    """Return the hooks of a config, whose `backend_cls` may be a property or a method."""
+    found: Any = config.backend_cls
+    kind = found if isinstance(found, type) else found()
     if not isinstance(kind, type) or not issubclass(kind, Backend):
         raise ConfigError(
-            f"{type(config).__name__}.backend_cls must name a subclass of raysgd.train.Backend, got {kind!r}"
+            f"{type(config).__name__}.backend_cls must return a subclass of raysgd.train.Backend, got {kind!r}"
         )
     return kind()
 
 
-def _need(package: str, extra: str) -> None:
+def _require(package: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise ImportError(f"this backend needs {package}, which is not installed: pip install 'raysgd[{extra}]'")
+        raise ImportError(f"this backend needs {package}, which is not installed: pip install 'raysgd[{package}]'")
 
 
 def _leave_process_group() -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint of a function's: a dictionary, or a folder of files. It travels as bytes and is stored as it is."""
+"""The checkpoint of a training function: a dictionary, or a folder of files. Workers send it as bytes. Both."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from raysgd.storage.locations import Place, Uri
 from raysgd.storage.masking import mask
 from raysgd.train import unpickling
 
-__all__ = ["DICT_FILE", "Checkpoint", "is_directory", "unlist_metadata", "unpack"]
+__all__ = ["DICT_FILE", "Checkpoint", "is_directory", "unlist_metadata"]
 
 METADATA_FILE = ".metadata.json"
 METADATA_KEY = "_metadata"
 DICT_FILE = "checkpoint.pkl"
-PICKLE, STOP = b"\x80", b"."  # how every pickle of ours begins, and how every pickle ends
+PICKLE, STOP = b"\x80", b"."  # the first byte of raysgd's pickles, and the last byte of every pickle
 Dumps = Callable[[Any], bytes]
 
 
 class Checkpoint:
-    """A dictionary in memory, a file that holds one, or a folder of files; the last two on this machine's disk or under a
-    URI. Immutable but for its metadata. What is stored has a digest, and reading checks it: a file that was damaged, or
-    changed, is a CheckpointError.
+    """A dictionary in memory, a file that holds a dictionary, or a folder of files, on this machine or under a URI.
+
+    Immutable, except for its metadata. A stored checkpoint has a digest, which is verified when it is read: a file that
+    is damaged or was changed raises a CheckpointError.
 
         train.report({"loss": 0.1}, checkpoint=Checkpoint.from_dict({"epoch": 3}))
         Checkpoint("s3://bucket/run_001/checkpoints/checkpoint_000003").to_dict()
 
-    Reading a stored dictionary runs no code from it, so it may hold plain values, arrays and tensors. For one with objects
-    of other types, which you or somebody you trust made, pass `trusted=True`.
+    Reading a stored dictionary runs no code from it, so it can hold only plain values, arrays and tensors. To read
+    objects of other types from a file that you trust, pass `trusted=True`.
     """
 
     _place: Place | None
     _data: dict[str, Any] | None
     _trusted: bool
-    _covered = False  # by the digest of the archive that it came in
+    _covered = False  # whether the digest of an archive covered the files
 
     def __init__(self, path: str | Path | Uri, *, trusted: bool = False) -> None:
         self._place, self._data, self._trusted = locations.place(path), None, trusted
@@ -58,24 +59,25 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: str | Path, *, trusted: bool = False) -> Checkpoint:
-        """The files stay where they are until the checkpoint is reported or copied."""
+        """Return a checkpoint of the files in a directory. They are copied when it is reported or stored."""
         if not Path(path).is_dir():
             raise CheckpointError(f"there is no directory {Path(path).absolute()}")
         return cls(path, trusted=trusted)
 
     @classmethod
     def from_uri(cls, uri: str | Path | Uri, *, trusted: bool = False) -> Checkpoint:
-        """What is stored there: `s3://bucket/name`, `file:///folder/name`, or a path. Nothing is copied yet."""
+        """Return the checkpoint at `s3://bucket/name`, `file:///folder/name`, or a path, without copying it."""
         made = cls(uri, trusted=trusted)
         if not made._stored().exists():
             raise CheckpointError(
-                f"there is no complete checkpoint at {mask(str(uri))}: neither a file, nor a folder that was written to its end"
+                f"there is no complete checkpoint at {mask(str(uri))}: neither a file, nor a completely written folder"
             )
         return made
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, *, trusted: bool = False) -> Checkpoint:
-        """What `to_bytes` gave. A folder is unpacked into a temporary one, which is there for as long as this object."""
+        """Return the checkpoint that `to_bytes` packed. A folder is unpacked into a temporary directory, which exists
+        as long as this object."""
         data = _checked(data, "these bytes")
         if not is_directory(data):
             return cls.from_dict(_unpickled(data, "these bytes", trusted))
@@ -87,7 +89,8 @@ class Checkpoint:
         return made
 
     def to_bytes(self, *, dumps: Dumps = pickle.dumps) -> bytes:
-        """The whole of it, with a digest behind its end: a pickled dictionary, or a tar archive of the files."""
+        """Return the checkpoint as bytes that end with a digest: a pickled dictionary, or a tar archive of the
+        files."""
         if self._data is not None:
             return digest.sealed(dumps(self._data))
         if not self._is_folder():
@@ -96,18 +99,20 @@ class Checkpoint:
             return archives.pack(folder)
 
     def checked_bytes(self, *, dumps: Dumps = pickle.dumps, users_files: bool = False) -> bytes:
-        """The same for those who will read them as trusted: what is stored, and would not be read, raises here."""
+        """Return the same bytes for receivers that trust them: raise here for a stored file that could not be read."""
         data = self.to_bytes(dumps=dumps)
         if self._place is not None and not is_directory(data):
             _unpickled(data, str(self._place), self._trusted)
         elif self._is_folder() and (self._stored() / DICT_FILE).is_file():
-            # A file of the user's own may have that name. What does not begin as ours do is never unpickled.
-            ours = unpickling.is_dictionary(locations.read(self._stored() / DICT_FILE))
-            if ours or not users_files:
+            # The user's own file may have that name. Only a file that begins with a pickled dictionary is ever
+            # unpickled.
+            pickled = unpickling.is_dictionary(locations.read(self._stored() / DICT_FILE))
+            if pickled or not users_files:
                 self.to_dict()
         return data
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the dictionary. Raise CheckpointError for a folder of files."""
         if self._data is not None:
             return dict(self._data)
         where = self._stored()
@@ -120,7 +125,7 @@ class Checkpoint:
         return _unpickled(data, str(where / DICT_FILE), self._trusted)
 
     def _listed(self, name: str) -> tuple[bytes, bool]:
-        """The content of a file of the folder, checked against its list, and whether there was a digest."""
+        """Return the content of a file in the folder, verified against its list, and whether there was a digest."""
         where = self._stored()
         if isinstance(where, Uri):
             return locations.read(where / name), False
@@ -129,14 +134,14 @@ class Checkpoint:
         return data, self._covered or name in listed
 
     def to_directory(self, path: str | Path | None = None) -> str:
-        """Copies the files to `path` (or a new temporary directory), and returns where they are. A dictionary becomes one
-        file, which `from_directory(...).to_dict()` reads."""
+        """Copy the files to `path`, or to a new temporary directory, and return it. A dictionary becomes one file,
+        which `from_directory(...).to_dict()` reads."""
         target = Path(path or tempfile.mkdtemp(prefix="raysgd-checkpoint-"))
-        entries = self._copied(target)
+        entries = self._copy_to(target)
         locations.write(target / folders.MARKER, folders.dump_list(entries))
         return str(target)
 
-    def _copied(self, target: Path) -> dict[str, folders.Entry]:
+    def _copy_to(self, target: Path) -> dict[str, folders.Entry]:
         if self._is_folder():
             with self._folder() as folder:
                 target.mkdir(parents=True, exist_ok=True)
@@ -147,22 +152,22 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
-        """A directory with the files, for reading: the one they are in, or one that is there for as long as this lasts."""
+        """A context with a directory to read the files from: the original, or a temporary copy."""
         if self._is_folder():
             with self._folder() as folder:
                 folders.verify(folder)
                 yield str(folder)
             return
         with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as copy:
-            self._copied(Path(copy))
+            self._copy_to(Path(copy))
             yield copy
 
     def _folder(self) -> contextlib.AbstractContextManager[Path]:
         return locations.folder(self._stored())
 
     def to_uri(self, uri: str | Path | Uri, *, dumps: Dumps = pickle.dumps) -> str:
-        """Stores it there, whole or not at all, and returns the URI: an object for a dictionary, files for a folder, which
-        must be new or empty (under a URI, also one that a checkpoint was stored in)."""
+        """Store the checkpoint, completely or not at all, and return the URI. A dictionary becomes one object or file.
+        A folder must be new or empty; under a URI it may also hold an earlier checkpoint."""
         where = locations.place(uri)
         if not self._is_folder():
             locations.check_file(where)
@@ -176,12 +181,12 @@ class Checkpoint:
 
     @property
     def path(self) -> str | None:
-        """Where it is stored, a path or a URI; None for a dictionary in memory. It is the URI as it was given, with any
-        password and token in it, so that it can be used. Messages and `repr` show `***` for these."""
+        """Return the path or URI where it is stored, or None for a dictionary in memory. A URI includes its password or
+        token, which messages and `repr` mask with `***`."""
         return None if self._place is None else locations.text_of(self._place)
 
     def get_internal_representation(self) -> tuple[str, Any]:
-        """("data_dict", the dictionary), ("local_path", where it is stored) or ("uri", where it is stored)."""
+        """Return ("data_dict", the dictionary), ("local_path", the path) or ("uri", the URI)."""
         if self._place is None:
             return "data_dict", self._data
         return "uri" if isinstance(self._place, Uri) else "local_path", locations.text_of(self._place)
@@ -196,6 +201,7 @@ class Checkpoint:
     # -- metadata -------------------------------------------------------------------------------------
 
     def get_metadata(self) -> dict[str, Any]:
+        """Return the metadata, by default an empty dict."""
         if not self._is_folder():
             where, found = "the checkpoint", self.to_dict().get(METADATA_KEY, {})
         else:
@@ -206,16 +212,16 @@ class Checkpoint:
                 except (ValueError, RecursionError) as error:
                     raise CheckpointError(f"{where} is damaged: it is not JSON ({error})") from error
         if not isinstance(found, Mapping):
-            raise CheckpointError(f"{where} is damaged: metadata are a dictionary, not a {type(found).__name__}")
+            raise CheckpointError(f"{where} is damaged: metadata must be a dictionary, found a {type(found).__name__}")
         return dict(found)
 
     @property
     def can_have_metadata(self) -> bool:
-        """Those of a stored dictionary, and of what lies under a URI, stay as they are."""
+        """Return whether metadata can be set: not for a stored dictionary, and not under a URI."""
         return self._data is not None or (isinstance(self._place, Path) and self._is_folder())
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replaces the metadata; they must be plain JSON."""
+        """Replace the metadata, which must be plain JSON."""
         text = json.dumps(dict(metadata))
         if self._data is not None:
             self._data[METADATA_KEY] = dict(metadata)
@@ -223,11 +229,12 @@ class Checkpoint:
             _write_listed(Path(locations.text_of(self._stored())), METADATA_FILE, text.encode())
         else:
             raise CheckpointError(
-                f"the metadata of what is stored at {self._place} cannot be changed; from_dict(to_dict()), or "
-                "from_directory(to_directory()), gives a copy whose metadata can"
+                f"the metadata of the checkpoint at {self._place} cannot be changed; from_dict(to_dict()), or "
+                "from_directory(to_directory()), gives a copy whose metadata can be changed"
             )
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Add to the metadata."""
         self.set_metadata({**self.get_metadata(), **metadata})
 
     def __repr__(self) -> str:
@@ -236,18 +243,18 @@ class Checkpoint:
 
 
 def _check_free(where: Place) -> None:
-    """Nothing of somebody else's is deleted to make room."""
+    """Raise CheckpointError if there are other files already, because these must not be deleted."""
     if isinstance(where, Uri):
         taken = not where.is_dir() and (where.is_file() or bool(locations.names(where)))
     else:
         taken = where.is_file() or (where.is_dir() and any(where.iterdir()))
     if taken:
-        raise CheckpointError(f"there is something else at {where} already: name a folder that is new, or empty")
+        raise CheckpointError(f"there is something else at {where} already: use a new or empty folder")
 
 
 def _write_listed(folder: Path, name: str, data: bytes) -> None:
-    """A file of a stored folder changes, and its list with it. Without an entry in between, so that there is no moment at
-    which the two do not agree."""
+    """Change a file of a stored folder, and its entry in the list. The entry is removed in between, so that the file
+    and the list never disagree."""
     listed, place = folders.read_list(folder), folders.inside(folder, name)
     if listed is None:
         locations.write(place, data)
@@ -259,7 +266,7 @@ def _write_listed(folder: Path, name: str, data: bytes) -> None:
 
 
 def unlist_metadata(folder: Path) -> None:
-    """Let others write the metadata of a stored folder, who know nothing of its list."""
+    """Remove the metadata from the list of a stored folder, so that Ray can change them."""
     listed = folders.read_list(folder) or {}
     if METADATA_FILE in listed:
         others = {name: entry for name, entry in listed.items() if name != METADATA_FILE}
@@ -267,23 +274,18 @@ def unlist_metadata(folder: Path) -> None:
 
 
 def _remove(folder: str, process: int) -> None:
-    if os.getpid() == process:  # a fork has a copy of the object, not of the folder
+    if os.getpid() == process:  # a forked process has a copy of the object, but not of the folder
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_directory(data: bytes | memoryview) -> bool:
-    """Are these the bytes of a folder (a tar archive), or of a dictionary?"""
+    """Return whether these are the bytes of a folder (a tar archive), not of a dictionary."""
     return bytes(data[257:262]) == b"ustar" and bytes(data[:1]) != PICKLE
 
 
-def unpack(data: bytes | memoryview, target: str | Path) -> None:
-    """A folder's archive into `target`, which is empty; what is no plain file below it is refused."""
-    archives.unpack(data, Path(target))
-
-
 def _checked(data: bytes | memoryview, where: Any, *, covered: bool = False) -> bytes:
-    """These bytes, when their digest is right. Those without one are older, and get one here, so that what they become
-    is not doubted again. `covered`: another digest was right, of the folder that they are in."""
+    """Return the bytes if their digest is correct. Older checkpoints have none: they get one here, so that there is
+    only one warning. With `covered`, a digest of their folder was correct."""
     content = bytes(data)
     try:
         if digest.verify(content):
@@ -291,7 +293,7 @@ def _checked(data: bytes | memoryview, where: Any, *, covered: bool = False) -> 
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
     if content[-1:] not in (STOP, b"\0"):  # of a pickle, and of a tar archive
-        return content  # no checkpoint, or a part of one; those who read it say so
+        return content  # not a complete checkpoint; reading it raises the error
     if not covered:
         locations.warn_without_digest(where)
     return digest.sealed(content)
@@ -300,25 +302,24 @@ def _checked(data: bytes | memoryview, where: Any, *, covered: bool = False) -> 
 def _unpickled(data: bytes, where: str, trusted: bool) -> dict[str, Any]:
     if digest.is_sealed(data):
         data = data[: -digest.SEAL_BYTES]
-    ours = unpickling.is_dictionary(data)
     try:
-        if not ours:
-            raise CheckpointError("it does not begin as a pickled dictionary does")
+        if not unpickling.is_dictionary(data):
+            raise CheckpointError("it does not begin with a pickled dictionary")
         if data[-1:] != STOP:
-            raise CheckpointError("it was cut off, or something was added to its end")
+            raise CheckpointError("it was truncated, or something was appended to it")
         content = pickle.loads(data) if trusted else unpickling.read(data)
-    except unpickling.Refused as error:
+    except unpickling.UnsafePickleError as error:
         raise CheckpointError(
-            f"{where}: it holds {error}, and rebuilding such objects can run code from the file; plain values, arrays and "
-            "tensors need none. If you made it yourself, use Checkpoint(path, trusted=True)"
+            f"{where}: it holds {error}, and rebuilding such objects can run code from the file, which plain values, arrays "
+            "and tensors do not. If you trust the file, use Checkpoint(path, trusted=True)"
         ) from error
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{where}: reading it needs {error.name}, which is not installed here") from error
     except Exception as error:
-        said = str(error) or type(error).__name__
-        raise CheckpointError(f"{where}: not a checkpoint of a function's, or damaged ({said})") from error
+        text = str(error) or type(error).__name__
+        raise CheckpointError(f"{where}: not a checkpoint of a training function, or damaged ({text})") from error
     if not isinstance(content, dict):
         raise CheckpointError(
-            f"{where}: a checkpoint of a function's is a dictionary, this is a {type(content).__name__}"
+            f"{where}: the checkpoint of a training function is a dictionary, found a {type(content).__name__}"
         )
     return content

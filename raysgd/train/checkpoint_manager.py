@@ -1,32 +1,40 @@
-"""The checkpoints of one run, on the driver: the newest in memory, the best ones in storage."""
+"""Keeps the checkpoints of one run: the newest in memory, the best in storage, written in the background. Driver."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raysgd.errors import CheckpointError, ConfigError
-from raysgd.storage import locations
+from raysgd.storage import archives, locations
 from raysgd.storage.folders import MARKER
 from raysgd.storage.locations import Place
 from raysgd.storage.remote import Uri, probe
-from raysgd.train.checkpoint import Checkpoint, is_directory, unpack
-from raysgd.train.fit.checkpoint_strategy import CheckpointConfig
+from raysgd.train.checkpoint import Checkpoint, is_directory
+from raysgd.train.fit.settings import CheckpointConfig
 
-__all__ = ["CheckpointKeeper", "Kept"]
+__all__ = ["BackgroundWriter", "CheckpointManager", "StoredCheckpoint"]
 
 logger = logging.getLogger("raysgd")
 
 PREFIX = "checkpoint_"
+# The limit for one item. Storage that accepts nothing at all for 600 s is an error before that (`storage.remote`).
+WRITE_LIMIT_S = 3600.0
+POLL_S = 1.0
+
+Work = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One checkpoint in storage, with what was reported beside it."""
+class StoredCheckpoint:
+    """One checkpoint in storage, with the metrics that were reported with it."""
 
     number: int
     path: Place
@@ -34,9 +42,11 @@ class Kept:
     metrics: dict[str, Any]
 
 
-class CheckpointKeeper:
-    """Owns a folder of files `checkpoint_000001`, local or remote, each written whole or not at all. `payload` is the
-    newest one as bytes: what a function that runs again is given, also when nothing is written."""
+class CheckpointManager:
+    """Owns a directory of checkpoints `checkpoint_000001` and so on, local or remote. Each is complete or absent.
+
+    `payload` is the newest checkpoint as bytes, for functions that run again. It exists even if nothing is stored.
+    """
 
     def __init__(
         self,
@@ -50,80 +60,83 @@ class CheckpointKeeper:
         self.strategy = strategy or CheckpointConfig()
         self.latest_id = latest_id
         self.payload = initial
-        self.kept: list[Kept] = []
+        self.stored: list[StoredCheckpoint] = []
 
     def check_storage(self) -> None:
-        """A bucket that is not there is an error now, not at the end of the first epoch."""
+        """Raise an error now for a bucket that does not exist, not at the end of the first epoch."""
         if isinstance(self.directory, Uri) and self.strategy.num_to_keep != 0:
             probe(self.directory)
 
-    def adopt(self, reported: Mapping[int, dict[str, Any]], *, to_go_on: bool = True) -> None:
-        """What an earlier run has left in the directory goes on being kept, and its newest is what a function is given.
-        `reported` are the metrics of each. Not `to_go_on`: only to be looked at, so none is read."""
-        found = [name.removeprefix(PREFIX) for name in locations.names(self.directory) if name.startswith(PREFIX)]
-        places = {number: self.place_of(number) for number in sorted(int(each) for each in found if each.isdigit())}
-        whole = {number: place for number, place in places.items() if place.exists()}
-        for number, place in whole.items():
-            metrics, newest = reported.get(number, {}), number == max(whole)
-            if not to_go_on or (self.strategy.by_time and not newest):
-                self.kept.append(Kept(number, place, float(number), metrics))
+    def adopt(self, reported: Mapping[int, dict[str, Any]], *, resume: bool = True) -> None:
+        """Take over the checkpoints of an earlier run in the directory. Its newest one becomes the newest one here.
+
+        `reported` are the metrics of each checkpoint. Without `resume`, the checkpoints are listed but not read.
+        """
+        names = [name.removeprefix(PREFIX) for name in locations.names(self.directory) if name.startswith(PREFIX)]
+        places = {number: self.place_of(number) for number in sorted(int(each) for each in names if each.isdigit())}
+        complete = {number: place for number, place in places.items() if place.exists()}
+        for number, place in complete.items():
+            metrics, newest = reported.get(number, {}), number == max(complete)
+            if not resume or (self.strategy.by_time and not newest):
+                self.stored.append(StoredCheckpoint(number, place, float(number), metrics))
                 continue
             try:
                 payload = Checkpoint(place).to_bytes()
             except CheckpointError as error:
                 if newest:
-                    raise CheckpointError(f"{error}. To go on from an older one, delete {place}") from error
-                logger.warning("%s%06d counts as the worst: %s", PREFIX, number, error)
-                self.kept.append(Kept(number, place, -math.inf, metrics))
+                    raise CheckpointError(f"{error}. To resume from an older checkpoint, delete {place}") from error
+                logger.warning("%s%06d is ranked last: %s", PREFIX, number, error)
+                self.stored.append(StoredCheckpoint(number, place, -math.inf, metrics))
                 continue
-            self.kept.append(Kept(number, place, self._score_again(number, payload, metrics), metrics))
+            score = self._score_adopted(number, payload, metrics)
+            self.stored.append(StoredCheckpoint(number, place, score, metrics))
             self.payload = payload
             if isinstance(place, Path) and place.is_dir() and not (place / MARKER).exists():
                 locations.warn_without_digest(place)
-        self.latest_id = max([self.latest_id, *reported, *whole])
+        self.latest_id = max([self.latest_id, *reported, *complete])
 
-    def take(self, payload: bytes, metrics: dict[str, Any]) -> None:
-        """The newest checkpoint: kept in memory before anything can go wrong, then stored."""
-        self.store(self.note(payload), payload, metrics)
+    def add(self, payload: bytes, metrics: dict[str, Any]) -> None:
+        """Keep a checkpoint as the newest one, and store it."""
+        self.store(self.register(payload), payload, metrics)
 
-    def note(self, payload: bytes) -> int:
-        """From now on it is the newest one, under this number."""
+    def register(self, payload: bytes) -> int:
+        """Make a checkpoint the newest one in memory, before storage can fail. Return its number."""
         self.latest_id += 1
         self.payload = payload
         return self.latest_id
 
     def store(self, number: int, payload: bytes, metrics: dict[str, Any]) -> None:
-        """Writes it, if it is one of the best, and deletes what is not any more. May run beside `note`."""
+        """Write a checkpoint, if it is one of the best, and delete those that no longer are."""
         keep = self.strategy.num_to_keep
         if keep == 0:
             return
-        new = Kept(number, self.place_of(number), self._score(number, payload, metrics), dict(metrics))
-        # Of equals the ones that are there already stay, and of those the newer.
-        ranked = sorted([*self.kept, new], key=lambda kept: (kept.score, kept is not new, kept.number))
+        new = StoredCheckpoint(number, self.place_of(number), self._score(number, payload, metrics), dict(metrics))
+        # Of equal checkpoints, the stored ones stay, and of these the newer ones.
+        ranked = sorted([*self.stored, new], key=lambda each: (each.score, each is not new, each.number))
         surplus = ranked[: len(ranked) - keep] if keep is not None else []
         if new not in surplus:
             self._write(new.path, payload)
-        self.kept = [kept for kept in [*self.kept, new] if kept not in surplus]
-        for kept in surplus:
-            if kept is not new:
-                locations.delete(kept.path)
+        self.stored = [each for each in [*self.stored, new] if each not in surplus]
+        for each in surplus:
+            if each is not new:
+                locations.delete(each.path)
 
     def place_of(self, number: int) -> Place:
-        """Where the checkpoint of this number lies, if it was written."""
+        """Return where the checkpoint with this number is stored, if it is."""
         return self.directory / f"{PREFIX}{number:06d}"
 
     def _score(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:
         if self.strategy.by_time:
-            return float(number)  # a clock may be set back
+            return float(number)  # the clock may be set back
         content = {} if is_directory(payload) else Checkpoint.from_bytes(payload, trusted=True).to_dict()
         return self.strategy.score(content, metrics)
 
-    def _score_again(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:
-        """A run that was killed may have stored a checkpoint whose report was never written. It goes on all the same."""
+    def _score_adopted(self, number: int, payload: bytes, metrics: dict[str, Any]) -> float:
+        """Return the score of an earlier run's checkpoint. The run may have been killed before it wrote the metrics."""
         try:
             return self._score(number, payload, metrics)
         except ConfigError as error:
-            logger.warning("%s%06d counts as the worst: %s", PREFIX, number, error)
+            logger.warning("%s%06d is ranked last: %s", PREFIX, number, error)
             return -math.inf
 
     @staticmethod
@@ -132,19 +145,80 @@ class CheckpointKeeper:
             locations.write(place, payload)
             return
         with locations.draft_folder(place) as draft:
-            unpack(payload, draft)
+            archives.unpack(payload, draft)
 
     @property
     def latest(self) -> Checkpoint | None:
-        """The newest one, also if it was never written."""
+        """Return the newest checkpoint, stored or not."""
         return None if self.payload is None else Checkpoint.from_bytes(self.payload, trusted=True)
 
     @property
     def latest_path(self) -> Place | None:
-        """The newest one in storage."""
-        return max(self.kept, key=lambda kept: kept.number).path if self.kept else None
+        """Return where the newest stored checkpoint is."""
+        return max(self.stored, key=lambda each: each.number).path if self.stored else None
 
     @property
     def best_path(self) -> Place | None:
-        """The best one in storage; the newer of equals."""
-        return max(self.kept, key=lambda kept: (kept.score, kept.number)).path if self.kept else None
+        """Return where the best stored checkpoint is; of equal ones, the newer."""
+        return max(self.stored, key=lambda each: (each.score, each.number)).path if self.stored else None
+
+
+class BackgroundWriter:
+    """Does work in order on a thread of its own, so that a recovery never waits for a disk or a bucket.
+
+    Owns the thread and its queue. `fail` is called with the first error, after which nothing more is done. `room`
+    bounds how much heavy work waits, and so the memory: who adds more has to wait. All waits end with an error when one
+    item takes longer than WRITE_LIMIT_S.
+    """
+
+    def __init__(self, fail: Callable[[BaseException], None], *, room: int = 2) -> None:
+        self._fail = fail
+        self._room = threading.Semaphore(room)
+        self._work: queue.SimpleQueue[tuple[Work, bool] | None] = queue.SimpleQueue()
+        self._item_began: float | None = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="raysgd-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Work, *, heavy: bool = False) -> None:
+        """Add work. Heavy work waits until there is room."""
+        if heavy:
+            self._wait(lambda seconds: self._room.acquire(timeout=seconds))
+        self._work.put((work, heavy))
+
+    def finish(self) -> BaseException | None:
+        """Wait until all work is done. Return the error, if there was one."""
+        self._work.put(None)
+        try:
+            self._wait(self._has_ended)
+        except CheckpointError as error:
+            self.error = self.error or error
+        return self.error
+
+    def _has_ended(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _wait(self, until: Callable[[float], bool]) -> None:
+        while not until(min(POLL_S, WRITE_LIMIT_S)):
+            began = self._item_began
+            if began is not None and time.monotonic() - began > WRITE_LIMIT_S:
+                raise CheckpointError(
+                    f"a checkpoint could not be stored within {WRITE_LIMIT_S:g} s, so raysgd stopped waiting for it. The "
+                    "checkpoint is incomplete and invisible to readers; earlier checkpoints are not affected"
+                )
+
+    def _serve(self) -> None:
+        while (item := self._work.get()) is not None:
+            work, heavy = item
+            self._item_began = time.monotonic()
+            try:
+                if self.error is None:
+                    work()
+            except BaseException as error:  # passed to the thread that waits for the run
+                self.error = error
+                self._fail(error)
+            finally:
+                self._item_began = None
+                if heavy:
+                    self._room.release()

@@ -1,4 +1,4 @@
-"""The data sets of a run, as the user gives them: checked, named, and which of them are divided. Opens none of them."""
+"""The datasets of a run: checks them, names them, and says which ones are split. Reads no data. Driver."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from raysgd.errors import ConfigError
 
 __all__ = ["DataConfig", "named_datasets", "parse_data_config"]
 
-ONLY = "train"
+DEFAULT_NAME = "train"
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """How data sets reach the workers.
+    """How datasets reach the workers.
 
-    datasets_to_split      "all", or the names of those of which every worker gets its own part; the others are given whole
-    execution_options      Ray Data's ExecutionOptions for all of them, or a dict of them by name
-    enable_shard_locality  blocks go to workers on their own node where that is possible
-    equal                  every worker gets the same number of rows, and up to a row per worker is left out; without it
-                           all rows are used, and the parts differ in length
+    datasets_to_split      "all", or the names of the datasets that are split among the workers; each worker reads the
+                           other datasets completely
+    execution_options      Ray Data's ExecutionOptions for all datasets, or a dict of them by name
+    enable_shard_locality  workers read blocks on their own node where possible
+    equal                  every worker gets the same number of rows, so up to one row per worker is not used; False:
+                           all rows are used, and the workers' numbers of rows differ
     """
 
     datasets_to_split: Literal["all"] | Sequence[str] = "all"
@@ -31,9 +32,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         names = self.datasets_to_split
-        listed = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(n, str) for n in names)
-        if names != "all" and not listed:
-            raise ConfigError(f"datasets_to_split must be 'all' or a list of data sets' names, got {names!r}")
+        is_list = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(n, str) for n in names)
+        if names != "all" and not is_list:
+            raise ConfigError(f"datasets_to_split must be 'all' or a list of names of datasets, got {names!r}")
         for name in ("enable_shard_locality", "equal"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -42,18 +43,18 @@ class DataConfig:
         return self.datasets_to_split == "all" or name in self.datasets_to_split
 
     def options_for(self, name: str) -> Any:
-        given = self.execution_options
-        return given.get(name) if isinstance(given, Mapping) else given
+        options = self.execution_options
+        return options.get(name) if isinstance(options, Mapping) else options
 
 
 def named_datasets(given: Any) -> dict[str, Any]:
-    """The data sets by name; a single one is called "train"."""
+    """Return the datasets by name. A single dataset is named "train"."""
     if given is None:
         return {}
-    named = dict(given) if isinstance(given, Mapping) else {ONLY: given}
+    named = dict(given) if isinstance(given, Mapping) else {DEFAULT_NAME: given}
     for name, dataset in named.items():
         if not isinstance(name, str):
-            raise ConfigError(f"data sets are named by strings, got {name!r}")
+            raise ConfigError(f"the name of a dataset must be a string, got {name!r}")
         _check_dataset(name, dataset)
     return named
 
@@ -62,24 +63,24 @@ def _check_dataset(name: str, dataset: Any) -> None:
     kind = type(dataset).__name__
     if kind == "DatasetPipeline" or (hasattr(dataset, "iter_epochs") and not hasattr(dataset, "streaming_split")):
         raise ConfigError(
-            f"the data set {name!r} is a {kind}, which Ray has given up: pass the Dataset itself. It is read as a stream "
-            "now (what window() was for), and every iteration over a worker's shard is a new pass (what repeat() was for)"
+            f"the dataset {name!r} is a {kind}, which Ray has removed: pass the Dataset itself. Workers read it as a stream, "
+            "as with window(), and every iteration over a shard is a new pass, as with repeat()"
         )
     if not hasattr(dataset, "streaming_split"):
         raise ConfigError(
-            f"the data set {name!r} must be a Ray Dataset (ray.data.read_parquet(...), ray.data.from_items(...)), got "
-            f"{dataset!r:.200}. Other data (a torch Dataset, a list) is loaded in the function itself"
+            f"the dataset {name!r} must be a Ray Dataset (ray.data.read_parquet(...), ray.data.from_items(...)), got "
+            f"{dataset!r:.200}. Load other data (a torch Dataset, a list) in the training function"
         )
 
 
 def parse_data_config(given: Any, names: Sequence[str]) -> Any:
-    """Ours, Ray's own `ray.train.DataConfig` (or a subclass with its own `configure`), or a dict that says of each name
-    whether it is split: {"train": {"split": True}}."""
+    """Return a trainer's `dataset_config`: a DataConfig, Ray's own `ray.train.DataConfig` (or a subclass that overrides
+    `configure`), or a dict that says which datasets are split: {"train": {"split": True}}."""
     if given is None:
         return DataConfig()
     if isinstance(given, Mapping):
         _check_names(given, names)
-        return DataConfig([name for name in names if _split_of(name, given.get(name))])
+        return DataConfig([name for name in names if _is_split(name, given.get(name))])
     if callable(getattr(given, "configure", None)):
         return given
     if not isinstance(given, DataConfig):
@@ -92,21 +93,21 @@ def parse_data_config(given: Any, names: Sequence[str]) -> Any:
     return given
 
 
-def _check_names(asked: Any, names: Sequence[str]) -> None:
-    unknown = sorted(set(asked) - set(names))
+def _check_names(given: Any, names: Sequence[str]) -> None:
+    unknown = sorted(set(given) - set(names))
     if unknown:
         raise ConfigError(
-            f"dataset_config names {', '.join(unknown)}, but the data sets are {', '.join(names) or 'none'}"
+            f"dataset_config names {', '.join(unknown)}, but the datasets are {', '.join(names) or 'none'}"
         )
 
 
-def _split_of(name: str, given: Any) -> bool:
-    """One entry of the dict form; Ray's old DatasetConfig objects have the same word as an attribute."""
+def _is_split(name: str, given: Any) -> bool:
+    """Return what one entry of the dict says. Ray's old DatasetConfig objects have `split` as an attribute."""
     if given is None:
         return True
     split = given.get("split") if isinstance(given, Mapping) else getattr(given, "split", given)
     if split is None:
         return True
     if not isinstance(split, bool):
-        raise ConfigError(f"dataset_config[{name!r}] must say split=True or split=False, got {given!r}")
+        raise ConfigError(f"dataset_config[{name!r}] must have split=True or split=False, got {given!r}")
     return split

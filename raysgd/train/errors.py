@@ -1,12 +1,4 @@
-"""What can go wrong with functions on workers, as types; all are `RaysgdError`.
-
-OutsideRunError (ValueError)              a session function was called where no training function runs
-ReportMismatchError (RuntimeError)        ranks do not report the same things in the same order
-InactiveWorkerGroupError (NotActiveError) the workers were not started, or were shut down
-TrainingRunningError (TrainBackendError)  a call while a training function is running on the same workers
-TrainBackendError (RuntimeError)          calls in an order that makes no sense (results before a start)
-TrainingWorkerError (TrainingFailedError) more workers were lost than max_retries allows
-"""
+"""The errors of training functions. All are subclasses of `RaysgdError`. Both."""
 
 from __future__ import annotations
 
@@ -24,27 +16,27 @@ __all__ = [
 
 
 class OutsideRunError(RaysgdError, ValueError):
-    """There is no training function running in this process."""
+    """A function such as train.report() was called outside a training function."""
 
 
 class ReportMismatchError(RaysgdError, RuntimeError):
-    """Every rank must report the same kinds of things, equally often."""
+    """The ranks did not make the same calls in the same order, or not equally often."""
 
 
 class InactiveWorkerGroupError(NotActiveError):
-    """There are no workers: call start() first, or make a new one after shutdown()."""
+    """The workers were not started, or were shut down: call start() first, or create a new object."""
 
 
 class TrainBackendError(RaysgdError, RuntimeError):
-    """Calls came in an order that makes no sense."""
+    """Calls came in an invalid order, such as results before a start."""
 
 
 class TrainingRunningError(TrainBackendError, TrainerBusyError):
-    """A training function is running on these workers; the message says which one, since when, and what to do."""
+    """A training function is running on these workers; the message says which one and since when, and what to do."""
 
 
 class TrainingWorkerError(TrainingFailedError):
-    """More workers were lost than the run is allowed to lose."""
+    """More workers failed than max_retries allows."""
 
 
 SGDBackendError = TrainBackendError

@@ -1,8 +1,8 @@
-"""Runs training functions on the engine: hands out the newest checkpoint, takes in what is reported.
+"""Runs training functions on the engine: sends the newest checkpoint, and receives the reports. Driver.
 
 start_training(fn)
-    a thread asks the engine to run fn on every worker; whenever it is fanned out (again):
-        the backend's hooks are called, if the workers are not those of the last time
+    a thread asks the engine to run fn on every worker; before each attempt:
+        the backend's hooks are called, if the workers have changed
         fn gets the newest checkpoint
 fetch_next_result()  -> what every rank reported in the next round, or None when the function has ended
 finish_training()    -> what every rank returned
@@ -28,17 +28,16 @@ from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.storage.locations import Place, place
 from raysgd.train.backends import BackendConfig, backend_of
-from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.checkpoint_manager import CheckpointKeeper
+from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.errors import (
     InactiveWorkerGroupError,
     TrainBackendError,
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.fit.checkpoint_strategy import CheckpointConfig, check_strategy
+from raysgd.train.fit.settings import CheckpointConfig, check_strategy
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.train.run import Run, RunOptions, Told, payload_of, task_of
+from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, payload_of
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
 from raysgd.workers.blob import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
@@ -49,15 +48,15 @@ __all__ = ["BackendExecutor", "check_max_retries"]
 
 logger = logging.getLogger("raysgd")
 
-LOOK_S = 0.5
+POLL_S = 0.5
 STOP_S = 30.0
-# For a change of members: only the ranks that save checkpoints come to a stop there, the others wait for them.
+# For a planned change: only the ranks that save checkpoints stop at the boundary, and the others wait for them.
 HURRY_S = 2.0
 PLANNED = ("growth", "shrink", "preemption")
 
 
 class BackendExecutor:
-    """Owns the engine, the backend's hooks and the run that is on. `Trainer` adds a log directory and callbacks."""
+    """Owns the engine, the backend's hooks and the current run. `Trainer` adds a log directory and callbacks."""
 
     def __init__(
         self,
@@ -80,10 +79,10 @@ class BackendExecutor:
         self._elastic = elastic or ElasticConfig(hang_timeout_s=1800)
         self._engine: Engine | None = None
         self._group: WorkerGroup | None = None
-        self._settled = -1
+        self._hooks_called_for = -1  # the generation
         self._seen_recoveries = self._recoveries_before = 0
         self._numbers = itertools.count(1)
-        self._run: Run | None = None
+        self._run: FunctionRun | None = None
         self._thread: threading.Thread | None = None
         self._starting = CallLock()
         self._running: Claim | None = None
@@ -97,9 +96,9 @@ class BackendExecutor:
         train_cls_args: tuple[Any, ...] = (),
         train_cls_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts the workers, and calls the hook once in each of them."""
+        """Start the workers, and call the hook once in each of them."""
         if self._engine is not None:
-            raise TrainBackendError("the workers were started already; call shutdown() first to start anew")
+            raise TrainBackendError("the workers were started already; call shutdown() before you start them again")
         ensure_cluster()
         hang_s = self._elastic.hang_timeout_s
         limits = limits_for(collective_s=min(self._config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
@@ -125,13 +124,13 @@ class BackendExecutor:
         self._engine = engine
         self._group = WorkerGroup.of(engine, has_object=train_cls is not None, guard=self._check_free)
         try:
-            self._settle()
+            self._call_hooks()
         except BaseException:
             self.shutdown()
             raise
 
     def shutdown(self) -> None:
-        """Ends the run, if one is on, and the workers."""
+        """End the current run, if there is one, and the workers."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
@@ -145,8 +144,8 @@ class BackendExecutor:
             self._group = None
             engine.stop()
 
-    def lend(self) -> TrainWorkerGroup:
-        """The objects in the workers, for the user to call directly. Its shutdown is this executor's."""
+    def to_worker_group(self) -> TrainWorkerGroup:
+        """Return the objects in the workers, for the user to call directly. Its shutdown shuts this executor down."""
         return TrainWorkerGroup(self._active(), self.shutdown)
 
     @property
@@ -155,7 +154,7 @@ class BackendExecutor:
 
     @property
     def is_running(self) -> bool:
-        """Does a function run?"""
+        """Return whether a function is running."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
@@ -166,12 +165,12 @@ class BackendExecutor:
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """Every change of the workers so far: losses, growth, preemptions."""
+        """Return all recoveries so far: failures, growth, preemptions."""
         return self._active().recoveries
 
     @property
     def recoveries_of_run(self) -> list[Recovery]:
-        """Those since the newest run began."""
+        """Return the recoveries since the newest run began."""
         return self.recoveries[self._recoveries_before :]
 
     @property
@@ -181,7 +180,7 @@ class BackendExecutor:
     def _active(self) -> Engine:
         if self._engine is None:
             raise InactiveWorkerGroupError(
-                "the workers are not active: call start() first (after shutdown(), start() makes new ones)"
+                "the workers are not active: call start() first (after shutdown(), start() creates new ones)"
             )
         return self._engine
 
@@ -197,28 +196,30 @@ class BackendExecutor:
         *,
         config: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
-        keeper: CheckpointKeeper | None = None,
+        manager: CheckpointManager | None = None,
         ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins to run the function on every worker, and returns at once. A `keeper` goes before what is said of
-        checkpoints. `ready` is called when all was checked, right before the function begins."""
+        """Start the function on every worker, and return at once. A `manager` replaces the arguments for checkpoints.
+        `ready` is called after all checks, right before the function begins."""
         engine = self._active()
-        task = task_of(train_func, config)
+        task = check_function(train_func, config)
         check_strategy(checkpoint_strategy)
         name = getattr(train_func, "__name__", type(train_func).__name__)
         with (claim := self._starting.claim(f"the function {name!r}")):
             self._check_free()
-            keeper = keeper or CheckpointKeeper(
+            manager = manager or CheckpointManager(
                 place(run_dir) / "checkpoints",
                 checkpoint_strategy,
                 latest_id=latest_checkpoint_id or 0,
                 initial=payload_of(checkpoint, dumps),
             )
-            keeper.check_storage()
+            manager.check_storage()
             decode, packed = type(self._backend).decode_data, engine.pack(task)
             self._recoveries_before = len(engine.recoveries)
             ready()
-            self._run = run = Run(next(self._numbers), keeper, fail=engine.cancel, decode=decode, options=options)
+            self._run = run = FunctionRun(
+                next(self._numbers), manager, fail=engine.cancel, decode=decode, options=options
+            )
             self._running = claim
             engine.state_changed_by_hand(replaced=True)
             work = functools.partial(self._perform, engine, run, packed)
@@ -226,42 +227,43 @@ class BackendExecutor:
             self._thread.start()
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
-        """What every rank reported in the next round, waiting for it; None when the function has ended. An error of
-        the function's is raised here."""
-        told = self.fetch_next_round()
-        return None if told is None else told.rows
+        """Wait for the next round, and return what every rank reported, or None when the function has ended. Raise the
+        function's error."""
+        result = self.fetch_next_round()
+        return None if result is None else result.rows
 
-    def fetch_next_round(self, on_look: Callable[[], None] = lambda: None) -> Told | None:
-        """The same, with the number of the newest checkpoint at that time. `on_look` is called now and then while we
-        wait, and before a round is given."""
+    def fetch_next_round(self, on_poll: Callable[[], None] = lambda: None) -> RoundResult | None:
+        """Do the same, and return the number of the newest checkpoint at that time too. `on_poll` is called regularly
+        while this waits, and before it returns."""
         run = self._current("fetch_next_result")
         while True:
             try:
-                told = run.next_round(LOOK_S)
+                result = run.next_round(POLL_S)
             except queue.Empty:
-                on_look()
+                on_poll()
                 continue
-            on_look()
-            if told is None and run.error is not None:
+            on_poll()
+            if result is None and run.error is not None:
                 raise run.error
-            return told
+            return result
 
-    def unfetched_rounds(self) -> list[Told]:
-        """Complete rounds of the newest run that nobody has fetched yet. Does not wait."""
+    def unfetched_rounds(self) -> list[RoundResult]:
+        """Remove and return the complete rounds of the newest run that were not fetched. Does not wait."""
         return [] if self._run is None else self._run.unfetched()
 
     def finish_training(self) -> list[Any]:
-        """Waits for the function's end; what every rank returned. Reports that nobody fetched do not hold it up."""
+        """Wait until the function has ended, and return what every rank returned. Rounds that were not fetched do not
+        delay this."""
         run = self._current("finish_training")
         assert self._thread is not None
         while self._thread.is_alive():
-            self._thread.join(LOOK_S)
+            self._thread.join(POLL_S)
         if run.error is not None:
             raise run.error
         return run.values
 
     def cancel(self, error: BaseException) -> None:
-        """Stops the run that is on; the workers stay."""
+        """Stop the current run. The workers stay."""
         if self._engine is not None:
             self._stop_run(self._engine, error)
 
@@ -272,102 +274,101 @@ class BackendExecutor:
             thread.join(STOP_S)
         engine.cancel(None)
 
-    def _current(self, call: str) -> Run:
+    def _current(self, call: str) -> FunctionRun:
         self._active()
         if self._run is None:
             raise TrainBackendError(f"{call}() was called before start_training(): there is nothing to wait for")
         return self._run
 
     def _check_free(self) -> None:
-        """One run at a time; its own thread may use the workers (in the backend's hooks), nobody else."""
+        """Raise an error while a function is running. Only its own thread may use the workers (in the backend's
+        hooks)."""
         thread, running = self._thread, self._running
         if running and thread is not None and thread.is_alive() and thread is not threading.current_thread():
             raise TrainingRunningError(
-                f"a training function is running on these workers: {running.describe()}. Wait for its end "
+                f"a training function is running on these workers: {running.describe()}. Wait until it ends "
                 "(finish_training, or get_final_results(force=True) of its iterator) before you use them for something "
                 "else, or use another trainer"
             )
 
     # -- the run's thread -----------------------------------------------------------------------------
 
-    def _perform(self, engine: Engine, run: Run, task: Any) -> None:
+    def _perform(self, engine: Engine, run: FunctionRun, task: Any) -> None:
         error: BaseException | None = None
         try:
             job = Job(
                 Call(FunctionReplica.function, {"task": task}),
                 again="resume",
                 max_failures=self._max_retries,
-                lead=1,  # steps are checkpoints here, and may be hours apart
+                lead=1,  # a function's steps are checkpoints, which may be hours apart
                 prepare=lambda: self._prepare(engine, run),
                 hurry_s=HURRY_S,
             )
-            run.end([pickle.loads(value) for value in engine.run(job)[-1].values])
+            run.finish([pickle.loads(value) for value in engine.run(job)[-1].values])
         except TrainingFailedError as failed:
             error = TrainingWorkerError(str(failed))
             error.__cause__ = failed
-        except BaseException as raised:  # told to whoever waits for the run, in their own thread
+        except BaseException as raised:  # raised in the thread that waits for the run
             error = raised
-        run.closed(error)
-        engine.cancel(None)  # what was cancelled after the last call has ended must not end the next one
+        run.close(error)
+        engine.cancel(None)  # a late cancellation of this run must not end the next one
 
-    def _prepare(self, engine: Engine, run: Run) -> dict[str, Any]:
-        """Call the backend's hooks. Return what the function is given in this attempt."""
-        self._settle()
+    def _prepare(self, engine: Engine, run: FunctionRun) -> dict[str, Any]:
+        """Call the backend's hooks. Return the function's arguments for this attempt."""
+        self._call_hooks()
         attempt = run.begin_attempt(engine.world_size, engine.nodes)
-        payload = run.keeper.payload
+        payload = run.manager.payload
         self._backend.on_training_start(self._group, self._config)
         return {"attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
 
-    def _settle(self) -> None:
-        """Call the backend's hooks for the workers that stand, until they are still those when the hooks are done."""
+    def _call_hooks(self) -> None:
+        """Call the backend's hooks for a new generation, again if the generation changes while the hooks run."""
         engine = self._active()
-        while self._settled != engine.generation:
-            first, self._settled = self._settled < 0, engine.generation
+        while self._hooks_called_for != engine.generation:
+            first, self._hooks_called_for = self._hooks_called_for < 0, engine.generation
             changes = engine.recoveries[self._seen_recoveries :]
             self._seen_recoveries = len(engine.recoveries)
-            lost = sorted({rank for change in changes if change.reason not in PLANNED for rank in change.lost_ranks})
-            if lost and not first:
-                self._backend.handle_failure(self._group, lost, self._config)
+            failed = sorted({rank for change in changes if change.reason not in PLANNED for rank in change.lost_ranks})
+            if failed and not first:
+                self._backend.handle_failure(self._group, failed, self._config)
             else:
                 self._backend.on_start(self._group, self._config)
 
     def _on_message(self, message: FunctionReport, body: Any) -> None:
         if self._run is not None:
-            self._run.take(message, body)
+            self._run.receive(message, body)
 
     # -- checkpoints ----------------------------------------------------------------------------------
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of the newest run, also when it was not written."""
-        found = self.latest_checkpoint_object
-        return None if found is None else found.to_dict()
-
-    @property
-    def latest_checkpoint_object(self) -> Checkpoint | None:
-        return None if self._run is None else self._run.keeper.latest
+        """Return the newest checkpoint of the newest run, stored or not."""
+        latest = None if self._run is None else self._run.manager.latest
+        return None if latest is None else latest.to_dict()
 
     @property
     def latest_checkpoint_id(self) -> int | None:
-        """How many checkpoints there have been (counted from what the run was started with)."""
-        return None if self._run is None else self._run.keeper.latest_id
+        """Return the number of the newest checkpoint. A run may start to count at a number above 0."""
+        return None if self._run is None else self._run.manager.latest_id
 
     @property
     def latest_checkpoint_dir(self) -> Place | None:
-        return None if self._run is None else self._run.keeper.directory
+        return None if self._run is None else self._run.manager.directory
 
     @property
     def latest_checkpoint_path(self) -> Place | None:
-        """The newest checkpoint in storage."""
-        return None if self._run is None else self._run.keeper.latest_path
+        """Return where the newest stored checkpoint is."""
+        return None if self._run is None else self._run.manager.latest_path
 
     @property
     def best_checkpoint_path(self) -> Place | None:
-        """The best checkpoint in storage, by the run's strategy; by default the newest."""
-        return None if self._run is None else self._run.keeper.best_path
+        """Return where the best stored checkpoint is, by the run's strategy; by default, the newest."""
+        return None if self._run is None else self._run.manager.best_path
 
 
 def check_max_retries(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < -1:
-        raise ConfigError(f"max_retries must be a whole number of losses, or -1 for no bound, got {value!r}")
+        raise ConfigError(
+            f"max_retries must be a number of worker failures of at least 0, or -1 for no limit, got {value!r}"
+        )
     return value

@@ -1,5 +1,4 @@
-"""`DataParallelTrainer` with a backend: PyTorch, TensorFlow, Horovod. Not to be mixed up with `raysgd.TorchTrainer`, which
-trains a class."""
+"""`DataParallelTrainer` for PyTorch, TensorFlow and Horovod. (`raysgd.TorchTrainer` is another class.) Driver."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ __all__ = ["HorovodTrainer", "TensorflowTrainer", "TorchTrainer"]
 
 
 class TorchTrainer(DataParallelTrainer):
-    """A training function with a process group of torch.distributed.
+    """Runs a training function with a process group of torch.distributed.
 
         trainer = raysgd.train.TorchTrainer(train_loop, scaling_config=ScalingConfig(num_workers=2))
         trainer.fit().metrics
 
-    `torch_config` (or `torch_backend`, its older name) is a TorchConfig; the other arguments are DataParallelTrainer's.
+    `torch_config` (older name: `torch_backend`) is a TorchConfig. The other arguments are those of DataParallelTrainer.
     """
 
     def __init__(
@@ -30,14 +29,15 @@ class TorchTrainer(DataParallelTrainer):
         torch_backend: TorchConfig | None = None,
         **settings: Any,
     ) -> None:
-        backend = _chosen(TorchConfig, torch_config=torch_config, torch_backend=torch_backend)
+        backend = _select(TorchConfig, torch_config=torch_config, torch_backend=torch_backend)
         super().__init__(train_loop_per_worker, backend_config=backend, **settings)
 
 
 class TensorflowTrainer(DataParallelTrainer):
-    """A training function with TF_CONFIG set, for a strategy of tf.distribute that it makes itself.
+    """Runs a training function with TF_CONFIG set, for the tf.distribute strategy that the function creates.
 
-    `tensorflow_config` (or `tensorflow_backend`) is a TensorflowConfig; the other arguments are DataParallelTrainer's.
+    `tensorflow_config` (older name: `tensorflow_backend`) is a TensorflowConfig. The other arguments are those of
+    DataParallelTrainer.
     """
 
     def __init__(
@@ -48,14 +48,15 @@ class TensorflowTrainer(DataParallelTrainer):
         tensorflow_backend: TensorflowConfig | None = None,
         **settings: Any,
     ) -> None:
-        backend = _chosen(TensorflowConfig, tensorflow_config=tensorflow_config, tensorflow_backend=tensorflow_backend)
+        backend = _select(TensorflowConfig, tensorflow_config=tensorflow_config, tensorflow_backend=tensorflow_backend)
         super().__init__(train_loop_per_worker, backend_config=backend, **settings)
 
 
 class HorovodTrainer(DataParallelTrainer):
-    """A training function with Horovod initialised.
+    """Runs a training function with the environment for `hvd.init()`.
 
-    `horovod_config` (or `horovod_backend`) is a HorovodConfig; the other arguments are DataParallelTrainer's.
+    `horovod_config` (older name: `horovod_backend`) is a HorovodConfig. The other arguments are those of
+    DataParallelTrainer.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class HorovodTrainer(DataParallelTrainer):
         *,
         horovod_config: HorovodConfig | None = None,
         horovod_backend: HorovodConfig | None = None,
-        tensorflow_backend: HorovodConfig | None = None,  # a guide of Ray's calls it so
+        tensorflow_backend: HorovodConfig | None = None,  # the name in one of Ray's guides
         **settings: Any,
     ) -> None:
-        backend = _chosen(
+        backend = _select(
             HorovodConfig,
             horovod_config=horovod_config,
             horovod_backend=horovod_backend,
@@ -76,11 +77,11 @@ class HorovodTrainer(DataParallelTrainer):
         super().__init__(train_loop_per_worker, backend_config=backend, **settings)
 
 
-def _chosen(kind: type[BackendConfig], **named: Any) -> BackendConfig:
-    """The one that was given, under whichever of its names."""
+def _select(kind: type[BackendConfig], **named: Any) -> BackendConfig:
+    """Return the config that was passed under one of its names, or the default."""
     given = {name: config for name, config in named.items() if config is not None}
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are names of one argument: pass one of them")
+        raise ConfigError(f"{' and '.join(given)} are names of one argument: pass only one of them")
     for name, config in given.items():
         if not isinstance(config, kind):
             raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {config!r}")

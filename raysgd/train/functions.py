@@ -1,4 +1,4 @@
-"""What a training function calls: `train.report(...)` and the others. Each finds the session of this process."""
+"""The functions that a training function calls, such as `train.report`. Each uses this process's session. Worker."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ __all__ = [
 
 
 def report(metrics: Any = None, checkpoint: Any = None, **values: Any) -> None:
-    """One round of results: `report(loss=0.1)`, or `report({"loss": 0.1}, checkpoint=Checkpoint...)`.
+    """Report metrics: `report(loss=0.1)`, or `report({"loss": 0.1}, checkpoint=Checkpoint...)`.
 
-    Every rank must call it, equally often. When it returns, the driver has the report: it is not lost with the worker.
+    Every rank must call it equally often. When it returns, the driver has received the report, so that it is not lost
+    if the worker fails.
     """
     session = current("report")
     row: dict[str, Any] = dict(values)
@@ -39,48 +40,48 @@ def report(metrics: Any = None, checkpoint: Any = None, **values: Any) -> None:
 
 
 def save_checkpoint(**values: Any) -> None:
-    """A checkpoint made of these values. Every rank must call it; rank 0's is the one that counts."""
+    """Save a checkpoint of these values. Every rank must call it; raysgd keeps rank 0's."""
     current("save_checkpoint").save_checkpoint(values)
 
 
 def load_checkpoint() -> dict[str, Any] | None:
-    """The newest checkpoint as a dict: of this run, else what the run was started with, else None."""
+    """Return the newest checkpoint of this run as a dict, or the one that the run started from, or None."""
     found = current("load_checkpoint").checkpoint()
     return None if found is None else found.to_dict()
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """The newest checkpoint: of this run, else what the run was started with, else None."""
+    """Return the newest checkpoint of this run, or the one that the run started from, or None."""
     return current("get_checkpoint").checkpoint()
 
 
 def world_rank() -> int:
-    """This worker's rank among all."""
+    """Return this worker's rank among all workers."""
     return current("world_rank").rank_info.world_rank
 
 
 def local_rank() -> int:
-    """This worker's rank among those on its node."""
+    """Return this worker's rank among the workers of its node."""
     return current("local_rank").rank_info.local_rank
 
 
 def world_size() -> int:
-    """How many workers run the function. It may be another number when the function runs again."""
+    """Return the number of workers. It may be different when the function runs again."""
     return current("world_size").rank_info.world_size
 
 
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
-    """This worker's part of a data set that the trainer was given; None when it was given none."""
+    """Return this worker's part of a dataset of the trainer, or None if the trainer has none."""
     return current("get_dataset_shard").shard(dataset_name)
 
 
 def get_context() -> TrainContext:
-    """Where this function runs: ranks, sizes, metadata, and the trial under Tune."""
+    """Return the context of this function: ranks, sizes, metadata, and the trial under Tune."""
     return TrainContext(current("get_context"))
 
 
 class TrainContext:
-    """Reads one session; holds nothing of its own."""
+    """Reads one session, and has no state."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -101,25 +102,25 @@ class TrainContext:
         return self._session.rank_info.node_rank
 
     def get_metadata(self) -> dict[str, Any]:
-        """What the trainer was given as `metadata`."""
+        """Return the trainer's argument `metadata`."""
         return dict(self._session.attempt.metadata)
 
     def get_experiment_name(self) -> str | None:
-        return self._of_trial("experiment_name")
+        return self._trial("experiment_name")
 
     def get_trial_name(self) -> str | None:
-        return self._of_trial("trial_name")
+        return self._trial("trial_name")
 
     def get_trial_id(self) -> str | None:
-        return self._of_trial("trial_id")
+        return self._trial("trial_id")
 
     def get_trial_dir(self) -> str | None:
-        """The run's directory on the driver."""
-        return self._of_trial("trial_dir")
+        """Return the run's directory on the driver."""
+        return self._trial("trial_dir")
 
     def get_trial_resources(self) -> Any:
         return self._session.attempt.trial.get("trial_resources")
 
-    def _of_trial(self, name: str) -> str | None:
+    def _trial(self, name: str) -> str | None:
         found = self._session.attempt.trial.get(name)
         return None if found is None else str(found)

@@ -1,8 +1,7 @@
-"""What Ray has under this name. Horovod itself is loaded on the workers."""
+"""The names that Ray has in this module. Horovod itself is imported on the workers. Driver."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from raysgd.train.backends import HorovodConfig
@@ -11,7 +10,9 @@ __all__ = ["HorovodConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    """`from raysgd.train.horovod import HorovodTrainer`. The trainer stands above what functions call."""
+    """Support `from raysgd.train.horovod import HorovodTrainer`, as in Ray, without importing Ray on the workers."""
     if name == "HorovodTrainer":
-        return getattr(import_module("raysgd.train"), name)
+        from raysgd.train.frameworks import HorovodTrainer
+
+        return HorovodTrainer
     raise AttributeError(f"module 'raysgd.train.horovod' has no attribute {name!r}")

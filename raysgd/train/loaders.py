@@ -1,4 +1,4 @@
-"""Data loaders of training functions: each rank's part, on its device; and one that survives a change of ranks."""
+"""Data loaders of PyTorch training functions: one rank's part on its device, and one that survives a resize. Worker."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from raysgd.torch.data.sampling import is_planned
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.parts import move
 
-__all__ = ["ElasticLoader", "PreparedLoader", "distributed"]
+__all__ = ["ElasticLoader", "PreparedLoader", "distribute"]
 
 
-def distributed(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
-    """The user's loader, option by option, over this rank's part. Samplers of the user's own are left alone."""
+def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
+    """Return a copy of the loader, with the same options, that reads this rank's part. Loaders that already divide
+    their data, or that have no batches to divide, are returned as they are."""
     if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):
         return loader
     if loader.batch_size is None:
@@ -29,8 +30,8 @@ def distributed(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]
     shuffles = isinstance(loader.sampler, RandomSampler)
     if not shuffles and not isinstance(loader.sampler, SequentialSampler):
         raise ConfigError(
-            f"the loader has a sampler of its own ({type(loader.sampler).__name__}), which cannot be divided over "
-            f"{rank_info.world_size} workers: pass add_dist_sampler=False and divide it yourself, or leave the sampler out"
+            f"the loader has a custom sampler ({type(loader.sampler).__name__}), which raysgd cannot divide among "
+            f"{rank_info.world_size} workers: pass add_dist_sampler=False and divide it yourself, or omit the sampler"
         )
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset,
@@ -39,16 +40,16 @@ def distributed(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]
         shuffle=shuffles,
         drop_last=loader.drop_last,
     )
-    twin = copy.copy(loader)
-    # DataLoader forbids exchanging its sampler by assignment; only these entries depend on it.
+    copied = copy.copy(loader)
+    # DataLoader forbids assigning a sampler after __init__; only these attributes depend on it.
     batches = torch.utils.data.BatchSampler(sampler, loader.batch_size, loader.drop_last)
-    twin.__dict__.update(sampler=sampler, batch_sampler=batches, _iterator=None)
-    return twin
+    copied.__dict__.update(sampler=sampler, batch_sampler=batches, _iterator=None)
+    return copied
 
 
 class PreparedLoader:
-    """A loader whose batches are on the device. A new epoch is a new order, also when nobody calls `set_epoch`. The
-    function runs again when a process of the loader dies."""
+    """A loader whose batches are on the device. Each epoch has another order, even if nobody calls `set_epoch`. If one
+    of the loader's processes dies, the function runs again."""
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
         self.loader, self._device = loader, device
@@ -66,19 +67,20 @@ class PreparedLoader:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        """`dataset`, `batch_size`, `sampler` and the others are the user's loader's."""
+        """Return an attribute of the user's loader, such as `dataset`, `batch_size` or `sampler`."""
         if name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
 
 
 class ElasticLoader:
-    """Owns an epoch's order and how many of its samples the loop has been given. Part of `train.elastic`'s state: after
-    a change of workers the rest of the epoch is dealt anew, and each sample is used exactly once."""
+    """Owns an epoch's order, and how many of its samples the loop has received. It is part of `train.elastic`'s state:
+    after a change of workers, the rest of the epoch is divided among the new ranks, and each sample is used exactly
+    once."""
 
     def __init__(self, loader: DataLoader[Any], rank_info: RankInfo, device: torch.device | None) -> None:
         if not is_planned(loader):
-            raise ConfigError(f"elastic_data_loader takes a DataLoader over a map-style data set, got {loader!r}")
+            raise ConfigError(f"elastic_data_loader takes a DataLoader of a map-style dataset, got {loader!r}")
         self._source = PlannedSource(loader, pad=True)
         self._rank_info, self._device = rank_info, device
         self.epochs_begun = 0
@@ -86,7 +88,7 @@ class ElasticLoader:
         self._open = False
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch that is open, else a new one."""
+        """Yield the rest of the epoch that is open, or a new epoch."""
         if not self._open:
             self.epochs_begun += 1
             self._source.begin(self.epochs_begun - 1, self._rank_info, self._rank_info.world_size > 1)
@@ -97,7 +99,7 @@ class ElasticLoader:
         self._open = False
 
     def __len__(self) -> int:
-        """Batches that are left of the open epoch, for each rank."""
+        """Return how many batches are left of the open epoch for each rank."""
         return self._source.steps_left(self._rank_info, self._offset) if self._open else len(self._source.loader)
 
     def state_dict(self) -> dict[str, Any]:

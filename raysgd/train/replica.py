@@ -1,4 +1,4 @@
-"""Hosts a training function in one worker: runs it, stops it when a peer is lost, keeps what it committed."""
+"""Hosts a training function in one worker: runs it, stops it when a peer fails, and keeps its last commit. Worker."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
-from raysgd.train.elastic_state import Committed
+from raysgd.train.elastic_state import Commit
 from raysgd.train.run_session import Attempt, Session, Stopped, running
 
 __all__ = ["FunctionReplica", "FunctionReplicaFactory"]
 
-WAKE = getattr(signal, "SIGUSR2", None)
-KNOCK_S = 0.05
+STOP_SIGNAL = getattr(signal, "SIGUSR2", None)
+SIGNAL_INTERVAL_S = 0.05
 
 
 def _importing(frame: FrameType | None) -> bool:
-    """A module that is stopped half-way stays broken for the whole process."""
+    """Return whether a module is being imported: one whose import is stopped stays broken in this process."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
@@ -33,16 +33,16 @@ def _importing(frame: FrameType | None) -> bool:
     return False
 
 
-def _as_it_is(values: dict[str, Any]) -> dict[str, Any]:
+def _unchanged(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
 @dataclass(frozen=True)
 class FunctionReplicaFactory:
-    """Makes a replica in a worker; picklable. `make` makes the object that `execute` works on, if there is one."""
+    """Creates a replica in a worker; picklable. `make` creates the object for `execute`, if there is one."""
 
     dumps: Callable[[Any], bytes] = pickle.dumps
-    encode: Callable[[dict[str, Any]], dict[str, Any]] = _as_it_is
+    encode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
     make: Callable[[], Any] | None = None
 
     def __call__(self, rank_info: RankInfo, control: Control) -> FunctionReplica:
@@ -50,26 +50,24 @@ class FunctionReplicaFactory:
 
 
 class FunctionReplica:
-    """Owns the user's object, the last commit, and how many points it has passed so far (checkpoints and commits).
-
-    A point is where the function can go on with other members. Points are the steps of the engine's borders.
-    """
+    """Owns the user's object, the last commit, and the number of steps. Each checkpoint and each commit is a step:
+    there the function can continue with other workers, so the engine's batch boundaries are counted in these steps."""
 
     def __init__(self, rank_info: RankInfo, control: Control, factory: FunctionReplicaFactory) -> None:
         self._rank_info, self._control, self._factory = rank_info, control, factory
         self.instance = factory.make() if factory.make is not None else None
-        self._kept = Committed()
+        self._commit = Commit()
         self._run_number = -1
-        self._points = 0
+        self._steps = 0
         self._stoppable = False
         self._main = threading.get_ident()
-        if WAKE is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(WAKE, self._on_wake)
-            control.on_interrupt = self._wake
+        if STOP_SIGNAL is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(STOP_SIGNAL, self._on_signal)
+            control.on_interrupt = self._interrupt
 
     @property
     def progress(self) -> Progress:
-        return Progress(step=self._points, batches=self._points, phase=self._control.phase)
+        return Progress(step=self._steps, batches=self._steps, phase=self._control.phase)
 
     def run(self, call: Call) -> Any:
         self._control.phase = call.name
@@ -81,20 +79,20 @@ class FunctionReplica:
     # -- calls ----------------------------------------------------------------------------------------
 
     def function(self, task: Any, attempt: Attempt, checkpoint: Any, **engines: Any) -> Any:
-        """The trainer's `run`. What the function returns is pickled here, where an error about it is the user's."""
+        """Run the training function. Pickle what it returns here, so that an error in that is the user's error."""
         if attempt.run != self._run_number:
             self._run_number = attempt.run
-            self._kept.forget()
+            self._commit.forget()
         session = Session(
             self._rank_info,
             self._control,
             replace(attempt, checkpoint=None if checkpoint is None else bytes(checkpoint.data)),
             dumps=self._factory.dumps,
             encode=self._factory.encode,
-            passed=self._passed,
-            kept=self._kept,
+            at_boundary=self._at_boundary,
+            commit=self._commit,
         )
-        self._control.begun = self._points + 1
+        self._control.begun = self._steps + 1
         try:
             with running(session):
                 return self._factory.dumps(self._call(*task))
@@ -105,10 +103,11 @@ class FunctionReplica:
         except KeyboardInterrupt:
             if not self._control.interrupted:
                 raise
-            return Interrupted(None, "the function was stopped in a call of Ray's", self.progress)
+            return Interrupted(None, "the function was stopped in a call of Ray", self.progress)
 
     def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """With the door open for `_on_wake`, which closes it behind itself: no second stop hits the clean-up."""
+        """Call the function. Only meanwhile may `_on_signal` stop it, and only once, so that no signal hits its
+        clean-up."""
         self._stoppable = True
         try:
             if self._control.interrupted:
@@ -118,7 +117,7 @@ class FunctionReplica:
             self._stoppable = False
 
     def apply(self, function: Callable[[], Any], only: int | None = None) -> Any:
-        """On every rank, or on one."""
+        """Call a function on every rank, or on one."""
         return function() if only is None or only == self._rank_info.world_rank else None
 
     def apply_object(self, function: Callable[[Any], Any], only: int | None = None) -> Any:
@@ -129,33 +128,34 @@ class FunctionReplica:
 
     # -- stopping -------------------------------------------------------------------------------------
 
-    def _passed(self) -> None:
-        """A checkpoint is with the driver, or a commit is made: the function may stop here for a change of members."""
-        self._points += 1
-        # A stop in the middle of a message would leave half of it on the line. `begin` notices what came meanwhile.
-        open_before, self._stoppable = self._stoppable, False
+    def _at_boundary(self) -> None:
+        """Count a step, and stop the function here if the ranks have agreed on this boundary."""
+        self._steps += 1
+        # A signal in the middle of a message would send half of it. `begin` notices a stop that was requested
+        # meanwhile.
+        stoppable, self._stoppable = self._stoppable, False
         self._control.report(self.progress)
-        self._stoppable = open_before
-        if not self._control.begin(self._points + 1):
+        self._stoppable = stoppable
+        if not self._control.begin(self._steps + 1):
             raise Stopped(asked=not self._control.interrupted)
 
-    def _wake(self) -> None:
-        """Listener thread: the generation is over. The main thread may be anywhere in the user's code."""
-        threading.Thread(target=self._knock, name="raysgd-stop", daemon=True).start()
+    def _interrupt(self) -> None:
+        """Stop the function, because the generation has ended. Called by the control thread."""
+        threading.Thread(target=self._send_signals, name="raysgd-stop", daemon=True).start()
 
-    def _knock(self) -> None:
-        """Again and again, as the function may be where it cannot be stopped."""
-        assert WAKE is not None
+    def _send_signals(self) -> None:
+        """Send signals to the main thread until the function stops, because it may be where it cannot be stopped."""
+        assert STOP_SIGNAL is not None
         while self._stoppable and self._control.interrupted:
-            signal.pthread_kill(self._main, WAKE)
-            time.sleep(KNOCK_S)
+            signal.pthread_kill(self._main, STOP_SIGNAL)
+            time.sleep(SIGNAL_INTERVAL_S)
 
-    def _on_wake(self, signum: int, frame: FrameType | None) -> None:
-        """Main thread, between two steps of the interpreter; never outside the user's function."""
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """Raise in the main thread, wherever the function is, unless it must not be stopped there."""
         if self._stoppable and self._control.interrupted and not _importing(frame):
             self._stoppable = False
             if frame is not None and str(frame.f_globals.get("__name__", "")).startswith("ray."):
-                raise KeyboardInterrupt  # the only thing that gets out of a `ray.get`; all else it swallows, and waits on
+                raise KeyboardInterrupt  # `ray.get` ignores all other exceptions, and keeps waiting
             raise Stopped(asked=False)
 
     # -- membership -----------------------------------------------------------------------------------
@@ -164,15 +164,15 @@ class FunctionReplica:
         self._rank_info = rank_info
 
     def partial(self) -> None:
-        """A function's results are its reports, and these are with the driver."""
+        """Return nothing: the driver already has the reports of a function."""
 
     def state(self) -> bytes:
-        return self._factory.dumps((self._run_number, self._points, self._kept.content))
+        return self._factory.dumps((self._run_number, self._steps, self._commit.content))
 
     def load(self, data: bytes) -> None:
-        self._run_number, self._points, self._kept.content = pickle.loads(data)
+        self._run_number, self._steps, self._commit.content = pickle.loads(data)
 
     def close(self) -> None:
-        """Lets go of the user's object; it may have a `shutdown` or `close` of its own in `__del__`."""
+        """Drop the user's object, whose `__del__` may release resources."""
         self.instance = None
         self._control.on_interrupt = lambda: None

@@ -1,43 +1,126 @@
-"""One run of a training function, as the driver sees it: attempts, rounds of reports, checkpoints. Knows no workers."""
+"""One run of a training function: attempts, rounds of reports, checkpoints. Knows no workers. Driver."""
 
 from __future__ import annotations
 
 import inspect
 import pickle
 import queue
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from raysgd.config import flag_from_environment
 from raysgd.core.messages import FunctionReport
 from raysgd.errors import ConfigError
 from raysgd.storage.locations import Uri, place
-from raysgd.train.background_writer import Scribe
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.checkpoint_manager import CheckpointKeeper
-from raysgd.train.rounds import Report, Round, Rounds, checkpoint_of
+from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
+from raysgd.train.errors import ReportMismatchError
 from raysgd.train.run_session import Attempt
 
-__all__ = ["Run", "RunOptions", "ShardMaker", "Told", "payload_of", "task_of"]
+__all__ = [
+    "FunctionRun",
+    "Report",
+    "Round",
+    "RoundResult",
+    "Rounds",
+    "RunOptions",
+    "ShardMaker",
+    "check_function",
+    "checkpoint_of",
+    "payload_of",
+]
 
 DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
-Rows = list[dict[str, Any]]
+CALLS = {"report": "train.report()", "checkpoint": "train.save_checkpoint()"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One call of `train.report` or `train.save_checkpoint` on one rank. `checkpoint` holds a checkpoint's bytes."""
+
+    rank: int
+    kind: Literal["report", "checkpoint"] = "report"
+    metrics: dict[str, Any] = field(default_factory=dict)
+    checkpoint: bytes | None = None
+
+
+Round = tuple[Report, ...]
+
+
+class Rounds:
+    """Groups the reports of one attempt into rounds. Owns the reports of ranks that are ahead of others."""
+
+    def __init__(self, world_size: int) -> None:
+        self._waiting: list[deque[Report]] = [deque() for _ in range(world_size)]
+
+    def add(self, report: Report) -> Round | None:
+        """Add a report. Return the round that it completes, if it does. Raise ReportMismatchError if another rank made
+        a different call in this round."""
+        mine = self._waiting[report.rank]
+        mine.append(report)
+        same_round = [queue[len(mine) - 1] for queue in self._waiting if len(queue) >= len(mine)]
+        if len({each.kind for each in same_round}) > 1:
+            raise ReportMismatchError(_different_kinds(same_round))
+        if all(self._waiting):
+            return tuple(queue.popleft() for queue in self._waiting)
+        return None
+
+    def take_incomplete(self) -> list[Round]:
+        """Remove and return the rounds that are still incomplete, oldest first."""
+        rounds = []
+        while any(self._waiting):
+            rounds.append(tuple(queue.popleft() for queue in self._waiting if queue))
+        return rounds
+
+    def check_counts(self) -> None:
+        """Raise ReportMismatchError if some ranks reported more often than others by the end of the function."""
+        more = [rank for rank, queue in enumerate(self._waiting) if queue]
+        if more:
+            fewer = [rank for rank, queue in enumerate(self._waiting) if not queue]
+            kinds = " and ".join(sorted({CALLS[self._waiting[rank][0].kind] for rank in more}))
+            raise ReportMismatchError(
+                f"rank(s) {_names(more)} called {kinds} more often than rank(s) {_names(fewer)}. Every rank must "
+                "call it equally often: do not put it under `if world_rank() == 0`"
+            )
+
+
+def checkpoint_of(round_: Round) -> bytes | None:
+    """Return the checkpoint of the lowest rank that has one: in data-parallel training all ranks have the same
+    state."""
+    return next((report.checkpoint for report in round_ if report.checkpoint is not None), None)
+
+
+def _different_kinds(reports: list[Report]) -> str:
+    calls = "; ".join(
+        f"rank(s) {_names([r.rank for r in reports if r.kind == kind])} called {call}"
+        for kind, call in CALLS.items()
+        if any(r.kind == kind for r in reports)
+    )
+    return f"the ranks made different calls: {calls}. Every rank must make the same calls in the same order"
+
+
+def _names(ranks: list[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 class ShardMaker(Protocol):
-    """Makes each rank's data sets: called by the run on the driver, for every attempt anew, with the node of each rank;
-    what it made before is not read any more."""
+    """Creates each rank's part of the datasets."""
 
-    def __call__(self, world_size: int, nodes: Sequence[str] = ()) -> Sequence[Mapping[str, Any]]: ...
-    def close(self) -> None: ...
+    def __call__(self, world_size: int, nodes: Sequence[str] = ()) -> Sequence[Mapping[str, Any]]:
+        """Return each rank's parts by name. The run calls this on the driver for every attempt, with the node of each
+        rank. Nothing reads the parts of an earlier attempt any more."""
+
+    def close(self) -> None:
+        """Called when the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a run is given beside its function."""
+    """What a run passes to its function besides the config."""
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
     trial: Mapping[str, Any] = field(default_factory=dict)
@@ -45,44 +128,46 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A complete round: what each rank reported, and the number of the newest checkpoint then."""
+class RoundResult:
+    """A complete round: the metrics of each rank, and the number of the newest checkpoint at that time."""
 
-    rows: Rows
-    checkpoint: int
+    rows: list[dict[str, Any]]
+    checkpoint_id: int
 
 
-class Run:
-    """Owns the rounds of the running attempt, the queue of complete ones, and a scribe that stores checkpoints. What goes
-    wrong in here is told to `fail`, since reports are taken in while the engine is at work."""
+class FunctionRun:
+    """Owns the rounds of the current attempt, the queue of complete rounds, and the writer that stores checkpoints.
+
+    Calls `fail` for errors in here, because reports are received while the engine is waiting for the function.
+    """
 
     def __init__(
         self,
         number: int,
-        keeper: CheckpointKeeper,
+        manager: CheckpointManager,
         *,
         fail: Callable[[BaseException], None],
         decode: Callable[[dict[str, Any]], dict[str, Any]],
         options: RunOptions | None = None,
     ) -> None:
-        self.number, self.keeper = number, keeper
+        self.number, self.manager = number, manager
         self._fail, self._decode = fail, decode
         self._options = options or RunOptions()
         self._detailed = flag_from_environment(DETAILED)
         self._attempt = 0
         self._reports = 0
         self._rounds = Rounds(0)
-        self._complete: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
-        self._scribe = Scribe(fail)
+        self._complete: queue.SimpleQueue[RoundResult | None] = queue.SimpleQueue()
+        self._writer = BackgroundWriter(fail)
         self.values: list[Any] = []
         self.error: BaseException | None = None
 
     # -- the engine's thread --------------------------------------------------------------------------
 
     def begin_attempt(self, world_size: int, nodes: Sequence[str] = ()) -> Attempt:
-        """The function is about to be fanned out. What ranks of the last attempt had reported and others had not
-        counts too: a report that was taken is never forgotten."""
-        self._close_leftovers()
+        """Return what the ranks need for the next attempt. Incomplete rounds of the last attempt count too, because a
+        report that the driver received is never lost."""
+        self._close_incomplete_rounds()
         self._attempt += 1
         self._rounds = Rounds(world_size)
         shards = self._options.shards(world_size, nodes) if self._options.shards is not None else ()
@@ -96,8 +181,8 @@ class Run:
             detailed=self._detailed,
         )
 
-    def take(self, message: FunctionReport, body: Any) -> None:
-        """One rank's report has come. Those of an attempt that is over are late, and nobody was promised them."""
+    def receive(self, message: FunctionReport, body: Any) -> None:
+        """Receive one rank's report. Ignore late reports of earlier attempts, whose senders no longer wait for it."""
         if (message.run, message.attempt) != (self.number, self._attempt):
             return
         try:
@@ -106,67 +191,67 @@ class Run:
             payload = bytes(memoryview(body)[split:]) if message.has_checkpoint else None
             complete = self._rounds.add(Report(message.rank, message.kind, metrics, payload))
             if complete is not None:
-                self._close(complete)
+                self._close_round(complete)
         except Exception as error:
             self._fail(error)
 
-    def end(self, values: list[Any]) -> None:
-        """The function returned on every rank."""
-        self._rounds.check_all_said()
+    def finish(self, values: list[Any]) -> None:
+        """Note what the function returned on every rank."""
+        self._rounds.check_counts()
         self.values = values
 
-    def closed(self, error: BaseException | None = None) -> None:
-        """There will be no more rounds. What is still being stored is waited for."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run: no more rounds follow. Wait until all checkpoints are stored."""
         try:
-            self._close_leftovers()
+            self._close_incomplete_rounds()
         except Exception as late:
             error = error or late
         if self._options.shards is not None:
             self._options.shards.close()
-        unstored = self._scribe.finish()
+        unstored = self._writer.finish()
         self.error = error or unstored
         self._complete.put(None)
 
-    def _close_leftovers(self) -> None:
-        """Of several checkpoints that not all ranks have made, the first: a rank that waits for the others in its
-        collectives is one ahead at most, and one that does not must not make them skip work."""
-        fresh = True
-        for leftover in self._rounds.leftovers():
-            self._close(leftover, with_checkpoint=fresh)
-            fresh = fresh and checkpoint_of(leftover) is None
+    def _close_incomplete_rounds(self) -> None:
+        """Close the rounds that not all ranks have completed. Of their checkpoints, keep only the first: ranks that
+        synchronize in collectives are at most one checkpoint apart, and others must not skip work."""
+        use_checkpoint = True
+        for incomplete in self._rounds.take_incomplete():
+            self._close_round(incomplete, use_checkpoint=use_checkpoint)
+            use_checkpoint = use_checkpoint and checkpoint_of(incomplete) is None
 
-    def _close(self, round_: Round, *, with_checkpoint: bool = True) -> None:
-        payload = checkpoint_of(round_) if with_checkpoint else None
+    def _close_round(self, round_: Round, *, use_checkpoint: bool = True) -> None:
+        payload = checkpoint_of(round_) if use_checkpoint else None
         if payload is not None:
-            number = self.keeper.note(payload)
-            self._scribe.put(partial(self.keeper.store, number, payload, round_[0].metrics), heavy=True)
+            number = self.manager.register(payload)
+            self._writer.put(partial(self.manager.store, number, payload, round_[0].metrics), heavy=True)
         if round_[0].kind == "report":
             self._reports += 1
-            told = Told([report.metrics for report in round_], self.keeper.latest_id)
-            self._scribe.put(partial(self._complete.put, told))  # it is shown when its checkpoint is stored
+            result = RoundResult([report.metrics for report in round_], self.manager.latest_id)
+            self._writer.put(partial(self._complete.put, result))  # visible once its checkpoint is stored
 
     # -- the user's thread ----------------------------------------------------------------------------
 
-    def next_round(self, timeout: float) -> Told | None:
-        """The next complete round; None when there are no more. Raises queue.Empty when none came in time."""
-        told = self._complete.get(timeout=timeout)
-        if told is None:
+    def next_round(self, timeout: float) -> RoundResult | None:
+        """Return the next complete round, or None if there are no more. Raise queue.Empty after the timeout."""
+        result = self._complete.get(timeout=timeout)
+        if result is None:
             self._complete.put(None)
-        return told
+        return result
 
-    def unfetched(self) -> list[Told]:
-        """The rounds that are complete by now; none of them comes again."""
-        found: list[Told] = []
+    def unfetched(self) -> list[RoundResult]:
+        """Remove and return the rounds that are complete now."""
+        found: list[RoundResult] = []
         try:
-            while (told := self.next_round(0)) is not None:
-                found.append(told)
+            while (result := self.next_round(0)) is not None:
+                found.append(result)
         except queue.Empty:  # the run has not ended
             pass
         return found
 
 
-def task_of(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A training function with the arguments it is called with: none, or the config."""
+def check_function(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a training function and its arguments: none, or the config. Raise ConfigError for other signatures."""
     if not callable(function):
         raise ConfigError(f"the training function must be a function of no or one argument, got {function!r}")
     if config is not None and not isinstance(config, Mapping):
@@ -176,8 +261,8 @@ def task_of(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, 
     unmet = [str(each) for each in parameters if each.kind in named and each.default is each.empty]
     if unmet:
         raise ConfigError(
-            f"the training function is called with the config as its first argument, and this one wants {unmet[0]} by name: "
-            "let it take one positional argument, or bind the names with functools.partial"
+            f"raysgd calls the training function with the config as its only argument, and this one requires {unmet[0]} by "
+            "name: give it one positional parameter, or bind the names with functools.partial"
         )
     count = len([each for each in parameters if each.kind not in named])
     if count > 1:
@@ -189,8 +274,8 @@ def task_of(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, 
 
 
 def payload_of(checkpoint: Any, dumps: Callable[[Any], bytes]) -> bytes | None:
-    """What a run is started with, as bytes: a dict, a Checkpoint, or the place of a stored one. What is damaged, foreign
-    or would run code is refused here, and reaches no worker."""
+    """Return the checkpoint that a run starts from as bytes: a dict, a Checkpoint, or the path or URI of a stored one.
+    Raise an error here, before any worker gets it, if it is damaged, unknown, or would run code."""
     if checkpoint is None:
         return None
     if isinstance(checkpoint, Mapping):

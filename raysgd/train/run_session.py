@@ -1,4 +1,4 @@
-"""Inside a training function: what it is told, and what it reports. No Ray here; messages go to the control desk."""
+"""The session behind `train.report` and the other functions: what a running function knows and reports. Worker."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, described
 from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.errors import OutsideRunError
-from raysgd.train.fit.checkpoint_strategy import TIMESTAMP
+from raysgd.train.fit.settings import TIMESTAMP
 
 __all__ = ["Attempt", "Session", "Stopped", "current", "own_address", "running"]
 
 
 class Stopped(BaseException):
-    """Ends a training function from inside: a peer was lost, or everybody stops here for a change of members.
+    """Ends a training function from inside: a peer failed, or all ranks stop here for a planned change of workers.
 
-    Not an Exception, so that a function that handles errors of its own lets it pass.
+    Not an Exception, so that the function's own error handlers do not catch it.
     """
 
     def __init__(self, *, asked: bool) -> None:
-        super().__init__("this attempt of the training function is over; it runs again with the workers there are")
+        super().__init__(
+            "raysgd stopped this attempt of the training function, and will run it again on the new workers"
+        )
         self.asked = asked
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One fan-out of a training function, as the driver describes it to every rank.
+    """What the driver tells every rank about one attempt to run a training function.
 
-    checkpoint  the newest one of the run, as bytes
-    reports     rounds that earlier attempts of the run have reported
+    checkpoint  the newest checkpoint of the run, as bytes
+    reports     how many rounds earlier attempts of the run have reported
     """
 
     run: int
@@ -52,8 +54,11 @@ class Attempt:
 
 
 class Session:
-    """Owns one rank's counters of one attempt. `dumps` is the pickler that the driver chose; `passed` is told after
-    each point where the run could go on with other members."""
+    """Owns one rank's counters in one attempt.
+
+    `dumps` is the driver's choice of pickler. `at_boundary` is called after each checkpoint and commit, where the run
+    can continue with other workers. `commit` holds the last commit of `train.elastic`.
+    """
 
     def __init__(
         self,
@@ -63,13 +68,13 @@ class Session:
         *,
         dumps: Callable[[Any], bytes],
         encode: Callable[[dict[str, Any]], dict[str, Any]],
-        passed: Callable[[], None],
-        kept: Any = None,
+        at_boundary: Callable[[], None],
+        commit: Any = None,
     ) -> None:
-        self.rank_info, self.attempt, self.kept = rank_info, attempt, kept
-        self.dumps = dumps
-        self.amp: Any = None  # what train.torch.accelerate decided
-        self._control, self._encode, self.passed = control, encode, passed
+        self.rank_info, self.attempt, self.commit = rank_info, attempt, commit
+        self.dumps, self.at_boundary = dumps, at_boundary
+        self.amp: Any = None  # set by train.torch.accelerate
+        self._control, self._encode = control, encode
         self._payload = attempt.checkpoint
         self._unpacked: Checkpoint | None = None
         self._reports = attempt.reports
@@ -78,8 +83,8 @@ class Session:
     # -- reporting ------------------------------------------------------------------------------------
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
-        """One round of results, maybe with a checkpoint. Returns when the driver has it."""
-        check_metrics(metrics, of="train.report() was given what cannot be reported")
+        """Send metrics, and a checkpoint if there is one. Return when the driver has received them."""
+        check_metrics(metrics, of="train.report() cannot report this")
         self._reports += 1
         row = {**self._autofilled(), **self._encode(dict(metrics))}
         payload = self._packed(checkpoint) if checkpoint is not None else None
@@ -94,7 +99,7 @@ class Session:
             checkpoint = Checkpoint.from_dict({TIMESTAMP: int(time.time()), **self._encode(content)})
         if self.attempt.metadata and checkpoint.can_have_metadata and not checkpoint.get_metadata():
             checkpoint.set_metadata(self.attempt.metadata)
-        return checkpoint.checked_bytes(dumps=self.dumps, users_files=True)  # the peers will trust them
+        return checkpoint.checked_bytes(dumps=self.dumps, users_files=True)  # other workers will load it as trusted
 
     def _send(self, kind: Literal["report", "checkpoint"], metrics: dict[str, Any], payload: bytes | None) -> None:
         self._check_stop()
@@ -105,20 +110,20 @@ class Session:
         self._control.deliver(message, head if payload is None else b"".join((head, payload)))
         if payload is not None:
             self._payload, self._unpacked = payload, None
-            self.passed()
+            self.at_boundary()
         self._check_stop()
 
     def _pickled(self, metrics: dict[str, Any]) -> bytes:
         try:
             return self.dumps(metrics)
         except Exception as error:
-            names = [name for name, value in metrics.items() if not self._can_be_pickled(value)]
+            names = [name for name, value in metrics.items() if not self._is_picklable(value)]
             raise TypeError(
-                f"train.report() was given what cannot be sent to the driver: {', '.join(names) or 'the metrics'} "
+                f"train.report() cannot send {', '.join(names) or 'the metrics'} to the driver, because pickling failed "
                 f"({described(error)}). Report numbers, strings, arrays, or lists and dictionaries of them"
             ) from error
 
-    def _can_be_pickled(self, value: Any) -> bool:
+    def _is_picklable(self, value: Any) -> bool:
         try:
             self.dumps(value)
         except Exception:
@@ -147,39 +152,40 @@ class Session:
         self._last = now
         return row
 
-    # -- asking ---------------------------------------------------------------------------------------
+    # -- reading --------------------------------------------------------------------------------------
 
     def checkpoint(self) -> Checkpoint | None:
-        """The newest: this rank's own of this attempt, else the run's."""
+        """Return the newest checkpoint: this rank's own of this attempt, or else the run's."""
         if self._payload is None or not is_directory(self._payload):
             return None if self._payload is None else Checkpoint.from_bytes(self._payload, trusted=True)
-        if self._unpacked is None:  # files are large: once is enough
+        if self._unpacked is None:  # only once, because the files may be large
             self._unpacked = Checkpoint.from_bytes(self._payload, trusted=True)
         return self._unpacked
 
     def shard(self, name: str | None) -> Any:
-        """This rank's part of a data set that was given to the trainer; None when none was."""
+        """Return this rank's part of a dataset of the trainer, or None if the trainer has none."""
         if not self.attempt.shards:
             return None
         mine = self.attempt.shards[self.rank_info.world_rank]
         if name is None:
             if len(mine) == 1:
                 return next(iter(mine.values()))
-            raise ConfigError(f"several data sets were given: name one of {', '.join(sorted(mine))}")
+            raise ConfigError(f"the trainer has several datasets: name one of {', '.join(sorted(mine))}")
         if name not in mine:
             raise ConfigError(
-                f"there is no data set {name!r}: the trainer was given {', '.join(sorted(mine)) or 'none'}"
+                f"there is no dataset {name!r}: the trainer's datasets are {', '.join(sorted(mine)) or 'none'}"
             )
         return mine[name]
 
 
-# Functions without arguments (`train.report`) need one place that knows where they are called. There is one main thread
-# in a worker, and its function may start threads that report too; so it is a plain variable, not a thread's own.
+# `train.report` and the other functions have no argument for the session, so it is a global variable. It is not
+# thread-local, because a training function may start threads that report.
 _running: list[Session] = []
 
 
 class running:
-    """While a training function runs. Not contextlib's: that assigns to the exception that passes, and some refuse it."""
+    """A context with this session as the current one. `contextlib` would set attributes of exceptions that leave it,
+    which some exceptions do not allow."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -192,16 +198,17 @@ class running:
 
 
 def current(function: str) -> Session:
-    """The session of the training function that runs in this process."""
+    """Return the session of the training function that is running in this process. `function` is the caller's name."""
     if not _running:
         raise OutsideRunError(
-            f"train.{function}() works only inside a training function, while a trainer runs it on its workers "
-            "(Trainer.run, run_iterator, fit). In the script itself, use what the trainer returns"
+            f"train.{function}() works only inside a training function that a trainer runs on its workers (Trainer.run, "
+            "run_iterator, fit). In the script itself, use what the trainer returns"
         )
     return _running[-1]
 
 
 def own_address() -> str:
+    """Return this machine's IP address."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

@@ -1,8 +1,7 @@
-"""Helpers for TensorFlow training functions."""
+"""Helpers for TensorFlow training functions. Worker."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +13,8 @@ __all__ = ["TensorflowConfig", "prepare_dataset_shard"]
 
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
-    """A tf.data.Dataset that holds one rank's own part: TensorFlow is told not to divide it a second time."""
+    """Return a tf.data.Dataset of one rank's part with automatic sharding turned off, so that TensorFlow does not
+    divide it again."""
     current("tensorflow.prepare_dataset_shard")
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
@@ -22,7 +22,10 @@ def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`from raysgd.train.tensorflow import TensorflowTrainer`, as Ray has it. The trainer stands above what functions call."""
+    """Support `from raysgd.train.tensorflow import TensorflowTrainer`, as in Ray, without importing Ray on the
+    workers."""
     if name == "TensorflowTrainer":
-        return getattr(import_module("raysgd.train"), name)
+        from raysgd.train.frameworks import TensorflowTrainer
+
+        return TensorflowTrainer
     raise AttributeError(f"module 'raysgd.train.tensorflow' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""How ranks of a TensorFlow function meet: TF_CONFIG tells everybody's address; the function makes the strategy."""
+"""Connects the ranks of a TensorFlow function: sets TF_CONFIG; the function creates the strategy. Both."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from raysgd.tf.ports import HeldPort, NoFreePortError
 __all__ = ["TensorflowFunctionBackend"]
 
 UNAVAILABLE = 14
-# The words of TensorFlow's collective runtime when a peer has gone.
+# What errors of TensorFlow's collective runtime contain when a peer has failed.
 WORDS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
 
 
 class TensorflowFunctionBackend:
-    """On a worker: owns the port for the server that the function starts. A process can enter TensorFlow's collectives only
-    once, so after a worker failure the function runs again in fresh processes."""
+    """On a worker: owns the port for the server that the function starts. A process can join TensorFlow's collectives
+    only once, so after a worker failure the function runs again in new processes."""
 
     in_place = False
     needs_offers = True
@@ -41,7 +41,7 @@ class TensorflowFunctionBackend:
         return [{"addresses": [offer["address"] for offer in offers]} for _ in rank_infos]
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
-        self.leave()  # the port is free for the server that the function starts
+        self.leave()  # frees the port for the server that the function starts
         if rank_info.solo:
             return
         addresses = settings["addresses"]
@@ -49,7 +49,7 @@ class TensorflowFunctionBackend:
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
 
     def leave(self) -> None:
-        """Release the port. There is no way out of the collectives but the end of the process."""
+        """Release the port. Only the end of the process leaves the collectives."""
         if self._port is not None:
             self._port.release()
             self._port = None
@@ -60,10 +60,11 @@ class TensorflowFunctionBackend:
             context.context().abort_collective_ops(UNAVAILABLE, "a peer left this generation")
 
     def collectives(self) -> int:
-        return -1  # they are inside of graph functions, and nobody counts them
+        return -1  # they are inside graph functions, and cannot be counted
 
     def is_interruption(self, error: BaseException) -> bool:
-        """By the names of TensorFlow's types and the runtime's own words; also as the cause of another error."""
+        """Recognize the error, or one that caused it, by the names of TensorFlow's types and by the texts of its
+        runtime."""
         seen: BaseException | None = error
         for _ in range(10):
             if seen is None:

@@ -1,20 +1,22 @@
-"""Helpers for torch training functions. All of it works without them too; they save the usual lines.
+"""Helpers for PyTorch training functions: devices, models, data loaders, mixed precision, profiling. Worker.
 
-train.torch.accelerate(amp=True)
-model = train.torch.prepare_model(model)
-loader = train.torch.prepare_data_loader(loader)
-optimizer = train.torch.prepare_optimizer(optimizer)
-...
-    train.torch.backward(loss)
-    optimizer.step()
+All of them are optional; they replace the usual boilerplate.
+
+    train.torch.accelerate(amp=True)
+    model = train.torch.prepare_model(model)
+    loader = train.torch.prepare_data_loader(loader)
+    optimizer = train.torch.prepare_optimizer(optimizer)
+    ...
+        train.torch.backward(loss)
+        optimizer.step()
 """
 
 from __future__ import annotations
 
 import os
 import random
+import types
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,10 +26,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from raysgd.errors import ConfigError
-from raysgd.train.amp import Amp, ScaledOptimizer, with_autocast
+from raysgd.torch.traces import TraceKeeper
 from raysgd.train.backends import TorchConfig
-from raysgd.train.loaders import ElasticLoader, PreparedLoader, distributed
-from raysgd.train.profiling import TorchWorkerProfiler
+from raysgd.train.loaders import ElasticLoader, PreparedLoader, distribute
 from raysgd.train.run_session import current
 
 __all__ = [
@@ -46,7 +47,7 @@ __all__ = [
 
 
 def get_device() -> torch.device:
-    """The device of this worker: its own GPU among those that its node's workers see, else the CPU."""
+    """Return this worker's device: its GPU among those that the workers of its node see, or the CPU."""
     current("torch.get_device")
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -59,73 +60,48 @@ def prepare_model(
     wrap_ddp: bool = True,
     ddp_kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """On this worker's device, with automatic mixed precision if `accelerate` was called, and wrapped in
-    DistributedDataParallel where there are several workers."""
+    """Return the model on this worker's device, with automatic mixed precision after `accelerate(amp=True)`, and
+    wrapped in DistributedDataParallel if there are several workers."""
     session = current("torch.prepare_model")
     device = get_device()
     if move_to_device:
         model = model.to(device)
     amp = session.amp
     if isinstance(amp, Amp) and amp.enabled:
-        with_autocast(model, amp, device)
+        _add_autocast(model, amp, device)
     if wrap_ddp and session.rank_info.world_size > 1 and any(p.requires_grad for p in model.parameters()):
-        given: dict[str, Any] = dict(ddp_kwargs or {})
+        arguments: dict[str, Any] = dict(ddp_kwargs or {})
         if device.type == "cuda" and move_to_device:
-            given = {"device_ids": [device], "output_device": device, **given}
-        return DistributedDataParallel(model, **given)
+            arguments = {"device_ids": [device], "output_device": device, **arguments}
+        return DistributedDataParallel(model, **arguments)
     return model
 
 
 def prepare_data_loader(
     data_loader: DataLoader[Any], add_dist_sampler: bool = True, move_to_device: bool = True
 ) -> PreparedLoader:
-    """Each worker's own part of the data, shuffled anew in every epoch if the loader shuffles, with batches on the
-    worker's device. The batch size is per worker."""
+    """Return a loader of this worker's part of the data, with batches on the worker's device. If the loader shuffles,
+    each epoch has another order. The batch size is per worker."""
     session = current("torch.prepare_data_loader")
     if not isinstance(data_loader, DataLoader):
         raise ConfigError(f"prepare_data_loader takes a torch DataLoader, got {data_loader!r}")
     if add_dist_sampler and session.rank_info.world_size > 1:
-        data_loader = distributed(data_loader, session.rank_info)
+        data_loader = distribute(data_loader, session.rank_info)
     return PreparedLoader(data_loader, get_device() if move_to_device else None)
 
 
 def elastic_data_loader(data_loader: DataLoader[Any], move_to_device: bool = True) -> ElasticLoader:
-    """Deals every sample of an epoch exactly once, also when the number of workers changes in the middle of it.
+    """Return a loader that uses every sample of an epoch exactly once, even if the number of workers changes during it.
 
-    Give it to `train.elastic` beside the model, and commit after each step.
+    Pass it to `train.elastic` together with the model, and commit after each step.
     """
     session = current("torch.elastic_data_loader")
     return ElasticLoader(data_loader, session.rank_info, get_device() if move_to_device else None)
 
 
-def accelerate(amp: bool = False) -> None:
-    """Call it first in the function: from here `prepare_model`, `prepare_optimizer` and `backward` use automatic mixed
-    precision (float16 with a scaled loss on a GPU, bfloat16 on a CPU)."""
-    session = current("torch.accelerate")
-    if session.amp is not None:
-        raise RuntimeError("train.torch.accelerate was called before in this function: call it once, at the top")
-    session.amp = Amp(get_device(), enabled=amp)
-
-
-def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """With `accelerate(amp=True)`, an optimizer whose `step` undoes the loss's scale; else the optimizer itself."""
-    amp = current("torch.prepare_optimizer").amp
-    if isinstance(amp, Amp) and amp.scaler is not None:
-        return ScaledOptimizer(optimizer, amp.scaler)
-    return optimizer
-
-
-def backward(tensor: torch.Tensor) -> None:
-    """Gradients of the loss, scaled where mixed precision asks for it."""
-    amp = current("torch.backward").amp
-    if isinstance(amp, Amp) and amp.scaler is not None:
-        tensor = amp.scaler.scale(tensor)
-    tensor.backward()
-
-
 def enable_reproducibility(seed: int = 0) -> None:
-    """Seeds torch, NumPy and Python (and so the processes of data loaders), and chooses deterministic kernels. It
-    cannot make different machines or versions agree."""
+    """Seed torch, NumPy and Python (and thus the processes of data loaders), and select deterministic kernels.
+    Different machines or versions may still give different results."""
     current("torch.enable_reproducibility")
     torch.manual_seed(seed)
     random.seed(seed)
@@ -140,8 +116,127 @@ def enable_reproducibility(seed: int = 0) -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 
+# -- automatic mixed precision ------------------------------------------------------------------------
+
+
+def accelerate(amp: bool = False) -> None:
+    """Turn on automatic mixed precision for `prepare_model`, `prepare_optimizer` and `backward`: float16 with a scaled
+    loss on a GPU, bfloat16 on a CPU. Call it first in the function."""
+    session = current("torch.accelerate")
+    if session.amp is not None:
+        raise RuntimeError("train.torch.accelerate() was called twice in this function: call it once, at the top")
+    session.amp = Amp(get_device(), enabled=amp)
+
+
+def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer; if the loss is scaled, wrapped so that `step` unscales the gradients."""
+    amp = current("torch.prepare_optimizer").amp
+    if isinstance(amp, Amp) and amp.scaler is not None:
+        return ScaledOptimizer(optimizer, amp.scaler)
+    return optimizer
+
+
+def backward(tensor: torch.Tensor) -> None:
+    """Compute the gradients of the loss, which mixed precision may scale first."""
+    amp = current("torch.backward").amp
+    if isinstance(amp, Amp) and amp.scaler is not None:
+        tensor = amp.scaler.scale(tensor)
+    tensor.backward()
+
+
+class Amp:
+    """The precision that `accelerate` chose for this run. Only GPUs have a `scaler`, because bfloat16 needs none."""
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+        self.scaler = torch.amp.GradScaler("cuda") if enabled and device.type == "cuda" else None
+
+
+def _add_autocast(model: nn.Module, amp: Amp, device: torch.device) -> None:
+    """Run the model's `forward` in mixed precision. Its parameters, its class and its state dict do not change."""
+    forward = model.forward
+
+    def in_autocast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype=amp.dtype):
+            return _to_float32(forward(*args, **kwargs))
+
+    model.forward = types.MethodType(in_autocast, model)
+
+
+def _to_float32(value: Any) -> Any:
+    """Convert a model's output, so that the loss is computed in full precision."""
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        return value.float()
+    if isinstance(value, dict):
+        return {key: _to_float32(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_to_float32(each) for each in value)
+    return value
+
+
+class ScaledOptimizer(Optimizer):
+    """Wraps the user's optimizer, and shares its parameters and state. `step` goes through the gradient scaler."""
+
+    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+        # Optimizer.__init__ is not called: the wrapped optimizer has everything that it would create.
+        self.optimizer, self.scaler = optimizer, scaler
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizer", "scaler"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        """Apply the gradients. If they overflowed, skip the step and lower the scale."""
+        result = self.scaler.step(self.optimizer) if closure is None else self.scaler.step(self.optimizer, closure)
+        self.scaler.update()
+        return result
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+# -- profiling ----------------------------------------------------------------------------------------
+
+
+class TorchWorkerProfiler:
+    """Collects what a `torch.profiler.profile` of yours records, and sends it with a report.
+
+        profiler = train.torch.TorchWorkerProfiler()
+        with torch.profiler.profile(schedule=..., on_trace_ready=profiler.trace_handler) as profile:
+            ...
+            profile.step()
+        train.report(loss=loss, **profiler.get_and_clear_profile_traces())
+
+    `TorchTensorboardProfilerCallback` writes the traces on the driver. Other callbacks do not get them.
+    """
+
+    def __init__(self) -> None:
+        self._traces = TraceKeeper(current("torch.TorchWorkerProfiler").rank_info.world_rank)
+
+    def trace_handler(self, profiler: Any) -> None:
+        """Keep a trace: an `on_trace_ready` handler."""
+        self._traces.keep(profiler)
+
+    def get_and_clear_profile_traces(self) -> dict[str, Any]:
+        """Return the traces since the last call, as an argument for `train.report`."""
+        return self._traces.taken()
+
+
 def __getattr__(name: str) -> Any:
-    """`from raysgd.train.torch import TorchTrainer`, as Ray has it. The trainer stands above what functions call."""
+    """Support `from raysgd.train.torch import TorchTrainer`, as in Ray, without importing Ray on the workers."""
     if name == "TorchTrainer":
-        return getattr(import_module("raysgd.train"), name)
+        from raysgd.train.frameworks import TorchTrainer
+
+        return TorchTrainer
     raise AttributeError(f"module 'raysgd.train.torch' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""How ranks of a torch function meet: as the class face's do, and with what ported scripts look for around them."""
+"""Connects the ranks of a torch function as the class API does, and sets the environment that scripts expect. Both."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from raysgd.core.ranks import RankInfo
 from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
 from raysgd.torch.process_group import TorchBackend
 
-__all__ = ["TorchMeeting", "to_cpu"]
+__all__ = ["TorchFunctionBackend", "to_cpu"]
 
 
-class TorchMeeting(TorchBackend):
-    """`env`: also fill in MASTER_ADDR, RANK and the others. Workers of one node see all of their GPUs, as scripts
-    that say `cuda:{local_rank}` expect."""
+class TorchFunctionBackend(TorchBackend):
+    """With `env`, also sets MASTER_ADDR, RANK and so on. The workers of a node see all of their GPUs, because scripts
+    use `cuda:{local_rank}`."""
 
     def __init__(self, name: str, *, env: bool = True, use_gpu: bool = False, **limits: Any) -> None:
         super().__init__(name, **limits)
@@ -25,7 +25,7 @@ class TorchMeeting(TorchBackend):
         self._gpus: str | None = None
 
     def offer(self) -> dict[str, Any]:
-        """The GPUs that Ray gave: joining a generation makes others visible."""
+        """Return the GPUs that Ray assigned. `join` makes those of the other workers visible too."""
         self._gpus = visible_gpus() if self._gpus is None else self._gpus
         return {"gpus": self._gpus}
 
@@ -44,7 +44,7 @@ class TorchMeeting(TorchBackend):
 
 
 def environment(rank_info: RankInfo, settings: dict[str, Any]) -> dict[str, str]:
-    """What torch's own launcher would set."""
+    """Return the variables that torchrun would set."""
     return {
         "MASTER_ADDR": str(settings["host"]),
         "MASTER_PORT": str(settings["port"]),
@@ -57,7 +57,7 @@ def environment(rank_info: RankInfo, settings: dict[str, Any]) -> dict[str, str]
 
 
 def to_cpu(value: Any) -> Any:
-    """Tensors of a GPU as tensors of the CPU: the driver may have no GPU to read them on."""
+    """Move tensors to the CPU, because the driver may have no GPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu() if value.is_cuda else value
     if isinstance(value, dict):

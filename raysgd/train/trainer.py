@@ -1,30 +1,28 @@
-"""The function face: runs functions of the user's on workers that may come and go."""
+"""`Trainer`: runs training functions on elastic workers. Driver."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from raysgd.callbacks.base import Run
-from raysgd.callbacks.folder import made_folder
+from raysgd.callbacks.folder import create_folder
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
 from raysgd.storage.locations import Place, Uri, copy_logs, names, place
 from raysgd.train.backends import parse_backend
-from raysgd.train.callbacks import RunCallbacks
+from raysgd.train.callbacks import make_callback_list
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
 from raysgd.train.executor import BackendExecutor
-from raysgd.train.fit.checkpoint_strategy import CheckpointConfig
-from raysgd.train.fit.job import FunctionJob
+from raysgd.train.fit.settings import CheckpointConfig
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.run import RunOptions, task_of
-from raysgd.train.shards import make_shards
+from raysgd.train.job import FunctionJob, make_shards
+from raysgd.train.run import RunOptions, check_function
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
 
 __all__ = ["Trainer"]
@@ -44,13 +42,14 @@ class Trainer:
     What `run()` does:
 
         every worker runs the function
-        every rank has reported     -> callbacks hear it; its checkpoint is stored
-        a worker is lost            -> the function runs again from the newest checkpoint, in the workers that are left
-        machines become free        -> new workers join when a checkpoint has been saved
+        every rank has reported     -> callbacks are called; the checkpoint is stored
+        a worker fails              -> the function runs again from the newest checkpoint, on the remaining workers
+        machines become free        -> new workers join after the next checkpoint
         return what each rank returned
 
     `logdir` is a path, or a URI such as `s3://bucket/runs`: then checkpoints are stored there, and what callbacks write
-    in `~/ray_results` is copied there when a run ends. `max_retries` bounds the losses that one run survives (-1: no bound).
+    in `~/ray_results` is copied there when a run ends. `max_retries` is how many worker failures one run survives (-1:
+    any number).
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Trainer:
         self._executor = self._make()
         self.storage, self.logdir = _make_places(logdir)
         self._earlier = max(_newest_run(self.storage), _newest_run(self.logdir))
-        self.history = History()  # what was reported in all runs, and fetched, as a table
+        self.history = History()  # all rounds that were fetched, of all runs
         self._runs = 0
         self._described = f"{type(config).__name__}, {num_workers} worker{'s' if num_workers > 1 else ''}"
 
@@ -97,14 +96,14 @@ class Trainer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Starts the workers. The hook runs once in each; each makes an object of `train_cls`, with the other
-        arguments, for `execute`."""
+        """Start the workers. Each calls the hook once, and creates an object of `train_cls` with the other arguments,
+        for `execute`."""
         if initialization_hook is not None and not callable(initialization_hook):
             raise ConfigError(f"initialization_hook must be a function without arguments, got {initialization_hook!r}")
         self._executor.start(initialization_hook, train_cls, args, kwargs)
 
     def shutdown(self) -> None:
-        """Ends the workers and frees what they held. What was run can still be asked for (checkpoints, directories)."""
+        """End the workers and free their resources. Checkpoints and directories of past runs remain available."""
         self._executor.shutdown()
 
     def __enter__(self) -> Trainer:
@@ -128,14 +127,14 @@ class Trainer:
         checkpoint_strategy: CheckpointConfig | None = None,
         dataset: Any = None,
     ) -> list[Any]:
-        """Runs the function to its end; what each rank returned, in rank order.
+        """Run the function to its end, and return what each rank returned, in rank order.
 
-        `checkpoint` (a dict, or the path or URI of a stored one) is what `load_checkpoint()` gives at first.
-        `dataset` is a Ray Dataset, or a dict of them by name: each worker reads its part through
+        `checkpoint` (a dict, or the path or URI of a stored one) is what `load_checkpoint()` returns at first.
+        `dataset` is a Ray Dataset, or a dict of them by name: each worker reads its part with
         `train.get_dataset_shard(name)`.
         """
         self._check_started()
-        rounds = TrainingIterator(self._executor, RunCallbacks(callbacks, history=self.history))
+        rounds = TrainingIterator(self._executor, make_callback_list(callbacks, history=self.history))
         begin = functools.partial(self._begin, train_func, config, checkpoint, checkpoint_strategy, dataset)
         run = Run(
             trainer="Trainer",
@@ -145,13 +144,9 @@ class Trainer:
             folder=self.logdir / self._run_name(self._runs + 1),
         )
         try:
-            for _ in rounds.heard(run, begin):
-                pass
+            return rounds.run_to_end(run, begin)
         finally:
             copy_logs(self.logdir / self._run_name(self._runs), self.storage / self._run_name(self._runs))
-        results = rounds.get_final_results()
-        assert results is not None
-        return results
 
     def run_iterator(
         self,
@@ -161,9 +156,9 @@ class Trainer:
         checkpoint_strategy: CheckpointConfig | None = None,
         dataset: Any = None,
     ) -> TrainingIterator:
-        """Runs the function, and yields what all ranks report, round by round."""
+        """Start the function. Return an iterator over what all ranks report, round by round."""
         self._check_started()
-        rounds = TrainingIterator(self._executor, RunCallbacks(None, history=self.history))
+        rounds = TrainingIterator(self._executor, make_callback_list(None, history=self.history))
         self._begin(train_func, config, checkpoint, checkpoint_strategy, dataset, lambda: None)
         return rounds
 
@@ -176,7 +171,7 @@ class Trainer:
         dataset: Any,
         ready: Callable[[], None],
     ) -> None:
-        def counted() -> None:
+        def count_run() -> None:
             self._runs += 1
             run_dir.mkdir(parents=True, exist_ok=True)
             ready()
@@ -191,42 +186,43 @@ class Trainer:
             checkpoint_strategy,
             config=config,
             options=RunOptions(trial={"trial_dir": run_dir}, shards=shards),
-            ready=counted,
+            ready=count_run,
         )
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`; answers in rank order."""
+        """Call `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`. Return the values in rank
+        order."""
         self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs)
 
     def execute_single(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The same on rank 0 only."""
+        """Do the same on rank 0 only."""
         self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs, only=0)[0]
 
     def to_worker_group(self, train_cls: type, *args: Any, **kwargs: Any) -> TrainWorkerGroup:
-        """Workers that hold an object of `train_cls` each, with the backend set up, for you to drive by Ray calls. They
-        are yours: shut the group down when you are done."""
+        """Start workers that each hold an object of `train_cls`, with the backend set up, and return them for Ray
+        calls. Shut the group down when you no longer need it."""
         if self._executor.is_started:
             raise TrainBackendError(
-                "to_worker_group() starts workers of its own: make a new Trainer for it, and do not start it"
+                "to_worker_group() starts workers of its own: create a new Trainer for it, and do not start it"
             )
         executor = self._make()
         executor.start(None, train_cls, args, kwargs)
-        return executor.lend()
+        return executor.to_worker_group()
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> Any:
-        """A Tune Trainable class: each trial runs the function, on workers such as this trainer's, with the trial's config
-        and its own parts of the data sets (extra: tune)."""
+        """Return a Tune Trainable class (extra: tune). Each trial runs the function on workers like this trainer's,
+        with the trial's config and its own shards of the datasets."""
         if self._executor.is_started:
             raise TrainBackendError(
-                "to_tune_trainable() starts workers in each trial: make a new Trainer for it, and do not start it"
+                "to_tune_trainable() starts workers in each trial: create a new Trainer for it, and do not start it"
             )
-        task_of(train_func, None)
-        share = functools.partial(make_shards, dataset, cpus_per_worker=self._worker.cpus)
-        share()  # refuses what is no data set; it opens none
+        check_function(train_func, None)
+        new_shards = functools.partial(make_shards, dataset, cpus_per_worker=self._worker.cpus)
+        new_shards()  # raises an error now for something that is not a dataset, and reads no data
         try:
-            tune = import_module("raysgd.tune")
+            from raysgd import tune
         except RuntimeError as error:
             raise ConfigError(str(error)) from error
         make, bundles = self._make, [{"CPU": 1.0}, *[self._worker.as_dict()] * self._count]
@@ -234,7 +230,7 @@ class Trainer:
             tune.FunctionTrial(
                 getattr(train_func, "__name__", "function"),
                 lambda config: FunctionJob(
-                    make=make, function=train_func, config=config, options=RunOptions(shards=share())
+                    make=make, function=train_func, config=config, options=RunOptions(shards=new_shards())
                 ),
                 lambda config: (bundles, "PACK"),
             )
@@ -246,11 +242,11 @@ class Trainer:
                 "this trainer is not active: call start() before run(), and not after shutdown()"
             )
 
-    # -- what there is --------------------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------------------------
 
     @property
     def worker_group(self) -> WorkerGroup:
-        """The workers, for plain functions: `trainer.worker_group.execute(fn)`."""
+        """Return the workers, for plain functions: `trainer.worker_group.execute(fn)`."""
         return self._executor.worker_group
 
     def __repr__(self) -> str:
@@ -260,12 +256,12 @@ class Trainer:
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """Every change of the workers so far: losses, growth, preemptions."""
+        """Return all recoveries so far: failures, growth, preemptions."""
         return self._executor.recoveries
 
     @property
     def latest_run_dir(self) -> Path | None:
-        """The newest run's, on this machine; None before the first."""
+        """Return the newest run's directory on this machine, or None before the first run."""
         return self.logdir / self._run_name(self._runs) if self._runs else None
 
     def _run_name(self, number: int) -> str:
@@ -273,39 +269,39 @@ class Trainer:
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of the newest run, also when it was never written."""
+        """Return the newest checkpoint of the newest run, stored or not."""
         return self._executor.latest_checkpoint
 
     def get_latest_checkpoint(self) -> dict[str, Any] | None:
-        """`latest_checkpoint`, as a call."""
+        """Return `latest_checkpoint`."""
         return self.latest_checkpoint
 
     @property
     def latest_checkpoint_dir(self) -> Place | None:
-        """Where the newest run's checkpoints are."""
+        """Return where the newest run's checkpoints are stored."""
         return self._executor.latest_checkpoint_dir
 
     @property
     def latest_checkpoint_path(self) -> Place | None:
-        """The newest checkpoint in storage."""
+        """Return where the newest stored checkpoint is."""
         return self._executor.latest_checkpoint_path
 
     @property
     def best_checkpoint_path(self) -> Place | None:
-        """The best checkpoint in storage by the run's strategy; by default the newest."""
+        """Return where the best stored checkpoint is, by the run's strategy; by default, the newest."""
         return self._executor.best_checkpoint_path
 
 
 def _make_places(logdir: str | Place | None) -> tuple[Place, Path]:
-    """Where checkpoints are stored, and where callbacks write."""
+    """Return where checkpoints are stored, and where callbacks write."""
     given = None if logdir is None else place(logdir)
     if isinstance(given, Uri):
-        return given, made_folder(given.name, "sgd")
-    path = made_folder(given, "sgd")
+        return given, create_folder(given.name, "sgd")
+    path = create_folder(given, "sgd")
     return path, path
 
 
 def _newest_run(folder: Place) -> int:
-    """Runs that lie there already keep their names."""
+    """Return the number of the newest existing run, whose name no other run may take."""
     numbers = [name.removeprefix("run_") for name in names(folder) if name.startswith("run_")]
     return max((int(number) for number in numbers if number.isdigit()), default=0)

@@ -1,9 +1,10 @@
-"""N worker processes that run functions: `execute(fn, ...)` on all, `execute_single(rank, fn, ...)` on one."""
+"""Worker processes that run functions: `execute(fn, ...)` on all, `execute_single(rank, fn, ...)` on one. Driver."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from raysgd.config import ElasticConfig, Limits, WorkerResources, start_limit_s
@@ -22,19 +23,20 @@ PATIENCE_S = 5.0
 
 
 def limits_for(*, join_s: float = 60.0, collective_s: float = 1800.0, hang_s: float = 1800.0) -> Limits:
-    """Every wait's limit, for functions: nobody knows when a function's batch is done, so a hang is told late."""
+    """Return the limits for functions. Nobody knows how long a function's step takes, so a hang is detected late."""
     return Limits(start_s=start_limit_s(), setup_s=hang_s, join_s=join_s, collective_s=collective_s, hang_s=hang_s)
 
 
 def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> WorkerResources:
+    """Return the resources of one worker. Raise ConfigError for invalid ones, or an invalid number of workers."""
     if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
-        raise ConfigError(f"num_workers must be a whole number of at least 1, got {num_workers!r}")
+        raise ConfigError(f"num_workers must be an integer of at least 1, got {num_workers!r}")
     wanted = {**dict(additional or {}), "GPU": gpus}
     return WorkerResources.parse(cpus, bool(gpus), wanted)
 
 
 class WorkerGroup:
-    """A group of its own (`WorkerGroup(num_workers=2)`, then `start()`), or a trainer's, in a backend's hooks.
+    """A group of workers: `WorkerGroup(num_workers=2)` and `start()`, or a trainer's, which a backend's hooks get.
 
     group = WorkerGroup(num_workers=2)
     group.start()
@@ -64,15 +66,15 @@ class WorkerGroup:
 
     @classmethod
     def of(cls, engine: Engine, *, has_object: bool = False, guard: Callable[[], None]) -> WorkerGroup:
-        """The workers of an engine that stands already. `guard` raises when they are busy with something else."""
+        """Return the worker group of a running engine. `guard` raises an error while a function is running."""
         group = cls()
         group._engine, group._has_object, group._guard = engine, has_object, guard
         return group
 
     def start(self) -> None:
         if self._engine is not None:
-            raise InactiveWorkerGroupError("this worker group was started already; shut it down first")
-        limits = limits_for()  # checks the environment, before the group opens a port
+            raise InactiveWorkerGroupError("this worker group was started already; call shutdown() first")
+        limits = limits_for()  # checks environment variables, so call it before the group opens a port
         backend = SingleWorkerBackend()
         engine = Engine(
             RayGroup(backend, self._resources),
@@ -86,7 +88,7 @@ class WorkerGroup:
         self._engine = engine
 
     def shutdown(self, patience_s: float = PATIENCE_S) -> None:
-        """Ends the workers: after they have closed what they host, or at once with patience_s=0."""
+        """End the workers after they have closed what they host; with patience_s=0, at once."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.stop(force=patience_s <= 0)
@@ -99,23 +101,23 @@ class WorkerGroup:
     @property
     def _active(self) -> Engine:
         if self._engine is None:
-            raise InactiveWorkerGroupError("this worker group is not active: call start() first, or make a new one")
+            raise InactiveWorkerGroupError("this worker group is not active: call start() first, or create a new one")
         self._guard()
         return self._engine
 
     # -- calls ----------------------------------------------------------------------------------------
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `func(*args, **kwargs)` on every worker; the answers in rank order."""
+        """Call `func(*args, **kwargs)` on every worker. Return the values in rank order."""
         return self._call(func, args, kwargs, None)
 
     def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call it on one worker."""
+        """Call `func(*args, **kwargs)` on one worker, and return its value."""
         self._check_index(worker_index)
         return self._call(func, args, kwargs, worker_index)[worker_index]
 
     def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Ray references to the answers, for ray.get; a worker that dies is Ray's error there."""
+        """Return Ray references to the values, for ray.get, which raises Ray's errors for failed workers."""
         return [self.execute_single_async(rank, func, *args, **kwargs) for rank in range(len(self))]
 
     def execute_single_async(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -125,13 +127,17 @@ class WorkerGroup:
         return engine.reference(worker_index, call)
 
     def execute_object(self, func: Callable[..., Any], args: Any, kwargs: Any, only: int | None = None) -> list[Any]:
-        """Call `func(obj, *args, **kwargs)` with the object that each worker made of the class it was given."""
+        """Call `func(obj, *args, **kwargs)` with each worker's object. Return the values in rank order."""
         if not self._has_object:
             raise ConfigError(
-                "execute() calls a function on an object in each worker, and there is none: name its class in "
+                "execute() calls a function with an object in each worker, and there is none: pass its class to "
                 "start(train_cls=...). To call a plain function on the workers, use run() or worker_group.execute()"
             )
-        return self._call(_on_object(func, args, kwargs), (), {}, only, method=FunctionReplica.apply_object)
+
+        def call(instance: Any) -> Any:
+            return func(instance, *args, **kwargs)
+
+        return self._call(call, (), {}, only, method=FunctionReplica.apply_object)
 
     def _call(
         self,
@@ -144,8 +150,8 @@ class WorkerGroup:
         if not callable(func):
             raise ConfigError(f"the first argument must be a function, got {func!r}")
         engine = self._active
-        whole = functools.partial(func, *args, **kwargs) if args or kwargs else func
-        job = Job(Call(method, {"function": engine.pack(whole), "only": only}), again="keep", max_failures=0)
+        bound = functools.partial(func, *args, **kwargs) if args or kwargs else func
+        job = Job(Call(method, {"function": engine.pack(bound), "only": only}), again="keep", max_failures=0)
         try:
             return [outcome.value for outcome in engine.run(job)[-1].outcomes if hasattr(outcome, "value")]
         except TrainingFailedError as error:
@@ -158,51 +164,37 @@ class WorkerGroup:
     # -- members --------------------------------------------------------------------------------------
 
     def add_workers(self, num_workers: int) -> None:
-        """Starts more; they get the next ranks."""
+        """Start more workers, which get the next ranks."""
         self._active.resize(len(self) + num_workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """Ends these; the others move up."""
+        """End these workers. The ranks of the others become consecutive again."""
         ranks = sorted(set(worker_indexes))
         for rank in ranks:
             self._check_index(rank)
         if len(ranks) == len(self):
-            raise ConfigError("remove_workers would leave nobody: use shutdown()")
+            raise ConfigError("remove_workers() would leave no workers: use shutdown()")
         self._active.remove(ranks)
 
 
-def _on_object(func: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[Any], Any]:
-    def call(instance: Any) -> Any:
-        return func(instance, *args, **kwargs)
-
-    return call
-
-
 class RemoteObject:
-    """One worker's object of the user's: `worker.method.remote(...)` gives a Ray reference."""
+    """The user's object in one worker: `worker.method.remote(...)` returns a Ray reference."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self._engine, self._rank = engine, rank
 
-    def __getattr__(self, name: str) -> RemoteMethod:
+    def __getattr__(self, name: str) -> SimpleNamespace:
         if name.startswith("_"):
             raise AttributeError(name)
-        return RemoteMethod(self._engine, self._rank, name)
+        return SimpleNamespace(remote=functools.partial(self._call, name))
 
-
-class RemoteMethod:
-    """A method of such an object."""
-
-    def __init__(self, engine: Engine, rank: int, name: str) -> None:
-        self._engine, self._rank, self._name = engine, rank, name
-
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
-        given = {"name": self._name, "positional": self._engine.pack(args), "named": self._engine.pack(kwargs)}
-        return self._engine.reference(self._rank, Call(FunctionReplica.method, given))
+    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        arguments = {"name": method, "positional": self._engine.pack(args), "named": self._engine.pack(kwargs)}
+        return self._engine.reference(self._rank, Call(FunctionReplica.method, arguments))
 
 
 class TrainWorkerGroup:
-    """Objects of a class of the user's, one in each worker, with the backend set up. Indexed and iterated by rank."""
+    """Objects of the user's class, one in each worker, with the backend set up. Indexed and iterated by rank."""
 
     def __init__(self, engine: Engine, shutdown: Callable[[], None]) -> None:
         self._engine: Engine | None = engine
@@ -214,7 +206,7 @@ class TrainWorkerGroup:
 
     def __getitem__(self, rank: int) -> RemoteObject:
         if not -self._size <= rank < self._size:
-            raise IndexError(f"there are {self._size} workers, there is no worker {rank}")
+            raise IndexError(f"there is no worker {rank}: there are {self._size} workers")
         if self._engine is None:
             raise InactiveWorkerGroupError("this worker group was shut down")
         return RemoteObject(self._engine, rank % self._size)
@@ -223,7 +215,7 @@ class TrainWorkerGroup:
         return (self[rank] for rank in range(self._size))
 
     def shutdown(self, patience_s: float = PATIENCE_S) -> None:
-        """Ends the workers: in order, or at once with patience_s=0."""
+        """End the workers after they have closed what they host; with patience_s=0, at once."""
         engine, self._engine = self._engine, None
         if engine is None:
             return

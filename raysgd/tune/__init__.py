@@ -1,7 +1,7 @@
-"""Trainers as Tune trials: each trial is a trainer with a group of workers of its own (extra: tune).
+"""Trainers as Tune trials: each trial is a trainer with its own workers (extra: tune). Both.
 
-Class face:      TorchTrainer.as_trainable(training_operator_cls=Digits, num_workers=2), for tune.Tuner
-Functions:       tune.Tuner(train.TorchTrainer(train_loop), param_space={"train_loop_config": {...}})
+Class API:       TorchTrainer.as_trainable(training_operator_cls=Digits, num_workers=2), for tune.Tuner
+Function API:    tune.Tuner(train.TorchTrainer(train_loop), param_space={"train_loop_config": {...}})
 """
 
 from __future__ import annotations

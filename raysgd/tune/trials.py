@@ -1,4 +1,4 @@
-"""The class face as Tune trials.
+"""The class API as Tune trials. Both.
 
 Trainable = TorchTrainer.as_trainable(training_operator_cls=Digits, num_workers=2, use_gpu=False)
 tune.Tuner(Trainable, param_space={"lr": tune.grid_search([0.1, 0.01])}).fit()
@@ -12,7 +12,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ Step = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 class BaseTorchTrainable(tune.Trainable):
-    """One trial: makes its trainer from the trial's config, and trains and validates once in each step.
+    """One trial: creates its trainer from the trial's config, and trains and validates once in each step.
 
-    Losses are left to Tune here (`max_retries=0`): it starts the trial again from its last checkpoint.
+    A worker failure fails the trial (`max_retries=0`), which Tune then restarts from its last checkpoint.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -38,7 +37,7 @@ class BaseTorchTrainable(tune.Trainable):
 
     @abstractmethod
     def _create_trainer(self, tune_config: dict[str, Any]) -> Any:
-        """The trial's trainer; its operator's config has the trial's values."""
+        """Return the trial's trainer, whose operator's config has the values of the trial's config."""
 
     @property
     def trainer(self) -> Any:
@@ -55,18 +54,19 @@ class BaseTorchTrainable(tune.Trainable):
         Path(checkpoint_dir, TUNED).write_text(json.dumps(_numbers(self.config)), encoding="utf-8")
 
     def load_checkpoint(self, checkpoint_dir: Any) -> None:
-        """Another trial's checkpoint has that one's hyperparameters in its optimizers: where this trial's config gave an
-        option of an optimizer, its value goes before theirs."""
+        """Load a checkpoint, which may be another trial's. Then its optimizers have that trial's hyperparameters:
+        restore those that this trial's config sets."""
         file = Path(checkpoint_dir, TUNED)
         before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        here = _numbers(self.config)
-        changed = {name: (before[name], here[name]) for name in before if before[name] != here.get(name, before[name])}
+        now = _numbers(self.config)
+        changed = {name: (before[name], now[name]) for name in before if before[name] != now.get(name, before[name])}
         chosen: list[Any] = []
         if changed:
-            tuned = import_module("raysgd.torch.tuned")
+            from raysgd.torch import tuned
+
             wanted = {name: new for name, (_, new) in changed.items()}
             chosen = self.trainer.apply_all_operators(partial(tuned.options, values=wanted))[0]
-        # The file is this experiment's own: operator state of any type may be in it.
+        # This experiment wrote the file, so the operator's state may have objects of any type.
         self.trainer.load(os.path.join(checkpoint_dir, CHECKPOINT), trusted=True)
         if chosen:
             self.trainer.apply_all_operators(partial(tuned.retune, chosen=chosen, changed=changed))
@@ -78,14 +78,14 @@ class BaseTorchTrainable(tune.Trainable):
 def torch_trainable(
     trainer_cls: type, *, override_tune_step: Step | None = None, **arguments: Any
 ) -> type[BaseTorchTrainable]:
-    """A trainable class for `trainer_cls(**arguments)`; see `TorchTrainer.as_trainable`."""
+    """Return a Trainable class for `trainer_cls(**arguments)`; see `TorchTrainer.as_trainable`."""
     if override_tune_step is not None and len(inspect.signature(override_tune_step).parameters) != 2:
         raise ConfigError(
-            "override_tune_step must be a function of two arguments, (trainer, info), where info['iteration'] counts"
+            "override_tune_step must be a function of two arguments, (trainer, info); info['iteration'] is the step's number"
         )
 
     class TorchTrainable(BaseTorchTrainable):
-        """Closes over the trainer's arguments."""
+        """A trial of this trainer."""
 
         @classmethod
         def default_resource_request(cls, config: dict[str, Any]) -> Any:
@@ -106,8 +106,8 @@ def torch_trainable(
 
 
 class TFTrainable(tune.Trainable):
-    """One trial of a `TFTrainer`, described by the trial's config: model_creator, data_creator, num_replicas,
-    num_cpus_per_worker, use_gpu, trainer_config. Every other value reaches the creators, beside trainer_config's."""
+    """One trial of a `TFTrainer`. The trial's config has its arguments: model_creator, data_creator, num_replicas,
+    num_cpus_per_worker, use_gpu, trainer_config. The creators get all other values, added to trainer_config."""
 
     ARGUMENTS = ("model_creator", "data_creator", "num_replicas", "num_cpus_per_worker", "use_gpu")
 
@@ -125,7 +125,9 @@ class TFTrainable(tune.Trainable):
         values = dict(config)
         arguments = {name: values.pop(name) for name in self.ARGUMENTS if name in values}
         settings = {**(values.pop("trainer_config", None) or {}), **values}
-        self._trainer = import_module("raysgd.tf.trainer").TFTrainer(**arguments, config=settings)
+        from raysgd.tf.trainer import TFTrainer
+
+        self._trainer = TFTrainer(**arguments, config=settings)
 
     def step(self) -> dict[str, Any]:
         return {**self._trainer.train(), **self._trainer.validate()}
@@ -148,10 +150,12 @@ RESOURCES = ("num_workers", "num_cpus_per_worker", "use_gpu", "resources_per_wor
 
 
 def _bundles(arguments: Mapping[str, Any]) -> Any:
-    """One CPU for the trial itself, and a bundle for each worker it starts."""
+    """Return a trial's placement group: one CPU for the trial itself, and a bundle for each worker."""
     use_gpu = arguments.get("use_gpu", "auto")
     if use_gpu == "auto":
-        use_gpu = import_module("raysgd.torch.setup").wants_gpu(use_gpu)
+        from raysgd.torch.setup import wants_gpu
+
+        use_gpu = wants_gpu(use_gpu)
     worker = {
         "CPU": arguments.get("num_cpus_per_worker", 1),
         "GPU": int(use_gpu),

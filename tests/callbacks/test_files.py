@@ -25,7 +25,7 @@ from raysgd.callbacks import (
     WandbCallback,
     csv_files,
 )
-from raysgd.callbacks.figures import flat, for_json, numbers
+from raysgd.callbacks.writers import flat, for_json, scalars
 from tests.callbacks.listening import Line
 
 
@@ -108,7 +108,7 @@ def test_for_json(value: Any, written: Any) -> None:
 def test_flat_numbers() -> None:
     values = {"a": {"b": 1, "c": {"d": 2.5}}, "text": "x", "yes": True, "none": None, "list": [1]}
     assert list(flat(values)) == ["a/b", "a/c/d", "text", "yes", "none", "list"]
-    assert numbers(values) == {"a/b": 1.0, "a/c/d": 2.5, "yes": 1.0}
+    assert scalars(values) == {"a/b": 1.0, "a/c/d": 2.5, "yes": 1.0}
 
 
 def test_csv(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_missing_package_names_the_extra(
     def blocked(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr("raysgd.callbacks.extra.import_module", blocked)
+    monkeypatch.setattr("raysgd.callbacks.writers.import_module", blocked)
     with pytest.raises(ImportError, match=rf"{callback.__name__} needs {package}: pip install 'raysgd\[callbacks\]'"):
         callback().on_start(Run(trainer="T", name="n", num_workers=1, folder=tmp_path))
 

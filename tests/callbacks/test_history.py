@@ -92,7 +92,7 @@ def test_plot_of_what_is_not_there() -> None:
 
 
 def test_to_look_at() -> None:
-    assert repr(History()) == "History: nothing was measured yet"
+    assert repr(History()) == "History: no results yet"
     history = filled(
         result(metrics={"train_loss": 0.123456, "last_train_loss": 9.0, "_timestamp": 5}),
         result(kind="validate", epoch=None, metrics={"val_loss": 2.5}),

@@ -12,7 +12,7 @@ import pytest
 from raysgd import CheckpointError
 from raysgd.storage import digest, locations
 from raysgd.train import Checkpoint
-from raysgd.train.checkpoint_manager import CheckpointKeeper
+from raysgd.train.checkpoint_manager import CheckpointManager
 from tests.files.function_cases import CONTENT, FOLDER_WAYS, LIST, files_of, is_content, make_source, read_folder
 from tests.files.tally import SOAK, Tallies, flipped, flips, lengths, quiet, show
 
@@ -245,10 +245,10 @@ def test_a_list_of_an_older_version_is_read_with_one_warning(source: Path, caplo
 def test_stored_checkpoints_of_a_run_have_digests(
     source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeper = CheckpointKeeper(tmp_path / "run")
-    keeper.take(Checkpoint.from_directory(source).to_bytes(), {})
-    keeper.take(Checkpoint.from_dict({"a": 1}).to_bytes(), {})
-    first, second = (kept.path for kept in keeper.kept)
+    manager = CheckpointManager(tmp_path / "run")
+    manager.add(Checkpoint.from_directory(source).to_bytes(), {})
+    manager.add(Checkpoint.from_dict({"a": 1}).to_bytes(), {})
+    first, second = (each.path for each in manager.stored)
     assert read_folder(first)[0] == files_of(source) and Checkpoint(second).to_dict() == {"a": 1}
     assert not caplog.messages, "no warnings"
     for path in (Path(str(first)) / "weights.bin", Path(str(second))):
@@ -256,7 +256,7 @@ def test_stored_checkpoints_of_a_run_have_digests(
     with pytest.raises(CheckpointError, match=r"checkpoint_000001: weights\.bin"):
         read_folder(first)
     with pytest.raises(CheckpointError, match=r"checkpoint_000002: the file is damaged.*delete"):
-        CheckpointKeeper(tmp_path / "run").adopt({})
+        CheckpointManager(tmp_path / "run").adopt({})
 
 
 @pytest.mark.parametrize(

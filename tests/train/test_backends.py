@@ -13,7 +13,7 @@ from raysgd.torch.devices import see_gpus
 from raysgd.train import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.backends import backend_of, parse_backend
 from raysgd.train.tensorflow_function import TensorflowFunctionBackend
-from raysgd.train.torch_function import TorchMeeting, environment
+from raysgd.train.torch_function import TorchFunctionBackend, environment
 
 LIMITS: dict[str, Any] = {"host": "127.0.0.1", "join_s": 5, "collective_s": 5}
 
@@ -101,8 +101,8 @@ def test_the_environment_is_that_of_torchs_launcher() -> None:
 def test_workers_of_a_node_see_all_their_gpus(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes with two GPUs each, one GPU for a worker. The ranks leave, and come again with what they see by then."""
     places = [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")][:workers]
-    driver = TorchMeeting("nccl", use_gpu=True)
-    ranks = [TorchMeeting("nccl", use_gpu=True) for _ in places]
+    driver = TorchFunctionBackend("nccl", use_gpu=True)
+    ranks = [TorchFunctionBackend("nccl", use_gpu=True) for _ in places]
     for generation in range(2):
         offers = []
         for rank, (_, gpu) in zip(ranks, places, strict=True):
@@ -118,7 +118,7 @@ def test_workers_of_a_node_see_all_their_gpus(workers: int, monkeypatch: pytest.
 
 
 def test_without_gpus_nothing_is_asked_of_the_workers() -> None:
-    driver = TorchMeeting("gloo")
+    driver = TorchFunctionBackend("gloo")
     assert not driver.needs_offers and "gpus" not in driver.plan(assign_ranks(["a"]))[0]
     driver.plan([])
 

@@ -284,7 +284,9 @@ def test_foreign_and_damaged_files_say_so(tmp_path: Path, name: str) -> None:
         lambda: payload_of(tmp_path / "given", pickle.dumps),
     ]
     for tried in tries:
-        with pytest.raises(CheckpointError, match="given: not a checkpoint of a function's, or damaged") as caught:
+        with pytest.raises(
+            CheckpointError, match="given: not a checkpoint of a training function, or damaged"
+        ) as caught:
             tried()
         assert "trusted" not in str(caught.value), "trust would not help here"
     with pytest.raises(CheckpointError, match="not a checkpoint"):

@@ -30,10 +30,10 @@ def test_a_single_data_set_is_called_train() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (DatasetPipeline(), "Ray has given up: pass the Dataset itself"),
+        (DatasetPipeline(), "Ray has removed: pass the Dataset itself"),
         ({"train": ONE, "val": DatasetPipeline()}, r"'val' is a DatasetPipeline.*window\(\).*repeat\(\)"),
         ([1, 2], r"'train' must be a Ray Dataset .*got \[1, 2\]"),
-        ({3: ONE}, "named by strings, got 3"),
+        ({3: ONE}, "must be a string, got 3"),
     ],
 )
 def test_what_is_no_data_set_is_refused(given: Any, said: str) -> None:
@@ -67,11 +67,11 @@ def test_a_config_with_its_own_way_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: DataConfig("train"), r"'all' or a list of data sets' names, got 'train'"),
+        (lambda: DataConfig("train"), r"'all' or a list of names of datasets, got 'train'"),
         (lambda: DataConfig(equal=1), "equal must be True or False, got 1"),
-        (lambda: parse_data_config(DataConfig(["c"]), ["a", "b"]), "names c, but the data sets are a, b"),
-        (lambda: parse_data_config({"c": {"split": True}}, ["a"]), "names c, but the data sets are a"),
-        (lambda: parse_data_config({"a": {"split": 1}}, ["a"]), "must say split=True or split=False"),
+        (lambda: parse_data_config(DataConfig(["c"]), ["a", "b"]), "names c, but the datasets are a, b"),
+        (lambda: parse_data_config({"c": {"split": True}}, ["a"]), "names c, but the datasets are a"),
+        (lambda: parse_data_config({"a": {"split": 1}}, ["a"]), "must have split=True or split=False"),
         (lambda: parse_data_config("train", ["a"]), r"must be a DataConfig.*got 'train'"),
     ],
 )

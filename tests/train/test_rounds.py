@@ -11,11 +11,10 @@ import pytest
 
 from raysgd.core.messages import FunctionReport
 from raysgd.errors import CheckpointError
-from raysgd.train import background_writer
-from raysgd.train.checkpoint_manager import CheckpointKeeper
+from raysgd.train import checkpoint_manager
+from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.errors import ReportMismatchError
-from raysgd.train.rounds import Report, Rounds, checkpoint_of
-from raysgd.train.run import Run
+from raysgd.train.run import FunctionRun, Report, Rounds, checkpoint_of
 
 
 def test_a_round_is_complete_when_every_rank_has_reported() -> None:
@@ -24,7 +23,7 @@ def test_a_round_is_complete_when_every_rank_has_reported() -> None:
     complete = rounds.add(Report(0, metrics={"a": 0}))
     assert complete is not None
     assert [report.metrics["a"] for report in complete] == [0, 1], "in rank order"
-    assert rounds.leftovers() == []
+    assert rounds.take_incomplete() == []
 
 
 def test_a_fast_rank_may_run_ahead() -> None:
@@ -62,16 +61,16 @@ def test_more_calls_than_the_others_are_an_error() -> None:
     with pytest.raises(
         ReportMismatchError, match=r"rank\(s\) 0, 1 called train.report\(\) more often than rank\(s\) 2"
     ):
-        rounds.check_all_said()
+        rounds.check_counts()
 
 
 def test_leftovers_are_what_was_not_complete_in_order() -> None:
     rounds = Rounds(2)
     for step in range(2):
         rounds.add(Report(1, "checkpoint", checkpoint=bytes([step])))
-    left = rounds.leftovers()
+    left = rounds.take_incomplete()
     assert [checkpoint_of(round_) for round_ in left] == [b"\0", b"\1"]
-    assert rounds.leftovers() == []
+    assert rounds.take_incomplete() == []
 
 
 def test_the_lowest_rank_with_a_checkpoint_counts() -> None:
@@ -83,9 +82,9 @@ def test_the_lowest_rank_with_a_checkpoint_counts() -> None:
 class Driver:
     """A run of some ranks, and what goes wrong in it."""
 
-    def __init__(self, tmp_path: Path, *, keeper: CheckpointKeeper | None = None, ranks: int = 2) -> None:
+    def __init__(self, tmp_path: Path, *, manager: CheckpointManager | None = None, ranks: int = 2) -> None:
         self.failed: list[BaseException] = []
-        self.run = Run(1, keeper or CheckpointKeeper(tmp_path), fail=self.failed.append, decode=dict)
+        self.run = FunctionRun(1, manager or CheckpointManager(tmp_path), fail=self.failed.append, decode=dict)
         self.attempt = self.run.begin_attempt(ranks)
 
     def say(self, rank: int, *, attempt: int | None = None, checkpoint: Any = None, **metrics: Any) -> None:
@@ -98,10 +97,10 @@ class Driver:
             metrics_size=len(head),
             has_checkpoint=checkpoint is not None,
         )
-        self.run.take(message, head + (b"" if checkpoint is None else pickle.dumps(checkpoint)))
+        self.run.receive(message, head + (b"" if checkpoint is None else pickle.dumps(checkpoint)))
 
     def latest(self) -> Any:
-        found = self.run.keeper.latest
+        found = self.run.manager.latest
         return None if found is None else found.to_dict()["epoch"]
 
 
@@ -109,7 +108,7 @@ class Driver:
 def driver(tmp_path: Path) -> Iterator[Driver]:
     made = Driver(tmp_path)
     yield made
-    made.run.closed()
+    made.run.close()
 
 
 def test_after_a_loss_the_first_checkpoint_that_only_some_made_counts(driver: Driver) -> None:
@@ -130,9 +129,9 @@ def test_after_a_loss_reports_of_some_are_shown_as_they_are(driver: Driver) -> N
     assert driver.attempt.reports == 2
     driver.say(0, step=2)
     driver.say(0, step=9, attempt=1)
-    driver.run.closed()
+    driver.run.close()
     rounds = [driver.run.next_round(0) for _ in range(4)]
-    rows = [told and told.rows for told in rounds[:3]]
+    rows = [result and result.rows for result in rounds[:3]]
     assert rows == [[{"step": 0}, {"step": 0}], [{"step": 1}], [{"step": 2}]], "a late one is not counted"
     assert rounds[3] is None
     assert driver.failed == []
@@ -145,7 +144,7 @@ def test_what_goes_wrong_with_a_report_ends_the_run(driver: Driver) -> None:
     assert isinstance(error, ReportMismatchError)
 
 
-class SlowStore(CheckpointKeeper):
+class SlowStore(CheckpointManager):
     """Stores nothing until it is let, or fails."""
 
     def __init__(self, tmp_path: Path) -> None:
@@ -160,12 +159,12 @@ class SlowStore(CheckpointKeeper):
 
 
 def slow(tmp_path: Path) -> tuple[Driver, SlowStore]:
-    keeper = SlowStore(tmp_path)
-    return Driver(tmp_path, keeper=keeper, ranks=1), keeper
+    manager = SlowStore(tmp_path)
+    return Driver(tmp_path, manager=manager, ranks=1), manager
 
 
 def test_a_slow_store_holds_up_no_recovery_and_a_round_is_shown_when_its_checkpoint_is_stored(tmp_path: Path) -> None:
-    driver, keeper = slow(tmp_path)
+    driver, manager = slow(tmp_path)
     driver.say(0, checkpoint={"epoch": 0})
     driver.say(0, step=0)
     assert driver.latest() == 0, "it is what a function that runs again is given"
@@ -173,27 +172,27 @@ def test_a_slow_store_holds_up_no_recovery_and_a_round_is_shown_when_its_checkpo
     with pytest.raises(queue.Empty):
         driver.run.next_round(0.01)
     assert list(tmp_path.iterdir()) == []
-    keeper.let.set()
-    told = driver.run.next_round(60)
-    assert told is not None and told.rows == [{"step": 0}]
+    manager.let.set()
+    result = driver.run.next_round(60)
+    assert result is not None and result.rows == [{"step": 0}]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_000001"]
-    driver.run.closed()
+    driver.run.close()
     assert driver.run.error is None
 
 
 def test_what_cannot_be_stored_ends_the_run_with_its_reason(tmp_path: Path) -> None:
-    driver, keeper = slow(tmp_path)
-    keeper.fails = True
+    driver, manager = slow(tmp_path)
+    manager.fails = True
     for epoch in range(2):  # as many as there is room for
         driver.say(0, checkpoint={"epoch": epoch})
-    keeper.let.set()
-    driver.run.closed()
+    manager.let.set()
+    driver.run.close()
     assert isinstance(driver.run.error, OSError)
     assert driver.failed == [driver.run.error], "told once, while the function runs"
 
 
 def test_checkpoints_that_wait_to_be_stored_are_few(tmp_path: Path) -> None:
-    driver, keeper = slow(tmp_path)
+    driver, manager = slow(tmp_path)
     done: list[int] = []
 
     def bring() -> None:
@@ -205,22 +204,22 @@ def test_checkpoints_that_wait_to_be_stored_are_few(tmp_path: Path) -> None:
     thread.start()
     thread.join(0.3)
     assert thread.is_alive() and len(done) <= 2
-    keeper.let.set()
+    manager.let.set()
     thread.join(60)
-    driver.run.closed()
+    driver.run.close()
     assert done == [0, 1, 2, 3]
     assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_store_that_stands_still_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_writer, "LIMIT_S", 0.3)
-    driver, keeper = slow(tmp_path)
+    monkeypatch.setattr(checkpoint_manager, "WRITE_LIMIT_S", 0.3)
+    driver, manager = slow(tmp_path)
     for epoch in range(3):  # one more than there is room for
         driver.say(0, checkpoint={"epoch": epoch})
     (error,) = driver.failed
     assert isinstance(error, CheckpointError) and "could not be stored within 0.3 s" in str(error)
-    driver.run.closed()
+    driver.run.close()
     assert isinstance(driver.run.error, CheckpointError)
     assert driver.run.next_round(0) is None
     assert list(tmp_path.iterdir()) == []
-    keeper.let.set()
+    manager.let.set()

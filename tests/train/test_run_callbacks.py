@@ -13,7 +13,7 @@ from raysgd import train
 from raysgd.callbacks import Callback, History, JsonLoggerCallback, Result, Run
 from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig, Trainer, TrainingCallback
 from raysgd.train import Result as ReadBack
-from raysgd.train.callbacks import LoggerCallback, RunCallbacks, TorchTensorboardProfilerCallback, Trial
+from raysgd.train.callbacks import LoggerCallback, TorchTensorboardProfilerCallback, Trial, make_callback_list
 from tests.callbacks.listening import Broken, Demanding, Heard
 
 
@@ -218,13 +218,13 @@ class SubclassWithConfig(TrainingCallback):
 @pytest.mark.parametrize("kind", [V1WithConfig, SubclassWithConfig])
 def test_v1s_callbacks_may_take_the_config(kind: Any, tmp_path: Path) -> None:
     old = kind()
-    RunCallbacks([old]).start_training(Run(trainer="T", name="f", num_workers=1, config={"lr": 1}, folder=tmp_path))
+    make_callback_list([old]).start(Run(trainer="T", name="f", num_workers=1, config={"lr": 1}, folder=tmp_path))
     assert old.heard == [(str(tmp_path), {"lr": 1}, {})]
 
 
 def test_a_history_is_not_a_list_of_callbacks() -> None:
     with pytest.raises(ValueError, match="must be a list of"):
-        RunCallbacks(History())
+        make_callback_list(History())
 
 
 @pytest.mark.parametrize(("which", "ranks"), [(0, [0]), ([1], [1]), (None, [0, 1])])

@@ -16,9 +16,9 @@ from raysgd.callbacks import PrintCallback
 from raysgd.storage import locations
 from raysgd.storage.locations import Uri
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
-from raysgd.train.fit.records import Past, Record, Who
+from raysgd.train.fit.records import RunNames, RunRecord, StoredRun
 from raysgd.train.fit.run import _log_dir
-from raysgd.train.run import task_of
+from raysgd.train.run import check_function
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_a_run_that_is_refused(wrong: dict[str, Any]) -> None:
     [
         ({"train_loop_per_worker": 5}, "must be a function"),
         ({"train_loop_per_worker": lambda a, b: None}, "takes 2"),
-        ({"train_loop_per_worker": lambda **names: None}, r"wants \*\*names by name"),
-        ({"train_loop_per_worker": lambda *, lr: None}, "wants lr by name"),
+        ({"train_loop_per_worker": lambda **names: None}, r"requires \*\*names by name"),
+        ({"train_loop_per_worker": lambda *, lr: None}, "requires lr by name"),
         ({"train_loop_config": 5}, "config must be a dict"),
         ({"scaling_config": {"num_workers": 2}}, "scaling_config must be a raysgd.train.ScalingConfig"),
         ({"run_config": 1}, "run_config must be a raysgd.train.RunConfig"),
@@ -77,7 +77,7 @@ def test_a_trainer_that_is_refused(wrong: dict[str, Any], message: str) -> None:
 
 
 def test_names_may_be_bound() -> None:
-    function, arguments = task_of(functools.partial(lambda config, lr: (config, lr), lr=0.1), {"epochs": 1})
+    function, arguments = check_function(functools.partial(lambda config, lr: (config, lr), lr=0.1), {"epochs": 1})
     assert function(*arguments) == ({"epochs": 1}, 0.1)
 
 
@@ -147,7 +147,7 @@ def test_a_dataset_config_is_given_out_as_a_copy() -> None:
 )
 def test_restoring_says_what_it_lacks(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     trainer = train.DataParallelTrainer(lambda: None, datasets={"train": [1, 2]})
-    Record(tmp_path, tmp_path, Who("DataParallelTrainer", "run"), {}, None).begin(trainer._packed())
+    RunRecord(tmp_path, tmp_path, RunNames("DataParallelTrainer", "run"), {}, None).begin(trainer._packed())
     with pytest.raises(ConfigError, match=message):
         train.DataParallelTrainer.restore(tmp_path, **given)
     found = train.DataParallelTrainer.restore(tmp_path, datasets={"train": [3]})
@@ -156,61 +156,61 @@ def test_restoring_says_what_it_lacks(tmp_path: Path, given: dict[str, Any], mes
 
 def test_restoring_needs_a_run(tmp_path: Path) -> None:
     assert not train.DataParallelTrainer.can_restore(tmp_path)
-    with pytest.raises(CheckpointError, match="there is no run to go on with"):
+    with pytest.raises(CheckpointError, match="there is no run to resume"):
         train.DataParallelTrainer.restore(tmp_path)
 
 
 def test_what_is_written_of_a_run_can_be_read_while_it_runs(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    record = Record(tmp_path, tmp_path, Who("T", "run"), {"lr": 1}, None)
+    record = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {"lr": 1}, None)
     record.begin({"a": b"b"})
     record.add({"loss": torch.tensor(0.5), "many": torch.ones(2), "nothing": float("nan")}, None)
     record.add({"loss": 0.25}, 0)
     record.add({"loss": 0.125}, 0)
     with open(tmp_path / "results.jsonl", "a") as file:
         file.write('{"metrics": {"lo')
-    past = Past.read(tmp_path)
+    past = StoredRun.read(tmp_path)
     assert (past.status, past.settings) == ("running", {"a": b"b"})
     assert [row["loss"] for row in past.rows] == [0.5, 0.25, 0.125]
     assert past.rows[0]["many"] == "tensor([1., 1.])"
     assert past.reported_with()[0]["loss"] == 0.25, "what came with it, not what came after"
-    going_on = Record(tmp_path, tmp_path, Who("T", "run"), {}, past)
+    going_on = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, past)
     going_on.begin({})
     going_on.add({"loss": 0.0}, 1)
     going_on.end(RuntimeError("full"))
-    past = Past.read(tmp_path)
+    past = StoredRun.read(tmp_path)
     assert [row["training_iteration"] for row in past.rows] == [1, 2, 3, 4], "half a line is gone"
     assert (past.status, past.error) == ("failed", "RuntimeError: full")
 
 
 def test_a_run_goes_on_under_its_own_names_and_in_its_own_time(tmp_path: Path) -> None:
-    record = Record(tmp_path, tmp_path, Who("T", "run"), {}, None)
+    record = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, None)
     record.begin({})
     record.add({"confusion": {(0, 1): {2: [{(3, 4): 5}]}}}, None)
     record.rows[-1]["time_total_s"] = 100.0
     record.end(None)
-    assert Past.read(tmp_path).rows[-1]["confusion"] == {"(0, 1)": {"2": [{"(3, 4)": 5}]}}
+    assert StoredRun.read(tmp_path).rows[-1]["confusion"] == {"(0, 1)": {"2": [{"(3, 4)": 5}]}}
     locations.write(
         tmp_path / "results.jsonl",
         json.dumps({"metrics": record.rows[-1] | {"confusion": 0}, "checkpoint": None}).encode() + b"\n",
     )
-    past = Past.read(tmp_path)
-    again = Record(tmp_path, tmp_path, Who("T", "run", **past.ids), {}, past)
+    past = StoredRun.read(tmp_path)
+    again = RunRecord(tmp_path, tmp_path, RunNames("T", "run", **past.ids), {}, past)
     again.begin({})
-    assert len(Past.read(tmp_path).rows) == 1, "nothing is lost before the first new report"
+    assert len(StoredRun.read(tmp_path).rows) == 1, "nothing is lost before the first new report"
     again.add({}, None)
     again.end(None)
-    first, second = Past.read(tmp_path).rows
+    first, second = StoredRun.read(tmp_path).rows
     assert (first["done"], second["done"]) == (False, True)
     assert second["time_total_s"] >= 100 > second["time_since_restore"]
     assert all(first[name] == second[name] for name in ("trial_id", "experiment_id"))
 
 
 def test_rows_are_rewritten_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Record(tmp_path, tmp_path, Who("T", "run"), {}, None)
+    record = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, None)
     record.begin({})
     record.add({"epoch": 1}, None)
-    going_on = Record(tmp_path, tmp_path, Who("T", "run"), {}, Past.read(tmp_path))
+    going_on = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, StoredRun.read(tmp_path))
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -219,7 +219,7 @@ def test_rows_are_rewritten_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         patch.setattr("raysgd.storage.locations.os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
             going_on.begin({})
-    assert [row["epoch"] for row in Past.read(tmp_path).rows] == [1]
+    assert [row["epoch"] for row in StoredRun.read(tmp_path).rows] == [1]
 
 
 class Planted:
@@ -228,7 +228,7 @@ class Planted:
 
 
 def test_looking_at_a_run_runs_no_code_from_it(tmp_path: Path) -> None:
-    Record(tmp_path, tmp_path, Who("T", "run"), {}, None).begin({"a": pickle.dumps(Planted())})
+    RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, None).begin({"a": pickle.dumps(Planted())})
     (tmp_path / "checkpoint_000000").write_bytes(pickle.dumps({"a": Planted()}))
     result = train.Result.from_path(tmp_path)
     assert result.checkpoint is not None and result.checkpoint.path == str(tmp_path / "checkpoint_000000")
@@ -245,7 +245,7 @@ def test_new_callbacks_take_nothing_else_away(tmp_path: Path) -> None:
     first = train.DataParallelTrainer(
         lambda: None, run_config=RunConfig(checkpoint_config=keep, failure_config=failures)
     )
-    Record(tmp_path, tmp_path, Who("DataParallelTrainer", "run"), {}, None).begin(first._packed())
+    RunRecord(tmp_path, tmp_path, RunNames("DataParallelTrainer", "run"), {}, None).begin(first._packed())
     heard = [PrintCallback()]
     other = RunConfig(callbacks=heard, failure_config=FailureConfig(max_failures=1))
     found = train.DataParallelTrainer.restore(tmp_path, run_config=other).run_config
@@ -255,15 +255,12 @@ def test_new_callbacks_take_nothing_else_away(tmp_path: Path) -> None:
 def test_a_run_of_an_earlier_version_can_be_restored(tmp_path: Path) -> None:
     """Its settings were in other modules."""
     config = RunConfig(checkpoint_config=train.CheckpointConfig(num_to_keep=1))
-    moved = {"fit.checkpoint_strategy": "strategy", "fit.settings": "settings"}
     settings = train.DataParallelTrainer(lambda: None)._packed()
-    for name, value in [("run_config", config), ("scaling_config", ScalingConfig(3))]:
+    for name, value, older in [("run_config", config, b"strategy"), ("scaling_config", ScalingConfig(3), b"settings")]:
         packed = pickle.dumps((value,), protocol=0)
-        for now, before in moved.items():
-            packed = packed.replace(f"raysgd.train.{now}".encode(), f"raysgd.train.{before}".encode())
-        assert b"raysgd.train.fit" not in packed and b"raysgd.train.settings" in packed
-        settings[name] = packed
-    Record(tmp_path, tmp_path, Who("DataParallelTrainer", "run"), {}, None).begin(settings)
+        assert b"raysgd.train.fit.settings" in packed
+        settings[name] = packed.replace(b"raysgd.train.fit.settings", b"raysgd.train." + older)
+    RunRecord(tmp_path, tmp_path, RunNames("DataParallelTrainer", "run"), {}, None).begin(settings)
     found = train.DataParallelTrainer.restore(tmp_path)
     assert (found.run_config, found.scaling_config) == (config, ScalingConfig(3))
 
@@ -309,6 +306,6 @@ def test_a_run_that_is_stored_elsewhere_has_a_local_directory_of_its_own(
     (home / "run" / "trainer.pkl").write_bytes(b"of a run that is stored here")
     assert _log_dir(Uri("s3://a/run")) == home / "run_2"
     assert _log_dir(Uri("s3://b/run")) == home / "run_3"
-    assert _log_dir(Uri("s3://a/run"), again=True) == home / "run_2"
-    assert _log_dir(Uri("s3://c/run"), again=True) == home / "run_4"
+    assert _log_dir(Uri("s3://a/run"), resume=True) == home / "run_2"
+    assert _log_dir(Uri("s3://c/run"), resume=True) == home / "run_4"
     assert [path.name for path in (home / "run").iterdir()] == ["trainer.pkl"]

@@ -13,7 +13,7 @@ import pytest
 from raysgd import ElasticConfig, train
 from raysgd.ray_data.splits import no_room_for_data
 from raysgd.train import DataConfig, Trainer
-from raysgd.train.shards import make_shards
+from raysgd.train.job import make_shards
 
 ray_data = pytest.importorskip("ray.data")
 

@@ -136,7 +136,7 @@ def test_accelerate_twice_is_an_error_and_the_next_run_may_again() -> None:
         train.torch.accelerate(amp=True)
         train.torch.accelerate(amp=True)
 
-    with pytest.raises(RuntimeError, match="called before"):
+    with pytest.raises(RuntimeError, match="called twice"):
         inside(twice, replica=replica)
     inside(lambda: train.torch.accelerate(amp=True), replica=replica)
 

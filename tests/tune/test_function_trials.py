@@ -75,7 +75,7 @@ def test_tune_takes_a_trainer(ray_cluster: None, tmp_path: Path) -> None:
     with best.checkpoint.as_directory() as folder:
         assert {"epoch": 2, "rate": 3}.items() <= Checkpoint(Path(folder) / "checkpoint.pkl").to_dict().items()
     going_on = DataParallelTrainer(learn, resume_from_checkpoint=best.checkpoint)
-    newest = going_on.job().keeper(tmp_path).latest
+    newest = going_on.job().manager(tmp_path).latest
     assert newest is not None and newest.to_dict()["epoch"] == 2, "a trial's checkpoint can be trained on from"
     assert len(best.best_checkpoints) == 3, "each report's checkpoint is Tune's to keep"
     all_is_free()

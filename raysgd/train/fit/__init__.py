@@ -1,1 +1,1 @@
-"""`DataParallelTrainer`, its settings, its run directory and its result. Driver."""
+"""`DataParallelTrainer`, with its settings, its run directory and its result. Driver."""

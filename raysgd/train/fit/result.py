@@ -1,4 +1,4 @@
-"""What a run of a function trainer leaves: its last metrics, its checkpoints, and where everything is."""
+"""The result of `fit()`: the last metrics, the checkpoints, and where they are stored. Driver."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.storage.locations import Place, Uri, place, text_of
 from raysgd.storage.masking import mask
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.checkpoint_manager import CheckpointKeeper
-from raysgd.train.fit.records import Past
+from raysgd.train.checkpoint_manager import CheckpointManager
+from raysgd.train.fit.records import StoredRun
 
 __all__ = ["Result"]
 
@@ -23,12 +23,13 @@ __all__ = ["Result"]
 class Result:
     """What `fit()` returns.
 
-    metrics           the last report of rank 0, with what every report is given beside its own values
-    checkpoint        the newest one; None if there was none
-    best_checkpoints  those that were kept, with what was reported beside each: (checkpoint, metrics), oldest first
-    error             what ended the run, when it is read back with `Result.from_path`; `fit()` raises it
-    path              where the run is stored: the URI as it was given, with any password in it (`repr` shows `***`)
-    log_dir           its directory on this machine, where callbacks write
+    metrics           the last report of rank 0, with what raysgd adds to every report
+    checkpoint        the newest checkpoint, or None
+    best_checkpoints  the stored checkpoints with the metrics of each: (checkpoint, metrics), oldest first
+    error             the error that ended the run, if `Result.from_path` read it back; `fit()` raises it
+    path              where the run is stored. A URI includes its password, which `repr` masks with `***`
+    log_dir           the run's directory on this machine, where callbacks write
+    history           every report of rank 0
     return_values     what the function returned on each rank
     """
 
@@ -43,35 +44,36 @@ class Result:
 
     @classmethod
     def from_path(cls, path: str | Path | Uri, *, trusted: bool = False) -> Result:
-        """What a run of `fit()` has left so far, read back. That runs no code from there; `trusted` is what its
-        checkpoints are then read with."""
+        """Return the result of a run of `fit()` so far, from its files. This runs no code from them. `trusted` applies
+        to its checkpoints."""
         where = place(path)
-        past = Past.read(where)
-        keeper = CheckpointKeeper(where)
-        keeper.adopt(past.reported_with(), to_go_on=False)
+        past = StoredRun.read(where)
+        manager = CheckpointManager(where)
+        manager.adopt(past.reported_with(), resume=False)
         log_dir = where if isinstance(where, Path) else Path()
         error = TrainingFailedError(past.error) if past.status == "failed" else None
-        return cls.made(where, keeper, past.rows, trusted=trusted, log_dir=log_dir, error=error)
+        return cls.of(where, manager, past.rows, trusted=trusted, log_dir=log_dir, error=error)
 
     @classmethod
-    def made(
+    def of(
         cls,
         where: Place,
-        keeper: CheckpointKeeper,
+        manager: CheckpointManager,
         rows: Sequence[dict[str, Any]],
         *,
         trusted: bool = True,
         **more: Any,
     ) -> Result:
-        kept = sorted(keeper.kept, key=lambda each: each.number)
-        if kept and (kept[-1].number == keeper.latest_id or keeper.payload is None):
-            newest: Checkpoint | None = Checkpoint(kept[-1].path, trusted=trusted)
+        """Return the result of a run with these rows and this manager's checkpoints."""
+        stored = sorted(manager.stored, key=lambda each: each.number)
+        if stored and (stored[-1].number == manager.latest_id or manager.payload is None):
+            newest: Checkpoint | None = Checkpoint(stored[-1].path, trusted=trusted)
         else:
-            newest = keeper.latest
+            newest = manager.latest
         return cls(
             metrics=dict(rows[-1]) if rows else {},
             checkpoint=newest,
-            best_checkpoints=[(Checkpoint(each.path, trusted=trusted), dict(each.metrics)) for each in kept],
+            best_checkpoints=[(Checkpoint(each.path, trusted=trusted), dict(each.metrics)) for each in stored],
             path=text_of(where),
             history=rows,
             **more,
@@ -83,7 +85,7 @@ class Result:
 
     @property
     def metrics_dataframe(self) -> Any:
-        """Every report of rank 0, as a row of a pandas.DataFrame."""
+        """Return a pandas.DataFrame with one row for each report of rank 0."""
         try:
             pandas = import_module("pandas")
         except ImportError as error:
@@ -92,16 +94,16 @@ class Result:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """What the function was given."""
+        """Return the function's config."""
         return self.metrics.get("config")
 
     @property
     def return_value(self) -> Any:
-        """Rank 0's."""
+        """Return what the function returned on rank 0."""
         return self.return_values[0] if self.return_values else None
 
     def get_best_checkpoint(self, metric: str, mode: Literal["min", "max"]) -> Checkpoint | None:
-        """Of those that were kept, the one with the best value of a reported metric."""
+        """Return the stored checkpoint with the best value of a reported metric."""
         if mode not in ("min", "max"):
             raise ConfigError(f"mode must be 'min' or 'max', got {mode!r}")
         sign = 1 if mode == "max" else -1

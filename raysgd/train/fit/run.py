@@ -1,89 +1,88 @@
-"""One `fit()`: finds the run its directory, begins it, writes down what is reported, and gives the result.
+"""One call of `fit()`: finds the run's directory, starts the function, and writes what it reports. Driver.
 
 fit()
-    a directory of its own, or that of the run that is restored: its checkpoints and reports are taken up
-    the trainer's settings are written
-    workers start, and run the function
-        a round is complete -> rank 0's report is written; callbacks hear it
-    workers end
-    Result, or the error that ended it
+    take a new directory; or that of the run that is restored, with its checkpoints and reports
+    write the trainer's settings
+    start the workers, and run the function
+        a round is complete -> write rank 0's report, and call the callbacks
+    end the workers
+    return the Result, or raise the error that ended the run
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import Run
+from raysgd.callbacks.folder import RESULTS, create_new_folder, numbered, timestamp
 from raysgd.callbacks.history import History
 from raysgd.storage import locations
 from raysgd.storage.locations import Place, Uri, copy_logs, names, place
 from raysgd.storage.masking import mask
-from raysgd.train.callbacks import RunCallbacks
-from raysgd.train.checkpoint_manager import CheckpointKeeper
+from raysgd.train.callbacks import make_callback_list
+from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.executor import BackendExecutor
-from raysgd.train.fit.job import FunctionJob
-from raysgd.train.fit.records import Past, Record, Who
+from raysgd.train.fit.records import RunNames, RunRecord, StoredRun
 from raysgd.train.fit.result import Result
 from raysgd.train.fit.settings import RunConfig
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.run import Told
+from raysgd.train.job import FunctionJob
+from raysgd.train.run import RoundResult
 
-__all__ = ["Fitting"]
+__all__ = ["FitRun"]
 
 logger = logging.getLogger("raysgd")
 
-RESULTS = "ray_results"
 OWNER = ".stored-at"
 
 
-class Fitting:
-    """Owns the run's place. One object, one run."""
+class FitRun:
+    """Owns the directory of one run."""
 
     def __init__(self, trainer: str, config: RunConfig, history: History, *, restored: Place | None) -> None:
         self._trainer = trainer
-        self._callbacks = RunCallbacks(config.callbacks, history=history)  # first: what is refused leaves no directory
-        self._past = None if restored is None else Past.read(restored)
+        # First, because invalid callbacks must not leave a directory behind.
+        self._callbacks = make_callback_list(config.callbacks, history=history)
+        self._past = None if restored is None else StoredRun.read(restored)
         if restored is None:
             self.place, self.log_dir = _new_place(trainer, config)
         else:
-            self.place, self.log_dir = restored, _log_dir(restored, again=True)
+            self.place, self.log_dir = restored, _log_dir(restored, resume=True)
 
     def run(self, job: FunctionJob, settings: dict[str, bytes]) -> Result:
-        who = Who(self._trainer, self.place.name, **({} if self._past is None else self._past.ids))
-        record = Record(self.place, self.log_dir, who, job.config, self._past)
-        keeper = job.keeper(self.place)
+        """Run the function to its end. `settings` are the trainer's, pickled."""
+        run_names = RunNames(self._trainer, self.place.name, **({} if self._past is None else self._past.ids))
+        record = RunRecord(self.place, self.log_dir, run_names, job.config, self._past)
+        manager = job.manager(self.place)
         if self._past is not None:
-            keeper.adopt(self._past.reported_with())
+            manager.adopt(self._past.reported_with())
         record.begin(settings)
         executor = job.make()
         try:
-            values = self._follow(job, executor, keeper, record)
+            values = self._run_function(job, executor, manager, record)
         except BaseException as error:
-            self._failed(record, error)
+            self._record_failure(record, error)
             raise
         finally:
             executor.shutdown()
             copy_logs(self.log_dir, self.place)
         record.end(None)
-        return Result.made(self.place, keeper, record.rows, log_dir=record.log_dir, return_values=values)
+        return Result.of(self.place, manager, record.rows, log_dir=record.log_dir, return_values=values)
 
-    def _follow(
-        self, job: FunctionJob, executor: BackendExecutor, keeper: CheckpointKeeper, record: Record
+    def _run_function(
+        self, job: FunctionJob, executor: BackendExecutor, manager: CheckpointManager, record: RunRecord
     ) -> list[Any]:
-        def write(told: Told) -> None:
-            record.add(told.rows[0], told.checkpoint if told.checkpoint >= 0 else None)
+        def write(result: RoundResult) -> None:
+            record.add(result.rows[0], result.checkpoint_id if result.checkpoint_id >= 0 else None)
 
         executor.start()
         record.started()
         rounds = TrainingIterator(executor, self._callbacks, record=write)
-        described = record.who.described(record.log_dir)
-        begin = functools.partial(job.begin, executor, record.log_dir, keeper, described)
+        trial = record.names.trial(record.log_dir)
+        begin = functools.partial(job.begin, executor, record.log_dir, manager, trial)
         run = Run(
             trainer=self._trainer,
             name=getattr(job.function, "__name__", type(job.function).__name__),
@@ -91,60 +90,55 @@ class Fitting:
             config=job.config,
             folder=Path(record.log_dir),
         )
-        with closing(rounds.heard(run, begin)) as heard:
-            for _ in heard:
-                pass
-        return rounds.get_final_results() or []
+        return rounds.run_to_end(run, begin)
 
-    def _failed(self, record: Record, error: BaseException) -> None:
-        """Nothing that goes wrong in here may hide the error itself."""
+    def _record_failure(self, record: RunRecord, error: BaseException) -> None:
+        """Write the end of the run. An error in here must not hide the error that ended the run."""
         try:
             record.end(error)
         except Exception:
-            logger.exception("the end of the run could not be written to %s", self.place)
-        told = (type(error).__name__, self.place, self._trainer)
-        logger.error("%s: what this run saved is at %s; %s.restore(path) goes on from there", *told)
+            logger.exception("could not write the end of the run to %s", self.place)
+        logger.error(
+            "%s: the checkpoints and reports of this run are in %s; %s.restore(path) resumes it",
+            type(error).__name__,
+            self.place,
+            self._trainer,
+        )
 
 
 def _new_place(trainer: str, config: RunConfig) -> tuple[Place, Path]:
-    """Where nothing is yet, since a run never writes into another's; and its directory on this machine."""
+    """Return where the run is stored, and its directory on this machine. Both are new: a run never writes into
+    another's directory."""
     home = Path.home() / RESULTS if config.storage_path is None else place(config.storage_path)
     home = home.absolute() if isinstance(home, Path) else home
-    name = config.name or f"{trainer}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    for number in itertools.count(1):
-        fresh = home / (name if number == 1 else f"{name}_{number}")
-        if isinstance(fresh, Path):
-            try:
-                fresh.mkdir(parents=True)
-            except FileExistsError:
-                continue
-        elif names(fresh):
-            continue
-        if number > 1:
-            logger.warning("there is a run at %s already: this one is written to %s", home / name, fresh)
-        return fresh, _log_dir(fresh)
-    raise AssertionError("counting never ends")
+    name = config.name or f"{trainer}_{timestamp()}"
+    if isinstance(home, Path):
+        new: Place = create_new_folder(home, name)
+    else:
+        new = home / next(candidate for candidate in numbered(name) if not names(home / candidate))
+    if new != home / name:
+        logger.warning("there is a run at %s already: this run is stored at %s", home / name, new)
+    return new, _log_dir(new)
 
 
-def _log_dir(where: Place, *, again: bool = False) -> Path:
-    """Callbacks write into a directory of this machine, also where the run is stored elsewhere. There it must not be one of
-    another run that happens to have the same name: `again` takes the one that this run has left."""
+def _log_dir(where: Place, *, resume: bool = False) -> Path:
+    """Return the directory on this machine where callbacks write. For a run under a URI this is a new one, because a
+    run from elsewhere may have used the name; with `resume`, it is the one that this run has used."""
     if not isinstance(where, Uri):
         return where
-    for number in itertools.count(1):
-        path = Path.home() / RESULTS / (where.name if number == 1 else f"{where.name}_{number}")
+    for path in (Path.home() / RESULTS / name for name in numbered(where.name)):
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            if not (again and path.is_dir() and _left_by(path) in (str(where), None)):
+            if not (resume and path.is_dir() and _owner(path) in (str(where), None)):
                 continue
         locations.write(path / OWNER, str(where).encode())
         return path
-    raise AssertionError("counting never ends")
+    raise AssertionError("there is always another number")
 
 
-def _left_by(path: Path) -> str | None:
-    """The URI of the run that has this directory; None if it is empty."""
+def _owner(path: Path) -> str | None:
+    """Return the URI of the run that uses this directory, or None if it is empty."""
     if (path / OWNER).is_file():
         return mask(locations.read(path / OWNER).decode())
-    return "somebody else" if any(path.iterdir()) else None
+    return "another run" if any(path.iterdir()) else None

@@ -1,35 +1,71 @@
-"""How a training function is scaled, run and kept alive: the settings of `DataParallelTrainer` and its kind."""
+"""The settings of `DataParallelTrainer`: scaling, failures, checkpoints, and the run itself. Both."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.errors import ConfigError
 from raysgd.storage.masking import mask
-from raysgd.train.fit.checkpoint_strategy import CheckpointConfig
-from raysgd.train.hints import hints
 
-__all__ = ["FailureConfig", "RunConfig", "ScalingConfig"]
+__all__ = [
+    "TIMESTAMP",
+    "CheckpointConfig",
+    "CheckpointStrategy",
+    "FailureConfig",
+    "RunConfig",
+    "ScalingConfig",
+    "check_strategy",
+]
 
+T = TypeVar("T")
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-HANG_S = 1800.0  # nobody knows when a function's step is done, so a hang is told late
+# Nobody knows how long a step of a function takes, so a hang is detected late.
+HANG_S = 1800.0
+TIMESTAMP = "_timestamp"
+REPORTED = "a checkpoint is stored whenever the training function reports or saves one"
 
 
-@hints(accelerator_type='ask for it by resources_per_worker={"accelerator_type:T4": 0.001}')
+def reject_unknown(**hints: str) -> Callable[[type[T]], type[T]]:
+    """Decorate a class of settings: an unknown argument is a ConfigError that lists the known ones. `hints` say what to
+    do about names that users know from Ray."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        original: Callable[..., None] = cls.__init__
+        known = list(inspect.signature(cls).parameters)
+
+        @functools.wraps(original)
+        def init(self: T, *values: Any, **named: Any) -> None:
+            for name in named:
+                if name not in known:
+                    hint = f": {hints[name]}" if name in hints else ""
+                    raise ConfigError(f"{cls.__name__} has no setting {name!r}{hint}; it takes {', '.join(known)}")
+            original(self, *values, **named)
+
+        cls.__init__ = init  # type: ignore[method-assign, assignment]
+        return cls
+
+    return decorate
+
+
+@reject_unknown(accelerator_type='request it with resources_per_worker={"accelerator_type:T4": 0.001}')
 @dataclass(frozen=True)
 class ScalingConfig:
-    """How many workers, and what each holds.
+    """How many workers there are, and which resources each has.
 
-    num_workers           a number, or (min, max): as many of max as there is room for, and never fewer than min
-    use_gpu               a GPU for each worker
-    resources_per_worker  {"CPU": 2, "special": 1}: overrides one CPU and `use_gpu`'s GPU, by name
-    trainer_resources     what the coordinator of a Tune trial holds; one CPU if nothing is said
-    placement_strategy    how a Tune trial's workers are placed together
-    elastic               an ElasticConfig; the minimum of a pair goes before its min_workers
+    num_workers           a number, or (min, max): as many of max as the cluster has room for, and never fewer than min
+    use_gpu               one GPU for each worker
+    resources_per_worker  {"CPU": 2, "special": 1}: overrides the default of one CPU, and use_gpu's GPU, by name
+    trainer_resources     the resources of a Tune trial's coordinator; one CPU by default
+    placement_strategy    the strategy of a Tune trial's placement group
+    elastic               an ElasticConfig; the minimum of num_workers overrides its min_workers
     """
 
     num_workers: int | tuple[int, int] = 1
@@ -42,7 +78,7 @@ class ScalingConfig:
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, list):
             object.__setattr__(self, "num_workers", tuple(self.num_workers))
-        _check_count(self.num_workers)
+        _check_num_workers(self.num_workers)
         if not isinstance(self.use_gpu, bool):
             raise ConfigError(f"use_gpu must be True or False, got {self.use_gpu!r}")
         if self.placement_strategy not in STRATEGIES:
@@ -51,15 +87,16 @@ class ScalingConfig:
             )
         if self.elastic is not None and not isinstance(self.elastic, ElasticConfig):
             raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {self.elastic!r}")
-        _ = self.worker, WorkerResources.parse(1, False, self.trainer_resources)
+        _ = self.worker, WorkerResources.parse(1, False, self.trainer_resources)  # raise for invalid resources
 
     @property
     def most(self) -> int:
+        """Return how many workers there should be."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
     @property
     def least(self) -> int | None:
-        """What training may begin with, if that is fewer than all."""
+        """Return with how many workers training may begin, if that is fewer than all."""
         return None if isinstance(self.num_workers, int) else self.num_workers[0]
 
     @property
@@ -67,31 +104,104 @@ class ScalingConfig:
         return WorkerResources.parse(1, self.use_gpu, self.resources_per_worker, gpu_asked=self.use_gpu)
 
     def policy(self) -> ElasticConfig:
-        """The elastic policy that this means."""
+        """Return the elastic policy of these settings."""
         elastic = self.elastic or ElasticConfig(hang_timeout_s=HANG_S)
         return elastic if self.least is None else replace(elastic, min_workers=self.least)
 
     def bundles(self) -> list[dict[str, float]]:
-        """What a Tune trial asks of the cluster: the coordinator's share, then each worker's."""
+        """Return the bundles of a Tune trial's placement group: the coordinator's, then each worker's."""
         return [dict(self.trainer_resources or {"CPU": 1}), *(self.worker.as_dict() for _ in range(self.most))]
 
 
-@hints(fail_fast="an error of the function's always ends the run")
+def _check_num_workers(count: Any) -> None:
+    numbers = count if isinstance(count, tuple) else (count,)
+    positive = all(isinstance(number, int) and not isinstance(number, bool) and number >= 1 for number in numbers)
+    pair = isinstance(count, tuple)
+    if not positive or (pair and (len(count) != 2 or count[0] > count[1])):
+        raise ConfigError(
+            f"num_workers must be an integer of at least 1, or (min, max) with 1 <= min <= max, got {count!r}"
+        )
+
+
+@reject_unknown(fail_fast="an error in the function always ends the run")
 @dataclass(frozen=True)
 class FailureConfig:
-    """How many losses of workers a run survives, in the processes that are left; -1: any number. An error of the
-    function's own is never tried again."""
+    """How many worker failures a run survives; -1: any number. An error in the function itself is never retried."""
 
     max_failures: int = 3
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_failures, int) or isinstance(self.max_failures, bool) or self.max_failures < -1:
             raise ConfigError(
-                f"max_failures must be a whole number of losses, or -1 for no bound, got {self.max_failures!r}"
+                "max_failures must be a number of worker failures of at least 0, or -1 for no limit, got "
+                f"{self.max_failures!r}"
             )
 
 
-@hints(
+@reject_unknown(checkpoint_frequency=REPORTED, checkpoint_at_end=REPORTED)
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """How many checkpoints of a run stay in storage, and which ones.
+
+    num_to_keep                 None: all; 0: none, only the newest one is kept in memory; k: the best k
+    checkpoint_score_attribute  the number that ranks checkpoints: a value in the checkpoint, or else in the metrics
+                                reported with it. None: the time, so the newest ones are kept
+    checkpoint_score_order      "max" or "min": whether a larger or a smaller number is better
+    """
+
+    num_to_keep: int | None = None
+    checkpoint_score_attribute: str | None = None
+    checkpoint_score_order: Literal["max", "min"] = "max"
+
+    def __post_init__(self) -> None:
+        keep = self.num_to_keep
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 0):
+            raise ConfigError(
+                f"num_to_keep must be None (all), 0 (none in storage) or a number of checkpoints, got {keep!r}"
+            )
+        if self.checkpoint_score_order not in ("max", "min"):
+            raise ConfigError(f"checkpoint_score_order must be 'max' or 'min', got {self.checkpoint_score_order!r}")
+        name = self.checkpoint_score_attribute
+        if name is not None and (not isinstance(name, str) or not name):
+            raise ConfigError(
+                "checkpoint_score_attribute must be the name of a number in the checkpoint or in the metrics, or None to "
+                f"keep the newest, got {name!r}"
+            )
+
+    @property
+    def by_time(self) -> bool:
+        return self.checkpoint_score_attribute in (None, TIMESTAMP)
+
+    def score(self, checkpoint: dict[str, Any], metrics: dict[str, Any]) -> float:
+        """Return a score of which larger is better, in either order. NaN is worse than any number."""
+        name = self.checkpoint_score_attribute
+        assert name is not None, "the manager scores by time itself"
+        found = checkpoint.get(name, metrics.get(name))
+        if not isinstance(found, Real) or isinstance(found, bool):
+            names = sorted({*checkpoint, *metrics})
+            raise ConfigError(
+                f"checkpoint_score_attribute {name!r} must be a number in every checkpoint, or in the metrics reported "
+                f"with it; got {found!r} (found: {', '.join(names)})"
+            )
+        score = float(found) if self.checkpoint_score_order == "max" else -float(found)
+        return -math.inf if math.isnan(score) else score
+
+
+@reject_unknown(checkpoint_frequency=REPORTED, checkpoint_at_end=REPORTED)
+@dataclass(frozen=True)
+class CheckpointStrategy(CheckpointConfig):
+    """A `CheckpointConfig` under the name that `Trainer.run(checkpoint_strategy=...)` uses. Both classes are accepted
+    everywhere."""
+
+    checkpoint_score_attribute: str | None = TIMESTAMP
+
+
+def check_strategy(given: Any) -> None:
+    if given is not None and not isinstance(given, CheckpointConfig):
+        raise ConfigError(f"checkpoint_strategy must be a CheckpointStrategy or CheckpointConfig, got {given!r}")
+
+
+@reject_unknown(
     verbose="use callbacks=[PrintCallback()]",
     stop="the training function decides: return from it, or raise in a callback that stops_training",
     local_dir="use storage_path",
@@ -101,13 +211,13 @@ class FailureConfig:
 )
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run is written, what stays of it, and who hears of it.
+    """Where a run is stored, what is kept, and which callbacks it has.
 
     name               its directory; by default the trainer's name and the time
-    storage_path       in which directory, or under which URI, that lies; by default ~/ray_results
+    storage_path       the parent directory, which may be a URI; by default ~/ray_results
     failure_config     a FailureConfig
     checkpoint_config  a CheckpointConfig
-    callbacks          told of every round of reports
+    callbacks          called with every round of reports
     """
 
     name: str | None = None
@@ -128,29 +238,19 @@ class RunConfig:
                 raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {given!r}")
 
     def to_store(self) -> RunConfig:
-        """Without callbacks, and without the secrets of a URI: a run that is restored is told where it is."""
-        shown = mask(self.storage_path) if isinstance(self.storage_path, str) else self.storage_path
-        return replace(self, callbacks=None, storage_path=shown)
+        """Return a copy without callbacks and without the secrets of a URI: `restore` is given the path again."""
+        masked = mask(self.storage_path) if isinstance(self.storage_path, str) else self.storage_path
+        return replace(self, callbacks=None, storage_path=masked)
 
     def __repr__(self) -> str:
         shown = {**vars(self), "storage_path": self.to_store().storage_path}
         return f"RunConfig({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def completed(self, stored: RunConfig) -> RunConfig:
-        """With what an earlier run was given, where this says nothing."""
+        """Return a copy that takes what it does not set from the stored settings of an earlier run."""
         kept = self.checkpoint_config or stored.checkpoint_config
         return replace(self, checkpoint_config=kept, failure_config=self.failure_config or stored.failure_config)
 
     @property
     def max_failures(self) -> int:
         return (self.failure_config or FailureConfig()).max_failures
-
-
-def _check_count(count: Any) -> None:
-    numbers = count if isinstance(count, tuple) else (count,)
-    whole = all(isinstance(number, int) and not isinstance(number, bool) and number >= 1 for number in numbers)
-    pair = isinstance(count, tuple)
-    if not whole or (pair and (len(count) != 2 or count[0] > count[1])):
-        raise ConfigError(
-            f"num_workers must be a whole number of at least 1, or (min, max) with 1 <= min <= max, got {count!r}"
-        )

@@ -12,13 +12,13 @@ from raysgd.errors import CheckpointError
 from raysgd.storage import locations
 from raysgd.storage.locations import place
 from raysgd.train import Checkpoint, CheckpointConfig, CheckpointStrategy
-from raysgd.train.checkpoint_manager import CheckpointKeeper
+from raysgd.train.checkpoint_manager import CheckpointManager
 
 
-def keeper(tmp_path: Path, *losses: float, initial: bytes | None = None, **strategy: Any) -> CheckpointKeeper:
-    made = CheckpointKeeper(tmp_path, CheckpointStrategy(**strategy), initial=initial)
+def manager_of(tmp_path: Path, *losses: float, initial: bytes | None = None, **strategy: Any) -> CheckpointManager:
+    made = CheckpointManager(tmp_path, CheckpointStrategy(**strategy), initial=initial)
     for number, loss in enumerate(losses):
-        made.take(pickle.dumps({"number": number, "loss": loss}), {})
+        made.add(pickle.dumps({"number": number, "loss": loss}), {})
     return made
 
 
@@ -27,7 +27,7 @@ def on_disk(tmp_path: Path) -> list[str]:
 
 
 def test_all_are_kept_by_default(tmp_path: Path) -> None:
-    made = keeper(tmp_path, 3, 2, 1)
+    made = manager_of(tmp_path, 3, 2, 1)
     assert on_disk(tmp_path) == ["000001", "000002", "000003"]
     assert made.latest_path == made.best_path == tmp_path / "checkpoint_000003"
     assert made.latest_id == 3
@@ -35,7 +35,7 @@ def test_all_are_kept_by_default(tmp_path: Path) -> None:
 
 
 def test_zero_writes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
-    made = keeper(tmp_path, 3, 2, num_to_keep=0)
+    made = manager_of(tmp_path, 3, 2, num_to_keep=0)
     assert on_disk(tmp_path) == []
     assert (made.latest_path, made.best_path) == (None, None)
     assert made.latest is not None
@@ -44,7 +44,9 @@ def test_zero_writes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("order", "kept"), [("min", ["000001", "000003"]), ("max", ["000002", "000004"])])
 def test_the_best_two(tmp_path: Path, order: str, kept: list[str]) -> None:
-    made = keeper(tmp_path, 2, 4, 1, 3, num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order=order)
+    made = manager_of(
+        tmp_path, 2, 4, 1, 3, num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order=order
+    )
     assert on_disk(tmp_path) == kept
     assert made.best_path == tmp_path / {"min": "checkpoint_000003", "max": "checkpoint_000002"}[order]
     assert made.latest is not None
@@ -52,43 +54,43 @@ def test_the_best_two(tmp_path: Path, order: str, kept: list[str]) -> None:
 
 
 def test_a_tie_is_skipped(tmp_path: Path) -> None:
-    keeper(tmp_path, 1, 1, num_to_keep=1, checkpoint_score_attribute="loss")
+    manager_of(tmp_path, 1, 1, num_to_keep=1, checkpoint_score_attribute="loss")
     assert on_disk(tmp_path) == ["000001"]
 
 
 def test_fewer_may_be_kept_than_an_earlier_run_has_left(tmp_path: Path) -> None:
-    keeper(tmp_path, 3, 1, 2, 5)
-    made = CheckpointKeeper(tmp_path, CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss"))
+    manager_of(tmp_path, 3, 1, 2, 5)
+    made = CheckpointManager(tmp_path, CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss"))
     made.adopt({})
-    made.take(pickle.dumps({"loss": 0}), {})
+    made.add(pickle.dumps({"loss": 0}), {})
     assert on_disk(tmp_path) == ["000001", "000004"], "the new one is none of the best"
 
 
 def test_by_time_the_newest_stay_however_fast_they_come(tmp_path: Path) -> None:
-    keeper(tmp_path, 1, 1, 1, num_to_keep=2)
+    manager_of(tmp_path, 1, 1, 1, num_to_keep=2)
     assert on_disk(tmp_path) == ["000002", "000003"]
 
 
 def test_the_score_may_be_in_the_metrics(tmp_path: Path) -> None:
-    made = CheckpointKeeper(tmp_path, CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy"))
+    made = CheckpointManager(tmp_path, CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy"))
     for accuracy in (0.5, 0.9, 0.7):
-        made.take(pickle.dumps({"weights": [1]}), {"accuracy": accuracy})
+        made.add(pickle.dumps({"weights": [1]}), {"accuracy": accuracy})
     assert on_disk(tmp_path) == ["000002"]
 
 
 def test_the_checkpoint_is_asked_before_the_metrics(tmp_path: Path) -> None:
     strategy = CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min")
-    made = CheckpointKeeper(tmp_path, strategy)
-    made.take(pickle.dumps({"loss": 1}), {"loss": 9})
-    made.take(pickle.dumps({"loss": 2}), {"loss": 0})
+    made = CheckpointManager(tmp_path, strategy)
+    made.add(pickle.dumps({"loss": 1}), {"loss": 9})
+    made.add(pickle.dumps({"loss": 2}), {"loss": 0})
     assert on_disk(tmp_path) == ["000001"]
 
 
 @pytest.mark.parametrize("content", [{}, {"loss": "small"}, {"loss": None}])
 def test_a_missing_or_odd_score_is_an_error(tmp_path: Path, content: dict[str, Any]) -> None:
-    made = CheckpointKeeper(tmp_path, CheckpointStrategy(checkpoint_score_attribute="loss"))
+    made = CheckpointManager(tmp_path, CheckpointStrategy(checkpoint_score_attribute="loss"))
     with pytest.raises(ValueError, match="'loss' must be a number"):
-        made.take(pickle.dumps(content), {})
+        made.add(pickle.dumps(content), {})
 
 
 @pytest.mark.parametrize("kind", [CheckpointConfig, CheckpointStrategy])
@@ -116,22 +118,22 @@ def test_both_names_mean_the_same_and_keep_the_newest_by_default() -> None:
 
 @pytest.mark.parametrize("order", ["min", "max"])
 def test_nan_is_worse_than_any_number(tmp_path: Path, order: str) -> None:
-    keeper(
+    manager_of(
         tmp_path, math.nan, 3, math.nan, num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order=order
     )
     assert on_disk(tmp_path) == ["000002"]
 
 
 def test_numbers_go_on_from_where_a_run_was_resumed(tmp_path: Path) -> None:
-    made = CheckpointKeeper(tmp_path, latest_id=100)
+    made = CheckpointManager(tmp_path, latest_id=100)
     for _ in range(2):
-        made.take(pickle.dumps({}), {})
+        made.add(pickle.dumps({}), {})
     assert made.latest_id == 102
     assert (tmp_path / "checkpoint_000102").exists()
 
 
 def test_what_a_run_starts_with_is_its_newest_until_it_has_its_own(tmp_path: Path) -> None:
-    made = keeper(tmp_path, initial=pickle.dumps({"epoch": 7}))
+    made = manager_of(tmp_path, initial=pickle.dumps({"epoch": 7}))
     assert made.latest is not None
     assert made.latest.to_dict() == {"epoch": 7}
     assert on_disk(tmp_path) == []
@@ -141,8 +143,8 @@ def test_a_directory_is_stored_as_one(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "sub").mkdir(parents=True)
     (source / "sub" / "weights.bin").write_bytes(b"123")
-    made = CheckpointKeeper(tmp_path / "kept")
-    made.take(Checkpoint.from_directory(source).to_bytes(), {"loss": 1})
+    made = CheckpointManager(tmp_path / "kept")
+    made.add(Checkpoint.from_directory(source).to_bytes(), {"loss": 1})
     path = made.latest_path
     assert path is not None
     assert (path / "sub" / "weights.bin").read_bytes() == b"123"
@@ -152,9 +154,11 @@ def test_a_directory_is_stored_as_one(tmp_path: Path) -> None:
 def test_directories_are_scored_by_their_metrics(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     payload = Checkpoint.from_directory(tmp_path / "source").to_bytes()
-    made = CheckpointKeeper(tmp_path / "kept", CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy"))
+    made = CheckpointManager(
+        tmp_path / "kept", CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy")
+    )
     for accuracy in (0.5, 0.9, 0.7):
-        made.take(payload, {"accuracy": accuracy})
+        made.add(payload, {"accuracy": accuracy})
     assert on_disk(tmp_path / "kept") == ["000002"]
 
 
@@ -162,26 +166,26 @@ def test_the_best_are_kept_in_remote_storage_too() -> None:
     pytest.importorskip("fsspec")
     folder = place(f"memory://{uuid.uuid4().hex}/checkpoints")
     strategy = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
-    made = CheckpointKeeper(folder, strategy)
+    made = CheckpointManager(folder, strategy)
     for loss in (2, 4, 1, 3):
-        made.take(pickle.dumps({"loss": loss}), {})
+        made.add(pickle.dumps({"loss": loss}), {})
     assert locations.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
     assert made.best_path == made.latest_path == folder / "checkpoint_000003"
-    again = CheckpointKeeper(folder, strategy)
+    again = CheckpointManager(folder, strategy)
     again.adopt({})
-    assert [(kept.number, kept.score) for kept in again.kept] == [(1, -2), (3, -1)]
-    again.take(pickle.dumps({"loss": 0}), {})
+    assert [(each.number, each.score) for each in again.stored] == [(1, -2), (3, -1)]
+    again.add(pickle.dumps({"loss": 0}), {})
     assert locations.names(folder) == ["checkpoint_000003", "checkpoint_000004"]
 
 
 @pytest.mark.parametrize("attribute", [None, "loss"])
 def test_what_an_earlier_run_has_left_is_taken_up(tmp_path: Path, attribute: str | None) -> None:
-    keeper(tmp_path, 3, 1, 2)
+    manager_of(tmp_path, 3, 1, 2)
     (tmp_path / ".checkpoint_000004.0.tmp").write_bytes(b"a draft of one who was killed")
     (tmp_path / "checkpoint_notes").write_bytes(b"somebody's")
-    made = CheckpointKeeper(tmp_path, CheckpointConfig(checkpoint_score_attribute=attribute))
+    made = CheckpointManager(tmp_path, CheckpointConfig(checkpoint_score_attribute=attribute))
     made.adopt({7: {"loss": 1}})
-    assert [kept.number for kept in made.kept] == [1, 2, 3]
+    assert [each.number for each in made.stored] == [1, 2, 3]
     assert made.latest_id == 7, "numbers that were given are not given again"
     assert made.latest is not None
     assert made.latest.to_dict() == {"number": 2, "loss": 2}
@@ -192,10 +196,10 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: Any) -> None:
         raise OSError("no space left on device")
 
-    made = CheckpointKeeper(tmp_path)
+    made = CheckpointManager(tmp_path)
     monkeypatch.setattr("raysgd.storage.locations.os.replace", full)
     with pytest.raises(OSError, match="no space"):
-        made.take(pickle.dumps({"epoch": 1}), {})
+        made.add(pickle.dumps({"epoch": 1}), {})
     assert on_disk(tmp_path) == []
     assert made.latest is not None
     assert made.latest.to_dict() == {"epoch": 1}
@@ -211,11 +215,11 @@ def test_a_damaged_file_says_which(tmp_path: Path) -> None:
 def test_a_checkpoint_whose_report_was_never_written_counts_as_the_worst(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeper(tmp_path, 3, 1, 2)
-    made = CheckpointKeeper(tmp_path, CheckpointConfig(num_to_keep=3, checkpoint_score_attribute="accuracy"))
+    manager_of(tmp_path, 3, 1, 2)
+    made = CheckpointManager(tmp_path, CheckpointConfig(num_to_keep=3, checkpoint_score_attribute="accuracy"))
     made.adopt({1: {"accuracy": 0.5}, 2: {"accuracy": 0.9}})
-    assert "checkpoint_000003 counts as the worst" in caplog.text
-    assert [kept.score for kept in made.kept] == [0.5, 0.9, -math.inf]
+    assert "checkpoint_000003 is ranked last" in caplog.text
+    assert [each.score for each in made.stored] == [0.5, 0.9, -math.inf]
     assert made.latest is not None and made.latest.to_dict()["loss"] == 2, "it is the newest all the same"
-    made.take(pickle.dumps({}), {"accuracy": 0.1})
+    made.add(pickle.dumps({}), {"accuracy": 0.1})
     assert on_disk(tmp_path) == ["000001", "000002", "000004"]

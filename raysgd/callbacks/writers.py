@@ -1,0 +1,116 @@
+"""What the callbacks that write results share: rows, scalars, JSON values, ranks and optional packages. Driver."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+from raysgd.callbacks.base import CallResult
+from raysgd.core.metrics import plain
+from raysgd.errors import ConfigError, text_of
+
+__all__ = [
+    "ROW_FIELDS",
+    "check_rank",
+    "check_ranks",
+    "flat",
+    "for_json",
+    "import_extra",
+    "row_of",
+    "scalars",
+    "scalars_of_report",
+    "tagged_scalars",
+]
+
+ROW_FIELDS = ("kind", "epoch", "step", "world_size", "seconds")
+
+
+def for_json(value: Any) -> Any:
+    """Convert a value for strict JSON. NaN and infinity, which strict JSON lacks, become the strings "NaN", "Infinity"
+    and "-Infinity". Arrays become lists, and other objects their `str`."""
+    value = plain(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
+    if isinstance(value, Mapping):
+        return {str(key): for_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [for_json(inner) for inner in value]
+    if hasattr(value, "tolist"):
+        return for_json(value.tolist())
+    return text_of(value)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested dictionaries: `{"a": {"b": 1}}` becomes `{"a/b": 1}`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}/")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among the flattened values, NaN included."""
+    found = {key: plain(value) for key, value in flat(values).items()}
+    return {key: float(value) for key, value in found.items() if isinstance(value, (int, float))}
+
+
+def scalars_of_report(result: CallResult, rank: int) -> dict[str, float]:
+    """Return the scalars that one rank of a training function reported, without those that raysgd added."""
+    reported = scalars(result.by_worker[rank]) if rank < len(result.by_worker) else {}
+    return {name: value for name, value in reported.items() if not name.startswith("_")}
+
+
+def tagged_scalars(result: CallResult, rank: int) -> dict[str, float]:
+    """Return what dashboards plot: `train/...` and `validate/...`, or one rank's report under its own names."""
+    if result.kind == "report":
+        return scalars_of_report(result, rank)
+    values = {**scalars(result.metrics), "world_size": result.world_size, "seconds": result.seconds}
+    return {f"{result.kind}/{name}": value for name, value in values.items()}
+
+
+def row_of(result: CallResult) -> dict[str, Any]:
+    """Return a result as one row: its own fields, then the metrics. A metric with the name of a field is renamed to
+    `reported_...`, unless it is the same epoch."""
+    metrics = {
+        f"reported_{name}" if name in ROW_FIELDS else name: value
+        for name, value in result.metrics.items()
+        if name != "epoch" or value != result.epoch
+    }
+    return {**{name: getattr(result, name) for name in ROW_FIELDS}, **metrics}
+
+
+def check_rank(rank: int) -> int:
+    """Return the rank that a callback logs. Raise `ConfigError` if it is not a rank."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+        raise ConfigError(f"worker_to_log must be one rank (0, 1, ...), got {rank!r}")
+    return rank
+
+
+def check_ranks(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
+    """Return the ranks that a callback logs, or None for all of them. Raise `ConfigError` for anything else."""
+    if given is None:
+        return None
+    ranks = (given,) if isinstance(given, int) else tuple(given)
+    wrong = [rank for rank in ranks if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0]
+    if wrong or not ranks:
+        raise ConfigError(f"workers_to_log must be a rank, a list of ranks, or None for all ranks, got {given!r}")
+    return ranks
+
+
+def import_extra(module: str, *, user: str) -> Any:
+    """Import an optional package. If it is not installed, raise an ImportError that says what needs it, and which extra
+    has it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        raise ImportError(f"{user} needs {package}: pip install 'raysgd[callbacks]'") from error
