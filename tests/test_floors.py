@@ -18,11 +18,12 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 FLOORS = {
     "0": "errors config constants version core",
     "1a": "storage callbacks data ray_data/columns",
-    "1b": "torch tf horovod train",
+    "1b": "torch tf horovod train training",
     "2": "workers ray_data callbacks/ray_metrics",
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/save_load tf/trainer train/trainer train/executor "
-    "train/iterator train/worker_group train/shards train/fit/job train/fit/run train/fit/trainer train/frameworks training utils",
+    "train/iterator train/worker_group train/shards train/fit/job train/fit/run train/fit/trainer train/frameworks training/call_runner training/trainer_base "
+    "utils",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__",
     "5b": "operators tune cli",
 }
@@ -34,6 +35,8 @@ SIBLINGS = {
     "callbacks": {"storage"},
     "data": {"ray_data/columns"},
     "train": {"torch", "tf", "horovod"},
+    "torch": {"training"},
+    "tf": {"training"},
     "horovod": {"torch"},
     "ray_data": {"workers"},
     "workers": {"ray_data"},
@@ -44,9 +47,10 @@ SIBLINGS = {
     "train/fit/run": {"train/executor", "train/iterator", "train/fit/job"},
     "train/fit/trainer": {"train/executor", "train/fit/run", "train/fit/job", "train/shards"},
     "train/frameworks": {"train/fit/trainer"},
-    "torch/setup": {"training", "torch/strategies"},
-    "torch/trainer": {"torch/checkpoint/save_load", "torch/setup", "training"},
-    "tf/trainer": {"training"},
+    "torch/setup": {"training/call_runner", "torch/strategies"},
+    "torch/trainer": {"torch/checkpoint/save_load", "torch/setup", "training/call_runner", "training/trainer_base"},
+    "tf/trainer": {"training/call_runner", "training/trainer_base"},
+    "training/trainer_base": {"training/call_runner"},
 }
 
 # Where a package from outside may be imported; the operators are bodies of the user's kind.

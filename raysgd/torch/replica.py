@@ -17,7 +17,6 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, TrainingFailedError, shown
-from raysgd.torch.accepted import accepted_arguments
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.in_memory import opened
@@ -25,12 +24,13 @@ from raysgd.torch.checkpoint.undo import Undo
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.sources import Source, close
-from raysgd.torch.feed import Feed, MembershipChange
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.position import Position
 from raysgd.torch.settings import ReplicaSettings
 from raysgd.torch.snapshots import Snapshotter
+from raysgd.training.accepted import accepted_arguments
+from raysgd.training.feed import Feed, MembershipChange
+from raysgd.training.position import Position
 
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
 

@@ -15,8 +15,8 @@ from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.torch.data.sources import Drawn, PlannedSource
-from raysgd.torch.feed import Feed
-from raysgd.torch.position import Position
+from raysgd.training.feed import Feed
+from raysgd.training.position import Position
 from tests.simulation.network import NetworkError
 
 __all__ = ["SimReplica", "Step", "UserError"]

@@ -13,7 +13,7 @@ from raysgd.errors import CheckpointError
 from raysgd.torch.checkpoint.states import numpy_or_none
 from raysgd.torch.data.sampling import has_own_batches, is_planned, random_sources
 from raysgd.torch.operator_base import OperatorBase
-from raysgd.torch.position import Position
+from raysgd.training.position import Position
 
 __all__ = ["check_counters", "check_loader", "check_random"]
 

@@ -11,8 +11,8 @@ from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.sampling import is_planned, unit_size
 from raysgd.torch.data.sources import LiveSource, PlannedSource, RowSource, Source, StreamSource
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.position import Position
 from raysgd.torch.settings import ReplicaSettings
+from raysgd.training.position import Position
 
 __all__ = ["Opener"]
 

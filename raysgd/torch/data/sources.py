@@ -30,7 +30,7 @@ from raysgd.torch.data.sampling import (
     set_epoch,
     unit_size,
 )
-from raysgd.torch.position import Position
+from raysgd.training.position import Position
 
 __all__ = ["Drawn", "LiveSource", "PlannedSource", "RowSource", "Source", "StreamSource", "close"]
 

@@ -16,7 +16,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.torch.data.prefetch import Ahead, Carrier
 from raysgd.torch.data.sources import Drawn, PlannedSource, Source
-from raysgd.torch.position import Position
+from raysgd.training.position import Position
 
 __all__ = ["Feed", "MembershipChange"]
 
