@@ -22,8 +22,8 @@ FLOORS = {
     "2": "workers ray_data callbacks/ray_metrics",
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/save_load tf/trainer train/trainer train/executor "
-    "train/iterator train/worker_group train/shards train/fit/job train/fit/run train/fit/trainer train/frameworks training/call_runner training/trainer_base "
-    "utils",
+    "train/iterator train/worker_group train/shards train/fit/job train/fit/run train/fit/trainer train/frameworks "
+    "training/call_runner training/trainer_base utils",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__",
     "5b": "operators tune cli",
 }
@@ -47,8 +47,14 @@ SIBLINGS = {
     "train/fit/run": {"train/executor", "train/iterator", "train/fit/job"},
     "train/fit/trainer": {"train/executor", "train/fit/run", "train/fit/job", "train/shards"},
     "train/frameworks": {"train/fit/trainer"},
-    "torch/setup": {"training/call_runner", "torch/strategies"},
-    "torch/trainer": {"torch/checkpoint/save_load", "torch/setup", "training/call_runner", "training/trainer_base"},
+    "torch/setup": {"training/call_runner", "training/trainer_base", "torch/strategies"},
+    "torch/trainer": {
+        "torch/checkpoint/save_load",
+        "torch/setup",
+        "torch/strategies",
+        "training/call_runner",
+        "training/trainer_base",
+    },
     "tf/trainer": {"training/call_runner", "training/trainer_base"},
     "training/trainer_base": {"training/call_runner"},
 }

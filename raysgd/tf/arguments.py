@@ -1,54 +1,42 @@
-"""What a TFTrainer's arguments may be: checked once, in words that say what to do."""
+"""Checks of a TFTrainer's arguments. Driver."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.config import WorkerResources, check_trainer
 from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config, operator_from_creators
-from raysgd.tf.operator import TrainingOperator
+from raysgd.training.arguments import check_num_workers
 
-__all__ = ["check_common", "checked_config", "needs_ray", "operator_class", "workers"]
+__all__ = ["checked_config", "operator_class", "resolve_num_workers"]
 
 
-def operator_class(model_creator: Any, data_creator: Any, training_operator_cls: Any) -> type[TrainingOperator]:
-    """The class that was given, or one made of v1's two creators."""
+def operator_class(model_creator: Any, data_creator: Any, training_operator_cls: Any) -> Any:
+    """Return the operator class that was passed, or one made of v1's two creators."""
     if training_operator_cls is None:
         if model_creator is None or data_creator is None:
             raise ConfigError("pass training_operator_cls, or model_creator and data_creator")
         return operator_from_creators(model_creator, data_creator)
     if model_creator is not None or data_creator is not None:
         raise ConfigError("pass either training_operator_cls or the creators, not both")
-    if not isinstance(training_operator_cls, type) or not issubclass(training_operator_cls, TrainingOperator):
-        raise ConfigError(
-            f"training_operator_cls must be a subclass of raysgd.tf.TrainingOperator, got {training_operator_cls!r}"
-        )
     return training_operator_cls
 
 
-def workers(num_replicas: Any, num_workers: Any) -> int:
-    """v1's name and ours are two spellings of one thing."""
+def resolve_num_workers(num_replicas: int | None, num_workers: int | None) -> int:
+    """Return `num_workers`, which v1 called `num_replicas`; 1 if neither was passed."""
     for name, number in {"num_replicas": num_replicas, "num_workers": num_workers}.items():
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {number!r}")
+        if number is not None:
+            check_num_workers(number, name)
     if None not in (num_replicas, num_workers) and num_replicas != num_workers:
         raise ConfigError(f"num_replicas={num_replicas} and num_workers={num_workers} are the same thing: pass one")
-    number = num_workers if num_workers is not None else num_replicas
-    return 1 if number is None else int(number)
-
-
-def needs_ray(use_ray: Any, num_workers: int, resources: WorkerResources) -> bool:
-    """One worker runs in this process, unless Ray is asked for or must find what the worker needs elsewhere."""
-    if use_ray is False and (num_workers > 1 or resources.custom):
-        raise ConfigError("use_ray=False is possible with num_workers=1 and without custom resources only")
-    return bool(use_ray) or num_workers > 1 or bool(resources.custom)
+    return num_workers or num_replicas or 1
 
 
 def checked_config(config: Any, num_workers: int) -> dict[str, Any]:
-    """A copy. The batch size in it is that of all workers together, as a data set's is: nothing is divided."""
+    """Return a copy of the config. Its batch size is that of all workers together, as a data set's is, so it is not
+    divided."""
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config must be a dict, got {config!r}")
     shown = dict(config or {})
@@ -61,9 +49,3 @@ def checked_config(config: Any, num_workers: int) -> dict[str, Any]:
     checked_fit_config(shown, FIT)
     checked_fit_config(shown, EVALUATE)
     return shown
-
-
-def check_common(hook: Any, timeout_s: Any, elastic: Any, use_gpu: Any) -> None:
-    check_trainer(hook, timeout_s, elastic)
-    if not isinstance(use_gpu, bool):
-        raise ConfigError(f"use_gpu must be True or False, got {use_gpu!r}")

@@ -1,4 +1,4 @@
-"""What a trainer's arguments may be: checked once, in words that say what to do."""
+"""Checks of a TorchTrainer's arguments, and what older spellings of them mean. Driver."""
 
 from __future__ import annotations
 
@@ -6,24 +6,15 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.constants import BATCH_SIZE, VALID_SCHEDULER_STEP
+from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError
 
-__all__ = [
-    "REMOVED",
-    "check_backend",
-    "check_num_workers",
-    "check_operator",
-    "check_scheduler_step",
-    "per_worker_config",
-    "refuse_removed",
-    "resolve_precision",
-]
+__all__ = ["REMOVED", "per_worker_config", "resolve_parallel", "resolve_precision"]
 
 IN_SETUP = "make it in the setup of a TrainingOperator subclass, or use TrainingOperator.from_creators(...)"
 REMOVED = {
     "num_replicas": "use num_workers",
-    "batch_size": "put it into config; config['*batch_size'] (raysgd.utils.BATCH_SIZE) is a global one",
+    "batch_size": "put it in config; config['*batch_size'] (raysgd.utils.BATCH_SIZE) is a global one",
     "model_creator": IN_SETUP,
     "data_creator": IN_SETUP,
     "optimizer_creator": IN_SETUP,
@@ -34,50 +25,17 @@ REMOVED = {
 }
 
 
-def refuse_removed(given: Mapping[str, Any]) -> None:
-    """Arguments that v1 took in its early days, and ones that nobody ever took."""
-    if given.get("serialize_data_creation"):
-        warnings.warn(
-            "serialize_data_creation has no effect here; pass it to TrainingOperator.from_creators(...)",
-            DeprecationWarning,
-            stacklevel=4,
-        )
-    for name, value in given.items():
-        if name in REMOVED and value is not None:
-            raise DeprecationWarning(f"TorchTrainer takes no {name} any more: {REMOVED[name]}. See docs/migrating.md")
-        if name not in REMOVED and name != "serialize_data_creation":
-            raise TypeError(f"TorchTrainer takes no argument {name!r}")
-
-
-def check_operator(operator_cls: Any, base: type) -> None:
-    if not isinstance(operator_cls, type) or not issubclass(operator_cls, base):
-        hint = " Pass the class itself, not an instance." if isinstance(operator_cls, base) else ""
-        raise ConfigError(
-            f"training_operator_cls must be a subclass of raysgd's {base.__name__}, got {operator_cls!r}.{hint}"
-        )
-
-
-def check_num_workers(num_workers: Any) -> int:
-    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
-        raise ConfigError(f"num_workers must be a whole number of at least 1, got {num_workers!r}")
-    return num_workers
-
-
-def check_scheduler_step(freq: Any) -> None:
-    if freq is not None and freq not in VALID_SCHEDULER_STEP:
-        raise ConfigError(f"scheduler_step_freq must be one of {sorted(VALID_SCHEDULER_STEP)} or None, got {freq!r}")
-
-
-def check_backend(backend: Any, use_gpu: bool) -> str:
-    if backend == "auto":
-        return "nccl" if use_gpu else "gloo"
-    if backend not in ("gloo", "nccl", "horovod"):
-        raise ConfigError(f"backend must be 'auto', 'gloo', 'nccl' or 'horovod', got {backend!r}")
-    return str(backend)
+def resolve_parallel(parallel: Any, wrap_ddp: Any) -> Any:
+    """Return `parallel`, which v1 called `wrap_ddp`."""
+    if wrap_ddp:
+        return "ddp" if parallel == "auto" else parallel
+    if parallel not in ("auto", None):
+        raise ConfigError(f"wrap_ddp=False means parallel=None, but parallel={parallel!r} was given: pass one")
+    return None
 
 
 def resolve_precision(precision: Any, use_fp16: Any) -> str:
-    """v1's `use_fp16` and our `precision` are two spellings of one thing."""
+    """Return `precision`, which v1 called `use_fp16`."""
     if use_fp16 not in (False, True, "apex"):
         raise ConfigError(f"use_fp16 must be False, True or 'apex', got {use_fp16!r}")
     old = {False: None, True: "fp16", "apex": "apex"}[use_fp16]
@@ -93,7 +51,8 @@ def resolve_precision(precision: Any, use_fp16: Any) -> str:
 
 
 def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what the trainer shows, what each worker gets). A global batch size is split, rounded down with a warning."""
+    """Return the config as the trainer shows it, and as each worker gets it. The batch size is divided by the number of
+    workers; a remainder is dropped with a warning."""
     if config is not None and not isinstance(config, Mapping):
         raise ConfigError(f"config must be a dict, got {config!r}")
     shown = dict(config or {})
@@ -110,7 +69,7 @@ def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], di
         warnings.warn(
             f"the global batch of {total} does not divide by {num_workers} workers: using {each} each, "
             f"{each * num_workers} together",
-            stacklevel=4,
+            stacklevel=3,
         )
     shown[BATCH_SIZE] = each * num_workers
     return shown, {**shown, BATCH_SIZE: each}

@@ -37,9 +37,11 @@ class Strategy:
     check: Callable[..., None] = _accept_all
 
 
-def choose_strategy(name: str, options: TrainingOptions, horovod_args: Any) -> Strategy:
-    """Return the strategy of a backend, whose name has been checked. Raise `ConfigError` for options that it does not
-    have."""
+def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
+    """Return the strategy of a trainer's `backend`. Raise `ConfigError` for options that it does not have."""
+    name = ("nccl" if use_gpu else "gloo") if backend == "auto" else backend
+    if name not in ("gloo", "nccl", "horovod"):
+        raise ConfigError(f"backend must be 'auto', 'gloo', 'nccl' or 'horovod', got {backend!r}")
     if name in ("gloo", "nccl"):
         if horovod_args is not None:
             raise ConfigError(f"horovod_args are for backend='horovod', and the backend is {name!r}: leave one out")
@@ -86,7 +88,7 @@ def _horovod_backend(*, in_place: bool, **limits: Any) -> Backend:
 def _check_horovod(*, use_gpu: bool, precision: str) -> None:
     if precision == "apex":
         raise ConfigError(
-            "precision='apex' and backend='horovod' would both take the optimizers over: use precision='fp16' or 'bf16'"
+            "precision='apex' and backend='horovod' would both replace the optimizers: use precision='fp16' or 'bf16'"
         )
     if use_gpu and not import_module("horovod.torch").cuda_built():
         raise ConfigError(

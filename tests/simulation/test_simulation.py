@@ -47,7 +47,7 @@ def _skip_agreement(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_what_was_applied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Feed, "cut_short", lambda self: None)
+    patch.setattr(Feed, "cut_short", lambda self: False)
 
 
 def _use_samples_twice(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from raysgd.torch.checkpoint import position_checks
 from raysgd.torch.checkpoint.states import scaler_of
 from raysgd.torch.checkpoint.structure import check_structure
 from raysgd.torch.checkpoint.trials import is_torchs, try_optimizer, try_scheduler
-from raysgd.torch.operator_base import OperatorBase
+from raysgd.torch.operator import TrainingOperator
 
 __all__ = ["check_fits"]
 
@@ -38,7 +38,7 @@ BY_GROUP = {
 }
 
 
-def check_fits(operator: OperatorBase, state: dict[str, Any], *, metadata_only: bool = False) -> None:
+def check_fits(operator: TrainingOperator, state: dict[str, Any], *, metadata_only: bool = False) -> None:
     """Raise CheckpointError, with what does not fit. Nothing is changed. A `metadata_only` state has tensors without content."""
     try:
         check_structure(state)
@@ -54,7 +54,7 @@ def check_fits(operator: OperatorBase, state: dict[str, Any], *, metadata_only: 
         ) from error
 
 
-def _check_parts(operator: OperatorBase, state: dict[str, Any], *, metadata_only: bool) -> None:
+def _check_parts(operator: TrainingOperator, state: dict[str, Any], *, metadata_only: bool) -> None:
     parts = operator._parts
     for name in ("models", "optimizers", "schedulers"):
         theirs = state.get(name) or []

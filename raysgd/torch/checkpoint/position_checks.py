@@ -12,7 +12,7 @@ import torch
 from raysgd.errors import CheckpointError
 from raysgd.torch.checkpoint.states import numpy_or_none
 from raysgd.torch.data.sampling import has_own_batches, is_planned, random_sources
-from raysgd.torch.operator_base import OperatorBase
+from raysgd.torch.operator import TrainingOperator
 from raysgd.training.position import Position
 
 __all__ = ["check_counters", "check_loader", "check_random"]
@@ -72,7 +72,7 @@ def _check_parked(where: str, value: Any) -> None:
         _check_count(f"{where}[2]", value[2])
 
 
-def check_loader(operator: OperatorBase, state: dict[str, Any]) -> None:
+def check_loader(operator: TrainingOperator, state: dict[str, Any]) -> None:
     """Raise CheckpointError unless the rest of the epoch can be taken from the loader that is registered here."""
     place = state.get("loader")
     if place is None:

@@ -15,7 +15,7 @@ from raysgd.errors import CheckpointError
 from raysgd.storage import locations
 from raysgd.storage.digest import is_sealed, sealed
 from raysgd.torch.checkpoint import manifest, states
-from raysgd.torch.operator_base import OperatorBase
+from raysgd.torch.operator import TrainingOperator
 
 __all__ = ["is_replaceable", "is_without_manifest", "read", "read_outline", "write"]
 
@@ -77,7 +77,7 @@ def read_outline(folder: str) -> dict[str, Any]:
     return state
 
 
-def read(folder: str, operator: OperatorBase) -> dict[str, Any]:
+def read(folder: str, operator: TrainingOperator) -> dict[str, Any]:
     """The state, each tensor cut as this worker needs it. For an operator that it fits."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -131,7 +131,7 @@ def _index(folder: str) -> dict[str, Any]:
         raise CheckpointError(f"this is no whole checkpoint in parts: its index cannot be read ({error})") from error
 
 
-def _owners(outline: dict[str, Any], operator: OperatorBase) -> dict[str, Any]:
+def _owners(outline: dict[str, Any], operator: TrainingOperator) -> dict[str, Any]:
     """For each key, the model's tensor, or the parameter that the optimizer's tensor belongs to."""
     owners: dict[str, Any] = {}
     for number, model in enumerate(operator._parts.models):

@@ -18,7 +18,7 @@ from raysgd.torch.checkpoint.archives import needs_trust
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError
 from raysgd.torch.checkpoint.in_memory import opened
 from raysgd.torch.fsdp import placed, placed_optimizer
-from raysgd.torch.operator_base import OperatorBase
+from raysgd.torch.operator import TrainingOperator
 
 __all__ = [
     "FORMAT",
@@ -45,7 +45,7 @@ VERSION = 1
 PIECE = 1 << 20
 
 
-def gather(operator: OperatorBase) -> dict[str, Any]:
+def gather(operator: TrainingOperator) -> dict[str, Any]:
     """Models (bare), optimizers, schedulers, scaler and the operator's own state; tensors are shared, not copied."""
     parts, precision = operator._parts, operator._precision
     state: dict[str, Any] = {
@@ -53,7 +53,7 @@ def gather(operator: OperatorBase) -> dict[str, Any]:
         "version": VERSION,
         "models": [model.state_dict() for model in parts.models],
         "optimizers": [optimizer.state_dict() for optimizer in parts.optimizers],
-        "operator": operator.state_dict(),  # type: ignore[attr-defined]
+        "operator": operator.state_dict(),
         "global_step": operator.global_step,
     }
     if parts.schedulers:
@@ -159,7 +159,7 @@ def completed(saved: Any, optimizer: Any) -> Any:
     return {**saved, "param_groups": groups}
 
 
-def restore(operator: OperatorBase, state: dict[str, Any]) -> None:
+def restore(operator: TrainingOperator, state: dict[str, Any]) -> None:
     """Take a checked state."""
     parts, precision = operator._parts, operator._precision
     for model, saved in zip(parts.models, state["models"], strict=True):
@@ -172,7 +172,7 @@ def restore(operator: OperatorBase, state: dict[str, Any]) -> None:
     if precision.key and scaler:
         precision.load(scaler)
     operator.global_step = state.get("global_step", operator.global_step)
-    operator.load_state_dict(state.get("operator"))  # type: ignore[attr-defined]
+    operator.load_state_dict(state.get("operator"))
 
 
 def random_state() -> dict[str, Any]:
