@@ -151,8 +151,16 @@ class TorchReplica(ReplicaBase):
             state["loader"] = self._train.state()
         return state
 
+    def _state_for_peers(self) -> dict[str, Any]:
+        """Return the full state, and what a peer needs to repeat a validation that was interrupted. Checkpoints do not have
+        that part, because calls of an earlier trainer are never repeated."""
+        state = self.full_state()
+        if self._validation is not None:
+            state["validation_loader"] = self._validation.state()
+        return state
+
     def _copied_state(self) -> dict[str, Any]:
-        return settled(self.full_state(), in_shards=self.in_shards)
+        return settled(self._state_for_peers(), in_shards=self.in_shards)
 
     def _help_with_snapshot(self) -> None:
         if self.in_shards:
@@ -168,12 +176,15 @@ class TorchReplica(ReplicaBase):
                 "with parallel='fsdp' each worker holds a part of the model, and one alone cannot give it to "
                 "another: load the newest checkpoint into a new trainer"
             )
-        return states.dump(self.full_state())
+        return states.dump(self._state_for_peers())
 
     def load(self, data: Any) -> None:
         """Take the state of another replica of this trainer: it is trusted, and it fits."""
         state = torch.load(opened(data), map_location="cpu", weights_only=False)
         self._adopt(state)
+        if (place := state.get("validation_loader")) is not None:
+            self._validation = self._open_source(self.operator._parts.validation_loader, "validation")
+            self._validation.load(place)
         self._state_of = state["world_size"]
 
     def _adopt(self, state: dict[str, Any]) -> None:
