@@ -14,7 +14,6 @@ from raysgd.core.protocols import Call
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError
 from raysgd.torch import replica_calls, setup
-from raysgd.torch.arguments import REMOVED, per_worker_config, resolve_parallel, resolve_precision
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.save_load import Checkpoints, SaveHandle
 from raysgd.torch.operator import TrainingOperator
@@ -119,11 +118,11 @@ class TorchTrainer(TrainerBase):
         **unknown: Any,
     ) -> None:
         setup.warn_without_effect(use_local and num_workers != 1, unknown.pop("serialize_data_creation", False))
-        refuse_unknown(TorchTrainer, unknown, REMOVED)
+        refuse_unknown(TorchTrainer, unknown, setup.REMOVED)
         check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
         assert training_operator_cls is not None
         self.max_replicas = num_workers
-        self.config, worker_config = per_worker_config(config, num_workers)
+        self.config, worker_config = setup.per_worker_config(config, num_workers)
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
         options = TrainingOptions(
             accumulate=accumulate,
@@ -134,13 +133,13 @@ class TorchTrainer(TrainerBase):
             sync_batchnorm=sync_batchnorm,
             ddp_args={} if ddp_args is None else ddp_args,
             comm_hook=comm_hook,
-            parallel=resolve_parallel(parallel, wrap_ddp),
+            parallel=setup.resolve_parallel(parallel, wrap_ddp),
         )
         settings = TorchSettings(
             num_workers=num_workers,
             use_gpu=self.use_gpu,
             use_tqdm=use_tqdm,
-            precision=resolve_precision(precision, use_fp16),
+            precision=setup.resolve_precision(precision, use_fp16),
             use_fp16=use_fp16 or precision in ("fp16", "apex"),
             scheduler_step_freq=scheduler_step_freq,
             add_dist_sampler=add_dist_sampler,

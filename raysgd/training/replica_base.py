@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,14 +17,13 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, shown
-from raysgd.training.accepted import accepted_arguments
 from raysgd.training.feed import Feed, MembershipChange, Source
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import Snapshotter
 
-__all__ = ["Phase", "Refusal", "ReplicaBase", "apply", "apply_operator"]
+__all__ = ["Phase", "Refusal", "ReplicaBase", "accepted_arguments", "apply", "apply_operator"]
 
 Phase = Literal["train", "validation"]
 
@@ -349,3 +349,21 @@ def apply_operator(replica: ReplicaBase, function: Callable[[Any], Any]) -> Any:
 
 def apply(replica: ReplicaBase, function: Callable[[], Any]) -> Any:
     return function()
+
+
+def accepted_arguments(
+    function: Callable[..., Any], *positional: Any, **optional: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments to call the function with: all of `positional`; of `optional`,
+    those whose names it knows, and the first ones also for required parameters of another name (`_` for an `info` that
+    it does not use)."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return positional, optional
+    optional = dict(optional)
+    for name, each in list(parameters.items())[len(positional) :]:
+        by_place = each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) and each.default is each.empty
+        if not by_place or not optional:
+            break
+        positional += (optional.pop(name if name in optional else next(iter(optional))),)
+    return positional, {name: value for name, value in optional.items() if name in parameters}

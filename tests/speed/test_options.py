@@ -6,8 +6,8 @@ import pytest
 
 from raysgd import ConfigError, ElasticConfig
 from raysgd.torch import TorchTrainer
-from raysgd.torch.arguments import resolve_parallel
 from raysgd.torch.options import TrainingOptions
+from raysgd.torch.setup import resolve_parallel
 from tests.torch.small import Line, inline
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -39,7 +39,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"comm_hook has no \['rank'\]; it takes .*'matrix_approximation_rank'",
     ),
     ({"comm_hook": {"name": "powersgd", "start_powerSGD_iter": 1}}, "comm_hook=.*start_powerSGD_iter"),
-    ({"precision": "apex", "accumulate": 2, "num_workers": 2}, "gradients of earlier batches where DDP does not see them"),
+    (
+        {"precision": "apex", "accumulate": 2, "num_workers": 2},
+        "gradients of earlier batches where DDP does not see them",
+    ),
 ]
 
 
