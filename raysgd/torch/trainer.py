@@ -256,6 +256,11 @@ class TorchTrainer(TrainerBase):
         self, checkpoint: str | os.PathLike[str], *, blocking: Literal[False], sharded: bool = False
     ) -> SaveHandle: ...
 
+    @overload
+    def save(
+        self, checkpoint: str | os.PathLike[str], *, blocking: bool, sharded: bool = False
+    ) -> str | SaveHandle: ...
+
     @exclusive
     def save(
         self, checkpoint: str | os.PathLike[str], *, blocking: bool = True, sharded: bool = False
