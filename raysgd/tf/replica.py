@@ -20,16 +20,13 @@ from raysgd.tf.process_group import prepare_runtime
 from raysgd.tf.settings import TFSettings
 from raysgd.training.feed import Drawn, Feed, Source
 from raysgd.training.position import Position
-from raysgd.training.replica_base import Phase, Refusal, ReplicaBase
+from raysgd.training.replica_base import Phase, Refusal, ReplicaBase, ReplicaFactoryBase
 
 __all__ = ["TFReplica", "TFReplicaFactory"]
 
 
-class TFReplicaFactory:
-    """Makes a replica in a worker. It is pickled, and it is the only part of a trainer that is sent there."""
-
-    def __init__(self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: TFSettings) -> None:
-        self.operator_cls, self.config, self.settings = operator_cls, config, settings
+class TFReplicaFactory(ReplicaFactoryBase):
+    settings: TFSettings
 
     def __call__(self, rank_info: RankInfo, control: Control) -> TFReplica:
         settings = self.settings

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, overload
 
 from raysgd.callbacks.base import Callback
-from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call
+from raysgd.config import ElasticConfig, WorkerResources, check_call
 from raysgd.constants import BATCH_SIZE
-from raysgd.core.protocols import Backend
-from raysgd.engine.engine import Engine
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.storage import locations
 from raysgd.tf import states
@@ -123,7 +122,10 @@ class TFTrainer(TrainerBase):
             raise ConfigError("the Torch profiler cannot profile TensorFlow: pass its callback to a TorchTrainer only")
         self._factory = TFReplicaFactory(operator_cls, dict(self.config), settings)
         limits = limits_of(timeout_s, elastic)
-        engine = _engine(self._factory, calls, resources, elastic, limits, initialization_hook)
+        make_backend = partial(
+            TensorFlowBackend, join_s=limits.join_s, threads=settings.threads, use_gpu=settings.use_gpu
+        )
+        engine = make_engine(self._factory, calls, resources, elastic, limits, initialization_hook, make_backend)
         super().__init__(engine, calls, number)
 
     # -- training -------------------------------------------------------------------------------------
@@ -278,29 +280,3 @@ def _checked_config(config: Any, num_workers: int) -> dict[str, Any]:
     checked_fit_config(shown, FIT)
     checked_fit_config(shown, EVALUATE)
     return shown
-
-
-def _engine(
-    factory: TFReplicaFactory,
-    calls: CallRunner,
-    resources: WorkerResources,
-    elastic: ElasticConfig,
-    limits: Limits,
-    hook: Callable[[], Any] | None,
-) -> Engine:
-    settings = factory.settings
-
-    def make_backend(host: str) -> Backend:
-        return TensorFlowBackend(host=host, join_s=limits.join_s, threads=settings.threads, use_gpu=settings.use_gpu)
-
-    return make_engine(
-        factory,
-        calls,
-        num_workers=settings.num_workers,
-        make_backend=make_backend,
-        resources=resources,
-        remote=settings.threads is not None,
-        hook=hook,
-        elastic=elastic,
-        limits=limits,
-    )

@@ -24,21 +24,15 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.snapshots import settled
 from raysgd.training.feed import Drawn, Feed, Source
-from raysgd.training.replica_base import Phase, ReplicaBase
+from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
 
 PARTIAL_S = 10.0
 
 
-class TorchReplicaFactory:
-    """Makes a replica in a worker. It is pickled, and it is the only part of a trainer that is sent there."""
-
-    def __repr__(self) -> str:
-        return f"the operator {self.operator_cls.__name__} with its config"
-
-    def __init__(self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: TorchSettings) -> None:
-        self.operator_cls, self.config, self.settings = operator_cls, config, settings
+class TorchReplicaFactory(ReplicaFactoryBase):
+    settings: TorchSettings
 
     def __call__(self, rank_info: RankInfo, control: Control) -> TorchReplica:
         if self.settings.threads is not None:

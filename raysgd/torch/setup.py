@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from raysgd.callbacks.torch_profiler import ProfilerSettings
-from raysgd.config import ElasticConfig, Limits, WorkerResources
+from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.constants import BATCH_SIZE
-from raysgd.core.protocols import Backend
-from raysgd.engine.engine import Engine
 from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
@@ -24,13 +22,10 @@ from raysgd.torch.profiling import ProfiledReplicaFactory
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import Strategy
-from raysgd.training.call_runner import CallRunner
-from raysgd.training.trainer_base import make_engine
 
 __all__ = [
     "REMOVED",
     "completed",
-    "engine",
     "gpu_elsewhere",
     "opened",
     "per_worker_config",
@@ -186,37 +181,6 @@ def replica_factory(
             f"one profiler callback is possible at a time, and nothing else on the workers, got {on_workers}"
         )
     return ProfiledReplicaFactory(operator_cls, config, settings, on_workers[0])
-
-
-def engine(
-    factory: TorchReplicaFactory,
-    calls: CallRunner,
-    strategy: Strategy,
-    resources: WorkerResources,
-    elastic: ElasticConfig,
-    limits: Limits,
-    hook: Callable[[], Any] | None,
-) -> Engine:
-    """Return the engine. Connect to Ray, or start it, if it is needed; launch no worker yet."""
-    settings = factory.settings
-    in_place = settings.options.parallel != "fsdp"  # the shard of a failed worker is in a snapshot only
-
-    def make_backend(host: str) -> Backend:
-        return strategy.make_backend(
-            host=host, join_s=limits.join_s, collective_s=limits.collective_s, in_place=in_place
-        )
-
-    return make_engine(
-        factory,
-        calls,
-        num_workers=settings.num_workers,
-        make_backend=make_backend,
-        resources=resources,
-        remote=settings.threads is not None,
-        hook=hook,
-        elastic=elastic if in_place else replace(elastic, grow=False),
-        limits=limits,
-    )
 
 
 def opened(dataset: Any, group: Any) -> Any:

@@ -45,7 +45,8 @@ def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *
     if name in ("gloo", "nccl"):
         if horovod_args is not None:
             raise ConfigError(f"horovod_args are for backend='horovod', and the backend is {name!r}: leave one out")
-        return Strategy(make_backend=functools.partial(TorchBackend, name))
+        in_place = options.parallel != "fsdp"  # the shard of a failed worker is in a snapshot only
+        return Strategy(make_backend=functools.partial(TorchBackend, name, in_place=in_place))
     return _horovod(options, horovod_args)
 
 
@@ -79,10 +80,10 @@ def _horovod(options: TrainingOptions, horovod_args: Any) -> Strategy:
     )
 
 
-def _horovod_backend(*, in_place: bool, **limits: Any) -> Backend:
+def _horovod_backend(**given: Any) -> Backend:
     from raysgd.horovod.backend import HorovodBackend
 
-    return HorovodBackend(**limits)
+    return HorovodBackend(**given)
 
 
 def _check_horovod(*, use_gpu: bool, precision: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -22,7 +24,7 @@ from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
 from raysgd.training.arguments import check_common, needs_ray, refuse_unknown
 from raysgd.training.call_runner import CallRunner, exclusive
-from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of
+from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
 
 __all__ = ["TorchTrainer"]
 
@@ -120,8 +122,6 @@ class TorchTrainer(TrainerBase):
         setup.warn_without_effect(use_local and num_workers != 1, unknown.pop("serialize_data_creation", False))
         refuse_unknown(TorchTrainer, unknown, setup.REMOVED)
         check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
-        assert training_operator_cls is not None
-        self.max_replicas = num_workers
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
         options = TrainingOptions(
@@ -149,10 +149,13 @@ class TorchTrainer(TrainerBase):
         remote = needs_ray(use_ray, num_workers, resources, elsewhere=setup.gpu_elsewhere(resources))
         run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
         calls, elastic = CallRunner(callbacks, run, bar=use_tqdm), elastic or ElasticConfig()
+        if options.parallel == "fsdp":
+            elastic = replace(elastic, grow=False)  # nobody else has the shards that a new worker would need
         settings = setup.completed(settings, strategy, resources, elastic, remote=remote)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
         limits = limits_of(timeout_s, elastic)
-        engine = setup.engine(self._factory, calls, strategy, resources, elastic, limits, initialization_hook)
+        make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
+        engine = make_engine(self._factory, calls, resources, elastic, limits, initialization_hook, make_backend)
         self._checkpoints = Checkpoints(engine)
         super().__init__(engine, calls, num_workers)
 
@@ -285,6 +288,11 @@ class TorchTrainer(TrainerBase):
         raise DeprecationWarning("restore() is called load() for TorchTrainer")
 
     # -- the group ------------------------------------------------------------------------------------
+
+    @property
+    def max_replicas(self) -> int:
+        """Return the argument `num_workers`; v1's name for it."""
+        return self._factory.settings.num_workers
 
     def _check_resize(self, num_workers: int) -> None:
         if self._factory.settings.options.parallel == "fsdp":

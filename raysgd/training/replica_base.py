@@ -23,7 +23,7 @@ from raysgd.training.position import Position
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import Snapshotter
 
-__all__ = ["Phase", "Refusal", "ReplicaBase", "accepted_arguments", "apply", "apply_operator"]
+__all__ = ["Phase", "Refusal", "ReplicaBase", "ReplicaFactoryBase", "accepted_arguments", "apply", "apply_operator"]
 
 Phase = Literal["train", "validation"]
 
@@ -36,6 +36,20 @@ class Refusal:
     why: str
     trace: str = ""
     unseen: bool = False
+
+
+class ReplicaFactoryBase(ABC):
+    """Makes a replica in a worker. It is pickled, and it is the only part of a trainer that is sent there."""
+
+    def __init__(self, operator_cls: type[Any], config: dict[str, Any], settings: ReplicaSettings) -> None:
+        self.operator_cls, self.config, self.settings = operator_cls, config, settings
+
+    def __repr__(self) -> str:
+        return f"the operator {self.operator_cls.__name__} with its config"
+
+    @abstractmethod
+    def __call__(self, rank_info: RankInfo, control: Control) -> ReplicaBase:
+        """Worker: make the operator, whose `setup` runs now, and its replica."""
 
 
 class ReplicaBase(ABC):

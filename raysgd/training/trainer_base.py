@@ -12,14 +12,13 @@ from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call, start_limit_s
 from raysgd.core.policy import Recovery
-from raysgd.core.progress import Control
 from raysgd.core.protocols import Backend, Call
-from raysgd.core.ranks import RankInfo, SingleWorkerBackend
+from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError
 from raysgd.training.arguments import check_num_workers
 from raysgd.training.call_runner import CallRunner, exclusive
-from raysgd.training.replica_base import ReplicaBase, apply, apply_operator
+from raysgd.training.replica_base import ReplicaBase, ReplicaFactoryBase, apply, apply_operator
 from raysgd.workers.inline_group import InlineGroup
 
 __all__ = ["Metrics", "TrainerBase", "described_run", "limits_of", "make_engine"]
@@ -192,7 +191,7 @@ class TrainerBase:
         self.shutdown(force=kind is not None)
 
 
-def described_run(trainer: type, operator_cls: type, config: Mapping[str, Any], num_workers: int, logdir: Any) -> Run:
+def described_run(trainer: type, operator_cls: Any, config: Mapping[str, Any], num_workers: int, logdir: Any) -> Run:
     """Return what callbacks are told about a trainer."""
     name, folder = operator_cls.__name__, folder_to_be(logdir, operator_cls.__name__)
     return Run(trainer=trainer.__name__, name=name, num_workers=num_workers, config=config, folder=folder)
@@ -203,27 +202,25 @@ def limits_of(timeout_s: float, elastic: ElasticConfig) -> Limits:
 
 
 def make_engine(
-    factory: Callable[[RankInfo, Control], ReplicaBase],
+    factory: ReplicaFactoryBase,
     calls: CallRunner,
-    *,
-    num_workers: int,
-    make_backend: Callable[[str], Backend],
     resources: WorkerResources,
-    remote: bool,
-    hook: Callable[[], Any] | None,
     elastic: ElasticConfig,
     limits: Limits,
+    hook: Callable[[], Any] | None,
+    make_backend: Callable[..., Backend],
 ) -> Engine:
     """Return the engine. Connect to Ray, or start it, if there are to be several workers; launch none yet.
-    `make_backend` gets the driver's address."""
+    `make_backend` gets the driver's address as `host`."""
+    settings = factory.settings
     backend: Backend = SingleWorkerBackend()
-    if num_workers > 1:
+    if settings.distributed:
         from raysgd.workers.cluster import driver_address, ensure_cluster
 
         ensure_cluster()
-        backend = make_backend(driver_address())
+        backend = make_backend(host=driver_address())
     group: Any = InlineGroup(backend)
-    if remote:
+    if settings.threads is not None:  # of a process of its own
         from raysgd.workers.ray_group import RayGroup
 
         group = RayGroup(backend, resources)
@@ -232,7 +229,7 @@ def make_engine(
         backend,
         factory,
         hook=hook,
-        target=num_workers,
+        target=settings.num_workers,
         elastic=elastic,
         limits=limits,
         on_progress=calls.on_progress,
