@@ -18,11 +18,12 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 FLOORS = {
     "0": "errors config constants version core",
     "1a": "storage callbacks data ray_data/columns",
-    "1b": "torch tf horovod train",
+    "1b": "torch tf horovod train training",
     "2": "workers ray_data callbacks/ray_metrics",
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/save_load tf/trainer train/trainer train/executor "
-    "train/iterator train/job train/worker_group train/fit/run train/fit/trainer train/frameworks training tune utils",
+    "train/iterator train/job train/worker_group train/fit/run train/fit/trainer train/frameworks "
+    "training/call_runner training/trainer_base tune utils",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod",
     "5b": "operators cli torch/resnet",
@@ -35,6 +36,8 @@ SIBLINGS = {
     "callbacks": {"storage"},
     "data": {"ray_data/columns"},
     "train": {"torch", "tf", "horovod"},
+    "torch": {"training"},
+    "tf": {"training"},
     "horovod": {"torch"},
     "ray_data": {"workers"},
     "workers": {"ray_data"},
@@ -46,10 +49,17 @@ SIBLINGS = {
     "train/fit/trainer": {"train/executor", "train/fit/run", "train/job", "tune"},
     "train/frameworks": {"train/fit/trainer"},
     "tune": {"train/iterator", "train/job", "tf/trainer", "torch/setup"},
-    "torch/setup": {"training", "torch/strategies"},
-    "torch/trainer": {"torch/checkpoint/save_load", "torch/setup", "training"},
-    "tf/trainer": {"training"},
     "torch/resnet": {"operators"},
+    "torch/setup": {"training/call_runner", "training/trainer_base", "torch/strategies"},
+    "torch/trainer": {
+        "torch/checkpoint/save_load",
+        "torch/setup",
+        "torch/strategies",
+        "training/call_runner",
+        "training/trainer_base",
+    },
+    "tf/trainer": {"training/call_runner", "training/trainer_base"},
+    "training/trainer_base": {"training/call_runner"},
 }
 
 # Where a package from outside may be imported; the operators are bodies of the user's kind.

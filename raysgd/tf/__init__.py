@@ -1,4 +1,4 @@
-"""The class face for TensorFlow: v1's names of `ray.util.sgd.tf` and an operator, each loaded when it is first used."""
+"""The class API for TensorFlow: v1's names of `ray.util.sgd.tf` and an operator, each loaded on first use. Both."""
 
 from __future__ import annotations
 

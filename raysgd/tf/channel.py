@@ -1,4 +1,4 @@
-"""Sums over the ranks of a generation: one collective for each type of number, inside a graph function or outside."""
+"""Sums over the ranks of a generation: one collective for each type of number, inside graph functions or outside. Worker."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ CARRIED = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
 
 
 class Channel:
-    """Knows how many ranks there are. One of one rank has nobody to ask, and gives back what it gets.
+    """Sums tensors over `size` ranks; with one rank, it returns them unchanged.
 
-    All ranks must call it in the same order and with the same shapes. Gradients travel packed, so a step has one
-    collective, which either delivers everything or raises.
+    All ranks must call it in the same order and with the same shapes. Gradients are packed, so a step has one
+    collective, which either delivers everything or raises an error.
     """
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
-        # Whatever uses the token is carried out in program order, also inside one graph function.
+        # Operations that use the token run in program order, also inside one graph function.
         self._token: Any = tf.Variable(0.0, trainable=False) if size > 1 else None
 
     def sum(self, tensors: Sequence[Any]) -> list[Any]:
-        """Each tensor, summed over all ranks."""
+        """Return each tensor, summed over all ranks."""
         given = [tf.convert_to_tensor(tensor) for tensor in tensors]
         if self.size == 1 or not given:
             return given
@@ -39,7 +39,7 @@ class Channel:
         return answer
 
     def broadcast(self, tensors: Sequence[Any], *, source: bool) -> list[Any]:
-        """The tensors of the one rank that is the source, on all ranks."""
+        """Return the tensors of the one rank that is the source, on all ranks."""
         given = [tf.convert_to_tensor(tensor) for tensor in tensors]
         return self.sum(given if source else [tf.zeros_like(tensor) for tensor in given])
 
@@ -63,5 +63,5 @@ class Channel:
 
 
 def _key(dtype: Any, size: int) -> int:
-    """The same on all ranks, whatever each has traced before: ranks trace at different batches."""
+    """Return a key that is the same on all ranks, although ranks trace graph functions at different batches."""
     return zlib.crc32(f"{dtype.name}:{size}".encode()) & 0x7FFFFFFF

@@ -1,6 +1,6 @@
-"""v1's face: a compiled Keras model, trained by our own step from its compiled loss, optimizer and metrics.
+"""v1's API: a compiled Keras model, trained by raysgd's step with its compiled loss, optimizer and metrics. Worker.
 
-`model.fit` does not work with Keras 3 on several workers, and could not be interrupted in mid-epoch.
+`model.fit` does not work with Keras 3 on several workers, and could not be interrupted in the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INSTEAD = {
 
 
 class CompiledOperator(TrainingOperator):
-    """Owns the compiled model and the callbacks. Made by `operator_from_creators`."""
+    """Owns the compiled model and the Keras callbacks. `operator_from_creators` makes its subclasses."""
 
     model_creator: Callable[[dict[str, Any]], Any]
     data_creator: Callable[[dict[str, Any]], Any]
@@ -58,7 +58,7 @@ class CompiledOperator(TrainingOperator):
         self._fit_callbacks.on_train_begin()
 
     def _complete(self) -> None:
-        """Metrics are made of their first batch. A rank may get none in a validation, and must have them too."""
+        """Create the metrics as well. Keras creates them with the first batch, but a rank may have none in a validation."""
         super()._complete()
         spec = getattr(self._parts.train_dataset, "element_spec", None)
         if spec is None:
@@ -122,7 +122,7 @@ class CompiledOperator(TrainingOperator):
         return self.model.compute_loss(x=x, y=y, y_pred=output, sample_weight=weight)
 
     def _weighted(self, x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
-        """`class_weight` as weights of the single samples."""
+        """Return a batch with Keras' `class_weight` as weights of its samples."""
         given = checked_fit_config(self.config, FIT).get("class_weight")
         if not given:
             return x, y, weight
@@ -137,7 +137,7 @@ class CompiledOperator(TrainingOperator):
         return list(self.model.metrics)
 
     def _on_report(self, prefix: str, report: dict[str, Any]) -> None:
-        """Callbacks hear what all workers together measured, so that they decide alike everywhere."""
+        """Call the Keras callbacks with what all workers together measured, so that they decide alike on all ranks."""
         train = prefix == "train_"
         callbacks = self._fit_callbacks if train else self._evaluate_callbacks
         if callbacks.callbacks:
@@ -152,7 +152,7 @@ class CompiledOperator(TrainingOperator):
                 callbacks.on_test_end(logs)
         if train and getattr(self.model, "stop_training", False):
             report["stop_training"] = True
-            self.model.stop_training = False  # of the next call nothing was said
+            self.model.stop_training = False  # it is for this call only
 
     def _close(self) -> None:
         self._fit_callbacks.on_train_end()
@@ -161,7 +161,7 @@ class CompiledOperator(TrainingOperator):
 def operator_from_creators(
     model_creator: Callable[[dict[str, Any]], Any], data_creator: Callable[[dict[str, Any]], Any]
 ) -> type[CompiledOperator]:
-    """An operator class from v1's two creators."""
+    """Return an operator class made from v1's two creators."""
     for name, creator in {"model_creator": model_creator, "data_creator": data_creator}.items():
         if not callable(creator):
             raise ConfigError(f"{name} must be a function that takes config, got {creator!r}")
@@ -170,7 +170,8 @@ def operator_from_creators(
 
 
 def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`config["fit_config"]` or `config["evaluate_config"]`; what has no meaning here is refused by name."""
+    """Return `config["fit_config"]` or `config["evaluate_config"]`. Raise ConfigError for arguments that have no effect
+    here."""
     given = config.get(name) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"config[{name!r}] must be a dict of keyword arguments, got {given!r}")
@@ -205,7 +206,7 @@ def _refuse_sums(model: Any) -> None:
 
 
 def _unpacked(batch: Any) -> tuple[Any, Any, Any]:
-    """As Keras reads a batch: x, (x, y) or (x, y, sample_weight)."""
+    """Return a batch as Keras reads it: x, (x, y) or (x, y, sample_weight)."""
     if not isinstance(batch, (tuple, list)):
         return batch, None, None
     x, y, weight = [*batch, None, None][:3]

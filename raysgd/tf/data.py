@@ -1,14 +1,13 @@
-"""Where a rank's batches come from. A data set's batch is that of all ranks together; each takes its rows of it.
+"""Where a rank's batches come from. A data set's batch is the batch of all ranks together; each takes its rows. Worker.
 
-Every rank runs through the same batches in the same order (the trainer seeds TensorFlow alike on all of them, so a
-`shuffle` agrees), which makes the position in an epoch one number that holds for any number of ranks. Sharding by
-file gives every rank files of its own instead: less to read, and nothing to agree on but when the epoch ends.
+Every rank iterates over the same batches in the same order (the trainer gives TensorFlow the same seed on all ranks, so
+that they shuffle alike). So the position in an epoch is one number, which is valid for any number of ranks. With
+sharding by file, every rank reads files of its own instead; the ranks only agree on when the epoch ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,39 +16,36 @@ import tensorflow as tf
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.tf.channel import Channel
+from raysgd.training.feed import Drawn
+from raysgd.training.position import Position
 
-__all__ = ["Drawn", "OwnSource", "SharedSource", "Source", "make_source"]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """One rank's batch; where the epoch stands once it is committed; the rows of all ranks' batches together, and this
-    one's part of them; and whether its rows are new (or repeated, by a rank that has none but must take part)."""
-
-    batch: Any
-    offset: int
-    rows: int
-    share: float = 1.0
-    fresh: bool = True
+__all__ = ["OwnSource", "SharedSource", "make_source"]
 
 
 class SharedSource:
-    """All ranks see all batches, and each takes its rows. Every row once per epoch, over any number of resizes."""
+    """All ranks iterate over all batches, and each takes its rows. Every row is used once per epoch, over any number of
+    resizes. Reads the epoch from `position`, because a new process can begin in the middle of an epoch."""
 
-    def __init__(self, data: Any, *, pad: bool) -> None:
-        self.data = data
-        self._pad = pad
+    counts_samples = False  # `Drawn.rows` does
+
+    def __init__(self, loader: Any, position: Position, *, pad: bool) -> None:
+        self.loader = loader
+        self._position, self._pad = position, pad
         self._passes = self._epoch = self._passed = 0
         self._live: Iterator[Any] | None = None
         self._last: Drawn | None = None
 
-    def batches(self, rank_info: RankInfo, epoch: int, offset: int) -> Iterator[Drawn]:
-        """This rank's part of the rest of the epoch; where it can, from the iterator that stands there."""
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
+        """Do nothing: `batches` begins a new pass."""
+
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        """Return this rank's part of the rest of the epoch, from the live iterator if that is at this offset."""
+        epoch = self._position.epoch
         last, self._last = self._last, None
         goes_on = self._live is not None and self._epoch == epoch
         if goes_on and last is not None and self._passed == last.offset == offset + 1:
             self._last = last
-            yield last  # it was drawn before, and never committed: its turn again
+            yield last  # it was drawn before, but not committed
         elif not goes_on or self._passed != offset:
             self._live, self._epoch, self._passed = self._pass(epoch, offset), epoch, offset
         while self._live is not None:
@@ -62,44 +58,50 @@ class SharedSource:
             if self._last is not None:
                 yield self._last
 
-    def steps_left(self, offset: int) -> int | None:
-        return _length(self.data, offset)
+    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
+        return _length(self.loader, offset)
 
     def _pass(self, epoch: int, offset: int) -> Iterator[Any]:
-        """The epoch's own pass: a shuffle's order is that of how often the data set was begun."""
+        """Return an iterator over the rest of the epoch. The order of a shuffle depends on how often the data set was
+        begun, so passes of earlier epochs are begun, too."""
         while self._passes < epoch - 1:
             self._passes += 1
-            if isinstance(self.data, tf.data.Dataset):
-                iter(self.data)
+            if isinstance(self.loader, tf.data.Dataset):
+                iter(self.loader)
         self._passes += 1
-        if isinstance(self.data, tf.data.Dataset):
-            return iter(self.data.skip(offset).prefetch(tf.data.AUTOTUNE))
-        return islice(iter(self.data), offset, None)
+        if isinstance(self.loader, tf.data.Dataset):
+            return iter(self.loader.skip(offset).prefetch(tf.data.AUTOTUNE))
+        return islice(iter(self.loader), offset, None)
 
     def _dealt(self, batch: Any, rank_info: RankInfo, offset: int) -> Drawn | None:
         rows = _rows(batch)
         if rank_info.world_size == 1:
-            return Drawn(batch, offset, rows)
+            return Drawn(batch, offset, rows=rows)
         base, extra = divmod(rows, rank_info.world_size)
         rank = rank_info.world_rank
         start, size = rank * base + min(rank, extra), base + (rank < extra)
         if size:
-            return Drawn(_cut(batch, start, start + size), offset, rows, share=size / rows)
+            return Drawn(_cut(batch, start, start + size), offset, rows=rows, share=size / rows)
         if not self._pad:
             return None
         again = rank % rows
-        return Drawn(_cut(batch, again, again + 1), offset, rows, share=0.0, fresh=False)
+        return Drawn(_cut(batch, again, again + 1), offset, fresh=False, rows=rows, share=0.0)
 
 
 class OwnSource:
-    """Each rank has data of its own. An epoch lasts until all have used theirs up; who is done sooner repeats its
-    last batch, with no weight."""
+    """Each rank has data of its own. An epoch lasts until all ranks have used their data up; a rank that has none left
+    repeats its last batch, with weight 0."""
 
-    def __init__(self, data: Any, channel: Channel, *, together: bool) -> None:
-        self.data = data
+    counts_samples = False
+
+    def __init__(self, loader: Any, data: Any, channel: Channel, *, together: bool) -> None:
+        self.loader, self.data = loader, data
         self._channel, self._together = channel, together
 
-    def batches(self, rank_info: RankInfo, epoch: int, offset: int) -> Iterator[Drawn]:
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
+        """Do nothing: `batches` begins a new pass."""
+
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         live = islice(iter(self.data), offset, None)
         last: Any = None
         while True:
@@ -110,32 +112,30 @@ class OwnSource:
                 return
             last = batch if batch is not None else last if last is not None else _blank(self.data)
             offset += 1
-            yield Drawn(last, offset, total, share=mine / total, fresh=mine > 0)
+            yield Drawn(last, offset, mine > 0, total, mine / total)
 
-    def steps_left(self, offset: int) -> int | None:
+    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
         return None if self._channel.size > 1 else _length(self.data, offset)
 
 
-Source = SharedSource | OwnSource
-
-
-def make_source(data: Any, rank_info: RankInfo, channel: Channel, *, training: bool) -> Source:
-    """By the data set's own option: `options.experimental_distribute.auto_shard_policy`."""
+def make_source(
+    data: Any, position: Position, rank_info: RankInfo, channel: Channel, *, training: bool
+) -> SharedSource | OwnSource:
+    """Return the source for a data set, by its own `options.experimental_distribute.auto_shard_policy`."""
     policies = tf.data.experimental.AutoShardPolicy
     policy = policies.AUTO
     if isinstance(data, tf.data.Dataset):
         policy = data.options().experimental_distribute.auto_shard_policy
     if policy in (policies.AUTO, policies.DATA):
-        return SharedSource(data, pad=training)
-    if policy == policies.FILE:
-        return OwnSource(_own_files(data, rank_info), channel, together=training and rank_info.world_size > 1)
-    if policy == policies.OFF:
-        return OwnSource(data, channel, together=training and rank_info.world_size > 1)
-    raise ConfigError(f"the data set asks for {policies(policy).name}; AUTO, DATA, FILE and OFF are possible here")
+        return SharedSource(data, position, pad=training)
+    if policy not in (policies.FILE, policies.OFF):
+        raise ConfigError(f"the data set asks for {policies(policy).name}; AUTO, DATA, FILE and OFF are possible here")
+    own = _own_files(data, rank_info) if policy == policies.FILE else data
+    return OwnSource(data, own, channel, together=training and rank_info.world_size > 1)
 
 
 def _own_files(data: Any, rank_info: RankInfo) -> Any:
-    """This rank's files, in batches of its part of the whole batch."""
+    """Return this rank's files, in batches of its part of the batch."""
     if rank_info.world_size == 1:
         return data
     from tensorflow.python.data.experimental.ops import distribute
@@ -143,7 +143,7 @@ def _own_files(data: Any, rank_info: RankInfo) -> Any:
     size = int(distribute.compute_batch_size(data))
     if size < rank_info.world_size:
         raise ConfigError(
-            "to share a data set by file its batch size must be known and at least the number of workers "
+            "to shard a data set by file, its batch size must be known and at least the number of workers "
             f"({rank_info.world_size}): end it with .batch(n) and what follows that keeps the rows apart"
         )
     own = distribute._AutoShardDataset(data, num_workers=rank_info.world_size, index=rank_info.world_rank)
@@ -167,7 +167,7 @@ def _length(data: Any, offset: int) -> int | None:
 
 
 def _blank(data: Iterable[Any]) -> Any:
-    """A batch of one row for a rank that has no data at all, and must take part in the sums."""
+    """Return a batch of one row for a rank that has no data at all, but must take part in the sums."""
     spec = getattr(data, "element_spec", None)
     if spec is None:
         raise ConfigError("a worker has no batch at all: give every worker data, or a tf.data.Dataset")

@@ -1,23 +1,34 @@
-"""The user's side of training with TensorFlow: a class that says what its parts are, and what a batch means."""
+"""The class that users of TensorFlow extend: its parts, and what happens with a batch. Worker."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from raysgd.constants import NUM_SAMPLES
-from raysgd.core.meters import AverageMeterCollection
-from raysgd.errors import ConfigError, shown
-from raysgd.tf.operator_base import OperatorBase
-from raysgd.tf.parts import as_list, is_keras_2, like
+from raysgd.core.ranks import RankInfo
+from raysgd.errors import ConfigError
+from raysgd.tf.channel import Channel
+from raysgd.tf.parts import (
+    KerasParts,
+    as_list,
+    as_tensor,
+    assign,
+    build_unbuilt,
+    is_keras_2,
+    like,
+    running_statistics,
+)
+from raysgd.tf.settings import TFSettings
+from raysgd.training.operator_base import OperatorBase
 
 __all__ = ["TrainingOperator"]
 
 
 class TrainingOperator(OperatorBase):
-    """What a model, a batch, an epoch and a validation are.
+    """Defines the model, and what happens with a batch, in an epoch and in a validation.
 
         class Digits(TrainingOperator):
             def setup(self, config):
@@ -30,7 +41,7 @@ class TrainingOperator(OperatorBase):
 
     The loop around it, in every worker:
 
-        operator.setup(config)                          once, after the ranks have met
+        operator.setup(config)                          once, when the process group is up
         for each trainer.train():
             operator.train_epoch(iterator, info)        until the epoch ends, or `num_steps` batches are done
                 operator.train_batch(batch, batch_info) once for each batch; its numbers are averaged
@@ -38,47 +49,42 @@ class TrainingOperator(OperatorBase):
             operator.validate(iterator, info)
                 operator.validate_batch(batch, batch_info)
 
-    A data set's batch is that of all workers together; each gets its part of it. Override any of the methods. Owns
-    the registered parts; never knows of processes, checkpoints or losses of workers.
+    A data set's batch is the batch of all workers together; each gets its part of it. Override any of the methods. It
+    never deals with processes, checkpoints or worker failures.
     """
 
     model: Any
     optimizer: Any
     criterion: Any
+    _parts: KerasParts
 
-    def train_epoch(
+    def __init__(
         self,
-        iterator: Iterable[Any],
-        info: dict[str, Any] | None = None,
-        num_steps: int | None = None,
-        epoch_idx: int = 0,
-    ) -> dict[str, Any]:
-        """One pass over `iterator`; returns what to report. Ends early when the group of workers changes."""
-        common = dict(info or {}, epoch_idx=epoch_idx)
-        self._meter = meter = AverageMeterCollection()
-        for batch_idx, batch in enumerate(iterator):
-            batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
-            self._count(iterator, self.train_batch(batch, batch_info), meter)
-            self.global_step += 1
-        return dict(meter.summary())
+        config: dict[str, Any] | None = None,
+        *,
+        settings: TFSettings | None = None,
+        rank_info: RankInfo | None = None,
+    ) -> None:
+        super().__init__(config, settings or TFSettings(), rank_info)
+        self._channel = Channel(self._rank_info.world_size)
+        # This rank's part of the batch: a variable, so that graph functions are not traced again when it changes.
+        self._share = tf.Variable(1.0, trainable=False)
+        self._share_now = 1.0
+        self._parts = KerasParts()
+        self._statistics: list[Any] = []
+        self.setup(self._config)
+        if self._parts.registered:
+            self._complete()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """One step on one batch `(x, y)` or `(x, y, sample_weight)`, as one graph function."""
+        """Train one step on one batch `(x, y)` or `(x, y, sample_weight)`, as one graph function."""
         x, y, weight = self._unpack(batch, "train_batch")
         with self.timers.record("step"):
             loss = self._train_graph(x, y, weight, self._counts)
         return {"train_loss": loss, NUM_SAMPLES: _rows(y)}
 
-    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One pass without gradients; returns what to report."""
-        self._meter = meter = AverageMeterCollection()
-        for batch_idx, batch in enumerate(val_iterator):
-            metrics = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
-            self._count(val_iterator, metrics, meter, "validate_batch")
-        return dict(meter.summary())
-
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Loss and, for class numbers, arg-max accuracy of one batch `(x, y)`."""
+        """Return the loss and, for class numbers, the arg-max accuracy of one batch `(x, y)`."""
         x, y, weight = self._unpack(batch, "validate_batch")
         with self.timers.record("eval"):
             loss, accuracy = self._validate_graph(x, y, weight)
@@ -111,21 +117,71 @@ class TrainingOperator(OperatorBase):
         for metric in self._parts.metrics:
             metric.update_state(y, output, sample_weight=weight)
 
-    def state_dict(self) -> Any:
-        """Extra state of your own that belongs into checkpoints: plain values, arrays, and containers of them."""
-        return None
+    # -- helpers for custom batches -------------------------------------------------------------------
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Takes back what `state_dict` returned."""
+    def step(self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None) -> None:
+        """Apply one optimizer step on a loss that is a mean over this worker's batch, averaged over the workers.
 
-    def resized(self, old_world_size: int, new_world_size: int) -> None:
-        """Called on every rank after the number of workers changed. The batch of all workers stays what it was."""
+            with tf.GradientTape() as tape:
+                loss = self.criterion(y, self.model(x, training=True))
+            self.step(tape, loss)
+
+        Works inside a `tf.function` (which is faster) and outside. With several models and optimizers, pass the ones to
+        use. Nothing is applied anywhere unless every rank's gradients have arrived.
+        """
+        unconverted = tf.autograph.experimental.do_not_convert  # nothing needs converting, and trying takes seconds
+        unconverted(self._step)(tape, loss, model, optimizer)
+
+    def _step(self, tape: Any, loss: Any, model: Any, optimizer: Any) -> None:
+        optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
+        gradients, variables = self.gradients(tape, loss, model=model, optimizer=optimizer)
+        self.apply_gradients(gradients, variables, optimizer=optimizer)
+
+    def gradients(
+        self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the gradients of the batch of all workers, which are the same on each of them, and their variables. This
+        is the first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are still scaled."""
+        optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
+        trained = self._parts.trained_by(optimizer) if model is None else list(model.trainable_variables)
+        found = tape.gradient(loss, trained, output_gradients=self._share * _scale(optimizer, loss))
+        pairs = [(g, v) for g, v in zip(found, trained, strict=True) if g is not None]
+        if not pairs:
+            raise ConfigError("the loss depends on none of the variables to be trained: there are no gradients")
+        variables = [variable for _, variable in pairs]
+        mine = [tf.convert_to_tensor(gradient) for gradient, _ in pairs]
+        if self._channel.size == 1:
+            return mine, variables
+        parts = [as_tensor(v) * tf.cast(self._share, v.dtype) for v in self._statistics]
+        arrived = self._channel.sum([*mine, *parts])
+        with tf.control_dependencies(arrived):
+            for variable, mean in zip(self._statistics, arrived[len(pairs) :], strict=True):
+                variable.assign(mean)
+            return [tf.identity(gradient) for gradient in arrived[: len(pairs)]], variables
+
+    def apply_gradients(self, gradients: Sequence[Any], variables: Sequence[Any], *, optimizer: Any) -> None:
+        """Apply gradients with this worker's optimizer. This is the second half of `step`."""
+        if not hasattr(optimizer, "scale_loss") and hasattr(optimizer, "get_unscaled_gradients"):
+            gradients = optimizer.get_unscaled_gradients(gradients)  # in Keras 2, the caller must do this
+        # The optimizer counts its steps without reading the gradients: it must not do so before they have arrived.
+        with tf.control_dependencies([tf.convert_to_tensor(gradient) for gradient in gradients]):
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    def _take_share(self, share: float) -> None:
+        if share != self._share_now:
+            self._share_now = share
+            self._share.assign(share)
+
+    def _only(self, parts: list[Any], name: str) -> Any:
+        if len(parts) != 1:
+            raise ConfigError(f"{len(parts)} {name}s are registered: pass one of them, step(tape, loss, {name}=...)")
+        return parts[0]
 
     # -- registration ---------------------------------------------------------------------------------
 
     def register(self, *, models: Any, optimizers: Any, criterion: Any = None, metrics: Any = None) -> Any:
-        """Takes the parts of training; gives them back, each in the container it came in. An absent criterion or
-        absent metrics are left out of the answer. One optimizer for all models, or as many as there are models."""
+        """Register the parts of training. Return them, each in the container it came in. A criterion or metrics that are
+        not passed are not returned. Pass one optimizer for all models, or one for each model."""
         parts = self._parts
         parts.models, parts.optimizers = as_list(models), as_list(optimizers)
         if not parts.models or not all(hasattr(type(model), "trainable_variables") for model in parts.models):
@@ -153,7 +209,7 @@ class TrainingOperator(OperatorBase):
         return tuple(answer)
 
     def register_data(self, *, train_dataset: Any = None, validation_dataset: Any = None) -> None:
-        """Takes the data: a `tf.data.Dataset` (or anything that can be iterated again and again) of batches."""
+        """Register the data: a `tf.data.Dataset` of batches, or anything else that can be iterated repeatedly."""
         for name, data in {"train_dataset": train_dataset, "validation_dataset": validation_dataset}.items():
             if data is not None and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
                 raise ConfigError(f"{name} must be a tf.data.Dataset or another iterable of batches, got {data!r}")
@@ -168,9 +224,17 @@ class TrainingOperator(OperatorBase):
     _validation_prefix = "val_"
 
     def _complete(self) -> None:
-        super()._complete()
-        # As in the library's own fit: Keras 2 lets layers have tensors in their `if`s, Keras 3 does not.
-        how = {"reduce_retracing": True, "autograph": any(map(is_keras_2, self._parts.models))}
+        """Create all variables that do not exist yet, and give all ranks rank 0's values. Create the graph functions."""
+        parts = self._parts
+        build_unbuilt(parts)
+        for optimizer in parts.optimizers:
+            if not getattr(optimizer, "built", False):
+                optimizer.build(parts.trained_by(optimizer))
+        self._statistics = running_statistics(parts.models)
+        weights = [variable for model in parts.models for variable in model.weights]
+        assign(weights, self._channel.broadcast(weights, source=self.world_rank == 0))
+        # As Keras' own fit does: in Keras 2 layers may use tensors in `if` statements, in Keras 3 they may not.
+        how = {"reduce_retracing": True, "autograph": any(map(is_keras_2, parts.models))}
         self._train_graph = tf.function(self._train_step, **how)
         self._validate_graph = tf.function(self._validate_step, **how)
 
@@ -178,28 +242,13 @@ class TrainingOperator(OperatorBase):
         return self._parts.metrics
 
     def _on_report(self, prefix: str, report: dict[str, Any]) -> None:
-        """A call has ended on this rank; `report` is what it will answer."""
+        """Called when a call has ended on this rank; `report` is what it returns."""
 
     def _close(self) -> None:
-        """The worker ends in good order."""
-
-    def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection, of: str = "train_batch") -> None:
-        if not isinstance(metrics, dict):
-            raise TypeError(f"{of} must return a dict of metrics, got {shown(metrics)}: {type(self).__name__}.{of}")
-        samples = metrics.get(NUM_SAMPLES, 1)
-        weight = samples if getattr(iterator, "fresh", True) else 0
-        try:
-            meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{type(self).__name__}.{of} returned what cannot be a metric: {error}") from None
+        """Called when the worker ends without an error."""
 
     def _unpack(self, batch: Any, method: str) -> tuple[Any, Any, Any]:
-        for name in ("model", "optimizer", "criterion"):
-            if not hasattr(self, name):
-                raise RuntimeError(
-                    f"the default {method} needs self.{name}: set it in setup "
-                    f"(self.model, self.optimizer, self.criterion = self.register(...)), or override {method}"
-                )
+        self._need(method, "model", "optimizer", "criterion")
         if isinstance(batch, (tuple, list)) and len(batch) in (2, 3):
             x, y, *weight = batch
             return x, y, weight[0] if weight else None
@@ -218,7 +267,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _scaling(optimizer: Any, model: Any) -> Any:
-    """Under the policy mixed_float16 a loss must be scaled: Keras' own optimizer for that, around the user's."""
+    """Return the optimizer, wrapped in Keras' loss scaling if the model's policy is mixed_float16."""
     policy = getattr(model, "dtype_policy", None) or getattr(model, "_dtype_policy", None)
     if getattr(policy, "name", "") != "mixed_float16" or "LossScale" in type(optimizer).__name__:
         return optimizer
@@ -229,3 +278,13 @@ def _scaling(optimizer: Any, model: Any) -> Any:
     import keras
 
     return keras.optimizers.LossScaleOptimizer(optimizer)
+
+
+def _scale(optimizer: Any, loss: Any) -> Any:
+    """Return the factor by which a mixed-precision optimizer scales the loss; 1 for any other optimizer."""
+    one = tf.ones_like(loss)
+    if hasattr(optimizer, "scale_loss"):  # Keras 3: every optimizer has it
+        return optimizer.scale_loss(one)
+    if hasattr(optimizer, "get_scaled_loss"):
+        return optimizer.get_scaled_loss(one)
+    return one

@@ -1,4 +1,4 @@
-"""What an operator has registered, and the little in which Keras 3 and Keras 2 (tf_keras) differ."""
+"""What an operator has registered, and where Keras 3 and Keras 2 (tf_keras) differ. Worker."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.errors import ConfigError
+from raysgd.training.operator_base import RegisteredParts
 
 __all__ = [
-    "Parts",
+    "KerasParts",
     "as_list",
     "as_tensor",
     "assign",
@@ -27,19 +28,15 @@ __all__ = [
 
 
 @dataclass
-class Parts:
-    """Owned by one operator."""
+class KerasParts(RegisteredParts):
+    """Adds what only TensorFlow needs."""
 
-    models: list[Any] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
     metrics: list[Any] = field(default_factory=list)
-    criterion: Any = None
     train_dataset: Any = None
     validation_dataset: Any = None
-    registered: bool = False
 
     def trained_by(self, optimizer: Any) -> list[Any]:
-        """The variables an optimizer is for: its own model's where there are as many of each, else all models'."""
+        """Return an optimizer's variables: those of its own model if there is one optimizer for each, else all."""
         if len(self.models) == len(self.optimizers):
             at = next(place for place, mine in enumerate(self.optimizers) if mine is optimizer)
             return list(self.models[at].trainable_variables)
@@ -57,14 +54,14 @@ def as_list(value: Any) -> list[Any]:
 
 
 def like(given: Any, values: list[Any]) -> Any:
-    """In the container that the user passed."""
+    """Return `values` in the container in which `given` came: single, tuple or list."""
     if isinstance(given, tuple):
         return tuple(values)
     return list(values) if isinstance(given, list) else values[0]
 
 
 def as_tensor(variable: Any) -> Any:
-    """A Keras 3 variable's value, or a TensorFlow variable's."""
+    """Return the value of a Keras 3 variable, or of a TensorFlow variable."""
     return tf.convert_to_tensor(variable)
 
 
@@ -78,7 +75,7 @@ def assign(variables: Sequence[Any], arrays: Sequence[Any]) -> None:
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """Counters, slots and the learning rate, in an order that does not depend on what was trained when."""
+    """Return counters, slots and the learning rate, in an order that does not depend on what was trained first."""
     own = optimizer.variables
     found = list(own() if callable(own) else own)
     rate = getattr(optimizer, "_learning_rate", None)  # in Keras 2 it is not among the variables
@@ -88,7 +85,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
 
 
 def running_statistics(models: Sequence[Any]) -> list[Any]:
-    """What training changes beside the trained variables: batch normalisation's moving averages, and the like."""
+    """Return what training changes beside the trained variables, such as the moving averages of batch normalisation."""
     found = []
     for model in models:
         for layer in _leaves(model):
@@ -103,8 +100,8 @@ def _leaves(model: Any) -> Iterator[Any]:
             yield layer
 
 
-def build_unbuilt(parts: Parts) -> None:
-    """Gives a model without variables its variables, from the shape of the data."""
+def build_unbuilt(parts: KerasParts) -> None:
+    """Create the variables of models that have none yet, from the shape of the data."""
     for model in parts.models:
         if not model.built or not model.variables:
             spec = getattr(parts.train_dataset, "element_spec", None)
@@ -118,6 +115,6 @@ def build_unbuilt(parts: Parts) -> None:
 
 
 def one_row(spec: Any) -> Any:
-    """A batch of one row, for shapes' sake."""
+    """Return a batch of one row with the shapes of `spec`."""
     shape = [1, *(size or 1 for size in spec.shape[1:])]
     return tf.zeros(shape, spec.dtype) if spec.dtype != tf.string else tf.fill(shape, "")

@@ -1,6 +1,6 @@
 """A port for TensorFlow's server, taken before the server starts: every rank's address must be known by then. Worker.
 
-Standard library only.
+Standard library only, because training functions use it before TensorFlow is imported.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ TRIES = 100
 
 
 class NoFreePortError(OSError):
-    """No port could be taken, or the driver's host cannot be reached from here now."""
+    """No port is free, or the driver's host cannot be reached from here."""
 
 
 class HeldPort:
     """Owns a port that a server of this process can take after `release`.
 
-    TensorFlow's server takes a number only, no open socket. So the port is held until then (neighbours choose at the same
-    time), and lies below the range from which systems give ports to outgoing connections. Nothing listens on it.
+    TensorFlow's server takes a number, not an open socket. So the port is held until the server starts, because other
+    workers choose ports at the same time. It is below the range that systems use for outgoing connections. Nothing listens
+    on it.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class HeldPort:
         raise NoFreePortError(f"no free port was found between {PORTS[0]} and {PORTS[1]}")
 
     def address_towards(self, host: str) -> str:
-        """Return the port with the address of this machine that a host reaches it by."""
+        """Return this machine's address, as `host` reaches it, with the port."""
         try:
             family, _, _, _, there = socket.getaddrinfo(host, self.number, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:

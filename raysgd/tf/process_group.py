@@ -1,4 +1,4 @@
-"""How TensorFlow ranks meet, and are freed from a collective that waits for somebody who is gone."""
+"""How TensorFlow ranks form a process group, and how a collective that waits for a failed peer is ended. Both."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ INTERRUPTIONS = (
     tf.errors.InternalError,
     tf.errors.UnknownError,
 )
-# Those types are a user's too (a file on a network drive): these words are the collective runtime's own.
+# User code can raise errors of these types, too (a file on a network drive). These words are the runtime's own.
 WORDS = ("Collective", "Coordination", "RecvBuf", "tasks are unhealthy", "Could not start gRPC server")
 
 
 class TensorFlowBackend:
-    """On a worker: owns the port for TensorFlow's server, and the membership of TensorFlow's collective runtime, which a
-    process can enter once only; hence `in_place` is False. On the driver it owns nothing.
+    """On a worker, owns the port for TensorFlow's server, and the membership of TensorFlow's collective runtime. A process
+    can join that only once, so `in_place` is False. On the driver it owns nothing.
 
-    heartbeat_s: a host that vanished is noticed after so long (one that died, at once: its connections break).
+    heartbeat_s  how long it takes to notice that a host cannot be reached; a process that ends is noticed at once
     """
 
     in_place = False
@@ -80,7 +80,9 @@ class TensorFlowBackend:
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         if self._strategy is not None:
-            raise RuntimeError("TensorFlow's collectives cannot be set up twice in one process: a fresh one is needed")
+            raise RuntimeError(
+                "TensorFlow's collectives cannot be set up twice in one process: a new process is needed"
+            )
         prepare_runtime(self._threads, use_gpu=self._use_gpu)
         if rank_info.world_size == 1:
             self._release()
@@ -90,13 +92,13 @@ class TensorFlowBackend:
         self._configure(rank_info.world_size)
         self._release()  # now, as the strategy starts the server
         self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
-        # The runtime has taken SIGTERM for itself. It is the worker's: a preemption notice.
+        # The runtime handles SIGTERM now. Restore the worker's handler, because SIGTERM is a preemption notice.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-        # The first collective makes every connection now, where its failure belongs to the meeting.
+        # The first collective opens every connection, so that a failure of one is a failure to join.
         Channel(rank_info.world_size).sum([tf.zeros([1])])
 
     def _configure(self, size: int) -> None:
-        """Before the strategy, which would take an hour to notice that a rank never came."""
+        """Set the limits. Without them, the strategy takes an hour to notice that a rank does not come."""
         context.context().configure_coordination_service(
             service_type="standalone",
             service_leader="/job:worker/replica:0/task:0",
@@ -106,7 +108,7 @@ class TensorFlowBackend:
         )
 
     def leave(self) -> None:
-        """There is no way out but the end of the process; peers that wait are told by the driver to give up."""
+        """Do nothing: only the end of the process leaves the group. The driver interrupts peers that wait."""
 
     def abort(self) -> None:
         if self._strategy is not None:
@@ -114,10 +116,11 @@ class TensorFlowBackend:
             context.context().abort_collective_ops(UNAVAILABLE, "a peer left this generation")
 
     def collectives(self) -> int:
-        return -1  # they are inside of graph functions, and nobody counts them
+        return -1  # they are inside graph functions, and are not counted
 
     def is_interruption(self, error: BaseException) -> bool:
-        """By type, and then by the runtime's own words; also while a user's exception was raised in handling one."""
+        """Return whether a peer or the network failed, by the error's type and then its text. An error that was raised while
+        such an error was handled counts, too."""
         seen: BaseException | None = error
         for _ in range(10):
             if seen is None:
@@ -131,8 +134,8 @@ class TensorFlowBackend:
 
 
 def prepare_runtime(threads: int | None, *, use_gpu: bool) -> None:
-    """A worker's cores, and its GPU or none, with no more memory of it than it needs. Before TensorFlow's first
-    operation, or not at all."""
+    """Set the number of threads, and the visible GPUs, whose memory is allocated as it is needed. This is possible only
+    before TensorFlow's first operation."""
     try:
         if not use_gpu:
             tf.config.set_visible_devices([], "GPU")
@@ -142,4 +145,6 @@ def prepare_runtime(threads: int | None, *, use_gpu: bool) -> None:
             tf.config.threading.set_intra_op_parallelism_threads(threads)
             tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))
     except RuntimeError as error:
-        logger.warning("TensorFlow runs already, so its threads and devices stay as they are: %s", error)
+        logger.warning(
+            "TensorFlow is already running in this process, so its threads and devices are not changed: %s", error
+        )

@@ -1,24 +1,16 @@
-"""What a replica is told once, by the trainer. Plain values; decided on the driver."""
+"""What a replica of a TFTrainer needs to know. Plain values, decided on the driver. Both."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-__all__ = ["ReplicaSettings"]
+from raysgd.training.settings import ReplicaSettings
+
+__all__ = ["TFSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaSettings:
-    """distributed: can there be more than one worker? threads: cores of this worker, where they are not all.
+class TFSettings(ReplicaSettings):
+    """Adds TensorFlow's random seed. It is the same on all ranks, so that they shuffle a data set alike."""
 
-    seed: TensorFlow's own, the same on all ranks, so that a data set is shuffled in the same order on all of them.
-    """
-
-    distributed: bool = False
-    use_gpu: bool = False
-    use_tqdm: bool = False
-    num_workers: int = 1
-    threads: int | None = None
     seed: int | None = None
-    snapshot_every: Any = None

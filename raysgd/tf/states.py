@@ -1,8 +1,8 @@
-"""A replica's state as one dictionary of plain values and arrays, and as bytes that run no code when they are read.
+"""A replica's state as a dictionary of plain values and arrays, and as bytes that run no code when read. Both.
 
 The bytes are a zip archive (as NumPy's npz): `state.json` with everything but the arrays, and one `.npy` for each of
-those. In a file its comment is a digest of everything before it. Nothing that the bytes claim is believed: members are
-stored uncompressed, and no array is larger than its bytes are.
+those. In a file, its comment is a digest of everything before it. Sizes that the bytes claim are checked before memory
+is allocated: members are stored uncompressed, and an array is as large as its bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PLAIN_KINDS = "biufcSU"
 
 
 def gather(operator: Any) -> dict[str, Any]:
-    """Models, optimizers with their slots, and the operator's own state, as copies."""
+    """Return models, optimizers with their slots, and the operator's own state, as copies."""
     parts = operator._parts
     return {
         "format": FORMAT,
@@ -57,7 +57,7 @@ def gather(operator: Any) -> dict[str, Any]:
 
 
 def check(operator: Any, state: dict[str, Any]) -> None:
-    """Would it fit? Raises, with what does not, before anything is changed."""
+    """Raise CheckpointError unless the state fits. Nothing is changed."""
     parts = operator._parts
     mine = {
         "models": [model.weights for model in parts.models],
@@ -103,13 +103,13 @@ def _difference(name: str, here: list[Any], there: list[Any]) -> str:
 
 
 def restore(operator: Any, state: dict[str, Any]) -> None:
-    """Takes a checked state. The operator's own part, which only the operator can check, comes last."""
+    """Load a checked state. The operator's own part is last, because only the operator can check it."""
     restore_variables(operator, state)
     operator.load_state_dict(state.get("operator"))
 
 
 def restore_variables(operator: Any, state: dict[str, Any]) -> None:
-    """Takes all but the operator's own part."""
+    """Load all but the operator's own part."""
     parts = operator._parts
     for model, arrays in zip(parts.models, state["models"], strict=True):
         assign(model.weights, arrays)
@@ -122,7 +122,7 @@ def restore_variables(operator: Any, state: dict[str, Any]) -> None:
 
 
 def dump(state: dict[str, Any], *, sealed: bool = False) -> memoryview:
-    """The bytes; `sealed`: as they are in a file, with their digest."""
+    """Return a state as bytes; with `sealed`, as they are in a file, with their digest."""
     arrays: list[np.ndarray] = []
     try:
         head = json.dumps(_encoded(state, arrays, "state")).encode()
@@ -145,7 +145,7 @@ def dump(state: dict[str, Any], *, sealed: bool = False) -> memoryview:
 
 
 def read(data: Any, where: Any) -> dict[str, Any]:
-    """The state in a file's bytes. A file without a digest must be as old as those are, and is warned of."""
+    """Return the state in a file's bytes. Warn about a file without a digest, which only older versions wrote."""
     sealed = digest.verify(data)
     state = parse(data)
     if not sealed and state["version"] > WITHOUT_DIGEST:
@@ -159,7 +159,7 @@ def read(data: Any, where: Any) -> dict[str, Any]:
 
 
 def parse(data: Any) -> dict[str, Any]:
-    """Reads bytes, and says what is wrong with those that are not a state's."""
+    """Return the state in these bytes. Raise CheckpointError if they are damaged, or not a checkpoint."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = {member.filename: member for member in _stored(archive, memoryview(data).nbytes)}
@@ -172,25 +172,25 @@ def parse(data: Any) -> dict[str, Any]:
         state: Any = _decoded(head, arrays, 0)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a damaged archive makes of itself in zipfile, json and numpy
+    except Exception as error:  # zipfile, json and numpy raise various errors for damaged archives
         said = str(error) or type(error).__name__
-        raise CheckpointError(f"this is no whole checkpoint of a TFTrainer: it cannot be read ({said})") from error
+        raise CheckpointError(f"not a complete checkpoint of a TFTrainer: it cannot be read ({said})") from error
     return shaped(state)
 
 
 def _stored(archive: zipfile.ZipFile, size: int) -> Iterator[zipfile.ZipInfo]:
-    """The archive's members, if what it says of them can be true: unpacked they are as large as they are in it."""
+    """Yield the archive's members. Raise CheckpointError unless they are stored uncompressed, within the file's size."""
     names: set[str] = set()
     left = size
     for member in archive.infolist():
         left -= member.file_size
         if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size or left < 0:
             raise CheckpointError(
-                f"this is no whole checkpoint of a TFTrainer: {member.filename!r:.60} is not stored in it as save() does, "
+                f"not a complete checkpoint of a TFTrainer: {member.filename!r:.60} is not stored in it as save() does, "
                 f"uncompressed and within the file's {size} bytes"
             )
         if member.filename in names:
-            raise CheckpointError(f"this is no whole checkpoint of a TFTrainer: it holds {member.filename!r:.60} twice")
+            raise CheckpointError(f"not a complete checkpoint of a TFTrainer: it holds {member.filename!r:.60} twice")
         names.add(member.filename)
         yield member
 
@@ -207,7 +207,7 @@ def shaped(state: Any) -> dict[str, Any]:
 
 
 def _array(data: bytes, number: int) -> np.ndarray:
-    """An array, if its header claims as many bytes as follow it. (numpy makes room for what the header claims.)"""
+    """Return an array if its header claims as many bytes as follow it. (NumPy allocates what the header claims.)"""
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
@@ -215,7 +215,7 @@ def _array(data: bytes, number: int) -> np.ndarray:
     left = len(data) - file.tell()
     if dtype.kind not in PLAIN_KINDS or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != left:
         raise CheckpointError(
-            f"this is no whole checkpoint of a TFTrainer: {number}.npy claims an array of {dtype} of shape {shape}, and "
+            f"not a complete checkpoint of a TFTrainer: {number}.npy claims an array of {dtype} of shape {shape}, and "
             f"has {left} bytes"
         )
     if not left:
@@ -225,7 +225,7 @@ def _array(data: bytes, number: int) -> np.ndarray:
 
 
 def _encoded(value: Any, arrays: list[np.ndarray], place: str, depth: int = 0) -> Any:
-    """JSON for it; arrays go into the list. Types that NumPy's files do not know travel as raw bytes."""
+    """Return a value as JSON, and append its arrays to the list. Types that .npy files do not have are raw bytes."""
     if depth > MOST_NESTED:
         raise CheckpointError(
             f"{place[:60]}... is nested deeper than {MOST_NESTED} levels, which a checkpoint cannot hold"
@@ -288,7 +288,7 @@ def _decoded(value: Any, arrays: list[np.ndarray], depth: int) -> Any:
 
 
 def _typed(array: np.ndarray, said: dict[str, Any]) -> np.ndarray:
-    """With a type that NumPy's files do not know, where it has one."""
+    """Return the array with the type that was saved, which .npy files may not have."""
     if not said["plain"]:
         dtype = np.dtype(_dtype(said["dtype"]))
         if dtype.kind in PLAIN_KINDS or dtype.hasobject:
@@ -309,7 +309,7 @@ def _dtype(name: Any) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """This process's random states, of Python and NumPy (TensorFlow's cannot be read)."""
+    """Return this process's random states, of Python and NumPy (TensorFlow's cannot be read)."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {"python": [version, list(internal), gauss], "numpy": [kind, keys, position, has_gauss, cached]}
@@ -322,7 +322,7 @@ def restore_random(state: dict[str, Any]) -> None:
 
 
 def check_random(ranks: Any) -> None:
-    """Would these be taken? Tried on generators of their own."""
+    """Raise CheckpointError unless random states can be set, which is tried on generators made for it."""
     if ranks is not None and not isinstance(ranks, list):
         raise CheckpointError(f"the checkpoint's random states are a {type(ranks).__name__}, not one for each rank")
     for rank, state in enumerate(ranks or []):
@@ -330,10 +330,10 @@ def check_random(ranks: Any) -> None:
             python, numpy = _generators(state)
             trial = random.Random()
             trial.setstate(python)
-            if trial.getstate() != python:  # it takes numbers that are too large by their last bits
-                raise ValueError("Python's is not as Python writes it")
+            if trial.getstate() != python:  # setstate() drops the upper bits of numbers that are too large
+                raise ValueError("Python's state differs after it was set")
             np.random.RandomState().set_state(numpy)
-            # numpy believes the position, and the numbers behind it are somebody else's memory.
+            # NumPy does not check the position, and would read beyond the numbers.
             if len(numpy[1]) != 624 or type(numpy[2]) is not int or not 0 <= numpy[2] <= 624:
                 raise ValueError(f"a position of {numpy[2]!r:.60} in {len(numpy[1])} numbers")
         except Exception as error:

@@ -1,8 +1,9 @@
-"""The user's side of training: a class that says what its parts are, and what a batch means."""
+"""The class that users of PyTorch extend: its parts, and what happens with a batch. Worker."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -13,18 +14,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
 from raysgd.core.meters import AverageMeterCollection
-from raysgd.errors import ConfigError, shown
+from raysgd.core.ranks import RankInfo
+from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
 from raysgd.torch.fsdp import Shards, shard_layers
-from raysgd.torch.operator_base import OperatorBase
-from raysgd.torch.parts import as_list, like
+from raysgd.torch.gradients import Gradients
+from raysgd.torch.parts import Parts, as_list, like, move
+from raysgd.torch.precision import make_precision
+from raysgd.torch.settings import TorchSettings
+from raysgd.training.operator_base import OperatorBase
 
 __all__ = ["TrainingOperator"]
 
 
 class TrainingOperator(OperatorBase):
-    """What a model, a batch, an epoch and a validation are.
+    """Defines the model, and what happens with a batch, in an epoch and in a validation.
 
         class Digits(TrainingOperator):
             def setup(self, config):
@@ -36,7 +41,7 @@ class TrainingOperator(OperatorBase):
 
     The loop around it, in every worker:
 
-        operator.setup(config)                          once, after the ranks have met
+        operator.setup(config)                          once, when the process group is up
         for each trainer.train():
             operator.train_epoch(iterator, info)        until the epoch ends, or `num_steps` batches are done
                 operator.train_batch(batch, batch_info) once for each batch; its numbers are averaged
@@ -44,12 +49,29 @@ class TrainingOperator(OperatorBase):
             operator.validate(iterator, info)
                 operator.validate_batch(batch, batch_info)
 
-    Override any of them. Owns the registered parts; never knows of processes, checkpoints or losses of workers.
+    Override any of them. It never deals with processes, checkpoints or worker failures.
     """
 
     model: Any
     optimizer: Any
     criterion: Any
+    _settings: TorchSettings
+    _parts: Parts
+
+    def __init__(
+        self,
+        config: dict[str, Any] | None = None,
+        *,
+        settings: TorchSettings | None = None,
+        rank_info: RankInfo | None = None,
+    ) -> None:
+        settings = settings or TorchSettings()
+        super().__init__(config, settings, rank_info)
+        self._device = torch.device("cuda:0" if settings.use_gpu else "cpu")
+        self._precision = make_precision(settings.precision, self._device)
+        self._parts = Parts(options=settings.options, exchange=settings.exchange())
+        self._gradients = Gradients(settings.options, self._precision, self._parts)
+        self.setup(self._config)
 
     def train_epoch(
         self,
@@ -58,7 +80,7 @@ class TrainingOperator(OperatorBase):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """One pass over `iterator`; returns what to report. Ends early when the group of workers changes."""
+        """Train one pass over `iterator`, and return what to report. Ends early when the group of workers changes."""
         scheduler = self._own_scheduler()
         per_batch = self.scheduler_step_freq == SCHEDULER_STEP_BATCH and scheduler is not None
         common = {**(info or {}), NUM_STEPS: num_steps, USE_FP16: self.use_fp16, "epoch_idx": epoch_idx}
@@ -79,7 +101,7 @@ class TrainingOperator(OperatorBase):
         return dict(meter.summary())
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """One step on one batch `(*features, target)`: forward, loss, backward, optimizer."""
+        """Train one step on one batch `(*features, target)`: forward, loss, backward, optimizer."""
         self._need("train_batch", "model", "optimizer", "criterion")
         *features, target = self._unpack(batch)
         self.zero_grad(self.optimizer)  # first: the forward pass takes up memory that is still in the processor's cache
@@ -93,18 +115,14 @@ class TrainingOperator(OperatorBase):
         return {"train_loss": loss.detach(), NUM_SAMPLES: target.size(0)}
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One pass without gradients, in eval mode; returns what to report."""
-        self._meter = meter = AverageMeterCollection()
+        """Validate on one pass over `val_iterator`, without gradients and in eval mode. Return what to report."""
         for model in self._parts.wrapped:
             model.eval()
         with torch.no_grad():
-            for batch_idx, batch in enumerate(val_iterator):
-                metrics = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
-                self._count(val_iterator, metrics, meter, "validate_batch")
-        return dict(meter.summary())
+            return super().validate(val_iterator, info)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Loss and arg-max accuracy of one batch `(*features, target)`."""
+        """Return the loss and the arg-max accuracy of one batch `(*features, target)`."""
         self._need("validate_batch", "model", "criterion")
         *features, target = self._unpack(batch)
         with self.timers.record("eval_fwd"), self.autocast():
@@ -117,15 +135,36 @@ class TrainingOperator(OperatorBase):
             result["val_accuracy"] = 0.0
         return result
 
-    def state_dict(self) -> Any:
-        """Extra state of your own that belongs into checkpoints; plain values and tensors load without `trusted`."""
-        return None
+    # -- helpers for custom loops ---------------------------------------------------------------------
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Takes back what `state_dict` returned."""
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for the forward pass and the loss, in the precision of the trainer."""
+        return self._precision.autocast()
 
-    def resized(self, old_world_size: int, new_world_size: int) -> None:
-        """Called on every rank after the number of workers changed; the place to rescale a learning rate."""
+    def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
+        """Run the backward pass, with the loss scaled as precision and accumulation need it. (`loss_id` is for Apex, with
+        num_losses in its arguments.)"""
+        self._gradients.backward(loss, optimizer, loss_id)
+
+    def step(self, optimizer: Any = None) -> None:
+        """Apply the step of the optimizer (by default the only one), with clipping. Does nothing before the last batch of an
+        accumulation window."""
+        self._gradients.step(self._only_optimizer() if optimizer is None else optimizer)
+
+    def zero_grad(self, optimizer: Any = None) -> None:
+        """Clear the gradients of one optimizer, or of all. Does nothing after the first batch of an accumulation window."""
+        self._gradients.zero_grad(self._parts.optimizers if optimizer is None else [optimizer])
+
+    def to_device(self, batch: Any) -> Any:
+        """Return a batch on this worker's device; batches of the trainer's loaders are there already."""
+        return move(batch, self.device)
+
+    def _only_optimizer(self) -> Any:
+        if len(self._parts.optimizers) != 1:
+            raise ConfigError(
+                f"{len(self._parts.optimizers)} optimizers are registered: pass one of them, step(optimizer)"
+            )
+        return self._parts.optimizers[0]
 
     # -- registration ---------------------------------------------------------------------------------
 
@@ -139,8 +178,8 @@ class TrainingOperator(OperatorBase):
         ddp_args: Mapping[str, Any] | None = None,
         apex_args: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Takes the parts of training; gives them back ready to use (on the device, in the precision, wrapped in DDP),
-        each in the container it came in. An absent criterion or scheduler is left out of the answer."""
+        """Register the parts of training. Return them ready to use (on the device, in the precision, wrapped in DDP), each
+        in the container it came in. A criterion or scheduler that is not passed is not returned."""
         bare = as_list(models)
         if not bare or not all(isinstance(model, nn.Module) for model in bare):
             raise ConfigError(f"models must be a torch.nn.Module or a list or tuple of them, got {models!r}")
@@ -179,7 +218,7 @@ class TrainingOperator(OperatorBase):
             )
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
-        """Takes the data: DataLoaders (dealt out over the workers unless add_dist_sampler=False), Ray Datasets (dealt out
+        """Register the data: DataLoaders (divided among the workers unless add_dist_sampler=False), Ray Datasets (divided
         by rows; `raysgd.data.RayData` names their columns) or any iterables."""
         for name, loader in {"train_loader": train_loader, "validation_loader": validation_loader}.items():
             iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") or RayData.is_given_as(loader)
@@ -191,12 +230,17 @@ class TrainingOperator(OperatorBase):
         self._parts.validation_loader = validation_loader
 
     def register_metrics(self, *, train: Any = None, validation: Any = None) -> Any:
-        """Takes TorchMetrics objects (a Metric or MetricCollection each). Update them in your batch methods; they are
-        computed over all workers, reported by name, and reset for each call. Gives them back, on the device."""
+        """Register TorchMetrics objects (a Metric or MetricCollection each). Update them in your batch methods; they are
+        computed over all workers, reported by name, and reset for each call. Return them on the device."""
         metrics = {"train": train, "validation": validation}
         self._parts.metrics = {name: metric.to(self.device) for name, metric in metrics.items() if metric is not None}
         given = list(self._parts.metrics.values())
         return given[0] if len(given) == 1 else tuple(given)
+
+    # -- for the default methods ----------------------------------------------------------------------
+
+    def _validating(self) -> AbstractContextManager[Any]:
+        return self._parts.validating()
 
     def _wrap(self, ddp_args: dict[str, Any]) -> None:
         parts, options = self._parts, self._parts.options
@@ -216,13 +260,13 @@ class TrainingOperator(OperatorBase):
             parts.exchange.joined()
 
     def _configure_fsdp(self, model: nn.Module, mesh: Any) -> None:
-        """Cuts one model in place, with `torch.distributed.fsdp.fully_shard`; a place to override."""
+        """Shard one model in place, with `torch.distributed.fsdp.fully_shard`. Override it to shard in another way."""
         shard_layers(model, mesh)
 
     def _configure_ddp(
         self, models: list[nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
     ) -> list[nn.Module]:
-        """Wraps models; a place to override. Models without gradients need no wrapper."""
+        """Wrap models in DDP. Override it to wrap them in another way. Models without gradients need no wrapper."""
         return [
             DistributedDataParallel(model, **self._parts.ddp_args)
             if any(parameter.requires_grad for parameter in model.parameters())
@@ -230,33 +274,12 @@ class TrainingOperator(OperatorBase):
             for model in models
         ]
 
-    def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection, of: str = "train_batch") -> None:
-        if not isinstance(metrics, dict):
-            raise TypeError(f"{of} must return a dict of metrics, got {shown(metrics)}: {type(self).__name__}.{of}")
-        samples = metrics.get(NUM_SAMPLES, 1)
-        weight = samples if getattr(iterator, "fresh", True) else 0
-        try:
-            meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{type(self).__name__}.{of} returned what cannot be a metric: {error}") from None
-
     def _own_scheduler(self) -> Any:
-        """The one the default loop steps: `self.scheduler`, or the only one registered."""
+        """Return the scheduler that the default loop steps: `self.scheduler`, or the only one registered."""
         own = getattr(self, "scheduler", None)
         if own is None and len(self._parts.schedulers) == 1:
             own = self._parts.schedulers[0]
         return own if callable(getattr(own, "step", None)) else None
-
-    def _need(self, method: str, *names: str) -> None:
-        if method in self._complete:
-            return
-        for name in names:
-            if not hasattr(self, name):
-                raise RuntimeError(
-                    f"the default {method} needs self.{name}: set it in setup "
-                    f"(self.model, self.optimizer, self.criterion = self.register(...)), or override {method}"
-                )
-        self._complete.add(method)
 
     @staticmethod
     def _unpack(batch: Any) -> Any:
@@ -267,11 +290,81 @@ class TrainingOperator(OperatorBase):
             "and validate_batch for other kinds of batches"
         )
 
+    # -- what operators can read ------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of models and batches."""
+        return self._device
+
+    @property
+    def _is_distributed(self) -> bool:
+        return self._settings.distributed
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        return [self.device.index or 0] if self.device.type == "cuda" else None
+
+    @property
+    def scheduler_step_freq(self) -> str | None:
+        return self._settings.scheduler_step_freq
+
+    @property
+    def use_fp16(self) -> Any:
+        return self._settings.use_fp16
+
+    @property
+    def use_fp16_native(self) -> bool:
+        return self._precision.key == "amp_native"
+
+    @property
+    def use_fp16_apex(self) -> bool:
+        return self._precision.key == "amp_apex"
+
+    @property
+    def _amp(self) -> Any:
+        """Return what v1's operators call `self._amp.autocast()` on: Apex's amp module, or the native precision."""
+        native = self._precision if self._precision.key == "amp_native" else None
+        return getattr(self._precision, "amp", native)
+
+    @property
+    def _amp_scaler(self) -> Any:
+        return getattr(self._precision, "scaler", None)
+
+    # -- v1's names for the parts ---------------------------------------------------------------------
+
+    def _given(self, name: str) -> Any:
+        value = getattr(self._parts, name)
+        if value is None or (isinstance(value, list) and not value):
+            call = "register_data" if "loader" in name else "register"
+            raise RuntimeError(f"no {name.replace('_', ' ')} here: did {type(self).__name__}.setup call self.{call}?")
+        return value
+
+    def _get_models(self) -> Any:
+        return self._given("wrapped")
+
+    def _get_optimizers(self) -> Any:
+        return self._given("optimizers")
+
+    def _get_schedulers(self) -> Any:
+        return self._given("schedulers")
+
+    def _get_criterion(self) -> Any:
+        return self._given("criterion")
+
+    def _get_train_loader(self) -> Any:
+        return self._given("train_loader")
+
+    def _get_validation_loader(self) -> Any:
+        return self._given("validation_loader")
+
+    # -- other ways to describe a model ---------------------------------------------------------------
+
     @classmethod
     def from_creators(cls, *creators: Any, **named: Any) -> type[TrainingOperator]:
-        """An operator class from creator functions, in this order or by name: model_creator, optimizer_creator,
-        data_creator, loss_creator, scheduler_creator."""
-        # Late and by name: that module's class is a subclass of this one.
+        """Return an operator class made from creator functions, in this order or by name: model_creator,
+        optimizer_creator, data_creator, loss_creator, scheduler_creator."""
+        # Imported late and by name: that module's class is a subclass of this one.
         made: type[TrainingOperator] = import_module("raysgd.torch.creators").operator_from_creators(*creators, **named)
         return made
 
@@ -279,7 +372,7 @@ class TrainingOperator(OperatorBase):
     def from_ptl(
         cls, lightning_module_cls: Any, train_dataloader: Any = None, val_dataloader: Any = None
     ) -> type[TrainingOperator]:
-        """An operator class from a LightningModule class (extra: lightning)."""
+        """Return an operator class made from a LightningModule class (extra: lightning)."""
         module = import_module("raysgd.torch.lightning.operator")
         made: type[TrainingOperator] = module.operator_from_lightning(
             lightning_module_cls, train_dataloader, val_dataloader

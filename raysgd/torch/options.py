@@ -1,10 +1,10 @@
-"""What the trainer's keywords say about wrapping, accumulation and clipping."""
+"""A TorchTrainer's options for wrapping, accumulation and clipping. Both."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -23,18 +23,8 @@ SUPPLIED = {"self", "module", "device_ids", "process_group"}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """Keywords of `TorchTrainer`, checked here.
-
-    accumulate      batches per optimizer step; their gradients count by samples, as one batch that much larger
-    clip_norm       largest norm of an optimizer's gradients together
-    clip_value      largest absolute value of each gradient
-    compile         True, or a dict of arguments of `torch.compile`; each model by itself
-    channels_last   models and image batches in the memory format that convolutions like on GPUs
-    sync_batchnorm  BatchNorm layers take their statistics over all workers (GPUs only)
-    ddp_args        arguments of DistributedDataParallel for every model; those of `register` go first
-    comm_hook       how DDP sends gradients: "fp16", "bf16", "powersgd", "batched_powersgd", or a dict with `name`
-                    and the arguments of PowerSGD
-    parallel        "ddp": every worker holds the model; "fsdp": a part of it; None: gradients are your own affair
+    """Arguments of `TorchTrainer`, which describes them. Raises ConfigError for values that are not
+    possible.
     """
 
     accumulate: int = 1
@@ -94,12 +84,12 @@ class TrainingOptions:
     def check_ddp(self, arguments: Mapping[str, Any]) -> None:
         if self.accumulate > 1 and arguments.get("static_graph"):
             raise ConfigError(
-                "ddp_args={'static_graph': True} does not go with accumulate: DDP learns the graph from the first "
+                "ddp_args={'static_graph': True} cannot be combined with accumulate: DDP learns the graph from the first "
                 "batch, and must exchange gradients in it. Leave one of them out"
             )
 
     def check_with(self, *, num_workers: int, use_gpu: bool, precision: str, elastic: ElasticConfig) -> None:
-        """What these options cannot be combined with; called by the trainer, before anything starts."""
+        """Raise ConfigError for other arguments that these options cannot be combined with."""
         if self.sync_batchnorm and num_workers > 1 and not use_gpu:
             raise ConfigError(
                 "sync_batchnorm=True needs GPUs (torch has no SyncBatchNorm for CPUs): pass use_gpu=True, or leave it"
@@ -108,14 +98,14 @@ class TrainingOptions:
             raise ConfigError("comm_hook='bf16' needs GPUs (torch has it for NCCL only): use 'fp16', or leave it out")
         if precision == "apex" and self.accumulate > 1 and num_workers > 1:
             raise ConfigError(
-                "precision='apex' puts the gradients of earlier batches aside, where DDP does not see them, so accumulate "
-                "cannot exchange them once for all: use 'fp16' or 'bf16', or leave accumulate out"
+                "precision='apex' keeps the gradients of earlier batches where DDP does not see them, so accumulate "
+                "cannot exchange them all at once: use 'fp16' or 'bf16', or leave accumulate out"
             )
         if precision == "apex" and self.compile:
-            raise ConfigError("precision='apex' exchanges functions that compile would have read: use 'fp16' or 'bf16'")
+            raise ConfigError("precision='apex' replaces functions that compile needs to read: use 'fp16' or 'bf16'")
         if self.parallel == "fsdp" and precision in ("fp16", "apex"):
             raise ConfigError(
-                f"parallel='fsdp' goes with precision 'fp32' or 'bf16', got {precision!r}: each worker sees the "
+                f"parallel='fsdp' needs precision 'fp32' or 'bf16', got {precision!r}: each worker sees the "
                 "gradients of its shard only, so they could not agree on skipping a step"
             )
         if self.parallel == "fsdp" and isinstance(elastic.snapshot_every, float):
@@ -132,22 +122,6 @@ class TrainingOptions:
     def hook_args(self) -> dict[str, Any]:
         given = self.comm_hook if isinstance(self.comm_hook, Mapping) else {}
         return {name: value for name, value in given.items() if name != "name"}
-
-    @classmethod
-    def taken_from(cls, given: Mapping[str, Any], *, wrap_ddp: bool = True) -> tuple[TrainingOptions, dict[str, Any]]:
-        """The options among a trainer's further keywords, and the keywords that are none. `wrap_ddp` is v1's word for
-        `parallel`."""
-        names = {each.name for each in fields(cls)}
-        own = {name: value for name, value in given.items() if name in names}
-        if not wrap_ddp:
-            if own.get("parallel") is not None:
-                raise ConfigError(
-                    f"wrap_ddp=False means parallel=None, but parallel={own['parallel']!r} was given: pass one"
-                )
-            own["parallel"] = None
-        if own.get("ddp_args", ...) is None:
-            del own["ddp_args"]
-        return cls(**own), {name: value for name, value in given.items() if name not in names}
 
 
 def _check_arguments(name: str, given: Any, function: Any, supplied: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""What an operator registered: models bare and wrapped, optimizers, schedulers, criterion, loaders."""
+"""What an operator registered: models bare and wrapped, optimizers, schedulers, criterion, loaders. Worker."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from raysgd.torch import wrapping
 from raysgd.torch.exchange import Exchange
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
+from raysgd.training.operator_base import RegisteredParts
 
 __all__ = ["Parts", "as_list", "like", "move"]
 
@@ -24,25 +25,21 @@ PREFIX = {"train": "train_", "validation": "val_"}
 
 
 @dataclass
-class Parts:
-    """Filled by `register` and `register_data`. `models` are bare; `wrapped` is what the operator trains with."""
+class Parts(RegisteredParts):
+    """Adds what only torch needs. `models` are bare; `wrapped` is what the operator trains with."""
 
-    models: list[nn.Module] = field(default_factory=list)
     wrapped: list[nn.Module] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
-    criterion: Any = None
     ddp_args: dict[str, Any] = field(default_factory=dict)
     train_loader: Any = None
     validation_loader: Any = None
     metrics: dict[str, Any] = field(default_factory=dict)
-    registered: bool = False
     options: TrainingOptions = field(default_factory=TrainingOptions)
     shards: Shards | None = None
     exchange: Exchange = field(default_factory=Exchange)
 
     def rewrap(self) -> None:
-        """A new generation stands: what wraps the models starts over in place."""
+        """Reset what wraps the models, because a new generation is up."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self.shards is not None:
@@ -51,12 +48,12 @@ class Parts:
         self.exchange.joined()
 
     def begin_measuring(self, phase: str) -> None:
-        """A new call: its registered metric, where there is one, starts from nothing."""
+        """Reset the registered metric, because a new call begins."""
         if phase in self.metrics:
             self.metrics[phase].reset()
 
     def measured(self, phase: str) -> dict[str, Any]:
-        """The registered metric's values over all workers, by name. A collective: every rank comes by at a call's end."""
+        """Return the registered metric's values over all workers, by name. A collective: all ranks call it at a call's end."""
         metric = self.metrics.get(phase)
         if metric is None:
             return {}
@@ -68,7 +65,7 @@ class Parts:
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """No rank waits for another in here: they validate different numbers of batches."""
+        """Return a context in which no rank waits for another one, because they validate different numbers of batches."""
         quiet = [model for model in self.wrapped if hasattr(model, "require_forward_param_sync")]
         for model in quiet:
             model.require_forward_param_sync = False  # type: ignore[assignment]
@@ -84,7 +81,7 @@ class Parts:
 
 
 def as_list(value: Any, kind: type | tuple[type, ...] | None = None) -> list[Any]:
-    """A list of one for a single thing. `nn.Sequential` and optimizers that can be iterated are single things."""
+    """Return a list; of one element for a single object, such as `nn.Sequential` or an optimizer that can be iterated."""
     if value is None:
         return []
     if isinstance(value, (nn.Module, Optimizer)) or (kind is not None and isinstance(value, kind)):
@@ -95,7 +92,7 @@ def as_list(value: Any, kind: type | tuple[type, ...] | None = None) -> list[Any
 
 
 def like(given: Any, values: list[Any]) -> Any:
-    """`values` in the container in which `given` came: single, tuple or list."""
+    """Return `values` in the container in which `given` came: single, tuple or list."""
     if isinstance(given, (nn.Module, Optimizer)) or hasattr(given, "step"):
         return values[0]
     if isinstance(given, tuple):
@@ -106,7 +103,7 @@ def like(given: Any, values: list[Any]) -> Any:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """A batch on the device: tensors, tuples, lists, dicts, and anything with `.to(device)`."""
+    """Return a batch on the device: tensors, tuples, lists, dicts, and anything with `.to(device)`."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     to: Callable[..., Any] | None = getattr(batch, "to", None)
@@ -123,7 +120,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def _rebuilt(kind: type, content: dict[Any, Any]) -> Any:
-    """Subclasses of dict (transformers' BatchEncoding, OrderedDict) are made from their content."""
+    """Return a dict of a subclass (transformers' BatchEncoding, OrderedDict), made from its content."""
     try:
         return kind(content)
     except TypeError as error:

@@ -13,7 +13,7 @@ from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
-from raysgd.torch.settings import ReplicaSettings
+from raysgd.torch.settings import TorchSettings
 from raysgd.torch.traces import TraceKeeper
 
 __all__ = ["ProfiledReplica", "ProfiledReplicaFactory"]
@@ -25,7 +25,7 @@ class ProfiledReplica(TorchReplica):
     def __init__(
         self,
         operator: TrainingOperator,
-        settings: ReplicaSettings,
+        settings: TorchSettings,
         rank_info: RankInfo,
         control: Control,
         profiler: ProfilerSettings,
@@ -71,7 +71,7 @@ class ProfiledReplicaFactory(TorchReplicaFactory):
     """Makes replicas that are profiled."""
 
     def __init__(
-        self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: ReplicaSettings, wanted: Any
+        self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: TorchSettings, wanted: Any
     ) -> None:
         super().__init__(operator_cls, config, settings)
         self.wanted: ProfilerSettings = wanted

@@ -1,6 +1,6 @@
-"""The trainer's calls other than training and validation: user functions, models, and saving and loading state.
+"""The TorchTrainer's calls other than training and validation: models, and saving and loading state. Worker.
 
-A trainer makes a `Call` of one of these functions, and every rank runs it with its replica. Worker.
+A trainer makes a `Call` of one of these functions, and every rank runs it with its replica.
 """
 
 from __future__ import annotations
@@ -8,48 +8,36 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd.errors import CheckpointError
 from raysgd.torch.checkpoint import shard_files, states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError
 from raysgd.torch.fsdp import gathered
-from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.snapshots import Snapshotter
+from raysgd.torch.replica import TorchReplica
+from raysgd.torch.snapshots import save_in_background
+from raysgd.training.replica_base import Refusal
 
-__all__ = ["CalledReplica", "Refusal"]
-
-
-class CalledReplica(Protocol):
-    """What these functions need from a replica."""
-
-    operator: TrainingOperator
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def in_shards(self) -> bool: ...
-
-    @property
-    def snapshots(self) -> Snapshotter: ...
-
-    def full_state(self, *, raw: bool = False) -> dict[str, Any]: ...
-
-    def take_over(self, read: Callable[[], dict[str, Any]], loads: int) -> None: ...
+__all__ = [
+    "Refusal",
+    "check",
+    "check_file",
+    "check_shards",
+    "checkpoint",
+    "get_model",
+    "random_state",
+    "restore",
+    "restore_file",
+    "restore_shards",
+    "save",
+    "save_shards",
+    "update_scheduler",
+    "verify_shards",
+]
 
 
-def apply_operator(replica: CalledReplica, function: Callable[[Any], Any]) -> Any:
-    return function(replica.operator)
-
-
-def apply(replica: CalledReplica, function: Callable[[], Any]) -> Any:
-    return function()
-
-
-def update_scheduler(replica: CalledReplica, metric: Any) -> None:
+def update_scheduler(replica: TorchReplica, metric: Any) -> None:
     schedulers = replica.operator._parts.schedulers
     if not schedulers:
         raise TypeError("update_scheduler needs a scheduler: register one with self.register(schedulers=...)")
@@ -57,7 +45,7 @@ def update_scheduler(replica: CalledReplica, metric: Any) -> None:
         scheduler.step(metric)
 
 
-def get_model(replica: CalledReplica) -> list[Any] | None:
+def get_model(replica: TorchReplica) -> list[Any] | None:
     """Return copies of the unwrapped models on the CPU, on rank 0. The training models stay where they are."""
     first, parts = replica.rank == 0, replica.operator._parts
     if parts.shards is not None:
@@ -66,17 +54,17 @@ def get_model(replica: CalledReplica) -> list[Any] | None:
     return [copy.deepcopy(model).cpu() for model in parts.models] if first else None
 
 
-def random_state(replica: CalledReplica) -> dict[str, Any]:
+def random_state(replica: TorchReplica) -> dict[str, Any]:
     return states.random_state()
 
 
-def checkpoint(replica: CalledReplica, ranks: list[Any]) -> Any:
+def checkpoint(replica: TorchReplica, ranks: list[Any]) -> Any:
     """Return the complete checkpoint as bytes, on rank 0. `ranks` are the random states of all ranks."""
     state = _complete(replica, ranks)
     return None if state is None else states.dump(state)
 
 
-def save(replica: CalledReplica, sink: Any, ranks: list[Any], blocking: bool) -> None:
+def save(replica: TorchReplica, sink: Any, ranks: list[Any], blocking: bool) -> None:
     """Send the checkpoint to `sink`, from rank 0: now, or a copy of it in the background."""
     state = _complete(replica, ranks)
     if state is None or replica.rank != 0:
@@ -84,28 +72,18 @@ def save(replica: CalledReplica, sink: Any, ranks: list[Any], blocking: bool) ->
     if blocking:
         sink.send(lambda file: states.write(state, file))
     else:
-        replica.snapshots.send(sink, state, in_shards=replica.in_shards)
+        save_in_background(sink, state, in_shards=replica.in_shards)
 
 
-def _complete(replica: CalledReplica, ranks: list[Any]) -> dict[str, Any] | None:
+def _complete(replica: TorchReplica, ranks: list[Any]) -> dict[str, Any] | None:
     """Return a checkpoint's content, on rank 0. If the model is sharded, all ranks take part, because each has a part of
     it."""
     return {**replica.full_state(), "rng": ranks} if replica.rank == 0 or replica.in_shards else None
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why a rank does not load a checkpoint. It is returned like a result, so that the generation continues. With
-    `unseen`, the rank does not see the file, and the driver has to send it."""
-
-    why: str
-    trace: str = ""
-    unseen: bool = False
-
-
-def _or_refusal(answer: Callable[[], None]) -> Refusal | None:
+def _or_refusal(load: Callable[[], None]) -> Refusal | None:
     try:
-        answer()
+        load()
         return None
     except UnseenError:
         return Refusal("a worker does not see the file", unseen=True)
@@ -113,16 +91,16 @@ def _or_refusal(answer: Callable[[], None]) -> Refusal | None:
         return Refusal(str(error), traceback.format_exc())
 
 
-def check(replica: CalledReplica, data: Any, trusted: bool) -> Refusal | None:
+def check(replica: TorchReplica, data: Any, trusted: bool) -> Refusal | None:
     return _or_refusal(lambda: check_fits(replica.operator, states.parse(data.data, trusted=trusted)))
 
 
-def restore(replica: CalledReplica, data: Any, trusted: bool, loads: int) -> Refusal | None:
+def restore(replica: TorchReplica, data: Any, trusted: bool, loads: int) -> Refusal | None:
     """Load a checkpoint. `loads` counts the user's loads; it is the same on each rank that has loaded this one."""
     return _or_refusal(lambda: replica.take_over(lambda: states.parse(data.data, trusted=trusted), loads))
 
 
-def check_file(replica: CalledReplica, file: SeenFile, trusted: bool) -> Refusal | None:
+def check_file(replica: TorchReplica, file: SeenFile, trusted: bool) -> Refusal | None:
     """Check whether this rank can read the file itself, and whether its content fits."""
 
     def look() -> None:
@@ -134,28 +112,28 @@ def check_file(replica: CalledReplica, file: SeenFile, trusted: bool) -> Refusal
     return _or_refusal(look)
 
 
-def restore_file(replica: CalledReplica, file: SeenFile, trusted: bool, loads: int) -> Refusal | None:
+def restore_file(replica: TorchReplica, file: SeenFile, trusted: bool, loads: int) -> Refusal | None:
     return _or_refusal(lambda: replica.take_over(lambda: states.read(file, trusted=trusted), loads))
 
 
-def save_shards(replica: CalledReplica, folder: str, ranks: list[Any]) -> shard_files.Files:
+def save_shards(replica: TorchReplica, folder: str, ranks: list[Any]) -> shard_files.Files:
     """Write this rank's shard files. Return their sizes and digests."""
     return shard_files.write(folder, {**replica.full_state(raw=True), "rng": ranks})
 
 
-def verify_shards(replica: CalledReplica, folder: str, files: shard_files.Files) -> Refusal | None:
+def verify_shards(replica: TorchReplica, folder: str, files: shard_files.Files) -> Refusal | None:
     """Compare the files' digests. Each rank checks some of them."""
     mine = sorted(files)[replica.rank :: replica.operator.world_size]
     return _or_refusal(lambda: shard_files.verify(folder, {name: files[name] for name in mine}))
 
 
-def check_shards(replica: CalledReplica, folder: str) -> Refusal | None:
+def check_shards(replica: TorchReplica, folder: str) -> Refusal | None:
     def look() -> None:
         check_fits(replica.operator, states.shaped(shard_files.read_outline(folder)), metadata_only=True)
 
     return _or_refusal(look)
 
 
-def restore_shards(replica: CalledReplica, folder: str, loads: int) -> Refusal | None:
+def restore_shards(replica: TorchReplica, folder: str, loads: int) -> Refusal | None:
     state = shard_files.read(folder, replica.operator)  # with the other ranks, so an error here must free them
     return _or_refusal(lambda: replica.take_over(lambda: state, loads))

@@ -1,4 +1,4 @@
-"""What a replica is told once, by the trainer. Plain values; decided on the driver."""
+"""What a replica of a TorchTrainer needs to know. Plain values, decided on the driver. Both."""
 
 from __future__ import annotations
 
@@ -6,30 +6,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raysgd.constants import VALID_SCHEDULER_STEP
+from raysgd.errors import ConfigError
 from raysgd.torch.exchange import Exchange
 from raysgd.torch.options import TrainingOptions
+from raysgd.training.settings import ReplicaSettings
 
-__all__ = ["ReplicaSettings"]
+__all__ = ["TorchSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaSettings:
-    """distributed: is there a process group (more than one worker at most)? threads: cores of this worker. exchange: makes
-    what carries gradients where the models are not wrapped.
-    `rows(name, dataset, deliver)` opens the way to the rows of a Ray Dataset that was made in a worker."""
+class TorchSettings(ReplicaSettings):
+    """Adds what only torch needs.
 
-    distributed: bool = False
-    use_gpu: bool = False
+    batch     `ElasticConfig.batch`
+    rows      `rows(name, dataset, deliver)` opens the rows of a Ray Dataset that was made in a worker
+    exchange  makes the object that averages gradients if the models are not wrapped
+    """
+
     wrap_ddp: bool = True
     add_dist_sampler: bool = True
     scheduler_step_freq: str | None = None
-    use_tqdm: bool = False
     precision: str = "fp32"
     use_fp16: Any = False
-    num_workers: int = 1
-    threads: int | None = None
     batch: Literal["per_worker", "global"] = "per_worker"
-    snapshot_every: Any = None
     rows: Callable[..., Any] | None = None
     options: TrainingOptions = field(default_factory=TrainingOptions)
     exchange: Callable[[], Exchange] = Exchange
+
+    def __post_init__(self) -> None:
+        freq = self.scheduler_step_freq
+        if freq is not None and freq not in VALID_SCHEDULER_STEP:
+            raise ConfigError(
+                f"scheduler_step_freq must be one of {sorted(VALID_SCHEDULER_STEP)} or None, got {freq!r}"
+            )

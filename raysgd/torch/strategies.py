@@ -37,13 +37,16 @@ class Strategy:
     check: Callable[..., None] = _accept_all
 
 
-def choose_strategy(name: str, options: TrainingOptions, horovod_args: Any) -> Strategy:
-    """Return the strategy of a backend, whose name has been checked. Raise `ConfigError` for options that it does not
-    have."""
+def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
+    """Return the strategy of a trainer's `backend`. Raise `ConfigError` for options that it does not have."""
+    name = ("nccl" if use_gpu else "gloo") if backend == "auto" else backend
+    if name not in ("gloo", "nccl", "horovod"):
+        raise ConfigError(f"backend must be 'auto', 'gloo', 'nccl' or 'horovod', got {backend!r}")
     if name in ("gloo", "nccl"):
         if horovod_args is not None:
             raise ConfigError(f"horovod_args are for backend='horovod', and the backend is {name!r}: leave one out")
-        return Strategy(make_backend=functools.partial(TorchBackend, name))
+        in_place = options.parallel != "fsdp"  # the shard of a failed worker is in a snapshot only
+        return Strategy(make_backend=functools.partial(TorchBackend, name, in_place=in_place))
     return _horovod(options, horovod_args)
 
 
@@ -77,16 +80,16 @@ def _horovod(options: TrainingOptions, horovod_args: Any) -> Strategy:
     )
 
 
-def _horovod_backend(*, in_place: bool, **limits: Any) -> Backend:
+def _horovod_backend(**given: Any) -> Backend:
     from raysgd.horovod.backend import HorovodBackend
 
-    return HorovodBackend(**limits)
+    return HorovodBackend(**given)
 
 
 def _check_horovod(*, use_gpu: bool, precision: str) -> None:
     if precision == "apex":
         raise ConfigError(
-            "precision='apex' and backend='horovod' would both take the optimizers over: use precision='fp16' or 'bf16'"
+            "precision='apex' and backend='horovod' would both replace the optimizers: use precision='fp16' or 'bf16'"
         )
     if use_gpu and not import_module("horovod.torch").cuda_built():
         raise ConfigError(

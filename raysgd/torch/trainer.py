@@ -1,39 +1,36 @@
-"""The class face for PyTorch: a trainer in the user's own script that drives operators on any number of workers."""
+"""The class API for PyTorch: a trainer in the user's script that drives operators on any number of workers. Driver."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, overload
 
 import torch
 
 from raysgd.callbacks.base import Callback
-from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, check_call
-from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
-from raysgd.core.ranks import RankInfo
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError
 from raysgd.torch import replica_calls, setup
-from raysgd.torch.arguments import check_num_workers
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.save_load import Checkpoints, SaveHandle
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.replica import TorchReplica
-from raysgd.torch.settings import ReplicaSettings
-from raysgd.torch.setup import TrainerArguments, opened
-from raysgd.training.call_runner import exclusive
-from raysgd.workers.inline_group import InlineGroup
+from raysgd.torch.options import TrainingOptions
+from raysgd.torch.settings import TorchSettings
+from raysgd.torch.strategies import choose_strategy
+from raysgd.training.arguments import check_common, needs_ray, refuse_unknown
+from raysgd.training.call_runner import CallRunner, exclusive
+from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
 
 __all__ = ["TorchTrainer"]
 
 
-class TorchTrainer:
-    """Trains a `TrainingOperator` on workers that may come and go.
+class TorchTrainer(TrainerBase):
+    """Trains a `TrainingOperator` on workers that can fail, leave and join.
 
         with TorchTrainer(training_operator_cls=Digits, num_workers=2, config={"lr": 0.1}) as trainer:
             for _ in range(3):
@@ -42,10 +39,49 @@ class TorchTrainer:
 
     What `train()` does:
 
-        every worker runs operator.train_epoch on its share of the epoch
+        every worker runs operator.train_epoch on its part of the epoch
         a worker fails          -> the others form a new process group and continue the epoch
         machines become free    -> new workers join at a batch boundary
         average what the workers measured, weighted by samples; return one dict
+
+    Arguments, all by keyword:
+
+        training_operator_cls  your subclass of `TrainingOperator`
+        initialization_hook    a function without arguments, called first in every worker process
+        config                 passed to the operator's `setup`; config["*batch_size"] is the batch of all workers together
+
+        num_workers            the largest number of workers; one runs in this process, without Ray
+        num_cpus_per_worker    CPUs that each worker reserves
+        resources_per_worker   Ray resources of each worker, such as {"CPU": 2, "GPU": 1}; overrides the other arguments
+        use_gpu                "auto": if this machine has a GPU
+        use_ray                True: run a single worker in a process of its own, too
+        use_local              no effect; v1 had it
+        elastic                an `ElasticConfig`: how training continues when workers fail, leave and join
+        timeout_s              limit in seconds for setting up workers, and for a single collective call
+
+        backend                "auto": "nccl" on GPUs, else "gloo"; or "horovod"
+        horovod_args           arguments of Horovod, for backend="horovod"
+        parallel               "ddp": every worker holds the model; "fsdp": each holds a part of it; None: you average
+                               the gradients; "auto": "ddp", or None with wrap_ddp=False
+        wrap_ddp               v1's name for `parallel`
+        ddp_args               arguments of DistributedDataParallel for every model; those of `register` take precedence
+        comm_hook              how DDP sends gradients: "fp16", "bf16", "powersgd", "batched_powersgd", or a dict with
+                               `name` and the arguments of PowerSGD
+        sync_batchnorm         BatchNorm layers use the statistics of all workers (on GPUs only)
+
+        precision              "fp32" (the default), "fp16", "bf16" or "apex"
+        use_fp16               v1's name for `precision`: True is "fp16", "apex" is "apex"
+        accumulate             batches per optimizer step
+        clip_norm              largest norm of an optimizer's gradients together
+        clip_value             largest absolute value of each gradient
+        compile                True, or arguments of `torch.compile`; each model is compiled by itself
+        channels_last          keep models and batches of images in the memory format that GPUs prefer for convolutions
+        scheduler_step_freq    when the default loop steps the schedulers: "batch", "epoch", or "manual" (never)
+        add_dist_sampler       divide the registered data among the workers
+
+        use_tqdm               show a progress bar
+        callbacks              `raysgd.callbacks.Callback` objects
+        logdir                 the folder of callbacks that write, relative to ~/ray_results; by default a new one there
     """
 
     def __init__(
@@ -57,32 +93,96 @@ class TorchTrainer:
         num_workers: int = 1,
         num_cpus_per_worker: float = 1,
         resources_per_worker: Mapping[str, float] | None = None,
-        use_gpu: bool | str = "auto",
-        backend: str = "auto",
-        wrap_ddp: bool = True,
-        timeout_s: float = 1800,
-        use_fp16: bool | str = False,
-        precision: str | None = None,
-        use_tqdm: bool = False,
-        add_dist_sampler: bool = True,
-        scheduler_step_freq: str | None = None,
-        use_local: bool = False,
+        use_gpu: bool | Literal["auto"] = "auto",
         use_ray: bool | None = None,
+        use_local: bool = False,
         elastic: ElasticConfig | None = None,
+        timeout_s: float = 1800,
+        backend: Literal["auto", "gloo", "nccl", "horovod"] = "auto",
+        horovod_args: Mapping[str, Any] | None = None,
+        parallel: Literal["auto", "ddp", "fsdp"] | None = "auto",
+        wrap_ddp: bool = True,
+        ddp_args: Mapping[str, Any] | None = None,
+        comm_hook: str | Mapping[str, Any] | None = None,
+        sync_batchnorm: bool = False,
+        precision: Literal["fp32", "fp16", "bf16", "apex"] | None = None,
+        use_fp16: bool | Literal["apex"] = False,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        compile: bool | Mapping[str, Any] = False,
+        channels_last: bool = False,
+        scheduler_step_freq: Literal["batch", "epoch", "manual"] | None = None,
+        add_dist_sampler: bool = True,
+        use_tqdm: bool = False,
         callbacks: Sequence[Callback] = (),
         logdir: str | os.PathLike[str] | None = None,
-        **more: Any,
+        **unknown: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "more")}
-        plan = setup.plan(TrainerArguments(**given, more=more))
-        self.config, self.use_gpu, self.max_replicas = plan.config, plan.use_gpu, num_workers
-        self._factory, self._calls = plan.factory, plan.calls
-        self._engine = setup.engine(plan)
-        self._checkpoints = Checkpoints(self._engine)
-        self._validations = 0
-        self._calls.start(self._engine)
+        setup.warn_without_effect(use_local and num_workers != 1, unknown.pop("serialize_data_creation", False))
+        refuse_unknown(TorchTrainer, unknown, setup.REMOVED)
+        check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
+        self.config, worker_config = setup.per_worker_config(config, num_workers)
+        resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
+        options = TrainingOptions(
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            compile=compile,
+            channels_last=channels_last,
+            sync_batchnorm=sync_batchnorm,
+            ddp_args={} if ddp_args is None else ddp_args,
+            comm_hook=comm_hook,
+            parallel=setup.resolve_parallel(parallel, wrap_ddp),
+        )
+        settings = TorchSettings(
+            num_workers=num_workers,
+            use_gpu=self.use_gpu,
+            use_tqdm=use_tqdm,
+            precision=setup.resolve_precision(precision, use_fp16),
+            use_fp16=use_fp16 or precision in ("fp16", "apex"),
+            scheduler_step_freq=scheduler_step_freq,
+            add_dist_sampler=add_dist_sampler,
+            options=options,
+        )
+        strategy = choose_strategy(backend, options, horovod_args, use_gpu=self.use_gpu)
+        remote = needs_ray(use_ray, num_workers, resources, elsewhere=setup.gpu_elsewhere(resources))
+        run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
+        calls, elastic = CallRunner(callbacks, run, bar=use_tqdm), elastic or ElasticConfig()
+        if options.parallel == "fsdp":
+            elastic = replace(elastic, grow=False)  # nobody else has the shards that a new worker would need
+        settings = setup.completed(settings, strategy, resources, elastic, remote=remote)
+        self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
+        limits = limits_of(timeout_s, elastic)
+        make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
+        engine = make_engine(self._factory, calls, resources, elastic, limits, initialization_hook, make_backend)
+        self._checkpoints = Checkpoints(engine)
+        super().__init__(engine, calls, num_workers)
 
     # -- training -------------------------------------------------------------------------------------
+
+    @overload
+    def train(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: Literal[True] = True,
+        max_retries: int = 3,
+        info: Mapping[str, Any] | None = None,
+        dataset: Any = None,
+    ) -> Metrics: ...
+
+    @overload
+    def train(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        *,
+        reduce_results: Literal[False],
+        max_retries: int = 3,
+        info: Mapping[str, Any] | None = None,
+        dataset: Any = None,
+    ) -> list[Metrics]: ...
 
     @exclusive
     def train(
@@ -93,45 +193,17 @@ class TorchTrainer:
         max_retries: int = 3,
         info: Mapping[str, Any] | None = None,
         dataset: Any = None,
-    ) -> Any:
-        """Trains to the end of the epoch, or `num_steps` batches on each worker; returns what was measured.
+    ) -> Metrics | list[Metrics]:
+        """Train to the end of the epoch, or `num_steps` batches on each worker. Return what was measured.
 
-        `dataset` is what this call trains on instead: a `raysgd.data.Dataset`, or a Ray Dataset (from its first row on).
-        `max_retries` bounds the losses of workers that this call survives (-1: no bound). With
-        `reduce_results=False` the answer is a list of each worker's own results.
+        `dataset` is used by this call instead of the registered data: a `raysgd.data.Dataset`, or a Ray Dataset (from its
+        first row on). `max_retries` is how many worker failures this call may have (-1: any number). With
+        `reduce_results=False`, return a list with each worker's own results.
         """
         check_call(num_steps, max_retries, info)
-        arguments = {
-            "num_steps": num_steps,
-            "profile": profile,
-            "info": self._engine.pack(dict(info) if info is not None else None),
-            "dataset": self._engine.pack(opened(dataset, self._engine.group)),
-        }
-        self._checkpoints.raise_failed()
-        job = Job(Call(TorchReplica.train, arguments), again="resume", max_failures=max_retries)
+        data = self._engine.pack(setup.opened(dataset, self._engine.group))
+        job = self._train_job(num_steps, profile, info, max_retries, dataset=data)
         result, each = self._calls.measure(self._engine, "train", job)
-        return result if reduce_results else each
-
-    @exclusive
-    def validate(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        reduce_results: bool = True,
-        info: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """One pass over the validation data, every row once; returns what was measured."""
-        check_call(num_steps, 0, info)
-        self._validations += 1
-        arguments = {
-            "num_steps": num_steps,
-            "profile": profile,
-            "info": self._engine.pack(dict(info) if info is not None else None),
-            "call": self._validations,
-        }
-        self._checkpoints.raise_failed()
-        job = Job(Call(TorchReplica.validate, arguments))
-        result, each = self._calls.measure(self._engine, "validate", job)
         return result if reduce_results else each
 
     @exclusive
@@ -140,31 +212,15 @@ class TorchTrainer:
         self._engine.run(Job(Call(replica_calls.update_scheduler, {"metric": metric}), again="keep"))
         self._engine.state_changed_by_hand()
 
-    @exclusive
-    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
-        """Runs a function without arguments in every worker process; the answers in rank order."""
-        return self._apply(replica_calls.apply, fn)
-
-    @exclusive
-    def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
-        """Runs `fn(operator)` in every worker; the answers in rank order."""
-        return self._apply(replica_calls.apply_operator, fn)
-
-    def _apply(self, method: Callable[..., Any], fn: Callable[..., Any]) -> list[Any]:
-        if not callable(fn):
-            raise ConfigError(f"fn must be a function, got {fn!r}")
+    def _raise_earlier_error(self) -> None:
         self._checkpoints.raise_failed()
-        call = Call(method, {"function": self._engine.pack(fn)})
-        parts = self._engine.run(Job(call, again="keep"))
-        self._engine.state_changed_by_hand()
-        return [outcome.value for outcome in parts[-1].outcomes if hasattr(outcome, "value")]
 
     # -- models and state -----------------------------------------------------------------------------
 
     @exclusive
     def get_model(self, to_cpu: bool = False) -> Any:
-        """The trained model (a list of several), bare, as a copy of your own. On the GPU where this process has one
-        and the workers use them, unless `to_cpu`."""
+        """Return a copy of the trained model, unwrapped; a list if there are several. It is on the GPU if the workers use GPUs
+        and this process has one, unless `to_cpu`."""
         models: list[Any] = self._first(replica_calls.get_model)
         if self.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.cuda() for model in models]
@@ -172,97 +228,82 @@ class TorchTrainer:
 
     @exclusive
     def get_local_operator(self) -> TrainingOperator:
-        """An operator in this process with the current state; with one inline worker, the very one that trains."""
-        if isinstance(self._engine.group, InlineGroup):
-            operator: TrainingOperator = self._first(replica_calls.apply_operator, function=lambda operator: operator)
-            return operator
-        settings = ReplicaSettings(
-            scheduler_step_freq=self._factory.settings.scheduler_step_freq, num_workers=1, precision="fp32"
-        )
-        operator = self._factory.operator_cls(dict(self._factory.config), settings=settings, rank_info=RankInfo())
-        states.restore(operator, self.state_dict())
+        """Return an operator in this process with the current state; with one inline worker, the one that trains."""
+        operator: TrainingOperator | None = self._inline_operator()
+        if operator is None:
+            settings = TorchSettings(scheduler_step_freq=self._factory.settings.scheduler_step_freq)
+            operator = self._factory.operator_cls(dict(self._factory.config), settings=settings)
+            states.restore(operator, self.state_dict())
         return operator
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:
-        """Everything a checkpoint holds, as one dictionary with tensors on the CPU."""
-        self._checkpoints.raise_failed()
+        """Return the content of a checkpoint as one dictionary, with tensors on the CPU."""
+        self._raise_earlier_error()
         return states.parse(self._checkpoints.content(), trusted=True)
 
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
-        """Takes what `state_dict` gave, of any number of workers. Checked on every worker first: a state that does
-        not fit raises, and changes nothing. (It always blocks; `blocking` is there for v1's sake.)"""
-        self._checkpoints.raise_failed()
+        """Load what `state_dict` returned, for any number of workers. Every worker checks the state first: one that does not
+        fit raises CheckpointError, and changes nothing. (`blocking` has no effect; v1 had it.)"""
+        self._raise_earlier_error()
         self._checkpoints.restore(states.dump_given(state_dict), trusted=True)
+
+    @overload
+    def save(
+        self, checkpoint: str | os.PathLike[str], *, blocking: Literal[True] = True, sharded: bool = False
+    ) -> str: ...
+
+    @overload
+    def save(
+        self, checkpoint: str | os.PathLike[str], *, blocking: Literal[False], sharded: bool = False
+    ) -> SaveHandle: ...
+
+    @overload
+    def save(
+        self, checkpoint: str | os.PathLike[str], *, blocking: bool, sharded: bool = False
+    ) -> str | SaveHandle: ...
 
     @exclusive
     def save(
         self, checkpoint: str | os.PathLike[str], *, blocking: bool = True, sharded: bool = False
     ) -> str | SaveHandle:
-        """Writes a checkpoint to a path or a URI, whole or not at all; returns where it is. With `blocking=False` training can go on after
-        one copy in memory, and the answer is a handle. `sharded`: a directory that every worker writes its part of."""
-        self._checkpoints.raise_failed()
+        """Save a checkpoint to a path or a URI, completely or not at all. Return its path.
+
+        With `blocking=False`, training can continue as soon as the state was copied in memory, and a handle is returned.
+        With `sharded=True`, the checkpoint is a directory to which every worker writes its part.
+        """
+        self._raise_earlier_error()
         saved: str | SaveHandle = self._checkpoints.save(checkpoint, blocking=blocking, sharded=sharded)
         return saved
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> None:
-        """Takes a checkpoint from a path or a URI, of any number of workers. Runs no code from it, unless it is `trusted`
-        (for operator state of your own types, and for what was saved `sharded`)."""
-        self._checkpoints.raise_failed()
+        """Load a checkpoint from a path or a URI, for any number of workers. No code in it is run, unless it is `trusted` (for
+        operator state of your own types, and for what was saved with `sharded=True`)."""
+        self._raise_earlier_error()
         self._checkpoints.load(checkpoint, trusted=trusted)
 
     def restore(self, *args: Any) -> None:
         raise DeprecationWarning("restore() is called load() for TorchTrainer")
 
-    def _first(self, method: Callable[..., Any], **given: Any) -> Any:
-        self._checkpoints.raise_failed()
-        return self._engine.run(Job(Call(method, given)))[-1].values[0]
-
     # -- the group ------------------------------------------------------------------------------------
 
     @property
-    def world_size(self) -> int:
-        """How many workers there are now."""
-        return self._engine.world_size
+    def max_replicas(self) -> int:
+        """Return the argument `num_workers`; v1's name for it."""
+        return self._factory.settings.num_workers
 
-    @property
-    def recoveries(self) -> list[Recovery]:
-        """Every change of the membership so far: losses, growth, preemptions."""
-        return self._engine.recoveries
-
-    @property
-    def history(self) -> History:
-        """Every result of `train` and `validate` so far, as a table."""
-        return self._calls.history
-
-    @property
-    def logdir(self) -> Path:
-        """Where callbacks write. It is made when one of them does."""
-        return self._calls.run.folder
-
-    def __repr__(self) -> str:
-        return self._calls.describe(self._engine)
-
-    @exclusive
-    def resize(self, num_workers: int) -> None:
-        """Sets the number of workers, in the middle of an epoch too; waits until missing ones have joined."""
-        check_num_workers(num_workers)
-        if not self._factory.settings.distributed and num_workers > 1:
-            raise ConfigError(
-                "a trainer made with num_workers=1 has no process group and cannot grow: make it with num_workers=2 or "
-                "more (ElasticConfig(min_workers=1) lets it shrink to one)"
-            )
+    def _check_resize(self, num_workers: int) -> None:
         if self._factory.settings.options.parallel == "fsdp":
             raise ConfigError(
                 "with parallel='fsdp' each worker holds a part of the model: save, and load into a trainer with "
                 f"num_workers={num_workers}"
             )
-        self._engine.resize(num_workers)
 
     def shutdown(self, force: bool = False) -> None:
-        """Ends the workers, after saves in the background. A second call is fine; any other call afterwards is an error."""
+        """End the workers, after saves in the background. A second call does nothing; any other call afterwards raises an
+        error."""
         try:
             if not force:
                 self._checkpoints.finish()
@@ -273,20 +314,11 @@ class TorchTrainer:
             finally:
                 self._calls.end()
         if not force:
-            self._checkpoints.raise_failed()
-
-    def __enter__(self) -> TorchTrainer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._calls.exited(error)
-        self.shutdown(force=kind is not None)
+            self._raise_earlier_error()
 
     @classmethod
     def as_trainable(cls, *args: Any, override_tune_step: Any = None, **kwargs: Any) -> Any:
-        """A Tune Trainable class that trains with these arguments (extra: tune)."""
+        """Return a Tune Trainable class that trains with these arguments (extra: tune)."""
         from importlib import import_module
 
         return import_module("raysgd.tune").torch_trainable(cls, *args, override_tune_step=override_tune_step, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from raysgd.callbacks.base import TRACES, Kind, Result, Run, Underway
 from raysgd.callbacks.callback_list import CallbackList, check_callbacks
@@ -19,24 +19,19 @@ from raysgd.engine.worker_table import WorkerInfo
 
 __all__ = ["CallRunner", "exclusive"]
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-S = TypeVar("S")
-
-
-def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def exclusive(method: F) -> F:
     """Let only one thread at a time call the trainer's methods with this decorator. Other threads get a
     TrainerBusyError."""
 
     @functools.wraps(method)
-    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        trainer: Any = self
-        with trainer._engine.claim(f"{method.__name__}()"):
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with self._engine.claim(f"{method.__name__}()"):
             return method(self, *args, **kwargs)
 
-    return call
+    return cast(F, call)
 
 
 class CallRunner:

@@ -57,7 +57,7 @@ def test_the_global_batch_is_split_and_the_callers_dict_left_alone(trainer: Torc
 
 
 def test_use_local_warns(trainer: TorchTrainer) -> None:
-    assert "no rank lives in the driver any more" in trainer.warned  # type: ignore[attr-defined]
+    assert "no rank runs in the driver" in trainer.warned  # type: ignore[attr-defined]
 
 
 def test_hook_first_then_the_meeting_then_setup(trainer: TorchTrainer) -> None:

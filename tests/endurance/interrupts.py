@@ -68,7 +68,7 @@ def actions(ground: Ground, path: Path) -> dict[str, Callable[[], object]]:
         "train": trainer.train,
         "validate": trainer.validate,
         "save": lambda: trainer.save(path),
-        "background": lambda: trainer.save(path, blocking=False).result(timeout=30),  # type: ignore[union-attr]
+        "background": lambda: trainer.save(path, blocking=False).result(timeout=30),
         "load": lambda: trainer.load(path),
         "state": trainer.state_dict,
         "grow": lambda: trainer.resize(3),

@@ -7,7 +7,7 @@ lightning = pytest.importorskip("lightning", reason="needs Lightning: pip instal
 
 from raysgd import TorchTrainer, TrainingOperator  # noqa: E402
 from raysgd.torch.options import TrainingOptions  # noqa: E402
-from raysgd.torch.settings import ReplicaSettings  # noqa: E402
+from raysgd.torch.settings import TorchSettings  # noqa: E402
 from tests.lightning import modules  # noqa: E402
 
 EPOCHS = 3
@@ -59,7 +59,7 @@ def test_equal_weights_with_clipping(algorithm):
     by_lightning(theirs, gradient_clip_val=0.03, gradient_clip_algorithm=algorithm)
 
     options = TrainingOptions(**{f"clip_{algorithm}": 0.03})
-    operator = TrainingOperator.from_ptl(modules.Net)(settings=ReplicaSettings(options=options))
+    operator = TrainingOperator.from_ptl(modules.Net)(settings=TorchSettings(options=options))
     for epoch in range(EPOCHS):
         operator.train_epoch(operator.module.train_dataloader(), epoch_idx=epoch)
     ours = operator.module.state_dict()

@@ -10,7 +10,7 @@ lightning = pytest.importorskip("lightning", reason="needs Lightning: pip instal
 from raysgd import TorchTrainer, TrainingOperator  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
 from raysgd.torch.options import TrainingOptions  # noqa: E402
-from raysgd.torch.settings import ReplicaSettings  # noqa: E402
+from raysgd.torch.settings import TorchSettings  # noqa: E402
 from tests.lightning.modules import Adversaries, Net, Plateau, rows  # noqa: E402
 
 
@@ -107,4 +107,4 @@ def test_validation_needs_its_step():
 )
 def test_refused_keywords(module_cls, options, message):
     with pytest.raises(ConfigError, match=message):
-        TrainingOperator.from_ptl(module_cls)(settings=ReplicaSettings(options=TrainingOptions(**options)))
+        TrainingOperator.from_ptl(module_cls)(settings=TorchSettings(options=TrainingOptions(**options)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from raysgd.core.messages import SnapshotUpload
@@ -14,14 +13,12 @@ from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
-from raysgd.torch.data.sources import Drawn, PlannedSource
-from raysgd.torch.feed import Feed
-from raysgd.torch.position import Position
+from raysgd.torch.data.sources import PlannedSource
+from raysgd.training.feed import Drawn, Feed
+from raysgd.training.position import Position
 from tests.simulation.network import NetworkError
 
 __all__ = ["SimReplica", "Step", "UserError"]
-
-CARRIER: Any = SimpleNamespace(ahead=False, send=lambda batch: batch, arrived=lambda batch: batch)
 
 # One applied step: its epoch, and the samples of all ranks together, as a range of the epoch's order.
 Step = tuple[int, int, int]
@@ -96,7 +93,6 @@ class SimReplica:
             self._control,
             limit=num_steps,
             shared=True,
-            carrier=CARRIER,
             on_commit=self._on_commit,
         )
         try:

@@ -12,7 +12,7 @@ import pytest
 from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.engine.generation import Generation
 from raysgd.engine.worker_table import WorkerInfo
-from raysgd.torch.feed import Feed
+from raysgd.training.feed import Feed
 from tests.simulation.seeds import Summary, simulate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -47,7 +47,7 @@ def _skip_agreement(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_what_was_applied(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Feed, "cut_short", lambda self: None)
+    patch.setattr(Feed, "cut_short", lambda self: False)
 
 
 def _use_samples_twice(patch: pytest.MonkeyPatch) -> None:

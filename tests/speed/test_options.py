@@ -7,6 +7,7 @@ import pytest
 from raysgd import ConfigError, ElasticConfig
 from raysgd.torch import TorchTrainer
 from raysgd.torch.options import TrainingOptions
+from raysgd.torch.setup import resolve_parallel
 from tests.torch.small import Line, inline
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -28,9 +29,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"parallel": None, "ddp_args": {"static_graph": True}}, "ddp_args is for DistributedDataParallel"),
     ({"wrap_ddp": False, "comm_hook": "fp16"}, "comm_hook is for DistributedDataParallel, but parallel is None"),
     ({"parallel": "fsdp", "channels_last": True}, "cannot keep channels_last"),
-    ({"parallel": "fsdp", "precision": "fp16"}, "goes with precision 'fp32' or 'bf16'"),
+    ({"parallel": "fsdp", "precision": "fp16"}, "needs precision 'fp32' or 'bf16'"),
     ({"parallel": "fsdp", "elastic": ElasticConfig(snapshot_every=2.5)}, "their clocks differ"),
-    ({"accumulate": 2, "ddp_args": {"static_graph": True}}, "does not go with accumulate"),
+    ({"accumulate": 2, "ddp_args": {"static_graph": True}}, "cannot be combined with accumulate"),
     ({"sync_batchnorm": True, "num_workers": 2}, "sync_batchnorm=True needs GPUs"),
     ({"comm_hook": "bf16", "num_workers": 2}, "comm_hook='bf16' needs GPUs"),
     (
@@ -38,7 +39,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"comm_hook has no \['rank'\]; it takes .*'matrix_approximation_rank'",
     ),
     ({"comm_hook": {"name": "powersgd", "start_powerSGD_iter": 1}}, "comm_hook=.*start_powerSGD_iter"),
-    ({"precision": "apex", "accumulate": 2, "num_workers": 2}, "aside, where DDP does not see them"),
+    (
+        {"precision": "apex", "accumulate": 2, "num_workers": 2},
+        "gradients of earlier batches where DDP does not see them",
+    ),
 ]
 
 
@@ -61,7 +65,7 @@ def test_arguments_of_a_wrapper_that_is_not_there() -> None:
 
 
 def test_unknown_keywords_are_refused_as_ever() -> None:
-    with pytest.raises(TypeError, match="TorchTrainer takes no argument 'acumulate'"):
+    with pytest.raises(TypeError, match="TorchTrainer takes no argument 'acumulate': did you mean 'accumulate'"):
         inline(acumulate=4)
     with pytest.raises(DeprecationWarning, match="num_replicas"):
         inline(num_replicas=2)
@@ -73,9 +77,11 @@ def test_one_worker_takes_what_is_for_several() -> None:
         assert trainer.train()["batch_count"] == 3
 
 
-def test_what_is_taken_and_what_is_left() -> None:
-    options, rest = TrainingOptions.taken_from({"accumulate": 2, "ddp_args": None, "other": 1})
-    assert (options.accumulate, options.parallel, dict(options.ddp_args), rest) == (2, "ddp", {}, {"other": 1})
-    assert TrainingOptions.taken_from({}, wrap_ddp=False)[0].parallel is None
+def test_wrap_ddp_is_another_name_for_parallel() -> None:
+    assert [resolve_parallel(given, True) for given in ("auto", "ddp", "fsdp", None)] == ["ddp", "ddp", "fsdp", None]
+    assert [resolve_parallel(given, False) for given in ("auto", None)] == [None, None]
+
+
+def test_a_comm_hook_may_have_arguments() -> None:
     named = TrainingOptions(comm_hook={"name": "powersgd", "matrix_approximation_rank": 2})
     assert (named.hook_name, named.hook_args) == ("powersgd", {"matrix_approximation_rank": 2})

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.data import prefetch
-from raysgd.torch.data.prefetch import Ahead, Carrier, CudaCarrier, make_carrier
-from raysgd.torch.data.sources import Drawn
+from raysgd.torch.data.prefetch import CudaCarrier, make_carrier
+from raysgd.training.feed import Carrier, Drawn, LookAhead
 
 CPU = torch.device("cpu")
 Point = namedtuple("Point", "x y")
@@ -84,7 +84,7 @@ def test_containers_keep_their_kind(streams: Streams) -> None:
 
 def test_one_is_ahead_and_the_last_is_known() -> None:
     log: list[int] = []
-    ahead = Ahead(drawn(3, log), Carrier(CPU), None)
+    ahead = LookAhead(drawn(3, log), Carrier(), None)
     seen = [(each.batch, ahead.last, len(log)) for each in ahead]
     assert seen == [(0, False, 2), (1, False, 3), (2, True, 3)]
 
@@ -92,7 +92,7 @@ def test_one_is_ahead_and_the_last_is_known() -> None:
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_it_draws_no_more_than_the_call_needs(most: int) -> None:
     log: list[int] = []
-    ahead = Ahead(drawn(3, log), Carrier(CPU), most)
+    ahead = LookAhead(drawn(3, log), Carrier(), most)
     seen = [(each.batch, ahead.last) for each in ahead]
     assert [number for number, _ in seen] == log == list(range(most))
     assert [last for _, last in seen] == [False] * (most - 1) + [True] * (most > 0)
@@ -103,7 +103,7 @@ def test_an_error_in_the_data_comes_once_and_nothing_is_dealt_twice() -> None:
         yield Drawn("first", 1)
         raise OSError("disk")
 
-    ahead = Ahead(broken(), Carrier(CPU), None)
+    ahead = LookAhead(broken(), Carrier(), None)
     with pytest.raises(OSError, match="disk"):
         next(ahead)
     assert list(ahead) == []
@@ -152,7 +152,7 @@ def test_cuda_gets_a_stream_and_the_right_numbers() -> None:
     carrier = make_carrier(device, channels_last=True)
     assert isinstance(carrier, CudaCarrier)
     batches = [torch.full((4, 3, 8, 8), float(number)) for number in range(8)]
-    arrived = Ahead((Drawn(batch, 0) for batch in batches), carrier, None)
+    arrived = LookAhead((Drawn(batch, 0) for batch in batches), carrier, None)
     for number, each in enumerate(arrived):
         assert each.batch.device == device and each.batch.is_contiguous(memory_format=torch.channels_last)
         assert float(each.batch.sum()) == number * each.batch.numel()

@@ -11,7 +11,9 @@ tf = pytest.importorskip("tensorflow")
 from raysgd.core.ranks import RankInfo  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
 from raysgd.tf.channel import Channel  # noqa: E402
-from raysgd.tf.data import Drawn, OwnSource, SharedSource, make_source  # noqa: E402
+from raysgd.tf.data import OwnSource, SharedSource, make_source  # noqa: E402
+from raysgd.training.feed import Drawn  # noqa: E402
+from raysgd.training.position import Position  # noqa: E402
 
 
 def numbers(count: int = 23, size: int = 5, seed: int | None = None) -> Any:
@@ -23,13 +25,17 @@ def rank_infos(world: int) -> list[RankInfo]:
     return [RankInfo(world_rank=rank, world_size=world) for rank in range(world)]
 
 
+def shared(data: Any, *, epoch: int = 1, pad: bool = True) -> SharedSource:
+    return SharedSource(data, Position(epoch=epoch), pad=pad)
+
+
 def rows(drawn: Drawn) -> list[int]:
     return [int(row) for row in drawn.batch] if drawn.fresh else []
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_each_row_once_and_shares_add_up(world: int) -> None:
-    ranks = [list(SharedSource(numbers(), pad=True).batches(rank_info, 1, 0)) for rank_info in rank_infos(world)]
+    ranks = [list(shared(numbers()).batches(rank_info, 0)) for rank_info in rank_infos(world)]
     assert {len(rank) for rank in ranks} == {5}
     for step in zip(*ranks, strict=True):
         assert sum(drawn.share for drawn in step) == pytest.approx(1)
@@ -38,28 +44,28 @@ def test_each_row_once_and_shares_add_up(world: int) -> None:
 
 
 def test_in_a_validation_nobody_repeats() -> None:
-    ranks = [list(SharedSource(numbers(), pad=False).batches(rank_info, 1, 0)) for rank_info in rank_infos(7)]
+    ranks = [list(shared(numbers(), pad=False).batches(rank_info, 0)) for rank_info in rank_infos(7)]
     assert sorted(row for rank in ranks for drawn in rank for row in rows(drawn)) == list(range(23))
     assert all(drawn.fresh for rank in ranks for drawn in rank)
 
 
 def test_another_number_of_ranks_takes_up_a_shuffled_epoch() -> None:
-    def fresh() -> SharedSource:
+    def fresh(epoch: int) -> SharedSource:
         tf.random.set_seed(1)
-        return SharedSource(numbers(seed=4), pad=True)
+        return shared(numbers(seed=4), epoch=epoch)
 
-    whole = [rows(drawn) for drawn in fresh().batches(rank_infos(1)[0], 3, 0)]
-    rest = [list(fresh().batches(rank_info, 3, 2)) for rank_info in rank_infos(2)]
+    whole = [rows(drawn) for drawn in fresh(3).batches(rank_infos(1)[0], 0)]
+    rest = [list(fresh(3).batches(rank_info, 2)) for rank_info in rank_infos(2)]
     assert [rows(one) + rows(other) for one, other in zip(*rest, strict=True)] == whole[2:]
-    assert whole != [rows(drawn) for drawn in fresh().batches(rank_infos(1)[0], 1, 0)], "epochs differ"
+    assert whole != [rows(drawn) for drawn in fresh(1).batches(rank_infos(1)[0], 0)], "epochs differ"
 
 
 def test_a_call_goes_on_where_the_last_one_ended() -> None:
-    source, rank_info = SharedSource(numbers(seed=4), pad=True), rank_infos(1)[0]
-    first = source.batches(rank_info, 1, 0)
+    source, rank_info = shared(numbers(seed=4)), rank_infos(1)[0]
+    first = source.batches(rank_info, 0)
     seen = rows(next(first)) + rows(next(first))
     undone = rows(next(first))
-    again = source.batches(rank_info, 1, 2)
+    again = source.batches(rank_info, 2)
     assert rows(next(again)) == undone, "drawn, but never committed: its turn again"
     seen += undone + [row for drawn in again for row in rows(drawn)]
     assert sorted(seen) == list(range(23))
@@ -67,7 +73,7 @@ def test_a_call_goes_on_where_the_last_one_ended() -> None:
 
 def test_any_iterable_of_batches_will_do() -> None:
     batches = [np.arange(4), np.arange(4, 7)]
-    ranks = [list(SharedSource(batches, pad=True).batches(rank_info, 1, 0)) for rank_info in rank_infos(2)]
+    ranks = [list(shared(batches).batches(rank_info, 0)) for rank_info in rank_infos(2)]
     assert [rows(drawn) for drawn in ranks[0]] == [[0, 1], [4, 5]]
     assert [rows(drawn) for drawn in ranks[1]] == [[2, 3], [6]]
 
@@ -84,8 +90,8 @@ class Ensemble(Channel):
 
 
 def test_who_has_less_of_his_own_repeats_without_weight() -> None:
-    source = OwnSource(numbers(5), Ensemble([5, 3, 0]), together=True)
-    drawn = list(source.batches(rank_infos(2)[0], 1, 0))
+    source = OwnSource(numbers(5), numbers(5), Ensemble([5, 3, 0]), together=True)
+    drawn = list(source.batches(rank_infos(2)[0], 0))
     assert [(len(each.batch), each.share, each.fresh) for each in drawn] == [(5, 0.5, True), (5, 0.0, False)]
     assert drawn[0].rows == 10 and drawn[1].rows == 3
 
@@ -100,7 +106,7 @@ def test_by_file_each_rank_reads_files_of_its_own(tmp_path: Path) -> None:
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
     ranks = []
     for rank_info in rank_infos(2):
-        source = make_source(data.with_options(options), rank_info, Ensemble([]), training=False)
+        source = make_source(data.with_options(options), Position(), rank_info, Ensemble([]), training=False)
         assert isinstance(source, OwnSource)
         ranks.append([row.decode() for batch in source.data for row in batch.numpy()])
     assert {row[0] for row in ranks[0]}.isdisjoint({row[0] for row in ranks[1]})
@@ -111,7 +117,7 @@ def test_policies() -> None:
     def source(name: str) -> Any:
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[name]
-        return make_source(numbers().with_options(options), rank_infos(2)[1], Ensemble([]), training=True)
+        return make_source(numbers().with_options(options), Position(), rank_infos(2)[1], Ensemble([]), training=True)
 
     assert isinstance(source("AUTO"), SharedSource) and isinstance(source("DATA"), SharedSource)
     assert isinstance(source("OFF"), OwnSource)

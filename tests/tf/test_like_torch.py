@@ -1,4 +1,4 @@
-"""What TorchTrainer does and TFTrainer should do alike. Each part that it does not yet do is a test that must fail until it does."""
+"""What TorchTrainer and TFTrainer do alike."""
 
 import functools
 import json
@@ -17,7 +17,6 @@ from raysgd.tf import TFTrainer  # noqa: E402
 from tests.background import Background  # noqa: E402
 from tests.tf.small import Small  # noqa: E402
 
-NOT_RAISED = pytest.fail.Exception
 SCRIPT = Path(__file__).with_name("like_torch.py")
 
 
@@ -31,7 +30,6 @@ class Empty(Small):
         self.register_data(**{name: each.take(0) if name in config["empty"] else each for name, each in data.items()})
 
 
-@pytest.mark.xfail(strict=True, raises=NOT_RAISED, reason="TFTrainer trains zero batches on an empty data set silently")
 def test_an_epoch_without_a_batch_is_an_error() -> None:
     with (
         TFTrainer(training_operator_cls=Empty, config={"empty": ["train_dataset"]}) as trainer,
@@ -40,7 +38,6 @@ def test_an_epoch_without_a_batch_is_an_error() -> None:
         trainer.train()
 
 
-@pytest.mark.xfail(strict=True, raises=NOT_RAISED, reason="TFTrainer validates on an empty data set silently")
 def test_a_validation_without_a_batch_is_an_error() -> None:
     with (
         TFTrainer(training_operator_cls=Empty, config={"empty": ["validation_dataset"]}) as trainer,
@@ -63,16 +60,11 @@ class ShortValidation(Small):
         return {"batches": sum(1 for _ in val_iterator)}
 
 
-UNASKED = "TFTrainer passes arguments that the override does not take"
-
-
-@pytest.mark.xfail(strict=True, raises=TypeError, reason=UNASKED)
 def test_a_training_loop_gets_the_arguments_that_it_takes() -> None:
     with TFTrainer(training_operator_cls=ShortLoop) as trainer:
         assert trainer.train()["batches"] == 11
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason=UNASKED)
 def test_a_validation_gets_the_arguments_that_it_takes() -> None:
     with TFTrainer(training_operator_cls=ShortValidation) as trainer:
         assert trainer.validate()["batches"] == 11
@@ -85,7 +77,6 @@ class LastProgress(Callback):
         self.progress = now.progress
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="TFTrainer does not publish the last progress of a call")
 def test_the_last_progress_of_a_call_is_its_end() -> None:
     heard = LastProgress()
     with TFTrainer(training_operator_cls=Small, callbacks=[heard]) as trainer:
@@ -115,9 +106,6 @@ def _facts(background: Background) -> dict[str, Any]:
 @pytest.mark.script(run=run)
 @pytest.mark.elastic
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="TFTrainer repeats an interrupted validation from the first batch"
-)
 def test_an_interrupted_validation_is_repeated_from_where_it_began(outcome: Callable[[], dict[str, Any]]) -> None:
     """`validate(num_steps=2)` twice: the second call validates on the batches after the first one's, also after a failure."""
     assert outcome()["validated"] == [9.5, 29.5]
@@ -126,7 +114,6 @@ def test_an_interrupted_validation_is_repeated_from_where_it_began(outcome: Call
 @pytest.mark.script(run=run)
 @pytest.mark.elastic
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="TFTrainer keeps no snapshot of a state that was loaded")
 def test_a_loaded_state_survives_the_loss_of_all_workers(outcome: Callable[[], dict[str, Any]]) -> None:
     saved, trained, after = outcome()["kernels"]
     assert trained != saved

@@ -90,8 +90,13 @@ def test_arguments_of_old_say_where_they_went(name: str, hint: str) -> None:
 
 
 def test_an_argument_that_nobody_ever_took() -> None:
-    with pytest.raises(TypeError, match="takes no argument 'num_worker'"):
+    with pytest.raises(TypeError, match="takes no argument 'num_worker': did you mean 'num_workers'"):
         inline(num_worker=2)
+
+
+def test_an_argument_unlike_all_others_gets_the_list() -> None:
+    with pytest.raises(TypeError, match=r"takes no argument 'xyz'\. Its arguments are .*num_workers"):
+        inline(xyz=2)
 
 
 def test_serialize_data_creation_only_warns() -> None:

@@ -24,7 +24,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import ConfigError
 from raysgd.core.ranks import RankInfo
-from raysgd.torch.data.sources import Drawn, PlannedSource, close
+from raysgd.torch.data.sources import PlannedSource, close
+from raysgd.training.feed import Drawn
 from tests.torch.small import Numbers, flat
 
 Loaders = Callable[[], DataLoader[Any]]

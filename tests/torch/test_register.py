@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from raysgd import ConfigError, TrainingOperator
-from raysgd.torch.settings import ReplicaSettings
+from raysgd.torch.settings import TorchSettings
 from tests.torch.small import Line, inline
 
 Register = Callable[..., Any]
@@ -23,7 +23,7 @@ class Bare(TrainingOperator):
 
 
 def registered(freq: str | None = "batch", **parts: Any) -> Any:
-    settings = ReplicaSettings(scheduler_step_freq=freq)
+    settings = TorchSettings(scheduler_step_freq=freq)
     return Bare({"body": lambda operator: operator.register(**parts)}, settings=settings).answer
 
 

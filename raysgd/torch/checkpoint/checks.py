@@ -16,7 +16,7 @@ from raysgd.errors import CheckpointError
 from raysgd.torch.checkpoint.optimizer_checks import check_optimizer, check_scaler, check_scheduler
 from raysgd.torch.checkpoint.position_checks import check_counters, check_loader, check_random
 from raysgd.torch.checkpoint.states import scaler_of
-from raysgd.torch.operator_base import OperatorBase
+from raysgd.torch.operator import TrainingOperator
 
 __all__ = ["check_fits"]
 
@@ -26,7 +26,7 @@ EXPANDED = 64 << 20
 CONTAINERS = (list, tuple, Mapping, set, frozenset)
 
 
-def check_fits(operator: OperatorBase, state: dict[str, Any], *, metadata_only: bool = False) -> None:
+def check_fits(operator: TrainingOperator, state: dict[str, Any], *, metadata_only: bool = False) -> None:
     """Raise CheckpointError with the first thing that does not fit. Nothing is changed. A `metadata_only` state has tensors
     without content."""
     try:
@@ -43,7 +43,7 @@ def check_fits(operator: OperatorBase, state: dict[str, Any], *, metadata_only: 
         ) from error
 
 
-def _check_parts(operator: OperatorBase, state: dict[str, Any], *, metadata_only: bool) -> None:
+def _check_parts(operator: TrainingOperator, state: dict[str, Any], *, metadata_only: bool) -> None:
     parts = operator._parts
     for name in ("models", "optimizers", "schedulers"):
         saved_parts, registered = state.get(name) or [], len(getattr(parts, name))

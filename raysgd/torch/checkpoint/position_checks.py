@@ -12,8 +12,8 @@ import torch
 from raysgd.errors import CheckpointError
 from raysgd.torch.checkpoint.states import numpy_or_none, set_random
 from raysgd.torch.data.sampling import has_own_batches, is_planned, random_sources
-from raysgd.torch.operator_base import OperatorBase
-from raysgd.torch.position import Position
+from raysgd.torch.operator import TrainingOperator
+from raysgd.training.position import Position
 
 __all__ = ["check_counters", "check_loader", "check_random"]
 
@@ -68,7 +68,7 @@ def _check_parked(where: str, value: Any) -> None:
         _check_count(f"{where}[2]", value[2])
 
 
-def check_loader(operator: OperatorBase, state: dict[str, Any]) -> None:
+def check_loader(operator: TrainingOperator, state: dict[str, Any]) -> None:
     """Raise CheckpointError unless the registered train_loader can continue the checkpoint's epoch."""
     saved = state.get("loader")
     if saved is None:

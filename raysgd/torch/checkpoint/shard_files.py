@@ -24,7 +24,7 @@ from raysgd.storage import locations
 from raysgd.storage.digest import is_sealed, sealed
 from raysgd.storage.folders import Entry, entry_of
 from raysgd.torch.checkpoint import states
-from raysgd.torch.operator_base import OperatorBase
+from raysgd.torch.operator import TrainingOperator
 
 __all__ = ["Files", "is_replaceable", "read", "read_manifest", "read_outline", "verify", "write", "write_manifest"]
 
@@ -206,7 +206,7 @@ def read_outline(folder: str) -> dict[str, Any]:
     return state
 
 
-def read(folder: str, operator: OperatorBase) -> dict[str, Any]:
+def read(folder: str, operator: TrainingOperator) -> dict[str, Any]:
     """Return the state, with each tensor sharded as this operator needs it. The state must fit the operator."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -251,7 +251,7 @@ def _index(folder: str) -> dict[str, Any]:
         raise CheckpointError(f"{INCOMPLETE}: its index cannot be read ({error})") from error
 
 
-def _owners(outline: dict[str, Any], operator: OperatorBase) -> dict[str, Any]:
+def _owners(outline: dict[str, Any], operator: TrainingOperator) -> dict[str, Any]:
     """Return, for each key, the model's tensor, or the parameter that the optimizer's tensor belongs to."""
     owners: dict[str, Any] = {}
     for number, model in enumerate(operator._parts.models):

@@ -16,7 +16,7 @@ from raysgd.errors import CheckpointError
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError, opened
 from raysgd.torch.checkpoint.zip_scan import needs_trust
 from raysgd.torch.fsdp import placed, placed_optimizer
-from raysgd.torch.operator_base import OperatorBase
+from raysgd.torch.operator import TrainingOperator
 
 __all__ = [
     "FORMAT",
@@ -44,7 +44,7 @@ VERSION = 1
 NOT_OURS = "not a checkpoint of raysgd"
 
 
-def gather(operator: OperatorBase) -> dict[str, Any]:
+def gather(operator: TrainingOperator) -> dict[str, Any]:
     """Return the state of the unwrapped models, optimizers, schedulers, gradient scaler and the operator itself. Tensors are
     shared with the operator, not copied."""
     parts, precision = operator._parts, operator._precision
@@ -53,7 +53,7 @@ def gather(operator: OperatorBase) -> dict[str, Any]:
         "version": VERSION,
         "models": [model.state_dict() for model in parts.models],
         "optimizers": [optimizer.state_dict() for optimizer in parts.optimizers],
-        "operator": operator.state_dict(),  # type: ignore[attr-defined]
+        "operator": operator.state_dict(),
         "global_step": operator.global_step,
     }
     if parts.schedulers:
@@ -153,7 +153,7 @@ def completed(saved: Any, optimizer: Any) -> Any:
     return {**saved, "param_groups": [{**here, **there} for here, there in pairs]}
 
 
-def restore(operator: OperatorBase, state: dict[str, Any]) -> None:
+def restore(operator: TrainingOperator, state: dict[str, Any]) -> None:
     """Load a checked state into the operator."""
     parts, precision = operator._parts, operator._precision
     for model, saved in zip(parts.models, state["models"], strict=True):
@@ -166,7 +166,7 @@ def restore(operator: OperatorBase, state: dict[str, Any]) -> None:
     if precision.key and scaler:
         precision.load(scaler)
     operator.global_step = state.get("global_step", operator.global_step)
-    operator.load_state_dict(state.get("operator"))  # type: ignore[attr-defined]
+    operator.load_state_dict(state.get("operator"))
 
 
 def random_state() -> dict[str, Any]:

@@ -18,8 +18,8 @@ from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.files import UnseenError
 from raysgd.torch.data.sampling import is_planned, random_sources
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.position import Position
 from raysgd.torch.snapshots import copied
+from raysgd.training.position import Position
 
 __all__ = ["Undo"]
 

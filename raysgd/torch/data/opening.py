@@ -11,8 +11,8 @@ from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.sampling import is_planned, unit_size
 from raysgd.torch.data.sources import LiveSource, PlannedSource, RowSource, Source, StreamSource
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.position import Position
-from raysgd.torch.settings import ReplicaSettings
+from raysgd.torch.settings import TorchSettings
+from raysgd.training.position import Position
 
 __all__ = ["Opener"]
 
@@ -22,7 +22,7 @@ class Opener:
     """Owns the names of the Ray Datasets that were registered here."""
 
     operator: TrainingOperator
-    settings: ReplicaSettings
+    settings: TorchSettings
     control: Control
     _seen: list[tuple[str, Any]] = field(default_factory=list)
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from raysgd.torch.data.sources import Drawn
 from raysgd.torch.parts import move
+from raysgd.training.feed import Carrier
 
-__all__ = ["Ahead", "Carrier", "CudaCarrier", "make_carrier"]
+__all__ = ["CudaCarrier", "DeviceCarrier", "make_carrier"]
 
 
-class Carrier:
-    """Takes batches to where models are. `send` begins, `arrived` is asked for when the batch is needed."""
-
-    ahead = False
+class DeviceCarrier(Carrier):
+    """Moves batches to the model's device when they are needed."""
 
     def __init__(self, device: torch.device, *, channels_last: bool = False) -> None:
         self._device, self._channels_last = device, channels_last
         self._moves = device.type != "cpu"
-
-    def send(self, batch: Any) -> Any:
-        return batch
 
     def arrived(self, sent: Any) -> Any:
         if self._moves:
@@ -31,7 +26,7 @@ class Carrier:
         return _each_tensor(sent, _channels_last) if self._channels_last else sent
 
 
-class CudaCarrier(Carrier):
+class CudaCarrier(DeviceCarrier):
     """Copies beside the running work. `streams` is torch.cuda, or a double of it.
 
     Only tensors in plain containers go ahead; things of other types have a `.to` of their own, which is called when
@@ -63,43 +58,8 @@ class CudaCarrier(Carrier):
         return super().arrived(_each_tensor(copied, claim))
 
 
-class Ahead:
-    """An iterator of `Drawn` that holds one more than it has given: its copy is on its way, and whether there is one
-    is known (`last`). Never draws more than `most`, as what is drawn and not used would be drawn again."""
-
-    def __init__(self, drawn: Iterator[Drawn], carrier: Carrier, most: int | None) -> None:
-        self._drawn, self._carrier, self._left = drawn, carrier, most
-        self._next: Drawn | None = None
-        self._begun = False
-
-    @property
-    def last(self) -> bool:
-        """Was the batch given last the last one?"""
-        return self._next is None
-
-    def __iter__(self) -> Iterator[Drawn]:
-        return self
-
-    def __next__(self) -> Drawn:
-        current = self._next if self._begun else self._draw()
-        self._begun = True
-        if current is None:
-            raise StopIteration
-        self._next = None  # should drawing fail, nothing is dealt twice
-        self._next = self._draw()
-        return current._replace(batch=self._carrier.arrived(current.batch))
-
-    def _draw(self) -> Drawn | None:
-        if self._left is not None:
-            if self._left <= 0:
-                return None
-            self._left -= 1
-        drawn = next(self._drawn, None)
-        return None if drawn is None else drawn._replace(batch=self._carrier.send(drawn.batch))
-
-
 def make_carrier(device: torch.device, *, channels_last: bool) -> Carrier:
-    kind = CudaCarrier if device.type == "cuda" else Carrier
+    kind = CudaCarrier if device.type == "cuda" else DeviceCarrier
     return kind(device, channels_last=channels_last)
 
 

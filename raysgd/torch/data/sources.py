@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,10 @@ from raysgd.torch.data.sampling import (
     unit_size,
 )
 from raysgd.torch.foreign import end_processes, live_iterator
-from raysgd.torch.position import Position
+from raysgd.training.feed import Drawn
+from raysgd.training.position import Position
 
-__all__ = ["Drawn", "LiveSource", "PlannedSource", "RowSource", "Source", "StreamSource", "close"]
-
-
-class Drawn(NamedTuple):
-    """One batch; where the epoch stands once it is committed; and whether its samples are new (not a repeat)."""
-
-    batch: Any
-    offset: int
-    fresh: bool = True
+__all__ = ["LiveSource", "PlannedSource", "RowSource", "Source", "StreamSource", "close"]
 
 
 class PlannedSource:
@@ -188,6 +181,9 @@ class LiveSource:
         self._given += 1
         return batch
 
+    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
+        """Return None: the length is not known."""
+
     def state(self) -> dict[str, Any]:
         """A live iterator's place cannot travel."""
         return {}
@@ -215,6 +211,9 @@ class StreamSource:
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """A stream has no epochs."""
+
+    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
+        """Return None: the length is not known."""
 
     def state(self) -> dict[str, Any]:
         """There is no state other than the position."""
@@ -265,6 +264,9 @@ class RowSource:
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         self._number = (self._number[0], epoch + 1)
+
+    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
+        """Return None: the length is not known."""
 
     def state(self) -> dict[str, Any]:
         return {"number": self._number}

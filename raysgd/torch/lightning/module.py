@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from raysgd.errors import ConfigError
-from raysgd.torch.settings import ReplicaSettings
+from raysgd.torch.settings import TorchSettings
 
 __all__ = [
     "construct",
@@ -94,7 +94,7 @@ def overrides(module: Any, base: type, hook: str) -> bool:
     return own is not None and own is not getattr(base, hook, None)
 
 
-def refuse_unsupported(module: Any, base: type, settings: ReplicaSettings) -> None:
+def refuse_unsupported(module: Any, base: type, settings: TorchSettings) -> None:
     name = type(module).__name__
     for needed in ("training_step", "configure_optimizers"):
         if not overrides(module, base, needed):
@@ -110,7 +110,7 @@ def refuse_unsupported(module: Any, base: type, settings: ReplicaSettings) -> No
     _refuse_options(settings, automatic=module.automatic_optimization)
 
 
-def _refuse_options(settings: ReplicaSettings, *, automatic: bool) -> None:
+def _refuse_options(settings: TorchSettings, *, automatic: bool) -> None:
     options = settings.options
     if settings.precision == "apex":
         raise ConfigError("precision 'apex' is not supported with from_ptl: use 'fp16' or 'bf16'")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from raysgd.core.progress import Progress
+from raysgd.errors import CheckpointError
 
 __all__ = ["Position"]
+
+# A TensorFlow data set is begun once for each epoch before this one, so that its shuffle continues.
+MOST_EPOCHS, MOST = 1_000_000, 1 << 62
 
 
 @dataclass
@@ -23,7 +28,7 @@ class Position:
     call           the number of the call that is running, or was last; these belong to it, too:
     call_batches, call_expected, call_done
     call_epoch     the epoch that the call ends with
-    call_units     samples that all ranks together have committed in the call, if a sampling plan knows it
+    call_units     samples that all ranks together have committed in the call, if the source counts them
     """
 
     step: int = 0
@@ -61,9 +66,30 @@ class Position:
     def as_dict(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
-    def adopt(self, values: dict[str, Any]) -> None:
+    def adopt(self, values: Mapping[str, Any]) -> None:
         for each in fields(self):
             setattr(self, each.name, values.get(each.name, each.default))
+
+    @classmethod
+    def check(cls, values: Any, name: str) -> None:
+        """Raise CheckpointError unless `adopt` can take these values from a TensorFlow checkpoint."""
+        known: dict[str, Any] = {each.name: each.default for each in fields(cls)}
+        if not isinstance(values, dict) or not values.keys() <= known.keys():
+            found = (
+                sorted(map(str, values.keys() - known.keys())) if isinstance(values, dict) else type(values).__name__
+            )
+            raise CheckpointError(f"the checkpoint's {name} must be a dictionary of {', '.join(known)}; it is {found}")
+        for each, default in known.items():
+            value = values.get(each, default)
+            most = MOST_EPOCHS if each in ("epoch", "call_epoch") else MOST
+            right = value is None if default is None else type(value) is type(default)
+            if right and type(value) is int:
+                right = min(default, 0) <= value <= most
+            if not right:
+                kind = {bool: "True or False", int: f"a whole number of 0 to {most}"}.get(type(default), "None")
+                raise CheckpointError(f"the checkpoint's {name} has {each}={value!r:.60}: it must be {kind}")
+        if values.get("ended") is False and not values.get("epoch"):
+            raise CheckpointError(f"the checkpoint's {name} is in the middle of an epoch, but no epoch has begun")
 
     def open_call(self, call: int) -> bool:
         """Begin a call, or continue it. Return False if its work is done already."""

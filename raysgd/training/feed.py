@@ -1,0 +1,333 @@
+"""The iterator over which a training or validation loop runs: returns batches, and counts what is committed. Worker.
+
+A batch is committed when the loop asks for the next one, or, if an error ends the loop, when an optimizer has stepped in
+it. So it works for the default loop and for a user's own. Batches that share one optimizer step (an accumulation
+window) are committed together, with the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from raysgd.core.outcomes import DataLoaderFailure
+from raysgd.core.progress import Control
+from raysgd.core.ranks import RankInfo
+from raysgd.errors import ConfigError
+from raysgd.training.position import Position
+
+__all__ = ["Carrier", "Drawn", "Feed", "LookAhead", "MembershipChange", "Source"]
+
+
+class MembershipChange(BaseException):
+    """Raised inside a user's `train_epoch` to end it at a batch boundary; it is called again for the rest of the epoch.
+
+    This is not an Exception, so that user code that catches the errors of its batches does not catch it.
+    """
+
+
+class Drawn(NamedTuple):
+    """One rank's batch.
+
+    offset  the position in the epoch once the batch is committed
+    fresh   False if its samples are repeated, by a rank that has none left but must take part in the step
+    rows    the samples of all ranks' batches together, if the source counts them
+    share   this rank's part of these samples
+    """
+
+    batch: Any
+    offset: int
+    fresh: bool = True
+    rows: int | None = None
+    share: float = 1.0
+
+
+class Source(Protocol):
+    """Draws one rank's batches. It does not know what is committed: the caller passes the offset. `loader` is the data that
+    it was opened for."""
+
+    loader: Any
+
+    @property
+    def counts_samples(self) -> bool:
+        """Return whether offsets count the samples of all ranks."""
+
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
+        """Prepare a new epoch; `epoch` epochs were begun before it."""
+
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        """Return this rank's part of the rest of the epoch."""
+
+    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
+        """Return how many steps the epoch has from `offset` on; None if that is not known."""
+
+
+class Carrier:
+    """Brings batches to the device of the model. This one leaves them where they are.
+
+    `send` starts a transfer, and `arrived` returns its result when the batch is needed. `ahead` is whether it pays to
+    send one batch ahead.
+    """
+
+    ahead = False
+
+    def send(self, batch: Any) -> Any:
+        return batch
+
+    def arrived(self, sent: Any) -> Any:
+        return sent
+
+
+class LookAhead:
+    """Iterates over drawn batches, one ahead: the next batch is being transferred, and `last` is known.
+
+    Never draws more than `most` batches, because what is drawn and not used would have to be drawn again.
+    """
+
+    def __init__(self, drawn: Iterator[Drawn], carrier: Carrier, most: int | None) -> None:
+        self._drawn, self._carrier, self._left = drawn, carrier, most
+        self._next: Drawn | None = None
+        self._begun = False
+
+    @property
+    def last(self) -> bool:
+        """Return whether the batch that was returned last is the last one."""
+        return self._next is None
+
+    def __iter__(self) -> Iterator[Drawn]:
+        return self
+
+    def __next__(self) -> Drawn:
+        current = self._next if self._begun else self._draw()
+        self._begun = True
+        if current is None:
+            raise StopIteration
+        self._next = None  # if drawing fails, no batch is returned twice
+        self._next = self._draw()
+        return current._replace(batch=self._carrier.arrived(current.batch))
+
+    def _draw(self) -> Drawn | None:
+        if self._left is not None:
+            if self._left <= 0:
+                return None
+            self._left -= 1
+        drawn = next(self._drawn, None)
+        return None if drawn is None else drawn._replace(batch=self._carrier.send(drawn.batch))
+
+
+class Feed:
+    """Owns the batches that are not committed yet. The default loop reads `epoch_ended` and `fresh`.
+
+    limit      how many batches the call may have; None for the rest of the epoch
+    shared     whether the data is divided among the ranks
+    window     how many batches share one optimizer step
+    on_batch   called before each batch with (drawn, its place in the window, whether it closes the window)
+    on_commit  called after each commit, with `last` True when the loop ends with it
+    unwind     whether a planned stop raises MembershipChange (in a user's loop) instead of ending the iteration
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        position: Position,
+        rank_info: RankInfo,
+        control: Control,
+        *,
+        limit: int | None,
+        shared: bool,
+        on_commit: Callable[..., None],
+        on_batch: Callable[[Drawn, int, bool], None] | None = None,
+        carrier: Carrier | None = None,
+        window: int = 1,
+        unwind: bool = False,
+        training: bool = True,
+        name: str = "train_loader",
+    ) -> None:
+        self._source, self._position, self._rank_info, self._control = source, position, rank_info, control
+        self._limit, self._shared, self._unwind = limit, shared, unwind
+        self._training, self._name = training, name
+        self._carrier, self._on_batch, self._on_commit = carrier or Carrier(), on_batch, on_commit
+        self._window_size = window
+        self._drawn: LookAhead | Iterator[Drawn] | None = None
+        self._pending: Drawn | None = None
+        self._window: list[Drawn] = []
+        self._closing = True
+        self._stepped = False
+        self._empty_epochs = 0
+        self._failure: DataLoaderFailure | None = None
+        self._counts_samples = source.counts_samples
+        self.fresh = True
+        self.epoch_ended = False
+        self.stopped = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._failure is not None:
+            raise self._failure  # the loop caught it, but there is no next batch without a new loader
+        self._done()
+        control, position = self._control, self._position
+        if self.stopped or position.call_done:
+            raise StopIteration
+        if self._limit is not None and position.call_batches >= self._limit:
+            self._note_end_of_epoch()
+            self._finish()
+            raise StopIteration
+        if control.interrupted if self._window else not control.begin(position.step + 1):
+            self._window.clear()
+            self._stop()
+        control.phase = "loading data"
+        try:
+            drawn = self._draw()
+        except DataLoaderFailure as failure:
+            self._failure = failure
+            raise
+        if drawn is None:
+            raise StopIteration
+        control.phase = "a batch"
+        self._pending, self._stepped, self.fresh = drawn, False, drawn.fresh
+        if isinstance(self._drawn, LookAhead):
+            batch = drawn.batch
+            self._closing = self._drawn.last or len(self._window) + 1 == self._window_size
+        else:
+            batch = self._carrier.arrived(self._carrier.send(drawn.batch))
+        if self._on_batch is not None:
+            self._on_batch(drawn._replace(batch=batch), len(self._window), self._closing)
+        return batch
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the current batch, counted from 1."""
+        return self._position.epoch
+
+    @property
+    def between_epochs(self) -> bool:
+        """Return whether the last batch of an epoch was returned, and the next epoch has not begun."""
+        return self._position.ended
+
+    def end_epoch(self) -> None:
+        """Skip the current batch and the rest of this epoch. All ranks must call this at the same batch."""
+        self._pending = self._drawn = None
+        self._window.clear()
+        self._position.ended = self.epoch_ended = True
+
+    def stepped(self, *_: Any) -> None:
+        """Note that an optimizer has applied its step: the current batch counts, whatever happens next."""
+        self._stepped = True
+
+    def cut_short(self) -> bool:
+        """End the loop after an error: commit what was applied. Return whether a batch was not applied, so that it will be
+        processed again."""
+        if self._pending is not None and self._stepped:
+            self._done(last=True)
+        undone = self._pending is not None or bool(self._window)
+        self._pending = None
+        self._window.clear()
+        return undone
+
+    def leave(self) -> None:
+        """End a loop that returned. If it left before the feed's end, its current batch counts as done. Batches that
+        wait for their common step will be processed again."""
+        if self._failure is not None:
+            raise self._failure
+        self._done()
+        self._window.clear()
+
+    def _draw(self) -> Drawn | None:
+        """Return the next batch. Only a call with a number of steps continues into the next epoch."""
+        position = self._position
+        while True:
+            if position.ended:
+                if self._limit is None and position.epoch >= position.call_epoch:
+                    self._finish()  # this call's epoch had ended before a peer failed
+                    return None
+                self._begin_epoch()
+            if self._drawn is None:
+                self._drawn = self._look_ahead(self._source.batches(self._rank_info, position.offset))
+                self._expect()
+            drawn = next(self._drawn, None)
+            if drawn is not None:
+                self._empty_epochs = 0
+                return drawn
+            position.ended = self.epoch_ended = True
+            self._drawn = None
+            if position.offset == 0:
+                self._refuse_empty()
+            if self._limit is None and position.call_batches == 0 and position.offset > 0:
+                position.call_epoch += 1  # earlier calls used this epoch up: this call has the next one
+                continue
+            self._empty_epochs += 1
+            if self._limit is None or self._empty_epochs > 1:
+                self._finish()
+                return None
+
+    def _refuse_empty(self) -> None:
+        """Raise an error for an epoch without a batch. Only one rank's part of a validation may be empty."""
+        if not self._training and self._shared and self._source.steps_left(self._rank_info, 0) != 0:
+            return
+        raise ConfigError(
+            f"{self._name} gave no batch at all: its data set is empty, or drop_last=True leaves less than one step for "
+            f"{self._rank_info.world_size} worker(s), or it is a generator that an earlier epoch used up. "
+            f"Register data with at least one batch: self.register_data({self._name}=...)"
+        )
+
+    def _look_ahead(self, drawn: Iterator[Drawn]) -> LookAhead | Iterator[Drawn]:
+        """Draw one batch in advance where that pays, or where a window must know which batch is its last."""
+        if not self._carrier.ahead and self._window_size == 1:
+            return drawn
+        most = None if self._limit is None else self._limit - self._position.call_batches
+        return LookAhead(drawn, self._carrier, most)
+
+    def _note_end_of_epoch(self) -> None:
+        """End the epoch if a number of steps ends exactly with it, and the source knows that."""
+        position = self._position
+        if not position.ended and self._source.steps_left(self._rank_info, position.offset) == 0:
+            position.ended = self.epoch_ended = True
+
+    def _expect(self) -> None:
+        """Note how many batches this call will have, if that is known, for progress messages."""
+        position = self._position
+        if self._limit is not None:
+            position.call_expected = self._limit
+        elif (left := self._source.steps_left(self._rank_info, position.offset)) is not None:
+            position.call_expected = position.call_batches + left
+
+    def _begin_epoch(self) -> None:
+        self._source.begin(self._position.epoch, self._rank_info, self._shared)
+        self._position.epoch += 1
+        self._position.offset, self._position.ended = 0, False
+
+    def _done(self, last: bool = False) -> None:
+        """Note that the loop is done with the current batch. The last one of a window commits them all."""
+        if self._pending is None:
+            return
+        position, window = self._position, self._window
+        window.append(self._pending)
+        self._pending = None
+        if not self._closing:
+            return
+        for drawn in window:
+            position.call_units += self._samples(drawn)
+            position.offset = drawn.offset
+        position.step += len(window)
+        position.call_batches += len(window)
+        window.clear()
+        self._control.batch = position.call_batches
+        self._on_commit(last=last)
+
+    def _samples(self, drawn: Drawn) -> int:
+        """Return how many samples all ranks have in this step; 0 if that is not known."""
+        if drawn.rows is not None:
+            return drawn.rows
+        return drawn.offset - self._position.offset if self._counts_samples else 0
+
+    def _finish(self) -> None:
+        self._position.call_done = True
+        self._on_commit(last=True)
+
+    def _stop(self) -> None:
+        self.stopped = True
+        if self._unwind:
+            raise MembershipChange
+        raise StopIteration

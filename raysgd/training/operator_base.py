@@ -1,0 +1,153 @@
+"""What the operators of torch and TensorFlow do alike: their settings, the default validation, and counting. Worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.constants import NUM_SAMPLES
+from raysgd.core.meters import AverageMeterCollection
+from raysgd.core.ranks import RankInfo
+from raysgd.core.timers import TimerCollection
+from raysgd.errors import shown
+from raysgd.training.settings import ReplicaSettings
+
+__all__ = ["OperatorBase", "RegisteredParts"]
+
+
+@dataclass
+class RegisteredParts:
+    """What `register` received. Owned by one operator."""
+
+    models: list[Any] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    criterion: Any = None
+    registered: bool = False
+
+
+class OperatorBase:
+    """Owns the registered parts, the timers and its `RankInfo`, which the replica replaces when the group changes.
+
+    The two operator classes of users extend it. Their `__init__` calls `setup` at its end.
+    """
+
+    _parts: Any
+
+    def __init__(self, config: dict[str, Any] | None, settings: ReplicaSettings, rank_info: RankInfo | None) -> None:
+        self._config: dict[str, Any] = {} if config is None else config
+        self._settings = settings
+        self._rank_info = rank_info or RankInfo()
+        self._meter = AverageMeterCollection()
+        self._complete_for: set[str] = set()
+        self.timers = TimerCollection()
+        self.global_step = 0
+
+    # -- what users override --------------------------------------------------------------------------
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Create the parts, and register them with `self.register` and `self.register_data`."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no setup(self, config): make model, optimizer and data there, and call "
+            "self.register(...) and self.register_data(...)"
+        )
+
+    def train_epoch(
+        self,
+        iterator: Iterable[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """Train one pass over `iterator`, and return what to report. Ends early when the group of workers changes."""
+        common = {**(info or {}), "epoch_idx": epoch_idx}
+        self._meter = meter = AverageMeterCollection()
+        for batch_idx, batch in enumerate(iterator):
+            batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
+            self._count(iterator, self.train_batch(batch, batch_info), meter)
+            self.global_step += 1
+        return dict(meter.summary())
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Train one step on one batch, and return its metrics."""
+        raise NotImplementedError
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Validate on one pass over `val_iterator`, without gradients, and return what to report."""
+        self._meter = meter = AverageMeterCollection()
+        for batch_idx, batch in enumerate(val_iterator):
+            metrics = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
+            self._count(val_iterator, metrics, meter, "validate_batch")
+        return dict(meter.summary())
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Return the metrics of one batch."""
+        raise NotImplementedError
+
+    def state_dict(self) -> Any:
+        """Return extra state of your own for checkpoints: plain values, tensors or arrays, and containers of them."""
+        return None
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restore what `state_dict` returned."""
+
+    def resized(self, old_world_size: int, new_world_size: int) -> None:
+        """Called on every rank after the number of workers has changed, for example to rescale a learning rate."""
+
+    # -- what operators can read ----------------------------------------------------------------------
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._config
+
+    @property
+    def world_size(self) -> int:
+        """Return the current number of workers. It changes when workers fail or join."""
+        return self._rank_info.world_size
+
+    @property
+    def world_rank(self) -> int:
+        return self._rank_info.world_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Return the rank among the workers of this machine."""
+        return self._rank_info.local_rank
+
+    @property
+    def use_gpu(self) -> bool:
+        return self._settings.use_gpu
+
+    @property
+    def use_tqdm(self) -> bool:
+        return self._settings.use_tqdm
+
+    # -- for the default methods ----------------------------------------------------------------------
+
+    def _validating(self) -> AbstractContextManager[Any]:
+        """Return a context for a validation, in which no rank waits for another one."""
+        return nullcontext()
+
+    def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection, of: str = "train_batch") -> None:
+        """Count one batch's metrics; a batch that is repeated only to take part in a step has no weight."""
+        if not isinstance(metrics, dict):
+            raise TypeError(f"{of} must return a dict of metrics, got {shown(metrics)}: {type(self).__name__}.{of}")
+        samples = metrics.get(NUM_SAMPLES, 1)
+        weight = samples if getattr(iterator, "fresh", True) else 0
+        try:
+            meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{type(self).__name__}.{of} returned what cannot be a metric: {error}") from None
+
+    def _need(self, method: str, *names: str) -> None:
+        """Raise an error unless `setup` has set the attributes that the default `method` uses."""
+        if method in self._complete_for:
+            return
+        for name in names:
+            if not hasattr(self, name):
+                raise RuntimeError(
+                    f"the default {method} needs self.{name}: set it in setup "
+                    f"(self.model, self.optimizer, self.criterion = self.register(...)), or override {method}"
+                )
+        self._complete_for.add(method)

@@ -1,0 +1,383 @@
+"""What the replicas of torch and TensorFlow do alike: they train, validate, and report what they measured. Worker."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from raysgd.core.messages import SnapshotUpload
+from raysgd.core.meters import AverageMeterCollection
+from raysgd.core.metrics import COMMITTED, check_metrics
+from raysgd.core.outcomes import DataLoaderFailure, Interrupted
+from raysgd.core.progress import Control, Progress
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
+from raysgd.errors import ConfigError, shown
+from raysgd.training.feed import Feed, MembershipChange, Source
+from raysgd.training.operator_base import OperatorBase
+from raysgd.training.position import Position
+from raysgd.training.settings import ReplicaSettings
+from raysgd.training.snapshots import Snapshotter
+
+__all__ = ["Phase", "Refusal", "ReplicaBase", "ReplicaFactoryBase", "accepted_arguments", "apply", "apply_operator"]
+
+Phase = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a rank does not load a checkpoint. It is returned like a result, so that the generation continues. With
+    `unseen`, the rank does not see the file, and the driver has to send it."""
+
+    why: str
+    trace: str = ""
+    unseen: bool = False
+
+
+class ReplicaFactoryBase(ABC):
+    """Makes a replica in a worker. It is pickled, and it is the only part of a trainer that is sent there."""
+
+    def __init__(self, operator_cls: type[Any], config: dict[str, Any], settings: ReplicaSettings) -> None:
+        self.operator_cls, self.config, self.settings = operator_cls, config, settings
+
+    def __repr__(self) -> str:
+        return f"the operator {self.operator_cls.__name__} with its config"
+
+    @abstractmethod
+    def __call__(self, rank_info: RankInfo, control: Control) -> ReplicaBase:
+        """Worker: make the operator, whose `setup` runs now, and its replica."""
+
+
+class ReplicaBase(ABC):
+    """Owns an operator, its data sources, and its position in the data.
+
+    A trainer's `Call` names a method of this class or a function, and `run` makes it. (A subclass must not override the
+    methods that calls name, because a call holds the method itself.)
+    """
+
+    # The class whose `train_epoch` is the default one; how `register_data` names the data; and what else users can do
+    # when no training data is registered.
+    operator_class: ClassVar[type[OperatorBase]]
+    data_names: ClassVar[dict[Phase, str]]
+    without_data: ClassVar[str] = ""
+
+    operator: Any
+
+    def __init__(
+        self, operator: OperatorBase, settings: ReplicaSettings, rank_info: RankInfo, control: Control
+    ) -> None:
+        if not operator._parts.registered:
+            raise ConfigError(
+                f"{type(operator).__name__}.setup did not call self.register(models=..., optimizers=...): "
+                "without it there is nothing to train or to save"
+            )
+        self.operator, self._rank_info, self._control = operator, rank_info, control
+        self._distributed = settings.distributed
+        self._position, self._val_position = Position(), Position()
+        self._validation_began = self._val_position.as_dict()
+        self._feed: Feed | None = None
+        self._train: Any = None
+        self._validation: Any = None
+        self._snapshots = Snapshotter(settings.snapshot_every, control)
+
+    @property
+    def progress(self) -> Progress:
+        return self._position.progress(self._control.phase)
+
+    @property
+    def rank(self) -> int:
+        return self._rank_info.world_rank
+
+    def run(self, call: Call) -> Any:
+        self._control.phase = call.name
+        try:
+            return call.method(self, **call.arguments)
+        except DataLoaderFailure as failure:
+            name = self.data_names["validation" if call.name == "validate" else "train"]
+            return failure.interrupted(name, self.partial(), self.progress)
+        finally:
+            self._control.phase = "idle"
+
+    # -- training -------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        call: int,
+        num_steps: int | None,
+        profile: bool,
+        info: dict[str, Any] | None,
+        dataset: Any = None,
+        snapshot_first: bool = False,
+    ) -> Any:
+        """Train the rest of the epoch, or of `num_steps`, from the current position."""
+        position, operator = self._position, self.operator
+        new = call != position.call
+        if new and dataset is None:
+            position.resume_epoch()  # an earlier call on a data set of its own may have ended in an error
+        if not position.open_call(call):
+            return {"epoch": position.epoch, COMMITTED: position.call_units}
+        self._begin_measuring("train", profile, new_call=new)
+        source = self._train_source(dataset)
+        operator.global_step = position.step
+        if snapshot_first:
+            self.take_snapshot()
+        own_loop = type(operator).train_epoch is not self.operator_class.train_epoch
+        self._feed = feed = self._make_feed(source, "train", num_steps, unwind=own_loop)
+        given, named = accepted_arguments(
+            operator.train_epoch, feed, info=info, num_steps=num_steps, epoch_idx=position.call_epoch - 1
+        )
+        try:
+            with self._measuring_epoch():
+                result = operator.train_epoch(*given, **named)
+        except MembershipChange:
+            result = {}
+        except BaseException:
+            self._cut_short()  # what was applied must count before another rank takes this state
+            raise
+        feed.leave()
+        if feed.stopped:
+            asked = not self._control.interrupted
+            return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)
+        report = self._reported(result, profile, "train")
+        self._end_call()
+        return report
+
+    def _end_call(self) -> None:
+        """Note that a call of `train` is done."""
+        self._feed = None
+        self._position.call_done = True
+        self._position.resume_epoch()
+        self.take_snapshot()
+
+    def _measuring_epoch(self) -> AbstractContextManager[Any]:
+        """Return a context for the user's loop over an epoch."""
+        timer: AbstractContextManager[Any] = self.operator.timers.record("train_epoch")
+        return timer
+
+    def _make_feed(
+        self, source: Source, phase: Phase, limit: int | None, *, unwind: bool = False, **options: Any
+    ) -> Feed:
+        """Return the iterator for a loop; subclasses add the framework's own `options`."""
+        training = phase == "train"
+        return Feed(
+            source,
+            self._position if training else self._val_position,
+            self._rank_info,
+            self._control,
+            limit=limit,
+            shared=self._distributed,
+            on_commit=self._on_commit if training else self._on_validated,
+            unwind=unwind,
+            training=training,
+            name=self.data_names[phase],
+            **options,
+        )
+
+    def _cut_short(self) -> None:
+        """End a loop that an error has left: what was applied counts."""
+        feed, self._feed = self._feed, None
+        if feed is not None and feed.cut_short():
+            self._undo_batch()
+
+    def _on_commit(self, last: bool = False) -> None:
+        control = self._control
+        if last or control.due():
+            control.report(self._position.progress("train"), self._partial_to_report())
+        if not last and self._snapshots.due_after_batch(self._position.step):
+            self.take_snapshot()
+
+    def _on_validated(self, last: bool = False) -> None:
+        if last or self._control.due():
+            progress = replace(self._position.progress("validate"), batches=self._val_position.call_batches)
+            self._control.report(progress, self._partial_to_report())
+
+    # -- validation -----------------------------------------------------------------------------------
+
+    def validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int) -> Any:
+        """Validate on one pass over the validation data, or on `num_steps` batches. No rank waits for another one."""
+        operator, position = self.operator, self._val_position
+        source = self._registered_source("validation")
+        if call != position.call:
+            position.open_call(call)
+            self._validation_began = position.as_dict()
+        else:
+            position.adopt(self._validation_began)  # a peer failed: all repeat the call from where it began
+        self._begin_measuring("validation", profile, new_call=True)
+        feed = self._make_feed(source, "validation", num_steps)
+        given, named = accepted_arguments(operator.validate, feed, info=info)
+        try:
+            with operator._validating(), operator.timers.record("validation"):
+                result = operator.validate(*given, **named)
+        except BaseException:
+            position.adopt(self._validation_began)
+            raise
+        feed.leave()
+        if feed.stopped:
+            position.adopt(self._validation_began)
+            return Interrupted(None, "a peer failed", self.progress)
+        return self._reported(result, profile, "validation")
+
+    # -- sources --------------------------------------------------------------------------------------
+
+    def _train_source(self, dataset: Any) -> Source:
+        """Return the source of a call of `train`; `dataset` is what the call received."""
+        return self._registered_source("train")
+
+    def _registered_source(self, phase: Phase) -> Source:
+        """Return the source of the registered data. Data that was registered since is used from the next epoch on."""
+        training = phase == "train"
+        data = getattr(self.operator._parts, self.data_names[phase])
+        source = self._train if training else self._validation
+        position = self._position if training else self._val_position
+        if source is not None and not position.ended:
+            return source  # type: ignore[no-any-return]
+        if data is None:
+            raise ConfigError(
+                f"{'train' if training else 'validate'}() needs data: give self.register_data({self.data_names[phase]}=...)"
+                f" in {type(self.operator).__name__}.setup{self.without_data if training else ''}"
+            )
+        if source is None or source.loader is not data:
+            source = self._open_source(data, phase)
+            if training:
+                self._train = source
+            else:
+                self._validation = source
+        return source  # type: ignore[no-any-return]
+
+    # -- results --------------------------------------------------------------------------------------
+
+    def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return what the running call has measured so far."""
+        own = result or self.operator._meter.summary()
+        return {"epoch": self._position.epoch, **own, **self._counts(), COMMITTED: self._position.call_units}
+
+    def _partial_to_report(self) -> dict[str, Any] | None:
+        """Return the partial result for a progress message."""
+        return self.partial()
+
+    def _counts(self) -> dict[str, Any]:
+        """Return counts of the running call that are not the operator's metrics."""
+        return {}
+
+    def _begin_measuring(self, phase: Phase, profile: bool, *, new_call: bool) -> None:
+        """Reset the timers and metrics. With `new_call` False, the call continues after a change of the group."""
+        operator = self.operator
+        operator._meter = AverageMeterCollection()
+        timers = operator.timers
+        timers.reset()
+        (timers.enable if profile else timers.disable)()
+
+    def _reported(self, result: Any, profile: bool, phase: Phase) -> dict[str, Any]:
+        """Return the result of a call on this rank."""
+        method = "train_epoch" if phase == "train" else "validate"
+        if not isinstance(result, dict):
+            raise TypeError(f"{method} must return a dict of results, got {shown(result)}")
+        check_metrics(result, of=f"{type(self.operator).__name__}.{method} returned what cannot be a result")
+        report: dict[str, Any] = dict(result)
+        if phase == "train":
+            committed = {COMMITTED: self._position.call_units}
+            report = {"epoch": self._position.epoch, **result, **self._counts(), **committed}
+        self._add_metrics(report, phase)
+        if profile:
+            report["profile"] = self.operator.timers.stats()
+        return report
+
+    # -- state ----------------------------------------------------------------------------------------
+
+    def take_snapshot(self) -> None:
+        """Send a copy of the state to the driver, from rank 0. Training waits for the copy only."""
+        if not self._snapshots.wanted:
+            return
+        if self.rank != 0:
+            self._help_with_snapshot()
+            return
+        self._snapshots.wait()
+        state = self._copied_state()
+        partial = dict(self.partial())
+        samples = partial.get("num_samples")
+        if isinstance(samples, (int, float)):
+            partial["num_samples"] = samples * self._rank_info.world_size
+        self._snapshots.send(SnapshotUpload(self.progress, self._position.call, partial), lambda: self._dump(state))
+
+    def _positions(self) -> dict[str, Any]:
+        """Return the part of the state that says where this replica is in its data."""
+        return {
+            "epoch": self._position.epoch,
+            "world_size": self._rank_info.world_size,
+            "position": self._position.as_dict(),
+            "validation_position": self._val_position.as_dict(),
+            "validation_began": self._validation_began,
+        }
+
+    def _adopt_positions(self, state: dict[str, Any]) -> None:
+        old = {"epoch": state.get("epoch", 0), "step": state.get("global_step", 0)}
+        self._position.adopt(state.get("position") or old)
+        self._val_position.adopt(state.get("validation_position") or {})
+        self._validation_began = state.get("validation_began") or self._val_position.as_dict()
+        self._feed = None
+
+    def _forget_calls(self, loads: int) -> None:
+        """Forget the calls of the trainer that wrote the checkpoint. `loads` is the number of this trainer's loads; the state
+        outranks everything that was trained before."""
+        self._position.call, self._position.call_done, self._position.loads = -1, False, loads
+        self._val_position.call, self._val_position.ended = -1, True
+        self.take_snapshot()
+
+    # -- what frameworks do differently ---------------------------------------------------------------
+
+    @abstractmethod
+    def _open_source(self, data: Any, phase: Phase) -> Source:
+        """Return a source of registered data."""
+
+    @abstractmethod
+    def _add_metrics(self, report: dict[str, Any], phase: Phase) -> None:
+        """Add the registered metrics to a report. All ranks call this together."""
+
+    @abstractmethod
+    def _copied_state(self) -> dict[str, Any]:
+        """Return the full state, as a copy that training does not change."""
+
+    @abstractmethod
+    def _dump(self, state: dict[str, Any]) -> memoryview:
+        """Return a state as bytes."""
+
+    @abstractmethod
+    def _help_with_snapshot(self) -> None:
+        """Do what rank 0 needs from the other ranks for a snapshot."""
+
+    @abstractmethod
+    def _undo_batch(self) -> None:
+        """Undo what a batch has changed that was not applied."""
+
+
+# -- calls that run a user's function -----------------------------------------------------------------
+
+
+def apply_operator(replica: ReplicaBase, function: Callable[[Any], Any]) -> Any:
+    return function(replica.operator)
+
+
+def apply(replica: ReplicaBase, function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def accepted_arguments(
+    function: Callable[..., Any], *positional: Any, **optional: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments to call the function with: all of `positional`; of `optional`,
+    those whose names it knows, and the first ones also for required parameters of another name (`_` for an `info` that
+    it does not use)."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return positional, optional
+    optional = dict(optional)
+    for name, each in list(parameters.items())[len(positional) :]:
+        by_place = each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) and each.default is each.empty
+        if not by_place or not optional:
+            break
+        positional += (optional.pop(name if name in optional else next(iter(optional))),)
+    return positional, {name: value for name, value in optional.items() if name in parameters}

@@ -1,0 +1,25 @@
+"""What every replica needs to know from its trainer. Plain values, decided on the driver. Both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ReplicaSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSettings:
+    """What torch and TensorFlow have in common.
+
+    distributed     whether there can be more than one worker
+    threads         how many cores this worker has; None if it may use all
+    snapshot_every  `ElasticConfig.snapshot_every`
+    """
+
+    distributed: bool = False
+    use_gpu: bool = False
+    use_tqdm: bool = False
+    num_workers: int = 1
+    threads: int | None = None
+    snapshot_every: Any = None

@@ -1,0 +1,237 @@
+"""What TorchTrainer and TFTrainer do alike: calls, the group of workers, and how they begin and end. Driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TypeVar, overload
+
+from raysgd.callbacks.base import Run
+from raysgd.callbacks.folder import folder_to_be
+from raysgd.callbacks.history import History
+from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call, start_limit_s
+from raysgd.core.policy import Recovery
+from raysgd.core.protocols import Backend, Call
+from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.engine.engine import Engine, Job
+from raysgd.errors import ConfigError
+from raysgd.training.arguments import check_num_workers
+from raysgd.training.call_runner import CallRunner, exclusive
+from raysgd.training.replica_base import ReplicaBase, ReplicaFactoryBase, apply, apply_operator
+from raysgd.workers.inline_group import InlineGroup
+
+__all__ = ["Metrics", "TrainerBase", "described_run", "limits_of", "make_engine"]
+
+# What a call measured: epoch, batch_count, num_samples, and the metrics that the operator returned.
+Metrics = dict[str, Any]
+T = TypeVar("T", bound="TrainerBase")
+
+
+class TrainerBase:
+    """Owns the engine and the callbacks of one trainer. `num_workers` is the largest number of workers it can have."""
+
+    # How many batches `validate` uses if it is not told.
+    _validation_steps: int | None = None
+
+    def __init__(self, engine: Engine, calls: CallRunner, num_workers: int) -> None:
+        self._engine, self._calls = engine, calls
+        self._distributed = num_workers > 1
+        self._validations = 0
+        calls.start(engine)
+
+    # -- measuring ------------------------------------------------------------------------------------
+
+    def _train_job(
+        self, num_steps: int | None, profile: bool, info: Mapping[str, Any] | None, max_retries: int, **more: Any
+    ) -> Job:
+        """Return the job of a call of `train`, whose arguments were checked."""
+        arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), **more}
+        self._raise_earlier_error()
+        return Job(Call(ReplicaBase.train, arguments), again="resume", max_failures=max_retries)
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: Literal[True] = True,
+        info: Mapping[str, Any] | None = None,
+    ) -> Metrics: ...
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        *,
+        reduce_results: Literal[False],
+        info: Mapping[str, Any] | None = None,
+    ) -> list[Metrics]: ...
+
+    @exclusive
+    def validate(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: Mapping[str, Any] | None = None,
+    ) -> Metrics | list[Metrics]:
+        """Validate on one pass over the validation data, using every row once, or on `num_steps` batches.
+
+        Return what was measured; with `reduce_results=False`, a list with each worker's own results.
+        """
+        check_call(num_steps, 0, info)
+        self._validations += 1
+        arguments = {
+            "num_steps": self._validation_steps if num_steps is None else num_steps,
+            "profile": profile,
+            "info": self._packed(info),
+            "call": self._validations,
+        }
+        self._raise_earlier_error()
+        result, each = self._calls.measure(self._engine, "validate", Job(Call(ReplicaBase.validate, arguments)))
+        return result if reduce_results else each
+
+    def _packed(self, info: Mapping[str, Any] | None) -> Any:
+        return self._engine.pack(dict(info) if info is not None else None)
+
+    def _raise_earlier_error(self) -> None:
+        """Raise the error of earlier work in the background, if there is one."""
+
+    # -- functions on the workers ---------------------------------------------------------------------
+
+    @exclusive
+    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
+        """Call a function without arguments in every worker process. Return its values in rank order."""
+        return self._apply(apply, fn)
+
+    @exclusive
+    def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Call `fn(operator)` in every worker. Return its values in rank order."""
+        return self._apply(apply_operator, fn)
+
+    def _apply(self, method: Callable[..., Any], fn: Callable[..., Any]) -> list[Any]:
+        if not callable(fn):
+            raise ConfigError(f"fn must be a function, got {fn!r}")
+        self._raise_earlier_error()
+        call = Call(method, {"function": self._engine.pack(fn)})
+        parts = self._engine.run(Job(call, again="keep"))
+        self._engine.state_changed_by_hand()
+        return [outcome.value for outcome in parts[-1].outcomes if hasattr(outcome, "value")]
+
+    def _values(self, method: Callable[..., Any], **given: Any) -> list[Any]:
+        """Call a function of replicas on every rank, and return its values in rank order."""
+        return self._engine.run(Job(Call(method, given)))[-1].values
+
+    def _first(self, method: Callable[..., Any], **given: Any) -> Any:
+        self._raise_earlier_error()
+        return self._values(method, **given)[0]
+
+    def _inline_operator(self) -> Any:
+        """Return the operator that trains in this process; None if the workers are other processes."""
+        if not isinstance(self._engine.group, InlineGroup):
+            return None
+        return self._first(apply_operator, function=lambda operator: operator)
+
+    # -- the group ------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Return the current number of workers."""
+        return self._engine.world_size
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        """Return every change of the group so far: worker failures, growth, preemptions."""
+        return self._engine.recoveries
+
+    @property
+    def history(self) -> History:
+        """Return the results of all calls of `train` and `validate` so far, as a table."""
+        return self._calls.history
+
+    @property
+    def logdir(self) -> Path:
+        """Return the folder of the callbacks. The first callback that writes creates it."""
+        return self._calls.run.folder
+
+    def __repr__(self) -> str:
+        return self._calls.describe(self._engine)
+
+    @exclusive
+    def resize(self, num_workers: int) -> None:
+        """Set the number of workers, also in the middle of an epoch. Wait until missing ones have joined."""
+        check_num_workers(num_workers)
+        if not self._distributed and num_workers > 1:
+            raise ConfigError(
+                "a trainer made with num_workers=1 has no process group and cannot grow: make it with num_workers=2 or "
+                "more (ElasticConfig(min_workers=1) lets it shrink to one)"
+            )
+        self._check_resize(num_workers)
+        self._engine.resize(num_workers)
+
+    def _check_resize(self, num_workers: int) -> None:
+        """Raise ConfigError if the trainer cannot be resized."""
+
+    def shutdown(self, force: bool = False) -> None:
+        """End the workers. A second call does nothing; any other call afterwards raises an error."""
+        try:
+            self._engine.stop(force=force)
+        finally:
+            self._calls.end()
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._calls.exited(error)
+        self.shutdown(force=kind is not None)
+
+
+def described_run(trainer: type, operator_cls: Any, config: Mapping[str, Any], num_workers: int, logdir: Any) -> Run:
+    """Return what callbacks are told about a trainer."""
+    name, folder = operator_cls.__name__, folder_to_be(logdir, operator_cls.__name__)
+    return Run(trainer=trainer.__name__, name=name, num_workers=num_workers, config=config, folder=folder)
+
+
+def limits_of(timeout_s: float, elastic: ElasticConfig) -> Limits:
+    return Limits.derive(timeout_s=timeout_s, hang_timeout_s=elastic.hang_timeout_s, start_s=start_limit_s())
+
+
+def make_engine(
+    factory: ReplicaFactoryBase,
+    calls: CallRunner,
+    resources: WorkerResources,
+    elastic: ElasticConfig,
+    limits: Limits,
+    hook: Callable[[], Any] | None,
+    make_backend: Callable[..., Backend],
+) -> Engine:
+    """Return the engine. Connect to Ray, or start it, if there are to be several workers; launch none yet.
+    `make_backend` gets the driver's address as `host`."""
+    settings = factory.settings
+    backend: Backend = SingleWorkerBackend()
+    if settings.distributed:
+        from raysgd.workers.cluster import driver_address, ensure_cluster
+
+        ensure_cluster()
+        backend = make_backend(host=driver_address())
+    group: Any = InlineGroup(backend)
+    if settings.threads is not None:  # of a process of its own
+        from raysgd.workers.ray_group import RayGroup
+
+        group = RayGroup(backend, resources)
+    return Engine(
+        group,
+        backend,
+        factory,
+        hook=hook,
+        target=settings.num_workers,
+        elastic=elastic,
+        limits=limits,
+        on_progress=calls.on_progress,
+        on_recovery=calls.on_recovery,
+    )
