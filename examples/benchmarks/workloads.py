@@ -97,7 +97,7 @@ def tiny_data(samples: int) -> Dataset[Any]:
 
 def small_resnet() -> nn.Module:
     """Two stages of the library's CIFAR ResNet, with the images halved to keep a CPU step near 50 ms."""
-    from raysgd.torch.resnet import BasicBlock, ResNet
+    from raysgd.operators.resnet import BasicBlock, ResNet
 
     torch.manual_seed(0)
     return ResNet(BasicBlock, (1, 1, 0, 0), num_classes=10)
