@@ -21,7 +21,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
-from raysgd.train.replica import WAKE, FunctionReplica, FunctionReplicaFactory
+from raysgd.train.replica import STOP_SIGNAL, FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run_session import Attempt
 from raysgd.training.replica_base import ReplicaBase, apply_operator
 from tests.torch.small import Line, rows
@@ -186,13 +186,13 @@ def operators(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def opened(name: str) -> Iterator[Subject]:
-    handler = None if WAKE is None else signal.getsignal(WAKE)
+    handler = None if STOP_SIGNAL is None else signal.getsignal(STOP_SIGNAL)
     subject = SUBJECTS[name]()
     yield subject
     for replica in subject.made:
         replica.close()
-    if WAKE is not None:
-        signal.signal(WAKE, handler)
+    if STOP_SIGNAL is not None:
+        signal.signal(STOP_SIGNAL, handler)
 
 
 def undisturbed(subject: Subject) -> list[float]:
