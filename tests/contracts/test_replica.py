@@ -167,7 +167,7 @@ class FunctionSubject(Subject):
         return Call(FunctionReplica.function, {"task": task, "attempt": attempt, "checkpoint": None})
 
     def weights(self, replica: Any) -> list[float]:
-        content: list[float] = replica._kept.content["weights"]
+        content: list[float] = replica._commit.content["weights"]
         return content
 
 
