@@ -131,7 +131,7 @@ def test_what_cannot_be_combined(given: dict[str, Any], words: str) -> None:
 def test_missing_horovod_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "horovod" else find(name))
-    recipe = r"make horovod.*python -m raysgd\.horovod\.build"
+    recipe = r"make horovod.*tools/build_horovod\.py"
     with pytest.raises(ImportError, match=recipe):
         TorchTrainer(training_operator_cls=LedgerOperator, num_workers=2, use_gpu=False, backend="horovod")
     with pytest.raises(ImportError, match=recipe):

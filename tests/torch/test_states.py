@@ -270,3 +270,13 @@ def test_get_model_is_a_copy_of_its_own() -> None:
             model.weight.fill_(100.0)
         assert float(trainer.get_model().weight.detach().max()) < 100
         assert type(model) is nn.Linear
+
+
+def test_a_counter_that_a_state_lacks_has_its_default() -> None:
+    with inline(Line) as trainer:
+        trainer.train()
+        trainer.validate()
+        complete = trainer.state_dict()
+        lacking = {key: value for key, value in complete["validation_began"].items() if key != "applied"}
+        trainer.load_state_dict({**complete, "validation_began": lacking})
+        assert trainer.state_dict()["validation_began"] == {**lacking, "applied": 0}
