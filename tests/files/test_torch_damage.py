@@ -80,6 +80,7 @@ def test_other_damage_is_noticed(here: Bench) -> None:
     here.next_steps_are_right()
 
 
+@pytest.mark.timeout(1500 if SOAK else 300)  # half of the files load, and each of these takes 0.1 s
 def test_without_a_digest_damage_may_pass_but_never_breaks_anything(tmp_path: Path) -> None:
     """A file of an older version: what loads differs at most in values, and training goes on with it."""
     for here in bench(tmp_path):
