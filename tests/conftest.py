@@ -8,12 +8,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.background import Background, Lane, turn
+from tests.forked_workers import ForkServer
 from tests.guards import Guard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,11 +45,23 @@ os.environ.update(
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def forked_workers(lane: Lane) -> Iterator[ForkServer | None]:
+    """The process that Ray's workers are forks of, or None if RAYSGD_FORKED_WORKERS=0."""
+    if os.environ.get("RAYSGD_FORKED_WORKERS") == "0":
+        yield None
+        return
+    server = ForkServer(Path(RAY_FOLDER))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(forked_workers: ForkServer | None) -> Iterator[None]:
     """One local cluster for all tests that ask for it; its 8 CPUs are logical, whatever the machine has."""
     import ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    with forked_workers.used_by_ray() if forked_workers is not None else nullcontext():
+        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -1,0 +1,144 @@
+"""Ray's worker processes begin as forks of one process that has imported Ray and torch.
+
+    with ForkServer(folder) as server, server.used_by_ray():
+        ray.init(...)
+
+A worker process imports Ray, and a rank then torch: about 3 s of a core for each. The tests start about a thousand of them, one after another, and two cores did little else. So the interpreter that
+Ray starts for a worker is a short script, which hands its arguments, environment, folder and descriptors to a fork server
+and ends; the child runs the very file of Ray's that the interpreter would have run. Everything afterwards is the same: a
+process of its own, with its own connections, that registers with the raylet and can be killed.
+
+There are two servers with different hash seeds, taken in turn, so that ranks differ in the order of their sets, as they
+do in reality. A worker with an environment of its own (`runtime_env`), and any other process of Ray's, gets an interpreter as
+usual. RAYSGD_FORKED_WORKERS=0 switches this off.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["ForkServer"]
+
+# What Ray starts as "the interpreter". Without the site module it is there in 15 ms.
+LAUNCHER = """#!{python} -IS
+import json, os, socket, sys
+ARGUMENTS = sys.argv[1:]
+def forked():
+    if not (ARGUMENTS and ARGUMENTS[0].endswith("default_worker.py")):
+        return False
+    with socket.socket(socket.AF_UNIX) as server:
+        try:
+            server.connect({address!r} + str(os.getpid() % {servers}))
+        except OSError:  # it still imports
+            return False
+        request = json.dumps([ARGUMENTS, dict(os.environ), os.getcwd()]).encode()
+        socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
+        server.sendall(request)
+        return server.recv(1) == b"1"
+if not forked():
+    os.execv({python!r}, [{python!r}, *ARGUMENTS])
+"""
+SERVERS = 2
+
+
+class ForkServer:
+    """Owns the processes that are forked, and the script that Ray starts in place of an interpreter."""
+
+    def __init__(self, folder: Path) -> None:
+        address = str(folder / "fork-")
+        self._launcher = folder / "python"
+        self._launcher.write_text(LAUNCHER.format(python=sys.executable, address=address, servers=SERVERS))
+        self._launcher.chmod(0o755)
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.forked_workers", f"{address}{number}"],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONHASHSEED": str(int.from_bytes(os.urandom(3), "big"))},
+                start_new_session=True,
+            )
+            for number in range(SERVERS)
+        ]
+
+    @contextmanager
+    def used_by_ray(self) -> Iterator[None]:
+        """A cluster that is started in this block starts its workers by forking."""
+        interpreter, sys.executable = sys.executable, str(self._launcher)
+        try:
+            yield
+        finally:
+            sys.executable = interpreter
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+
+def serve(address: str) -> None:
+    """Fork for each request. A child returns, and is then the worker."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(address + ".new")
+    server.listen(64)
+    os.rename(address + ".new", address)  # nobody finds it before it listens
+    while True:
+        connection, _ = server.accept()
+        with connection:
+            length, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
+            if len(length) == 8 and os.fork() == 0:
+                server.close()
+                become(connection, int.from_bytes(length, "big"), descriptors)
+                return
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def become(connection: socket.socket, length: int, descriptors: list[int]) -> None:
+    """Take over what an interpreter would have got from the raylet."""
+    import json
+
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request = b""
+    while len(request) < length:
+        request += connection.recv(1 << 16)
+    arguments, environment, folder = json.loads(request)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = arguments
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    connection.sendall(b"1")
+    connection.close()
+
+
+def preload() -> None:
+    """Import what every rank imports, but not Ray, which reads a worker's variables when it is imported."""
+    import torch._dynamo
+    import torch.distributed
+    import torch.nn.parallel
+
+    import raysgd.torch.replica  # noqa: F401
+
+    assert "ray" not in sys.modules
+
+
+if __name__ == "__main__":
+    import random
+    import runpy
+
+    preload()
+    serve(sys.argv[1])
+    sys.modules["numpy"].random.seed()
+    runpy.run_path(sys.argv[0], run_name="__main__")
