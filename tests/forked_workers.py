@@ -1,16 +1,18 @@
-"""Ray's worker processes begin as forks of one process that has imported Ray and torch.
+"""Ray starts its worker processes as forks of a process that has already imported torch.
 
-    with ForkServer(folder) as server, server.used_by_ray():
+    server = ForkServer(folder)
+    with server.used_by_ray():
         ray.init(...)
 
-A worker process imports Ray, and a rank then torch: about 3 s of a core for each. The tests start about a thousand of them, one after another, and two cores did little else. So the interpreter that
-Ray starts for a worker is a short script, which hands its arguments, environment, folder and descriptors to a fork server
-and ends; the child runs the very file of Ray's that the interpreter would have run. Everything afterwards is the same: a
-process of its own, with its own connections, that registers with the raylet and can be killed.
+Of the three seconds of CPU time that a rank needs until its first step, importing torch takes two, and the tests start
+about a thousand ranks. Here, the interpreter that Ray starts for a worker is a short script. It passes its arguments,
+environment, working directory and standard streams to a fork server and exits; the fork then runs the same script of Ray
+that the interpreter would have run. From there on nothing differs: the worker is a process of its own, imports Ray,
+registers with the raylet, and can be killed.
 
-There are two servers with different hash seeds, taken in turn, so that ranks differ in the order of their sets, as they
-do in reality. A worker with an environment of its own (`runtime_env`), and any other process of Ray's, gets an interpreter as
-usual. RAYSGD_FORKED_WORKERS=0 switches this off.
+Two servers with different hash seeds take turns, so that the iteration order of sets differs between ranks, as it does
+outside the tests. All other processes of Ray, and workers with a `runtime_env`, start as usual. With
+RAYSGD_FORKED_WORKERS=0 all workers do.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pathlib import Path
 
 __all__ = ["ForkServer"]
 
-# What Ray starts as "the interpreter". Without the site module it is there in 15 ms.
+# Ray starts this script instead of an interpreter. Without the site module, it takes 15 ms.
 LAUNCHER = """#!{python} -IS
 import json, os, socket, sys
 ARGUMENTS = sys.argv[1:]
@@ -36,7 +38,7 @@ def forked():
     with socket.socket(socket.AF_UNIX) as server:
         try:
             server.connect({address!r} + str(os.getpid() % {servers}))
-        except OSError:  # it still imports
+        except OSError:  # the server is still importing
             return False
         request = json.dumps([ARGUMENTS, dict(os.environ), os.getcwd()]).encode()
         socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
@@ -49,7 +51,7 @@ SERVERS = 2
 
 
 class ForkServer:
-    """Owns the processes that are forked, and the script that Ray starts in place of an interpreter."""
+    """Owns the processes that are forked, and the script that Ray starts instead of an interpreter."""
 
     def __init__(self, folder: Path) -> None:
         address = str(folder / "fork-")
@@ -68,7 +70,7 @@ class ForkServer:
 
     @contextmanager
     def used_by_ray(self) -> Iterator[None]:
-        """A cluster that is started in this block starts its workers by forking."""
+        """Let clusters that are started in this block start their workers by forking."""
         interpreter, sys.executable = sys.executable, str(self._launcher)
         try:
             yield
@@ -83,12 +85,12 @@ class ForkServer:
 
 
 def serve(address: str) -> None:
-    """Fork for each request. A child returns, and is then the worker."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    """Fork for each request. Return only in the children, which then are workers."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes children that ended
     server = socket.socket(socket.AF_UNIX)
     server.bind(address + ".new")
     server.listen(64)
-    os.rename(address + ".new", address)  # nobody finds it before it listens
+    os.rename(address + ".new", address)  # clients find it only once it listens
     while True:
         connection, _ = server.accept()
         with connection:
@@ -102,7 +104,7 @@ def serve(address: str) -> None:
 
 
 def become(connection: socket.socket, length: int, descriptors: list[int]) -> None:
-    """Take over what an interpreter would have got from the raylet."""
+    """Set up this process with the arguments, environment, directory and streams that the raylet gave to the script."""
     import json
 
     os.setsid()
@@ -127,7 +129,6 @@ def preload() -> None:
     """Import what every rank imports, but not Ray, which reads a worker's variables when it is imported."""
     import torch._dynamo
     import torch.distributed
-    import torch.nn.parallel
 
     import raysgd.torch.replica  # noqa: F401
 
@@ -135,10 +136,9 @@ def preload() -> None:
 
 
 if __name__ == "__main__":
-    import random
     import runpy
 
     preload()
     serve(sys.argv[1])
-    sys.modules["numpy"].random.seed()
+    sys.modules["numpy"].random.seed()  # or all forks would draw the same numbers
     runpy.run_path(sys.argv[0], run_name="__main__")
