@@ -127,8 +127,6 @@ def become(connection: socket.socket, length: int, descriptors: list[int]) -> No
 
 def preload() -> None:
     """Import what every rank imports, but not Ray, which reads a worker's variables when it is imported."""
-    import torch._dynamo
-    import torch.distributed
 
     import raysgd.torch.replica  # noqa: F401
 
