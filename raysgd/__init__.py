@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from raysgd.tf.trainer import TFTrainer
     from raysgd.torch.creators import CreatorOperator
     from raysgd.torch.operator import TrainingOperator
+    from raysgd.torch.options import TrainingOptions
     from raysgd.torch.trainer import TorchTrainer
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "TrainerBusyError",
     "TrainingFailedError",
     "TrainingOperator",
+    "TrainingOptions",
     "WorkerStartError",
     "__version__",
 ]
@@ -56,6 +58,7 @@ __all__ = [
 _LAZY = {
     "TorchTrainer": ("raysgd.torch.trainer", "torch", "torch"),
     "TrainingOperator": ("raysgd.torch.operator", "torch", "torch"),
+    "TrainingOptions": ("raysgd.torch.options", "torch", "torch"),
     "CreatorOperator": ("raysgd.torch.creators", "torch", "torch"),
     "TFTrainer": ("raysgd.tf.trainer", "tensorflow", "tensorflow"),
 }

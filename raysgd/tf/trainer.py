@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 from raysgd.callbacks.base import Callback
-from raysgd.config import ElasticConfig, WorkerResources, check_call
-from raysgd.constants import BATCH_SIZE
+from raysgd.config import ElasticConfig, WorkerResources, at_least, check_call
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.storage import locations
 from raysgd.tf import states
@@ -18,7 +17,7 @@ from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.process_group import TensorFlowBackend
 from raysgd.tf.replica import TFReplica, TFReplicaFactory
 from raysgd.tf.settings import TFSettings
-from raysgd.training.arguments import check_common, check_num_workers, needs_ray, refuse_unknown
+from raysgd.training.arguments import check_common, check_config, needs_ray, refuse_unknown
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.replica_base import Refusal
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
@@ -93,13 +92,14 @@ class TFTrainer(TrainerBase):
         elastic: ElasticConfig | None = None,
         callbacks: Sequence[Callback] = (),
         logdir: str | os.PathLike[str] | None = None,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(TFTrainer, unknown)
+        refuse_unknown(TFTrainer, unknown, {"elastic": ElasticConfig})
         operator_cls = _operator_class(model_creator, data_creator, training_operator_cls)
         self.num_replicas = number = _resolve_num_workers(num_replicas, num_workers)
         check_common(operator_cls, TrainingOperator, number, initialization_hook, timeout_s, elastic)
-        self.config = _checked_config(config, number)
+        # The batch size is that of all workers together, as a data set's is, so it is not divided.
+        self.config = check_config(config, number)
         if not isinstance(use_gpu, bool):
             raise ConfigError(f"use_gpu must be True or False, got {use_gpu!r}")
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
@@ -259,24 +259,7 @@ def _resolve_num_workers(num_replicas: int | None, num_workers: int | None) -> i
     """Return `num_workers`, which v1 called `num_replicas`; 1 if neither was passed."""
     for name, number in {"num_replicas": num_replicas, "num_workers": num_workers}.items():
         if number is not None:
-            check_num_workers(number, name)
+            at_least(name, number, 1, whole=True)
     if None not in (num_replicas, num_workers) and num_replicas != num_workers:
         raise ConfigError(f"num_replicas={num_replicas} and num_workers={num_workers} are the same thing: pass one")
     return num_workers or num_replicas or 1
-
-
-def _checked_config(config: Any, num_workers: int) -> dict[str, Any]:
-    """Return a copy of the config. Its batch size is that of all workers together, as a data set's is, so it is not
-    divided."""
-    if config is not None and not isinstance(config, Mapping):
-        raise ConfigError(f"config must be a dict, got {config!r}")
-    shown = dict(config or {})
-    total = shown.get(BATCH_SIZE, num_workers)
-    if not isinstance(total, int) or isinstance(total, bool) or total < num_workers:
-        raise ConfigError(
-            f"config[{BATCH_SIZE!r}] is the batch of all workers together: a whole number of at least num_workers "
-            f"({num_workers}), got {total!r}"
-        )
-    checked_fit_config(shown, FIT)
-    checked_fit_config(shown, EVALUATE)
-    return shown

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raysgd.torch.creators import CreatorOperator
     from raysgd.torch.operator import TrainingOperator
+    from raysgd.torch.options import TrainingOptions
     from raysgd.torch.trainer import TorchTrainer
 
-__all__ = ["BaseTorchTrainable", "CreatorOperator", "TorchTrainer", "TrainingOperator"]
+__all__ = ["BaseTorchTrainable", "CreatorOperator", "TorchTrainer", "TrainingOperator", "TrainingOptions"]
 
 _HOMES = {
     "TorchTrainer": "raysgd.torch.trainer",
     "TrainingOperator": "raysgd.torch.operator",
+    "TrainingOptions": "raysgd.torch.options",
     "CreatorOperator": "raysgd.torch.creators",
     "BaseTorchTrainable": "raysgd.tune",
 }

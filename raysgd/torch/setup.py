@@ -1,11 +1,10 @@
-"""From a TorchTrainer's arguments to its engine: older spellings, resources, settings. Driver."""
+"""From a TorchTrainer's arguments to its engine: RaySGD's arguments, resources, settings. Driver."""
 
 from __future__ import annotations
 
 import logging
 import uuid
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from raysgd.torch.profiling import ProfiledReplicaFactory
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import Strategy
+from raysgd.training.arguments import check_config
 
 __all__ = [
     "REMOVED",
@@ -30,8 +30,6 @@ __all__ = [
     "opened",
     "per_worker_config",
     "replica_factory",
-    "resolve_parallel",
-    "resolve_precision",
     "wants_gpu",
     "warn_without_effect",
     "worker_resources",
@@ -53,8 +51,8 @@ REMOVED = {
 }
 
 
-def warn_without_effect(use_local: bool, serialize_data_creation: Any) -> None:
-    """Warn about arguments of v1 that have no effect here."""
+def warn_without_effect(use_local: bool, serialize_data_creation: bool) -> None:
+    """Warn about arguments of RaySGD that have no effect here."""
     if use_local:
         warnings.warn(
             "use_local=True with several workers has no effect: no rank runs in the driver; get_local_operator() "
@@ -69,45 +67,13 @@ def warn_without_effect(use_local: bool, serialize_data_creation: Any) -> None:
         )
 
 
-def resolve_parallel(parallel: Any, wrap_ddp: Any) -> Any:
-    """Return `parallel`, which v1 called `wrap_ddp`."""
-    if wrap_ddp:
-        return "ddp" if parallel == "auto" else parallel
-    if parallel not in ("auto", None):
-        raise ConfigError(f"wrap_ddp=False means parallel=None, but parallel={parallel!r} was given: pass one")
-    return None
-
-
-def resolve_precision(precision: Any, use_fp16: Any) -> str:
-    """Return `precision`, which v1 called `use_fp16`."""
-    if use_fp16 not in (False, True, "apex"):
-        raise ConfigError(f"use_fp16 must be False, True or 'apex', got {use_fp16!r}")
-    old = {False: None, True: "fp16", "apex": "apex"}[use_fp16]
-    if precision is None:
-        return old or "fp32"
-    if precision not in ("fp32", "fp16", "bf16", "apex"):
-        raise ConfigError(f"precision must be 'fp32', 'fp16', 'bf16' or 'apex', got {precision!r}")
-    if old is not None and old != precision:
-        raise ConfigError(
-            f"use_fp16={use_fp16!r} means precision={old!r}, but precision={precision!r} was given: pass one"
-        )
-    return str(precision)
-
-
 def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the config as the trainer shows it, and as each worker gets it. The batch size is divided by the number of
     workers; a remainder is dropped with a warning."""
-    if config is not None and not isinstance(config, Mapping):
-        raise ConfigError(f"config must be a dict, got {config!r}")
-    shown = dict(config or {})
+    shown = check_config(config, num_workers)
     if BATCH_SIZE not in shown:
         return shown, dict(shown)
     total = shown[BATCH_SIZE]
-    if not isinstance(total, int) or isinstance(total, bool) or total < num_workers:
-        raise ConfigError(
-            f"config[{BATCH_SIZE!r}] is the batch of all workers together: a whole number of at least num_workers "
-            f"({num_workers}), got {total!r}"
-        )
     each = total // num_workers
     if each * num_workers != total:
         warnings.warn(
@@ -153,10 +119,8 @@ def completed(
 ) -> TorchSettings:
     """Return the settings with what follows from the other arguments. Raise ConfigError for arguments that cannot be
     combined."""
-    settings.options.check_with(
-        num_workers=settings.num_workers, use_gpu=settings.use_gpu, precision=settings.precision, elastic=elastic
-    )
-    strategy.check(use_gpu=settings.use_gpu, precision=settings.precision)
+    settings.options.check_with(num_workers=settings.num_workers, use_gpu=settings.use_gpu, elastic=elastic)
+    strategy.check(use_gpu=settings.use_gpu, precision=settings.options.precision)
     distributed = settings.num_workers > 1
     return replace(
         settings,

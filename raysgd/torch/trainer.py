@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 
@@ -46,42 +46,32 @@ class TorchTrainer(TrainerBase):
 
     Arguments, all by keyword:
 
-        training_operator_cls  your subclass of `TrainingOperator`
-        initialization_hook    a function without arguments, called first in every worker process
-        config                 passed to the operator's `setup`; config["*batch_size"] is the batch of all workers together
+        training_operator_cls    your subclass of `TrainingOperator`
+        initialization_hook      a function without arguments, called first in every worker process
+        config                   passed to the operator's `setup`; config["*batch_size"] is the batch of all workers together
+        options                  a `TrainingOptions`: precision, accumulation, clipping, compiling, DDP and FSDP
+        elastic                  an `ElasticConfig`: how training continues when workers fail, leave and join
 
-        num_workers            the largest number of workers; one runs in this process, without Ray
-        num_cpus_per_worker    CPUs that each worker reserves
-        resources_per_worker   Ray resources of each worker, such as {"CPU": 2, "GPU": 1}; overrides the other arguments
-        use_gpu                "auto": if this machine has a GPU
-        use_ray                True: run a single worker in a process of its own, too
-        use_local              no effect; v1 had it
-        elastic                an `ElasticConfig`: how training continues when workers fail, leave and join
-        timeout_s              limit in seconds for setting up workers, and for a single collective call
+        num_workers              the largest number of workers; one runs in this process, without Ray
+        num_cpus_per_worker      CPUs that each worker reserves
+        resources_per_worker     Ray resources of each worker, such as {"CPU": 2, "GPU": 1}; overrides the other arguments
+        use_gpu                  "auto": if this machine has a GPU
+        use_ray                  True: run a single worker in a process of its own, too
+        timeout_s                limit in seconds for setting up workers, and for a single collective call
+        backend                  "auto": "nccl" on GPUs, else "gloo"; or "horovod"
+        horovod_args             arguments of Horovod, for backend="horovod"
 
-        backend                "auto": "nccl" on GPUs, else "gloo"; or "horovod"
-        horovod_args           arguments of Horovod, for backend="horovod"
-        parallel               "ddp": every worker holds the model; "fsdp": each holds a part of it; None: you average
-                               the gradients; "auto": "ddp", or None with wrap_ddp=False
-        wrap_ddp               v1's name for `parallel`
-        ddp_args               arguments of DistributedDataParallel for every model; those of `register` take precedence
-        comm_hook              how DDP sends gradients: "fp16", "bf16", "powersgd", "batched_powersgd", or a dict with
-                               `name` and the arguments of PowerSGD
-        sync_batchnorm         BatchNorm layers use the statistics of all workers (on GPUs only)
+        scheduler_step_freq      when the default loop steps the schedulers: "batch", "epoch", or "manual" (never)
+        add_dist_sampler         divide the registered data among the workers
+        wrap_ddp                 RaySGD's name for `options.parallel`: True is "ddp", False is None
+        use_fp16                 RaySGD's name for `options.precision`: True is "fp16", "apex" is "apex"
 
-        precision              "fp32" (the default), "fp16", "bf16" or "apex"
-        use_fp16               v1's name for `precision`: True is "fp16", "apex" is "apex"
-        accumulate             batches per optimizer step
-        clip_norm              largest norm of an optimizer's gradients together
-        clip_value             largest absolute value of each gradient
-        compile                True, or arguments of `torch.compile`; each model is compiled by itself
-        channels_last          keep models and batches of images in the memory format that GPUs prefer for convolutions
-        scheduler_step_freq    when the default loop steps the schedulers: "batch", "epoch", or "manual" (never)
-        add_dist_sampler       divide the registered data among the workers
+        use_tqdm                 show a progress bar
+        callbacks                `raysgd.callbacks.Callback` objects
+        logdir                   the folder of callbacks that write, relative to ~/ray_results; by default a new one there
 
-        use_tqdm               show a progress bar
-        callbacks              `raysgd.callbacks.Callback` objects
-        logdir                 the folder of callbacks that write, relative to ~/ray_results; by default a new one there
+        use_local                no effect; RaySGD ran the first worker in this process
+        serialize_data_creation  no effect; pass it to `TrainingOperator.from_creators`
     """
 
     def __init__(
@@ -90,57 +80,40 @@ class TorchTrainer(TrainerBase):
         training_operator_cls: type[TrainingOperator] | None = None,
         initialization_hook: Callable[[], Any] | None = None,
         config: Mapping[str, Any] | None = None,
+        options: TrainingOptions | None = None,
+        elastic: ElasticConfig | None = None,
         num_workers: int = 1,
         num_cpus_per_worker: float = 1,
         resources_per_worker: Mapping[str, float] | None = None,
         use_gpu: bool | Literal["auto"] = "auto",
         use_ray: bool | None = None,
-        use_local: bool = False,
-        elastic: ElasticConfig | None = None,
         timeout_s: float = 1800,
         backend: Literal["auto", "gloo", "nccl", "horovod"] = "auto",
         horovod_args: Mapping[str, Any] | None = None,
-        parallel: Literal["auto", "ddp", "fsdp"] | None = "auto",
-        wrap_ddp: bool = True,
-        ddp_args: Mapping[str, Any] | None = None,
-        comm_hook: str | Mapping[str, Any] | None = None,
-        sync_batchnorm: bool = False,
-        precision: Literal["fp32", "fp16", "bf16", "apex"] | None = None,
-        use_fp16: bool | Literal["apex"] = False,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        compile: bool | Mapping[str, Any] = False,
-        channels_last: bool = False,
         scheduler_step_freq: Literal["batch", "epoch", "manual"] | None = None,
         add_dist_sampler: bool = True,
+        wrap_ddp: bool | None = None,
+        use_fp16: bool | Literal["apex"] | None = None,
         use_tqdm: bool = False,
         callbacks: Sequence[Callback] = (),
         logdir: str | os.PathLike[str] | None = None,
-        **unknown: Any,
+        use_local: bool = False,
+        serialize_data_creation: bool = False,
+        **unknown: NoReturn,
     ) -> None:
-        setup.warn_without_effect(use_local and num_workers != 1, unknown.pop("serialize_data_creation", False))
-        refuse_unknown(TorchTrainer, unknown, setup.REMOVED)
+        groups = {"options": TrainingOptions, "elastic": ElasticConfig}
+        refuse_unknown(TorchTrainer, unknown, groups, setup.REMOVED)
+        setup.warn_without_effect(use_local and num_workers != 1, serialize_data_creation)
         check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
+        if options is not None and not isinstance(options, TrainingOptions):
+            raise ConfigError(f"options must be a raysgd.TrainingOptions, got {options!r}")
+        options = (options or TrainingOptions()).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
-        options = TrainingOptions(
-            accumulate=accumulate,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            compile=compile,
-            channels_last=channels_last,
-            sync_batchnorm=sync_batchnorm,
-            ddp_args={} if ddp_args is None else ddp_args,
-            comm_hook=comm_hook,
-            parallel=setup.resolve_parallel(parallel, wrap_ddp),
-        )
         settings = TorchSettings(
             num_workers=num_workers,
             use_gpu=self.use_gpu,
             use_tqdm=use_tqdm,
-            precision=setup.resolve_precision(precision, use_fp16),
-            use_fp16=use_fp16 or precision in ("fp16", "apex"),
             scheduler_step_freq=scheduler_step_freq,
             add_dist_sampler=add_dist_sampler,
             options=options,
@@ -150,7 +123,7 @@ class TorchTrainer(TrainerBase):
         run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
         calls, elastic = CallRunner(callbacks, run, bar=use_tqdm), elastic or ElasticConfig()
         if options.parallel == "fsdp":
-            elastic = replace(elastic, grow=False)  # nobody else has the shards that a new worker would need
+            elastic = replace(elastic, grow=False)  # no other worker has the shards that a new worker would need
         settings = setup.completed(settings, strategy, resources, elastic, remote=remote)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
         limits = limits_of(timeout_s, elastic)
