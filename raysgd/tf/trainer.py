@@ -261,5 +261,7 @@ def _resolve_num_workers(num_replicas: int | None, num_workers: int | None) -> i
         if number is not None:
             at_least(name, number, 1, whole=True)
     if None not in (num_replicas, num_workers) and num_replicas != num_workers:
-        raise ConfigError(f"num_replicas={num_replicas} and num_workers={num_workers} are the same thing: pass one")
+        raise ConfigError(
+            f"num_replicas={num_replicas} and num_workers={num_workers} mean the same, and differ: pass one"
+        )
     return num_workers or num_replicas or 1

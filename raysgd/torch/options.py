@@ -123,7 +123,7 @@ class TrainingOptions:
         """Raise ConfigError for other arguments of the trainer that these options cannot be combined with."""
         if self.sync_batchnorm and num_workers > 1 and not use_gpu:
             raise ConfigError(
-                "sync_batchnorm=True needs GPUs (torch has no SyncBatchNorm for CPUs): pass use_gpu=True, or leave it"
+                "sync_batchnorm=True needs GPUs (torch has no SyncBatchNorm for CPUs): pass use_gpu=True, or leave it out"
             )
         if self.hook_name == "bf16" and num_workers > 1 and not use_gpu:
             raise ConfigError("comm_hook='bf16' needs GPUs (torch has it for NCCL only): use 'fp16', or leave it out")

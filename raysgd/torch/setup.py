@@ -17,6 +17,7 @@ from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch.exchange import Exchange
+from raysgd.torch.options import TrainingOptions
 from raysgd.torch.profiling import ProfiledReplicaFactory
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
@@ -24,6 +25,7 @@ from raysgd.torch.strategies import Strategy
 from raysgd.training.arguments import check_config
 
 __all__ = [
+    "GROUPS",
     "REMOVED",
     "completed",
     "gpu_elsewhere",
@@ -38,9 +40,11 @@ __all__ = [
 logger = logging.getLogger("raysgd")
 
 IN_SETUP = "make it in the setup of a TrainingOperator subclass, or use TrainingOperator.from_creators(...)"
+# The trainer's arguments that are settings objects.
+GROUPS = {"options": TrainingOptions, "elastic": ElasticConfig}
 REMOVED = {
     "num_replicas": "use num_workers",
-    "batch_size": "put it in config; config['*batch_size'] (raysgd.utils.BATCH_SIZE) is a global one",
+    "batch_size": "put it in config; config['*batch_size'] (raysgd.utils.BATCH_SIZE) is the batch of all workers together",
     "model_creator": IN_SETUP,
     "data_creator": IN_SETUP,
     "optimizer_creator": IN_SETUP,
@@ -55,8 +59,8 @@ def warn_without_effect(use_local: bool, serialize_data_creation: bool) -> None:
     """Warn about arguments of RaySGD that have no effect here."""
     if use_local:
         warnings.warn(
-            "use_local=True with several workers has no effect: no rank runs in the driver; get_local_operator() "
-            "returns an operator made here that holds the current state",
+            "use_local=True has no effect with several workers: no rank runs in this process. get_local_operator() returns "
+            "an operator in this process with the current state",
             stacklevel=3,
         )
     if serialize_data_creation:
@@ -77,8 +81,8 @@ def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], di
     each = total // num_workers
     if each * num_workers != total:
         warnings.warn(
-            f"the global batch of {total} does not divide by {num_workers} workers: using {each} each, "
-            f"{each * num_workers} together",
+            f"config[{BATCH_SIZE!r}] is {total}, which num_workers={num_workers} does not divide: each worker uses {each}, "
+            f"all together {each * num_workers}",
             stacklevel=3,
         )
     shown[BATCH_SIZE] = each * num_workers
@@ -142,7 +146,7 @@ def replica_factory(
         return TorchReplicaFactory(operator_cls, config, settings)
     if len(on_workers) > 1 or not isinstance(on_workers[0], ProfilerSettings):
         raise ConfigError(
-            f"one profiler callback is possible at a time, and nothing else on the workers, got {on_workers}"
+            f"callbacks can have one TorchProfilerCallback, and no other that runs on the workers, got {on_workers}"
         )
     return ProfiledReplicaFactory(operator_cls, config, settings, on_workers[0])
 

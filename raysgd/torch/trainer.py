@@ -101,8 +101,7 @@ class TorchTrainer(TrainerBase):
         serialize_data_creation: bool = False,
         **unknown: NoReturn,
     ) -> None:
-        groups = {"options": TrainingOptions, "elastic": ElasticConfig}
-        refuse_unknown(TorchTrainer, unknown, groups, setup.REMOVED)
+        refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED)
         setup.warn_without_effect(use_local and num_workers != 1, serialize_data_creation)
         check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
         if options is not None and not isinstance(options, TrainingOptions):
@@ -218,7 +217,7 @@ class TorchTrainer(TrainerBase):
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Load what `state_dict` returned, for any number of workers. Every worker checks the state first: one that does not
-        fit raises CheckpointError, and changes nothing. (`blocking` has no effect; v1 had it.)"""
+        fit raises CheckpointError, and nothing changes. (`blocking` has no effect; v1 had it.)"""
         self._raise_earlier_error()
         self._checkpoints.restore(states.dump_given(state_dict), trusted=True)
 
@@ -258,7 +257,7 @@ class TorchTrainer(TrainerBase):
         self._checkpoints.load(checkpoint, trusted=trusted)
 
     def restore(self, *args: Any) -> None:
-        raise DeprecationWarning("restore() is called load() for TorchTrainer")
+        raise DeprecationWarning("TorchTrainer has no restore(): call load()")
 
     # -- the group ------------------------------------------------------------------------------------
 
@@ -290,8 +289,15 @@ class TorchTrainer(TrainerBase):
             self._raise_earlier_error()
 
     @classmethod
-    def as_trainable(cls, *args: Any, override_tune_step: Any = None, **kwargs: Any) -> Any:
-        """Return a Tune Trainable class that trains with these arguments (extra: tune)."""
+    def as_trainable(
+        cls, *, override_tune_step: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None, **arguments: Any
+    ) -> Any:
+        """Return a Tune Trainable class (extra: tune). It takes the arguments of the trainer, which each trial creates.
+
+        `override_tune_step(trainer, info)` replaces a trial's step, which trains and validates once.
+        """
         from importlib import import_module
 
-        return import_module("raysgd.tune").torch_trainable(cls, *args, override_tune_step=override_tune_step, **kwargs)
+        if cls.__init__ is TorchTrainer.__init__:  # a subclass may have arguments of its own
+            refuse_unknown(TorchTrainer, arguments, setup.GROUPS, setup.REMOVED)
+        return import_module("raysgd.tune").torch_trainable(cls, override_tune_step=override_tune_step, **arguments)

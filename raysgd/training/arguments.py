@@ -18,7 +18,7 @@ __all__ = ["check_common", "check_config", "needs_ray", "refuse_unknown"]
 def refuse_unknown(
     trainer: type, unknown: Mapping[str, Any], groups: Mapping[str, type], removed: Mapping[str, str] | None = None
 ) -> None:
-    """Raise an error for arguments that the trainer does not have.
+    """Raise an error for names that are not arguments of the trainer.
 
     `groups` has the trainer's arguments that are settings objects, with their classes: their fields are not arguments of
     the trainer. `removed` has a hint for each argument that older versions had.
@@ -26,6 +26,8 @@ def refuse_unknown(
     owners = {each.name: (group, kind.__name__) for group, kind in groups.items() for each in fields(kind)}
     known = [each for each in inspect.signature(trainer).parameters if each != "unknown"]
     for name, value in unknown.items():
+        if name in known:
+            continue
         if removed is not None and name in removed:
             if value is None:
                 continue
@@ -56,7 +58,7 @@ def check_common(operator_cls: Any, base: type, num_workers: Any, hook: Any, tim
     check_trainer(hook, timeout_s, elastic)
     if elastic is not None and elastic.min_workers > num_workers:
         raise ConfigError(
-            f"elastic.min_workers is {elastic.min_workers}, but num_workers is {num_workers}: it can be that at most"
+            f"elastic.min_workers is {elastic.min_workers}, but num_workers is {num_workers}: pass at most num_workers"
         )
 
 
@@ -79,6 +81,9 @@ def needs_ray(use_ray: bool | None, num_workers: int, resources: WorkerResources
     resources that only the cluster may have (`elsewhere`: its GPU is not in this machine)."""
     if num_workers > 1 or resources.custom or elsewhere:
         if use_ray is False:
-            raise ConfigError("use_ray=False is possible with num_workers=1 and without custom resources only")
+            raise ConfigError(
+                "use_ray=False is possible with num_workers=1 only, without custom resources, and with a GPU only if this "
+                "machine has one"
+            )
         return True
     return bool(use_ray)

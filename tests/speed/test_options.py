@@ -99,6 +99,13 @@ def test_misspelt_names_get_a_suggestion(name: str, says: str) -> None:
         inline(**{name: 4})
 
 
+def test_trials_take_the_same_arguments() -> None:
+    with pytest.raises(ConfigError, match="clip_norm is a field of TrainingOptions"):
+        TorchTrainer.as_trainable(training_operator_cls=Line, clip_norm=1.0)
+    with pytest.raises(TypeError, match="did you mean 'num_workers'"):
+        TorchTrainer.as_trainable(training_operator_cls=Line, num_worker=2)
+
+
 def test_removed_arguments_have_hints() -> None:
     with pytest.raises(DeprecationWarning, match="num_replicas"):
         inline(num_replicas=2)

@@ -134,7 +134,7 @@ def test_arguments_are_checked() -> None:
         TFTrainer()
     with pytest.raises(ConfigError, match="not both"):
         TFTrainer(model_creator, data_creator, training_operator_cls=Small)
-    with pytest.raises(ConfigError, match="the same thing"):
+    with pytest.raises(ConfigError, match="mean the same, and differ"):
         of_creators(num_replicas=2, num_workers=3)
     with pytest.raises(ConfigError, match="compiled model"):
         TFTrainer(lambda config: small.make_model(importlib.import_module("keras")), data_creator)
