@@ -51,7 +51,6 @@ SIBLINGS = {
     "tune": {"train/iterator", "train/job", "tf/trainer", "torch/setup"},
     "torch/resnet": {"operators"},
     "utils": {"compat"},
-    "torch/setup": {"training/call_runner", "training/trainer_base", "torch/strategies"},
     "torch/trainer": {
         "torch/checkpoint/save_load",
         "torch/setup",

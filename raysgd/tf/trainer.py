@@ -70,6 +70,9 @@ class TFTrainer(TrainerBase):
         verbose, use_tqdm      show a progress bar
         callbacks              `raysgd.callbacks.Callback` objects
         logdir                 the folder of callbacks that write, relative to ~/ray_results; by default a new one there
+
+    What `TrainingOptions` sets for a `TorchTrainer` is set in Keras: clipping and accumulation on the optimizer, mixed
+    precision by Keras' dtype policy.
     """
 
     def __init__(

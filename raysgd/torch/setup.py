@@ -1,9 +1,8 @@
-"""From a TorchTrainer's arguments to its engine: RaySGD's arguments, resources, settings. Driver."""
+"""From the arguments of a TorchTrainer to its config, resources and replicas. Driver."""
 
 from __future__ import annotations
 
 import logging
-import uuid
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -15,19 +14,15 @@ from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
-from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
-from raysgd.torch.exchange import Exchange
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.profiling import ProfiledReplicaFactory
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.strategies import Strategy
 from raysgd.training.arguments import check_config
 
 __all__ = [
     "GROUPS",
     "REMOVED",
-    "completed",
     "gpu_elsewhere",
     "opened",
     "per_worker_config",
@@ -111,31 +106,6 @@ def wants_gpu(use_gpu: Any) -> bool:
 def gpu_elsewhere(resources: WorkerResources) -> bool:
     """Return whether a worker needs a GPU that this machine does not have."""
     return bool(resources.gpus) and not torch.cuda.is_available()
-
-
-def completed(
-    settings: TorchSettings,
-    strategy: Strategy,
-    resources: WorkerResources,
-    elastic: ElasticConfig,
-    *,
-    remote: bool,
-) -> TorchSettings:
-    """Return the settings with what follows from the other arguments. Raise ConfigError for arguments that cannot be
-    combined."""
-    settings.options.check_with(num_workers=settings.num_workers, use_gpu=settings.use_gpu, elastic=elastic)
-    strategy.check(use_gpu=settings.use_gpu, precision=settings.options.precision)
-    distributed = settings.num_workers > 1
-    return replace(
-        settings,
-        distributed=distributed,
-        threads=max(1, int(resources.cpus)) if remote else None,
-        wrap_ddp=settings.options.parallel == "ddp" and strategy.wraps,
-        batch=elastic.batch,
-        snapshot_every=elastic.snapshot_every,
-        rows=SharedRowReaders(uuid.uuid4().hex[:8]) if remote else local_row_reader,
-        exchange=strategy.make_exchange if distributed else Exchange,
-    )
 
 
 def replica_factory(

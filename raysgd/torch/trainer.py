@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn, overload
+from uuid import uuid4
 
 import torch
 
@@ -15,9 +16,11 @@ from raysgd.config import ElasticConfig, check_call
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError
+from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.save_load import Checkpoints, SaveHandle
+from raysgd.torch.exchange import Exchange
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
@@ -109,21 +112,29 @@ class TorchTrainer(TrainerBase):
         options = (options or TrainingOptions()).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
-        settings = TorchSettings(
-            num_workers=num_workers,
-            use_gpu=self.use_gpu,
-            use_tqdm=use_tqdm,
-            scheduler_step_freq=scheduler_step_freq,
-            add_dist_sampler=add_dist_sampler,
-            options=options,
-        )
-        strategy = choose_strategy(backend, options, horovod_args, use_gpu=self.use_gpu)
-        remote = needs_ray(use_ray, num_workers, resources, elsewhere=setup.gpu_elsewhere(resources))
-        run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
-        calls, elastic = CallRunner(callbacks, run, bar=use_tqdm), elastic or ElasticConfig()
+        elastic = elastic or ElasticConfig()
+        options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic)
         if options.parallel == "fsdp":
             elastic = replace(elastic, grow=False)  # no other worker has the shards that a new worker would need
-        settings = setup.completed(settings, strategy, resources, elastic, remote=remote)
+        strategy = choose_strategy(backend, options, horovod_args, use_gpu=self.use_gpu)
+        remote = needs_ray(use_ray, num_workers, resources, elsewhere=setup.gpu_elsewhere(resources))
+        settings = TorchSettings(
+            num_workers=num_workers,
+            distributed=num_workers > 1,
+            use_gpu=self.use_gpu,
+            use_tqdm=use_tqdm,
+            threads=max(1, int(resources.cpus)) if remote else None,
+            options=options,
+            wrap_ddp=options.parallel == "ddp" and strategy.wraps,
+            exchange=strategy.make_exchange if num_workers > 1 else Exchange,
+            add_dist_sampler=add_dist_sampler,
+            scheduler_step_freq=scheduler_step_freq,
+            batch=elastic.batch,
+            snapshot_every=elastic.snapshot_every,
+            rows=SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader,
+        )
+        run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
+        calls = CallRunner(callbacks, run, bar=use_tqdm)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
         limits = limits_of(timeout_s, elastic)
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
