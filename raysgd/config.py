@@ -14,8 +14,6 @@ __all__ = [
     "Limits",
     "WorkerResources",
     "at_least",
-    "check_call",
-    "check_trainer",
     "flag_from_environment",
     "is_real",
     "seconds_from_environment",
@@ -191,28 +189,3 @@ class WorkerResources:
         if not wanted:
             return 1 << 20
         return min(int((free.get(name, 0.0) + 1e-6) // amount) for name, amount in wanted.items())
-
-
-def check_trainer(hook: Any, timeout_s: Any, elastic: Any) -> None:
-    """Raise ConfigError for wrong values of arguments that every trainer has."""
-    if hook is not None and not callable(hook):
-        raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
-    if not is_real(timeout_s) or timeout_s <= 0:
-        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-    if elastic is not None and not isinstance(elastic, ElasticConfig):
-        raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
-
-
-def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
-    """Raise ConfigError for wrong arguments of `train` and `validate`."""
-    if num_steps is not None and not (is_real(num_steps) and isinstance(num_steps, int) and num_steps >= 0):
-        raise ConfigError(
-            f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}"
-        )
-    if not isinstance(max_retries, int) or max_retries < -1:
-        raise ConfigError(
-            "max_retries must be a whole number: how many worker failures this call may have, -1 for any number; got "
-            f"{max_retries!r}"
-        )
-    if info is not None and not isinstance(info, Mapping):
-        raise ConfigError(f"info must be a dict, got {info!r}")

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, overload
 
 from raysgd.callbacks.base import Callback
-from raysgd.config import ElasticConfig, WorkerResources, at_least, check_call
+from raysgd.config import ElasticConfig, WorkerResources, at_least
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.storage import locations
 from raysgd.tf import states
@@ -17,7 +17,7 @@ from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.process_group import TensorFlowBackend
 from raysgd.tf.replica import TFReplica, TFReplicaFactory
 from raysgd.tf.settings import TFSettings
-from raysgd.training.arguments import check_common, check_config, needs_ray, refuse_unknown
+from raysgd.training.arguments import check_call, check_common, check_config, needs_ray, refuse_unknown
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.replica_base import Refusal
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
@@ -40,7 +40,7 @@ class TFTrainer(TrainerBase):
                 print(trainer.train(), trainer.validate())
             trainer.save("digits.ckpt")
 
-    Or, as in RaySGD v1, with a compiled model: `TFTrainer(model_creator, data_creator, num_replicas=2)`.
+    Or, as in RaySGD, with a compiled model: `TFTrainer(model_creator, data_creator, num_replicas=2)`.
 
     What `train()` does:
 
@@ -50,7 +50,7 @@ class TFTrainer(TrainerBase):
 
     Arguments:
 
-        training_operator_cls  your subclass of `raysgd.tf.TrainingOperator`; or instead of it, as in v1:
+        training_operator_cls  your subclass of `raysgd.tf.TrainingOperator`; or instead of it, as in RaySGD:
         model_creator          a function of the config that returns a compiled Keras model
         data_creator           a function of the config that returns (train_dataset, validation_dataset)
         config                 passed to `setup` or the creators; config["*batch_size"] is the batch of all workers
@@ -59,7 +59,7 @@ class TFTrainer(TrainerBase):
         initialization_hook    a function without arguments, called first in every worker process
 
         num_workers            the largest number of workers; one runs in this process, without Ray
-        num_replicas           v1's name for `num_workers`
+        num_replicas           RaySGD's name for `num_workers`
         num_cpus_per_worker    CPUs that each worker reserves
         resources_per_worker   Ray resources of each worker, such as {"CPU": 2, "GPU": 1}; overrides the other arguments
         use_gpu                whether workers train on GPUs
@@ -225,7 +225,7 @@ class TFTrainer(TrainerBase):
             raise CheckpointError(f"{where}: {error}") from error
 
     def restore(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Load a checkpoint; v1's name for `load`."""
+        """Load a checkpoint. RaySGD's name for `load`."""
         self.load(checkpoint)
 
     def _checkpoint(self) -> Any:
@@ -248,7 +248,7 @@ class TFTrainer(TrainerBase):
 
 
 def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls: Any) -> Any:
-    """Return the operator class that was passed, or one made of v1's two creators."""
+    """Return the operator class that was passed, or one made of RaySGD's two creators."""
     if training_operator_cls is None:
         if model_creator is None or data_creator is None:
             raise ConfigError("pass training_operator_cls, or model_creator and data_creator")
@@ -259,7 +259,7 @@ def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls
 
 
 def _resolve_num_workers(num_replicas: int | None, num_workers: int | None) -> int:
-    """Return `num_workers`, which v1 called `num_replicas`; 1 if neither was passed."""
+    """Return `num_workers`, which RaySGD called `num_replicas`, or 1 if neither was passed."""
     for name, number in {"num_replicas": num_replicas, "num_workers": num_workers}.items():
         if number is not None:
             at_least(name, number, 1, whole=True)

@@ -16,9 +16,9 @@ from raysgd.errors import ConfigError
 
 __all__ = ["TrainingOptions"]
 
-Precision = Literal["fp32", "fp16", "bf16", "apex"]
-Parallel = Literal["auto", "ddp", "fsdp"]
-CommHook = Literal["fp16", "bf16", "powersgd", "batched_powersgd"]
+PrecisionName = Literal["fp32", "fp16", "bf16", "apex"]
+ParallelName = Literal["auto", "ddp", "fsdp"]
+HookName = Literal["fp16", "bf16", "powersgd", "batched_powersgd"]
 # What raysgd passes to DistributedDataParallel and PowerSGD itself.
 SUPPLIED = {"self", "module", "device_ids", "process_group"}
 
@@ -48,8 +48,8 @@ class TrainingOptions:
     Raises ConfigError for values that are not possible, and for fields that cannot be combined.
     """
 
-    precision: Precision | None = None
-    parallel: Parallel | None = "auto"
+    precision: PrecisionName | None = None
+    parallel: ParallelName | None = "auto"
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -57,12 +57,12 @@ class TrainingOptions:
     channels_last: bool = False
     sync_batchnorm: bool = False
     ddp_args: Mapping[str, Any] = field(default_factory=dict)
-    comm_hook: CommHook | Mapping[str, Any] | None = None
+    comm_hook: HookName | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.precision is not None and self.precision not in get_args(Precision):
+        if self.precision is not None and self.precision not in get_args(PrecisionName):
             raise ConfigError(f"precision must be 'fp32', 'fp16', 'bf16' or 'apex', got {self.precision!r}")
-        if self.parallel is not None and self.parallel not in get_args(Parallel):
+        if self.parallel is not None and self.parallel not in get_args(ParallelName):
             raise ConfigError(f"parallel must be 'auto', 'ddp', 'fsdp' or None, got {self.parallel!r}")
         at_least("accumulate", self.accumulate, 1, whole=True)
         for name in ("clip_norm", "clip_value"):
@@ -79,7 +79,7 @@ class TrainingOptions:
         self._check_together()
 
     def _check_hook(self) -> None:
-        name, legal = self.hook_name, get_args(CommHook)
+        name, legal = self.hook_name, get_args(HookName)
         if name is not None and name not in legal:
             raise ConfigError(f"comm_hook must be one of {', '.join(map(repr, legal))} or None, got {name!r}")
         if name in ("fp16", "bf16") and self.hook_args:
@@ -143,10 +143,10 @@ class TrainingOptions:
         `use_fp16`, decide where the options do not. Raise ConfigError if both were passed and differ."""
         return replace(self, parallel=self._parallel_with(wrap_ddp), precision=self._precision_with(use_fp16))
 
-    def _parallel_with(self, wrap_ddp: Any) -> Parallel | None:
+    def _parallel_with(self, wrap_ddp: Any) -> ParallelName | None:
         if wrap_ddp is not None and not isinstance(wrap_ddp, bool):
             raise ConfigError(f"wrap_ddp must be True or False, got {wrap_ddp!r}")
-        older: Parallel | None = None if wrap_ddp is False else "ddp"
+        older: ParallelName | None = None if wrap_ddp is False else "ddp"
         if self.parallel == "auto":
             return older
         if wrap_ddp is not None and self.parallel != older:
@@ -155,10 +155,10 @@ class TrainingOptions:
             )
         return self.parallel
 
-    def _precision_with(self, use_fp16: Any) -> Precision:
+    def _precision_with(self, use_fp16: Any) -> PrecisionName:
         if use_fp16 not in (None, True, False, "apex"):
             raise ConfigError(f"use_fp16 must be False, True or 'apex', got {use_fp16!r}")
-        older: Precision = "apex" if use_fp16 == "apex" else "fp16" if use_fp16 else "fp32"
+        older: PrecisionName = "apex" if use_fp16 == "apex" else "fp16" if use_fp16 else "fp32"
         if self.precision is None:
             return older
         same = self.precision == older or (not use_fp16 and self.precision == "bf16")

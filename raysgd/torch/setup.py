@@ -23,7 +23,6 @@ from raysgd.training.arguments import check_config
 __all__ = [
     "GROUPS",
     "REMOVED",
-    "gpu_elsewhere",
     "opened",
     "per_worker_config",
     "replica_factory",
@@ -101,11 +100,6 @@ def wants_gpu(use_gpu: Any) -> bool:
     if not use_gpu and torch.cuda.is_available():
         logger.info("this machine has a GPU that will not be used: pass use_gpu=True to use it")
     return bool(use_gpu)
-
-
-def gpu_elsewhere(resources: WorkerResources) -> bool:
-    """Return whether a worker needs a GPU that this machine does not have."""
-    return bool(resources.gpus) and not torch.cuda.is_available()
 
 
 def replica_factory(

@@ -12,7 +12,7 @@ from uuid import uuid4
 import torch
 
 from raysgd.callbacks.base import Callback
-from raysgd.config import ElasticConfig, check_call
+from raysgd.config import ElasticConfig
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError
@@ -25,7 +25,7 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
-from raysgd.training.arguments import check_common, needs_ray, refuse_unknown
+from raysgd.training.arguments import check_call, check_common, needs_ray, refuse_unknown
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
 
@@ -117,7 +117,8 @@ class TorchTrainer(TrainerBase):
         if options.parallel == "fsdp":
             elastic = replace(elastic, grow=False)  # no other worker has the shards that a new worker would need
         strategy = choose_strategy(backend, options, horovod_args, use_gpu=self.use_gpu)
-        remote = needs_ray(use_ray, num_workers, resources, elsewhere=setup.gpu_elsewhere(resources))
+        gpu_elsewhere = resources.gpus > 0 and not torch.cuda.is_available()
+        remote = needs_ray(use_ray, num_workers, resources, elsewhere=gpu_elsewhere)
         settings = TorchSettings(
             num_workers=num_workers,
             distributed=num_workers > 1,
@@ -228,7 +229,7 @@ class TorchTrainer(TrainerBase):
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Load what `state_dict` returned, for any number of workers. Every worker checks the state first: one that does not
-        fit raises CheckpointError, and nothing changes. (`blocking` has no effect; v1 had it.)"""
+        fit raises CheckpointError, and nothing changes. (`blocking` has no effect; RaySGD had it.)"""
         self._raise_earlier_error()
         self._checkpoints.restore(states.dump_given(state_dict), trusted=True)
 
@@ -274,7 +275,7 @@ class TorchTrainer(TrainerBase):
 
     @property
     def max_replicas(self) -> int:
-        """Return the argument `num_workers`; v1's name for it."""
+        """Return the argument `num_workers`, under RaySGD's name."""
         return self._factory.settings.num_workers
 
     def _check_resize(self, num_workers: int) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from raysgd.config import WorkerResources, at_least, check_trainer
+from raysgd.config import ElasticConfig, WorkerResources, at_least, is_real
 from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError
 
-__all__ = ["check_common", "check_config", "needs_ray", "refuse_unknown"]
+__all__ = ["check_call", "check_common", "check_config", "needs_ray", "refuse_unknown"]
 
 
 def refuse_unknown(
@@ -55,11 +55,31 @@ def check_common(operator_cls: Any, base: type, num_workers: Any, hook: Any, tim
             f"got {operator_cls!r}.{hint}"
         )
     at_least("num_workers", num_workers, 1, whole=True)
-    check_trainer(hook, timeout_s, elastic)
+    if hook is not None and not callable(hook):
+        raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
+    if not is_real(timeout_s) or timeout_s <= 0:
+        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    if elastic is not None and not isinstance(elastic, ElasticConfig):
+        raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
     if elastic is not None and elastic.min_workers > num_workers:
         raise ConfigError(
             f"elastic.min_workers is {elastic.min_workers}, but num_workers is {num_workers}: pass at most num_workers"
         )
+
+
+def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
+    """Raise ConfigError for wrong arguments of `train` and `validate`."""
+    if num_steps is not None and not (is_real(num_steps) and isinstance(num_steps, int) and num_steps >= 0):
+        raise ConfigError(
+            f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}"
+        )
+    if not isinstance(max_retries, int) or max_retries < -1:
+        raise ConfigError(
+            "max_retries must be a whole number: how many worker failures this call may have, -1 for any number; got "
+            f"{max_retries!r}"
+        )
+    if info is not None and not isinstance(info, Mapping):
+        raise ConfigError(f"info must be a dict, got {info!r}")
 
 
 def check_config(config: Any, num_workers: int) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from typing import Any, Literal, TypeVar, overload
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
-from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least, check_call, start_limit_s
+from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least, start_limit_s
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Backend, Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError
+from raysgd.training.arguments import check_call
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.replica_base import ReplicaBase, ReplicaFactoryBase, apply, apply_operator
 from raysgd.workers.inline_group import InlineGroup
