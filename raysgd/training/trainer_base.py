@@ -79,7 +79,8 @@ class TrainerBase:
     ) -> Metrics | list[Metrics]:
         """Validate on one pass over the validation data, using every row once, or on `num_steps` batches.
 
-        Return what was measured; with `reduce_results=False`, a list with each worker's own results.
+        Return what was measured; with `reduce_results=False`, a list with each worker's own results. The arguments have
+        the same meaning as those of `train`.
         """
         check_call(num_steps, 0, info)
         self._validations += 1
@@ -165,7 +166,7 @@ class TrainerBase:
         at_least("num_workers", num_workers, 1, whole=True)
         if not self._distributed and num_workers > 1:
             raise ConfigError(
-                "a trainer made with num_workers=1 has no process group and cannot grow: make it with num_workers=2 or "
+                "a trainer created with num_workers=1 has no process group and cannot grow: create it with num_workers=2 or "
                 "more (ElasticConfig(min_workers=1) lets it shrink to one)"
             )
         self._check_resize(num_workers)

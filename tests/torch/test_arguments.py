@@ -135,7 +135,7 @@ def test_more_workers_at_least_than_at_most() -> None:
         ("apply_all_workers", {"fn": 3}, "fn must be a function, got 3"),
         ("apply_all_operators", {"fn": None}, "fn must be a function"),
         ("resize", {"num_workers": 0}, NUMBER),
-        ("resize", {"num_workers": 2}, "make it with num_workers=2 or more"),
+        ("resize", {"num_workers": 2}, "create it with num_workers=2 or more"),
     ],
 )
 def test_calls_refuse(method: str, given: dict[str, Any], says: str) -> None:
