@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TorchTrainer, TrainingOperator, TrainingOptions
 
 
 class Rings(TrainingOperator):
@@ -47,9 +47,7 @@ def main():
             training_operator_cls=Rings,
             num_workers=args.num_workers,
             config=config,
-            precision=precision,
-            accumulate=args.accumulate,
-            clip_norm=1.0,
+            options=TrainingOptions(precision=precision, accumulate=args.accumulate, clip_norm=1.0),
         ) as trainer:
             start = time.perf_counter()
             results = [trainer.train() for _ in range(6 if args.smoke else args.epochs)]

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import Dataset
 
 from raysgd import TorchTrainer
+from raysgd.constants import BATCH_SIZE
 from raysgd.operators.image_classification import ImageClassificationOperator
 from raysgd.operators.resnet import ResNet18
-from raysgd.utils import BATCH_SIZE
 
 CLASSES = 10
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, TensorDataset
 
+from raysgd.constants import BATCH_SIZE
 from raysgd.torch import TrainingOperator
-from raysgd.utils import BATCH_SIZE
 
 __all__ = ["GANOperator", "digit_images"]
 

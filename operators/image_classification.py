@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from raysgd.constants import BATCH_SIZE
 from raysgd.torch import TrainingOperator
-from raysgd.utils import BATCH_SIZE
 
 __all__ = ["ImageClassificationOperator", "SmallConvNet", "digits_data", "topk_accuracy"]
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader, Dataset
 
+from raysgd.constants import BATCH_SIZE
 from raysgd.torch import TrainingOperator
-from raysgd.utils import BATCH_SIZE
 
 __all__ = ["GPT", "LanguageModelOperator", "TokenBlocks", "markov_tokens"]
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from raysgd.constants import BATCH_SIZE
 from raysgd.torch import TrainingOperator
-from raysgd.utils import BATCH_SIZE
 
 __all__ = ["RegressionOperator", "SameShapeMSELoss", "linear_data"]
 

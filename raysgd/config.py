@@ -1,4 +1,4 @@
-"""Settings: frozen, and checked where they are made."""
+"""Settings that the user passes, and limits derived from them. Frozen, and checked where they are created. Both."""
 
 from __future__ import annotations
 
@@ -13,17 +13,30 @@ __all__ = [
     "ElasticConfig",
     "Limits",
     "WorkerResources",
-    "check_call",
-    "check_trainer",
+    "at_least",
     "flag_from_environment",
+    "is_real",
     "seconds_from_environment",
     "start_limit_s",
 ]
 
-# A process group meets within seconds or not at all; what takes longer is a wrong address or a firewall.
-UNREACHABLE_AT_MOST_S = 60.0
+# A process group forms, and a machine answers, within seconds or not at all: a longer wait means a wrong address or a
+# firewall.
 JOIN_AT_MOST_S = 60.0
-SILENT_AT_LEAST_S = 10.0  # an import can keep all threads of its process waiting for a while
+UNREACHABLE_AT_MOST_S = 60.0
+SILENT_AT_LEAST_S = 10.0  # an import can block all threads of its process for a while
+
+
+def is_real(value: Any) -> bool:
+    """Return whether a value is an int or a float. Booleans are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def at_least(name: str, value: Any, least: float, *, whole: bool = False) -> None:
+    """Raise ConfigError unless the value is a number (a whole number) of at least `least`."""
+    if not is_real(value) or (whole and not isinstance(value, int)) or value < least:
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(f"{name} must be {kind} of at least {least}, got {value!r}")
 
 
 def seconds_from_environment(name: str, default: int) -> int:
@@ -54,15 +67,15 @@ def start_limit_s() -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """Every wait's limit, derived from two numbers the user gives: `timeout_s` and `hang_timeout_s`.
+    """The limit of every wait, in seconds, derived from two arguments: `timeout_s` and `hang_timeout_s`.
 
-    start_s       for the cluster to have room for the first workers
-    setup_s       for the operator's own `setup`
-    join_s        for the ranks of a generation to meet
-    collective_s  for one collective: below the hang limit, so that a vanished host ends it by itself
-    hang_s        without any batch being finished
-    unreachable_s for a worker's machine to answer at all: its kernel does, also for a process that is stopped
-    silent_s      for a process that is being set up to say that it lives: a set-up may take long, but not silently
+    start_s        until the cluster has room for the first workers
+    setup_s        for the operator's `setup`
+    join_s         for the ranks of a generation to form a process group
+    collective_s   for one collective call: shorter than hang_s, so that a call to a vanished machine ends by itself
+    hang_s         without any rank completing a batch
+    unreachable_s  for a worker's machine to answer at all; its kernel answers even for a process that is stopped
+    silent_s       between two heartbeats of a process in `setup`, which may take long, but not silently
     """
 
     start_s: float
@@ -95,16 +108,17 @@ Grow = bool | Literal["epoch"]
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """How a trainer lives with machines that come and go. Elasticity is on by default; this only tunes it.
+    """How training continues when workers fail, leave and join. Elasticity is on by default; these fields tune it.
 
-    min_workers      go on with at least this many; with fewer, wait for machines
-    backoff_s        the first wait when there is nothing to go on with; doubles each time, up to backoff_max_s
-    max_attempts     waits in a row before giving up
-    hang_timeout_s   nothing moves for so long: the culprit is killed (a tenth of it: a warning with its stack)
-    grow             True: take replacements in at a batch border; "epoch": between calls; False: never
-    batch            "per_worker": each worker keeps its batch size; "global": all together keep theirs
-    snapshot_every   what fresh processes start from when nobody is left: "epoch", a number of batches,
-                     seconds as a float, or None
+    min_workers      train with at least this many workers; with fewer, wait for machines
+    backoff_s        the first wait for machines; each further one is twice as long, up to backoff_max_s
+    max_attempts     waits in a row before the call raises an error
+    hang_timeout_s   after this long without progress, kill the rank that blocks the others (after a tenth of it, log a
+                     warning with its stack)
+    grow             True: add new workers at a batch boundary; "epoch": between calls; False: never
+    batch            "per_worker": each worker keeps its batch size; "global": all workers together keep theirs
+    snapshot_every   how often to take the snapshot that new processes start from when no worker is left: "epoch", a
+                     number of batches, seconds as a float, or None
     """
 
     min_workers: int = 1
@@ -117,18 +131,18 @@ class ElasticConfig:
     snapshot_every: Literal["epoch"] | int | float | None = "epoch"
 
     def __post_init__(self) -> None:
-        _at_least("min_workers", self.min_workers, 1, whole=True)
-        _at_least("max_attempts", self.max_attempts, 1, whole=True)
-        _at_least("backoff_s", self.backoff_s, 0)
-        _at_least("backoff_max_s", self.backoff_max_s, self.backoff_s)
-        if not _is_real(self.hang_timeout_s) or self.hang_timeout_s <= 0:
+        at_least("min_workers", self.min_workers, 1, whole=True)
+        at_least("max_attempts", self.max_attempts, 1, whole=True)
+        at_least("backoff_s", self.backoff_s, 0)
+        at_least("backoff_max_s", self.backoff_max_s, self.backoff_s)
+        if not is_real(self.hang_timeout_s) or self.hang_timeout_s <= 0:
             raise ConfigError(f"hang_timeout_s must be a number of seconds above 0, got {self.hang_timeout_s!r}")
         if not (isinstance(self.grow, bool) or self.grow == "epoch"):
             raise ConfigError(f"grow must be True, False or 'epoch', got {self.grow!r}")
         if self.batch not in ("per_worker", "global"):
             raise ConfigError(f"batch must be 'per_worker' or 'global', got {self.batch!r}")
         every = self.snapshot_every
-        if not (every is None or every == "epoch" or (_is_real(every) and float(every) > 0)):
+        if not (every is None or every == "epoch" or (is_real(every) and float(every) > 0)):
             raise ConfigError(
                 f"snapshot_every must be 'epoch', a whole number of batches, seconds as a float, or None, got {every!r}"
             )
@@ -136,7 +150,7 @@ class ElasticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerResources:
-    """What one worker asks of the cluster. `custom` are Ray's own resource names."""
+    """What one worker reserves in the cluster. `custom` has Ray's resource names."""
 
     cpus: float = 1
     gpus: float = 0
@@ -146,16 +160,15 @@ class WorkerResources:
     def parse(
         cls, num_cpus: Any, use_gpu: bool, resources: Mapping[str, Any] | None, *, gpu_asked: bool | None = None
     ) -> WorkerResources:
-        """From the trainer's arguments; `resources_per_worker` overrides the single ones, key by key.
+        """Return the resources that a trainer's arguments mean; `resources_per_worker` overrides the others, key by key.
 
-        `gpu_asked` is what the user said of GPUs: True, False, or None for "auto".
+        `gpu_asked` is the argument `use_gpu`: True, False, or None for "auto".
         """
         if resources is not None and not isinstance(resources, Mapping):
             raise ConfigError(f"resources_per_worker must be a dict such as {{'CPU': 2, 'GPU': 1}}, got {resources!r}")
         wanted = dict(resources or {})
         for name, amount in {"num_cpus_per_worker": num_cpus, **wanted}.items():
-            if not _is_real(amount) or amount < 0:
-                raise ConfigError(f"{name} must be a number of at least 0, got {amount!r}")
+            at_least(name, amount, 0)
         cpus = wanted.pop("CPU", num_cpus)
         gpus = wanted.pop("GPU", int(use_gpu))
         if gpus and gpu_asked is False:
@@ -171,43 +184,8 @@ class WorkerResources:
         return {name: amount for name, amount in named.items() if amount}
 
     def fits(self, free: Mapping[str, float]) -> int:
-        """How many such workers a node (or cluster) with `free` could hold."""
+        """Return how many such workers a node (or cluster) with the resources `free` can hold."""
         wanted = self.as_dict()
         if not wanted:
             return 1 << 20
         return min(int((free.get(name, 0.0) + 1e-6) // amount) for name, amount in wanted.items())
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _at_least(name: str, value: Any, least: float, *, whole: bool = False) -> None:
-    good = isinstance(value, int) and not isinstance(value, bool) if whole else _is_real(value)
-    if not good or value < least:
-        kind = "a whole number" if whole else "a number"
-        raise ConfigError(f"{name} must be {kind} of at least {least}, got {value!r}")
-
-
-def check_trainer(hook: Any, timeout_s: Any, elastic: Any) -> None:
-    """What every trainer takes."""
-    if hook is not None and not callable(hook):
-        raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
-    if not _is_real(timeout_s) or timeout_s <= 0:
-        raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-    if elastic is not None and not isinstance(elastic, ElasticConfig):
-        raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
-
-
-def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:
-    """What `train` and `validate` of every face take."""
-    if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 0):
-        raise ConfigError(
-            f"num_steps must be a whole number of at least 0, or None for the whole epoch, got {num_steps!r}"
-        )
-    if not isinstance(max_retries, int) or max_retries < -1:
-        raise ConfigError(
-            f"max_retries must be a whole number: losses allowed in this call, -1 for no bound; got {max_retries!r}"
-        )
-    if info is not None and not isinstance(info, Mapping):
-        raise ConfigError(f"info must be a dict, got {info!r}")

@@ -1,19 +1,19 @@
-"""What can go wrong, as types.
+"""The exceptions that raysgd raises, and text for messages. Both.
 
     RaysgdError
-      ConfigError (ValueError)            an argument: what was passed, what is legal, what to do
+      ConfigError (ValueError)            a wrong argument: what was passed, what is allowed, what to do
       NotActiveError (RuntimeError)       a call on a trainer that was shut down
-      ResourceError (TimeoutError)        the cluster cannot hold what was asked for
-      ClusterError (ConnectionError)      Ray itself does not answer any more
+      ResourceError (TimeoutError)        the cluster has no room for the workers
+      ClusterError (ConnectionError)      Ray no longer answers
       CheckpointError (RuntimeError)      a file or state that cannot be loaded, and why
-      TrainerBusyError (RuntimeError)     a call in one thread while a call in another one is running
-      TrainingFailedError (RuntimeError)  losses went past the bound, or there is nobody left to go on
-      OutOfStepError (TrainingFailedError) ranks made different collective calls
-      HangError (RuntimeError)            nothing moved for longer than the limit, and nobody could be blamed
-      WorkerStartError (RuntimeError)     a worker process died or stalled before it was ready
+      TrainerBusyError (RuntimeError)     a call while another thread's call is running
+      TrainingFailedError (RuntimeError)  more workers failed than the call allows, or none is left
+        HangError                         training made no progress for longer than the limit
+        OutOfStepError                    ranks made different collective calls
+      WorkerStartError (RuntimeError)     a worker process ended or stalled before it was ready
 
-A user's own exception is never wrapped: it is raised with its own type, and carries the rank and the
-remote traceback as a note and as its cause (`RemoteTraceback`).
+An exception that the user's code raises is never wrapped: it keeps its type, and has the rank as a note and the remote
+traceback as its cause (`RemoteTraceback`).
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ __all__ = [
 
 
 class RaysgdError(Exception):
-    """The root of the tree: catches everything raysgd itself raises."""
+    """The base class of all exceptions of raysgd."""
 
 
 class ConfigError(RaysgdError, ValueError):
-    """An argument is wrong; the message names it, what is legal and what to do."""
+    """An argument is wrong. The message says what was passed, what is allowed and what to do."""
 
 
 class NotActiveError(RaysgdError, RuntimeError):
-    """The trainer was shut down, or its workers are gone for good."""
+    """The trainer was shut down, or its workers ended and cannot be replaced."""
 
 
 class ResourceError(RaysgdError, TimeoutError):
-    """The cluster did not offer what was asked for within the limit."""
+    """The cluster did not have room for the workers within the limit."""
 
 
 class ClusterError(RaysgdError, ConnectionError):
@@ -60,31 +60,31 @@ class ClusterError(RaysgdError, ConnectionError):
 
 
 class CheckpointError(RaysgdError, RuntimeError):
-    """A checkpoint is damaged, foreign or does not fit; nothing was changed."""
+    """A checkpoint is damaged, was not written by raysgd, or does not fit the trainer. Nothing was changed."""
 
 
 class TrainerBusyError(RaysgdError, RuntimeError):
-    """A second thread called the trainer while a call was running; the message names both."""
+    """A second thread called the trainer while a call was running. The message names both calls."""
 
 
 class TrainingFailedError(RaysgdError, RuntimeError):
-    """More was lost than the call was allowed to lose; the message tells the story."""
+    """More workers failed than the call allows, or none is left. The message says which, and why."""
 
 
 class HangError(TrainingFailedError):
-    """Nothing moved for longer than the limit."""
+    """Training made no progress for longer than the limit."""
 
 
 class OutOfStepError(TrainingFailedError):
-    """Some ranks made a collective call that others did not make; the message names them. It is never retried."""
+    """Some ranks made a collective call that others did not make. The message names them. The call is never retried."""
 
 
 class WorkerStartError(RaysgdError, RuntimeError):
-    """A worker process died or stalled before it was ready."""
+    """A worker process ended or stalled before it was ready."""
 
 
 def shown(value: Any, most: int = 200) -> str:
-    """Return the value's `repr`, shortened, for a message; it never raises, whatever the value's own `__repr__` does."""
+    """Return the value's `repr`, shortened, for a message. Never raise, even if the value's `__repr__` does."""
     try:
         text = repr(value)
     except Exception as error:
@@ -93,7 +93,7 @@ def shown(value: Any, most: int = 200) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return `str(value)`; it never raises, whatever the value's own `__str__` does."""
+    """Return `str(value)`. Never raise, even if the value's `__str__` does."""
     try:
         return str(value)
     except Exception as error:
@@ -106,7 +106,7 @@ def described(error: BaseException) -> str:
 
 
 class RemoteTraceback(Exception):
-    """Carries a worker's traceback text to the driver, as the cause of the user's exception."""
+    """Carries the text of a worker's traceback to the driver, as the cause of the exception that the user's code raised."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -23,10 +23,10 @@ FLOORS = {
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/save_load tf/trainer train/trainer train/executor "
     "train/iterator train/job train/worker_group train/fit/run train/fit/trainer train/frameworks "
-    "training/call_runner training/trainer_base tune utils",
+    "training/call_runner training/trainer_base tune",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod",
-    "5b": "operators cli torch/resnet",
+    "5b": "operators cli torch/resnet compat utils",
 }
 FLOOR_OF = {unit: floor for floor, units in FLOORS.items() for unit in units.split()}
 
@@ -50,7 +50,7 @@ SIBLINGS = {
     "train/frameworks": {"train/fit/trainer"},
     "tune": {"train/iterator", "train/job", "tf/trainer", "torch/setup"},
     "torch/resnet": {"operators"},
-    "torch/setup": {"training/call_runner", "training/trainer_base", "torch/strategies"},
+    "utils": {"compat"},
     "torch/trainer": {
         "torch/checkpoint/save_load",
         "torch/setup",
@@ -64,7 +64,7 @@ SIBLINGS = {
 
 # Where a package from outside may be imported; the operators are bodies of the user's kind.
 HOMES = {
-    "ray": {"workers", "ray_data", "callbacks/ray_metrics", "tune"},
+    "ray": {"workers", "ray_data", "callbacks/ray_metrics", "tune", "compat"},
     "torch": {"torch", "horovod", "train", "operators"},
     "tensorflow": {"tf", "horovod", "train", "operators"},
     "keras": {"tf", "operators"},

@@ -38,8 +38,15 @@ def test_importing_raysgd_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+def test_importing_raysgd_loads_no_old_names() -> None:
+    """Nor do the trainers, which load nearly everything else."""
+    code = "import sys, raysgd; raysgd.TorchTrainer; print([m for m in sys.modules if 'compat' in m and 'raysgd' in m])"
+    done = run(code)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("blocked", [HEAVY, ("torch",)], ids=["all", "torch"])
-@pytest.mark.parametrize("name", ["TorchTrainer", "TrainingOperator"])
+@pytest.mark.parametrize("name", ["TorchTrainer", "TrainingOperator", "TrainingOptions"])
 def test_a_missing_framework_names_the_extra(name: str, blocked: tuple[str, ...]) -> None:
     code = f"import raysgd\ntry:\n    raysgd.{name}\nexcept ImportError as e:\n    print(e)"
     done = run(code, blocked)

@@ -94,5 +94,5 @@ def test_v1_constants(module: str) -> None:
 
 
 def test_packages_state_their_names() -> None:
-    assert {"TorchTrainer", "TrainingOperator"} <= set(raysgd.__all__)
+    assert {"TorchTrainer", "TrainingOperator", "TrainingOptions"} <= set(raysgd.__all__)
     assert constants.BATCH_SIZE.startswith("*")

@@ -29,7 +29,7 @@ NAMES = {
 
 def test_the_names():
     assert set(raysgd.utils.__all__) == NAMES
-    assert set(dir(raysgd.utils)) == NAMES
+    assert {name for name in dir(raysgd.utils) if not name.startswith("_")} == NAMES
     assert all(getattr(raysgd.utils, name) is not None for name in NAMES)
     with pytest.raises(AttributeError, match="nothing_such"):
         _ = raysgd.utils.nothing_such

@@ -19,7 +19,7 @@ from processes import search_path
 from torch.utils.data import DataLoader, default_collate
 from workloads import Setting
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TorchTrainer, TrainingOperator, TrainingOptions
 
 __all__ = ["BASE", "ENTRIES", "BenchmarkOperator", "Contender", "Entry", "RaySGD", "cluster", "standing"]
 
@@ -86,7 +86,7 @@ class RaySGD:
             num_cpus_per_worker=cpus,
             use_gpu=setting.device == "cuda",
             use_ray=True,
-            precision=setting.precision,
+            options=TrainingOptions(precision=setting.precision),
             config={"setting": setting},
         )
 

@@ -1,9 +1,10 @@
-"""The class API for TensorFlow: v1's names of `ray.util.sgd.tf` and an operator, each loaded on first use. Both."""
+"""The class API for TensorFlow: RaySGD's names of `ray.util.sgd.tf` and an operator, each loaded when it is first used. Both."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from raysgd.core.lazy import load
 
 if TYPE_CHECKING:
     from raysgd.tf.operator import TrainingOperator
@@ -20,14 +21,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'raysgd.tf' has no attribute {name!r}")
-    try:
-        return getattr(import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "tensorflow":
-            raise
-        raise ImportError(f"raysgd.tf.{name} needs tensorflow: pip install 'raysgd[tensorflow]'") from error
+    return load("raysgd.tf", name, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""What a replica of a TFTrainer needs to know. Plain values, decided on the driver. Both."""
+"""What a replica of a TFTrainer needs from its trainer. The driver decides these values. Both."""
 
 from __future__ import annotations
 

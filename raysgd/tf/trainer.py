@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 from raysgd.callbacks.base import Callback
-from raysgd.config import ElasticConfig, WorkerResources, check_call
-from raysgd.constants import BATCH_SIZE
+from raysgd.config import ElasticConfig, WorkerResources, at_least
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.storage import locations
 from raysgd.tf import states
@@ -18,7 +17,7 @@ from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.process_group import TensorFlowBackend
 from raysgd.tf.replica import TFReplica, TFReplicaFactory
 from raysgd.tf.settings import TFSettings
-from raysgd.training.arguments import check_common, check_num_workers, needs_ray, refuse_unknown
+from raysgd.training.arguments import check_call, check_common, check_config, needs_ray, refuse_unknown
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.replica_base import Refusal
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
@@ -41,7 +40,7 @@ class TFTrainer(TrainerBase):
                 print(trainer.train(), trainer.validate())
             trainer.save("digits.ckpt")
 
-    Or, as in RaySGD v1, with a compiled model: `TFTrainer(model_creator, data_creator, num_replicas=2)`.
+    Or, as in RaySGD, with a compiled model: `TFTrainer(model_creator, data_creator, num_replicas=2)`.
 
     What `train()` does:
 
@@ -51,7 +50,7 @@ class TFTrainer(TrainerBase):
 
     Arguments:
 
-        training_operator_cls  your subclass of `raysgd.tf.TrainingOperator`; or instead of it, as in v1:
+        training_operator_cls  your subclass of `raysgd.tf.TrainingOperator`; or instead of it, as in RaySGD:
         model_creator          a function of the config that returns a compiled Keras model
         data_creator           a function of the config that returns (train_dataset, validation_dataset)
         config                 passed to `setup` or the creators; config["*batch_size"] is the batch of all workers
@@ -60,7 +59,7 @@ class TFTrainer(TrainerBase):
         initialization_hook    a function without arguments, called first in every worker process
 
         num_workers            the largest number of workers; one runs in this process, without Ray
-        num_replicas           v1's name for `num_workers`
+        num_replicas           RaySGD's name for `num_workers`
         num_cpus_per_worker    CPUs that each worker reserves
         resources_per_worker   Ray resources of each worker, such as {"CPU": 2, "GPU": 1}; overrides the other arguments
         use_gpu                whether workers train on GPUs
@@ -71,6 +70,9 @@ class TFTrainer(TrainerBase):
         verbose, use_tqdm      show a progress bar
         callbacks              `raysgd.callbacks.Callback` objects
         logdir                 the folder of callbacks that write, relative to ~/ray_results; by default a new one there
+
+    What `TrainingOptions` sets for a `TorchTrainer` is set in Keras: clipping and accumulation on the optimizer, mixed
+    precision by Keras' dtype policy.
     """
 
     def __init__(
@@ -93,13 +95,14 @@ class TFTrainer(TrainerBase):
         elastic: ElasticConfig | None = None,
         callbacks: Sequence[Callback] = (),
         logdir: str | os.PathLike[str] | None = None,
-        **unknown: Any,
+        **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(TFTrainer, unknown)
+        refuse_unknown(TFTrainer, unknown, {"elastic": ElasticConfig})
         operator_cls = _operator_class(model_creator, data_creator, training_operator_cls)
         self.num_replicas = number = _resolve_num_workers(num_replicas, num_workers)
         check_common(operator_cls, TrainingOperator, number, initialization_hook, timeout_s, elastic)
-        self.config = _checked_config(config, number)
+        # The batch size is that of all workers together, as a data set's is, so it is not divided.
+        self.config = check_config(config, number)
         if not isinstance(use_gpu, bool):
             raise ConfigError(f"use_gpu must be True or False, got {use_gpu!r}")
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
@@ -222,7 +225,7 @@ class TFTrainer(TrainerBase):
             raise CheckpointError(f"{where}: {error}") from error
 
     def restore(self, checkpoint: str | os.PathLike[str]) -> None:
-        """Load a checkpoint; v1's name for `load`."""
+        """Load a checkpoint. RaySGD's name for `load`."""
         self.load(checkpoint)
 
     def _checkpoint(self) -> Any:
@@ -245,7 +248,7 @@ class TFTrainer(TrainerBase):
 
 
 def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls: Any) -> Any:
-    """Return the operator class that was passed, or one made of v1's two creators."""
+    """Return the operator class that was passed, or one made of RaySGD's two creators."""
     if training_operator_cls is None:
         if model_creator is None or data_creator is None:
             raise ConfigError("pass training_operator_cls, or model_creator and data_creator")
@@ -256,27 +259,12 @@ def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls
 
 
 def _resolve_num_workers(num_replicas: int | None, num_workers: int | None) -> int:
-    """Return `num_workers`, which v1 called `num_replicas`; 1 if neither was passed."""
+    """Return `num_workers`, which RaySGD called `num_replicas`, or 1 if neither was passed."""
     for name, number in {"num_replicas": num_replicas, "num_workers": num_workers}.items():
         if number is not None:
-            check_num_workers(number, name)
+            at_least(name, number, 1, whole=True)
     if None not in (num_replicas, num_workers) and num_replicas != num_workers:
-        raise ConfigError(f"num_replicas={num_replicas} and num_workers={num_workers} are the same thing: pass one")
-    return num_workers or num_replicas or 1
-
-
-def _checked_config(config: Any, num_workers: int) -> dict[str, Any]:
-    """Return a copy of the config. Its batch size is that of all workers together, as a data set's is, so it is not
-    divided."""
-    if config is not None and not isinstance(config, Mapping):
-        raise ConfigError(f"config must be a dict, got {config!r}")
-    shown = dict(config or {})
-    total = shown.get(BATCH_SIZE, num_workers)
-    if not isinstance(total, int) or isinstance(total, bool) or total < num_workers:
         raise ConfigError(
-            f"config[{BATCH_SIZE!r}] is the batch of all workers together: a whole number of at least num_workers "
-            f"({num_workers}), got {total!r}"
+            f"num_replicas={num_replicas} and num_workers={num_workers} mean the same, and differ: pass one"
         )
-    checked_fit_config(shown, FIT)
-    checked_fit_config(shown, EVALUATE)
-    return shown
+    return num_workers or num_replicas or 1

@@ -1,34 +1,30 @@
-"""The class face for PyTorch: v1's names of `ray.util.sgd.torch`, each loaded when it is first used."""
+"""The class API for PyTorch: RaySGD's names of `ray.util.sgd.torch`, each loaded when it is first used. Both."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from raysgd.core.lazy import load
 
 if TYPE_CHECKING:
     from raysgd.torch.creators import CreatorOperator
     from raysgd.torch.operator import TrainingOperator
+    from raysgd.torch.options import TrainingOptions
     from raysgd.torch.trainer import TorchTrainer
 
-__all__ = ["BaseTorchTrainable", "CreatorOperator", "TorchTrainer", "TrainingOperator"]
+__all__ = ["BaseTorchTrainable", "CreatorOperator", "TorchTrainer", "TrainingOperator", "TrainingOptions"]
 
 _HOMES = {
     "TorchTrainer": "raysgd.torch.trainer",
     "TrainingOperator": "raysgd.torch.operator",
+    "TrainingOptions": "raysgd.torch.options",
     "CreatorOperator": "raysgd.torch.creators",
     "BaseTorchTrainable": "raysgd.tune",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'raysgd.torch' has no attribute {name!r}")
-    try:
-        return getattr(import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "torch":
-            raise
-        raise ImportError(f"raysgd.torch.{name} needs torch: pip install 'raysgd[torch]'") from error
+    return load("raysgd.torch", name, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""An operator from creator functions, the way models were described before operators."""
+"""An operator from creator functions, as RaySGD described models before it had operators. Both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Creators:
 
 
 class CreatorOperator(TrainingOperator):
-    """Calls the creators of data, model, optimizer, scheduler and loss, in this order, and registers what they give."""
+    """Calls the creators of data, model, optimizer, scheduler and loss, in this order, and registers what they return."""
 
     creators: ClassVar[Creators]
 
@@ -92,7 +92,8 @@ def operator_from_creators(
     scheduler_creator: Creator | None = None,
     serialize_data_creation: bool = True,
 ) -> type[CreatorOperator]:
-    """A `CreatorOperator` subclass that holds these functions."""
+    """Return a subclass of `CreatorOperator` with these functions. With `serialize_data_creation`, the workers of one
+    machine call `data_creator` one after the other."""
     needed = {"model_creator": model_creator, "optimizer_creator": optimizer_creator}
     optional = {
         "data_creator": data_creator,
@@ -109,11 +110,11 @@ def operator_from_creators(
 
 
 def _loaders(made: Any) -> tuple[Any, Any]:
-    """One loader, or a sequence of one or two."""
+    """Return the training and the validation loader from what `data_creator` returned."""
     if not isinstance(made, Sequence):
         return made, None
     if not 1 <= len(made) <= 2:
-        raise ConfigError(f"data_creator must return one loader or (train, validation), got {len(made)} things")
+        raise ConfigError(f"data_creator must return one loader or (train, validation), got {len(made)} values")
     return made[0], made[1] if len(made) == 2 else None
 
 
@@ -124,14 +125,15 @@ def _loss(creator: Creator, config: dict[str, Any]) -> Any:
 
 def _first(parts: list[Any], name: str) -> Any:
     if not parts:
-        raise AttributeError(f"there is no {name}: the {name}_creator gave none")
+        raise AttributeError(f"there is no {name}: the {name}_creator returned none")
     return parts[0]
 
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Workers of one machine make the data in turn: the first one downloads, the others find it there."""
-    import fcntl  # not on Windows, where workers of one machine are not kept apart either
+    """Return a context that one worker of a machine enters at a time: the first one downloads the data, the others find
+    the files."""
+    import fcntl  # Windows does not have it
 
     with open(Path(tempfile.gettempdir()) / f"raysgd-data-{os.getuid()}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ class TrainingOperator(OperatorBase):
         settings = settings or TorchSettings()
         super().__init__(config, settings, rank_info)
         self._device = torch.device("cuda:0" if settings.use_gpu else "cpu")
-        self._precision = make_precision(settings.precision, self._device)
+        self._precision = make_precision(settings.options.precision or "fp32", self._device)
         self._parts = Parts(options=settings.options, exchange=settings.exchange())
         self._gradients = Gradients(settings.options, self._precision, self._parts)
         self.setup(self._config)
@@ -310,8 +310,10 @@ class TrainingOperator(OperatorBase):
         return self._settings.scheduler_step_freq
 
     @property
-    def use_fp16(self) -> Any:
-        return self._settings.use_fp16
+    def use_fp16(self) -> bool | Literal["apex"]:
+        """Return RaySGD's name of the precision."""
+        precision = self._settings.options.precision
+        return "apex" if precision == "apex" else precision == "fp16"
 
     @property
     def use_fp16_native(self) -> bool:

@@ -1,32 +1,55 @@
-"""A TorchTrainer's options for wrapping, accumulation and clipping. Both."""
+"""The options of a TorchTrainer that RaySGD did not have: precision, wrapping, accumulation, clipping, compiling. Both."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.config import ElasticConfig
+from raysgd.config import ElasticConfig, at_least, is_real
 from raysgd.errors import ConfigError
 
-__all__ = ["COMM_HOOKS", "TrainingOptions"]
+__all__ = ["TrainingOptions"]
 
-COMM_HOOKS = ("fp16", "bf16", "powersgd", "batched_powersgd")
-PARALLEL = ("ddp", "fsdp", None)
+PrecisionName = Literal["fp32", "fp16", "bf16", "apex"]
+ParallelName = Literal["auto", "ddp", "fsdp"]
+HookName = Literal["fp16", "bf16", "powersgd", "batched_powersgd"]
+# What raysgd passes to DistributedDataParallel and PowerSGD itself.
 SUPPLIED = {"self", "module", "device_ids", "process_group"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """Arguments of `TorchTrainer`, which describes them. Raises ConfigError for values that are not
-    possible.
+    """How a `TorchTrainer` trains its models.
+
+        options = TrainingOptions(precision="bf16", accumulate=4, clip_norm=1.0)
+        trainer = TorchTrainer(training_operator_cls=Digits, num_workers=2, options=options)
+
+    Fields, all by keyword:
+
+        precision       "fp32", "fp16", "bf16" or "apex"; None (the default): what the trainer's `use_fp16` says, or "fp32"
+        parallel        "ddp": every worker holds the model; "fsdp": each holds a part of it; None: models are not
+                        wrapped, and you average the gradients; "auto" (the default): "ddp", or None with `wrap_ddp=False`
+        accumulate      batches per optimizer step
+        clip_norm       largest norm of all gradients of an optimizer together; None: no clipping
+        clip_value      largest absolute value of each gradient; None: no clipping
+        compile         True, or arguments of `torch.compile`, such as {"mode": "max-autotune"}; compiles each model
+        channels_last   keep models and batches of images in the memory format that GPUs prefer for convolutions
+        sync_batchnorm  BatchNorm layers use the statistics of all workers (on GPUs only)
+        ddp_args        arguments of DistributedDataParallel for every model; those of `register` take precedence
+        comm_hook       how DDP sends gradients: "fp16", "bf16", "powersgd", "batched_powersgd", or a dict with `name` and
+                        the arguments of PowerSGD
+
+    Raises ConfigError for values that are not possible, and for fields that cannot be combined.
     """
 
+    precision: PrecisionName | None = None
+    parallel: ParallelName | None = "auto"
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -34,31 +57,31 @@ class TrainingOptions:
     channels_last: bool = False
     sync_batchnorm: bool = False
     ddp_args: Mapping[str, Any] = field(default_factory=dict)
-    comm_hook: str | Mapping[str, Any] | None = None
-    parallel: str | None = "ddp"
+    comm_hook: HookName | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
-            raise ConfigError(f"accumulate must be a whole number of batches, 1 or more, got {self.accumulate!r}")
+        if self.precision is not None and self.precision not in get_args(PrecisionName):
+            raise ConfigError(f"precision must be 'fp32', 'fp16', 'bf16' or 'apex', got {self.precision!r}")
+        if self.parallel is not None and self.parallel not in get_args(ParallelName):
+            raise ConfigError(f"parallel must be 'auto', 'ddp', 'fsdp' or None, got {self.parallel!r}")
+        at_least("accumulate", self.accumulate, 1, whole=True)
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (number and value > 0):
+            if value is not None and not (is_real(value) and value > 0):
                 raise ConfigError(f"{name} must be a number above 0, or None for no clipping, got {value!r}")
         for name in ("channels_last", "sync_batchnorm"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.parallel not in PARALLEL:
-            raise ConfigError(f"parallel must be 'ddp', 'fsdp' or None, got {self.parallel!r}")
-        _check_arguments("compile", self.compile, torch.compile, {"model"})
+        if not isinstance(self.compile, bool):
+            _check_arguments("compile", self.compile, torch.compile, {"model"}, allowed="True, False or a dict")
         _check_arguments("ddp_args", self.ddp_args, DistributedDataParallel.__init__, SUPPLIED)
         self._check_hook()
         self._check_together()
 
     def _check_hook(self) -> None:
-        name = self.hook_name
-        if name is not None and name not in COMM_HOOKS:
-            raise ConfigError(f"comm_hook must be one of {', '.join(map(repr, COMM_HOOKS))} or None, got {name!r}")
+        name, legal = self.hook_name, get_args(HookName)
+        if name is not None and name not in legal:
+            raise ConfigError(f"comm_hook must be one of {', '.join(map(repr, legal))} or None, got {name!r}")
         if name in ("fp16", "bf16") and self.hook_args:
             raise ConfigError(f"the comm_hook {name!r} takes no arguments, got {sorted(self.hook_args)}")
         if self.hook_args:
@@ -67,11 +90,13 @@ class TrainingOptions:
             try:
                 power(process_group=None, **self.hook_args)
             except (TypeError, ValueError) as error:
-                raise ConfigError(f"comm_hook={dict(self.comm_hook)!r}: {error}") from error  # type: ignore[arg-type]
+                raise ConfigError(f"comm_hook={self.comm_hook!r}: {error}") from error
 
     def _check_together(self) -> None:
         self.check_ddp(self.ddp_args)
-        if self.parallel == "ddp":
+        if self.precision == "apex" and self.compile:
+            raise ConfigError("precision='apex' replaces functions that compile needs to read: use 'fp16' or 'bf16'")
+        if self.parallel in ("auto", "ddp"):
             return
         for name in ("ddp_args", "comm_hook"):
             if getattr(self, name):
@@ -80,33 +105,32 @@ class TrainingOptions:
                 )
         if self.parallel == "fsdp" and self.channels_last:
             raise ConfigError("parallel='fsdp' cuts parameters into contiguous shards: it cannot keep channels_last")
+        if self.parallel == "fsdp" and self.precision in ("fp16", "apex"):
+            raise ConfigError(
+                f"parallel='fsdp' needs precision 'fp32' or 'bf16', got {self.precision!r}: each worker sees the "
+                "gradients of its shard only, so they could not agree on skipping a step"
+            )
 
     def check_ddp(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ConfigError for arguments of DistributedDataParallel that these options cannot be combined with."""
         if self.accumulate > 1 and arguments.get("static_graph"):
             raise ConfigError(
                 "ddp_args={'static_graph': True} cannot be combined with accumulate: DDP learns the graph from the first "
                 "batch, and must exchange gradients in it. Leave one of them out"
             )
 
-    def check_with(self, *, num_workers: int, use_gpu: bool, precision: str, elastic: ElasticConfig) -> None:
-        """Raise ConfigError for other arguments that these options cannot be combined with."""
+    def check_with(self, *, num_workers: int, use_gpu: bool, elastic: ElasticConfig) -> None:
+        """Raise ConfigError for other arguments of the trainer that these options cannot be combined with."""
         if self.sync_batchnorm and num_workers > 1 and not use_gpu:
             raise ConfigError(
-                "sync_batchnorm=True needs GPUs (torch has no SyncBatchNorm for CPUs): pass use_gpu=True, or leave it"
+                "sync_batchnorm=True needs GPUs (torch has no SyncBatchNorm for CPUs): pass use_gpu=True, or leave it out"
             )
         if self.hook_name == "bf16" and num_workers > 1 and not use_gpu:
             raise ConfigError("comm_hook='bf16' needs GPUs (torch has it for NCCL only): use 'fp16', or leave it out")
-        if precision == "apex" and self.accumulate > 1 and num_workers > 1:
+        if self.precision == "apex" and self.accumulate > 1 and num_workers > 1:
             raise ConfigError(
                 "precision='apex' keeps the gradients of earlier batches where DDP does not see them, so accumulate "
                 "cannot exchange them all at once: use 'fp16' or 'bf16', or leave accumulate out"
-            )
-        if precision == "apex" and self.compile:
-            raise ConfigError("precision='apex' replaces functions that compile needs to read: use 'fp16' or 'bf16'")
-        if self.parallel == "fsdp" and precision in ("fp16", "apex"):
-            raise ConfigError(
-                f"parallel='fsdp' needs precision 'fp32' or 'bf16', got {precision!r}: each worker sees the "
-                "gradients of its shard only, so they could not agree on skipping a step"
             )
         if self.parallel == "fsdp" and isinstance(elastic.snapshot_every, float):
             raise ConfigError(
@@ -114,23 +138,52 @@ class TrainingOptions:
                 f"snapshot_every to 'epoch', a number of batches or None, got {elastic.snapshot_every!r} seconds"
             )
 
+    def resolved(self, *, wrap_ddp: Any = None, use_fp16: Any = None) -> TrainingOptions:
+        """Return the options with a definite `parallel` and `precision`. RaySGD's names for them, `wrap_ddp` and
+        `use_fp16`, decide where the options do not. Raise ConfigError if both were passed and differ."""
+        return replace(self, parallel=self._parallel_with(wrap_ddp), precision=self._precision_with(use_fp16))
+
+    def _parallel_with(self, wrap_ddp: Any) -> ParallelName | None:
+        if wrap_ddp is not None and not isinstance(wrap_ddp, bool):
+            raise ConfigError(f"wrap_ddp must be True or False, got {wrap_ddp!r}")
+        older: ParallelName | None = None if wrap_ddp is False else "ddp"
+        if self.parallel == "auto":
+            return older
+        if wrap_ddp is not None and self.parallel != older:
+            raise ConfigError(
+                f"wrap_ddp={wrap_ddp} means parallel={older!r}, but options.parallel is {self.parallel!r}: pass one"
+            )
+        return self.parallel
+
+    def _precision_with(self, use_fp16: Any) -> PrecisionName:
+        if use_fp16 not in (None, True, False, "apex"):
+            raise ConfigError(f"use_fp16 must be False, True or 'apex', got {use_fp16!r}")
+        older: PrecisionName = "apex" if use_fp16 == "apex" else "fp16" if use_fp16 else "fp32"
+        if self.precision is None:
+            return older
+        same = self.precision == older or (not use_fp16 and self.precision == "bf16")
+        if use_fp16 is not None and not same:
+            raise ConfigError(
+                f"use_fp16={use_fp16!r} means precision={older!r}, but options.precision is {self.precision!r}: pass one"
+            )
+        return self.precision
+
     @property
     def hook_name(self) -> str | None:
+        """Return the name of `comm_hook`."""
         return self.comm_hook.get("name", "") if isinstance(self.comm_hook, Mapping) else self.comm_hook
 
     @property
     def hook_args(self) -> dict[str, Any]:
+        """Return the arguments of `comm_hook`, without its name."""
         given = self.comm_hook if isinstance(self.comm_hook, Mapping) else {}
         return {name: value for name, value in given.items() if name != "name"}
 
 
-def _check_arguments(name: str, given: Any, function: Any, supplied: set[str]) -> None:
-    if isinstance(given, bool) and name == "compile":
-        return
+def _check_arguments(name: str, given: Any, function: Any, supplied: set[str], *, allowed: str = "a dict") -> None:
     legal = sorted(inspect.signature(function).parameters.keys() - supplied)
     if not isinstance(given, Mapping):
-        kinds = "True, False or a dict" if name == "compile" else "a dict"
-        raise ConfigError(f"{name} must be {kinds} of keyword arguments, got {given!r}")
+        raise ConfigError(f"{name} must be {allowed} of keyword arguments, got {given!r}")
     unknown = sorted(given.keys() - set(legal))
     if unknown:
         raise ConfigError(f"{name} has no {unknown}; it takes {legal}")

@@ -1,4 +1,4 @@
-"""What a replica of a TorchTrainer needs to know. Plain values, decided on the driver. Both."""
+"""What a replica of a TorchTrainer needs from its trainer. The driver decides these values. Both."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["TorchSettings"]
 class TorchSettings(ReplicaSettings):
     """Adds what only torch needs.
 
+    options   those of the trainer, resolved
+    wrap_ddp  whether `register` wraps models in DistributedDataParallel
     batch     `ElasticConfig.batch`
     rows      `rows(name, dataset, deliver)` opens the rows of a Ray Dataset that was made in a worker
     exchange  makes the object that averages gradients if the models are not wrapped
     """
 
+    options: TrainingOptions = field(default_factory=TrainingOptions)
     wrap_ddp: bool = True
     add_dist_sampler: bool = True
     scheduler_step_freq: str | None = None
-    precision: str = "fp32"
-    use_fp16: Any = False
     batch: Literal["per_worker", "global"] = "per_worker"
     rows: Callable[..., Any] | None = None
-    options: TrainingOptions = field(default_factory=TrainingOptions)
     exchange: Callable[[], Exchange] = Exchange
 
     def __post_init__(self) -> None:

@@ -17,10 +17,6 @@ from raysgd.torch.process_group import TorchBackend
 __all__ = ["Strategy", "choose_strategy"]
 
 
-def _accept_all(*, use_gpu: bool, precision: str) -> None:
-    """Accept all options."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How ranks connect and average gradients.
@@ -28,17 +24,15 @@ class Strategy:
     make_backend   makes the engine's backend, on the driver
     make_exchange  makes the object that averages gradients, in each worker
     wraps          whether models are wrapped in DistributedDataParallel
-    check          raises an error for options that the strategy does not support
     """
 
     make_backend: Callable[..., Backend]
     make_exchange: Callable[[], Exchange] = Exchange
     wraps: bool = True
-    check: Callable[..., None] = _accept_all
 
 
 def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
-    """Return the strategy of a trainer's `backend`. Raise `ConfigError` for options that it does not have."""
+    """Return the strategy of a trainer's `backend`. Raise ConfigError for options that it does not support."""
     name = ("nccl" if use_gpu else "gloo") if backend == "auto" else backend
     if name not in ("gloo", "nccl", "horovod"):
         raise ConfigError(f"backend must be 'auto', 'gloo', 'nccl' or 'horovod', got {backend!r}")
@@ -47,10 +41,10 @@ def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *
             raise ConfigError(f"horovod_args are for backend='horovod', and the backend is {name!r}: leave one out")
         in_place = options.parallel != "fsdp"  # the shard of a failed worker is in a snapshot only
         return Strategy(make_backend=functools.partial(TorchBackend, name, in_place=in_place))
-    return _horovod(options, horovod_args)
+    return _horovod(options, horovod_args, use_gpu=use_gpu)
 
 
-def _horovod(options: TrainingOptions, horovod_args: Any) -> Strategy:
+def _horovod(options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
     from raysgd.horovod.arguments import HorovodArguments, check_installed
 
     arguments = HorovodArguments.taken_from(horovod_args)
@@ -69,25 +63,7 @@ def _horovod(options: TrainingOptions, horovod_args: Any) -> Strategy:
     if options.parallel is None and horovod_args:
         raise ConfigError("horovod_args are for gradients that the trainer averages; parallel=None leaves that to you")
     check_installed("torch")
-    from raysgd.horovod.exchange import HorovodExchange
-
-    own = functools.partial(HorovodExchange, arguments, accumulate=options.accumulate)
-    return Strategy(
-        make_backend=_horovod_backend,
-        make_exchange=own if options.parallel == "ddp" else Exchange,
-        wraps=False,
-        check=_check_horovod,
-    )
-
-
-def _horovod_backend(**given: Any) -> Backend:
-    from raysgd.horovod.backend import HorovodBackend
-
-    return HorovodBackend(**given)
-
-
-def _check_horovod(*, use_gpu: bool, precision: str) -> None:
-    if precision == "apex":
+    if options.precision == "apex":
         raise ConfigError(
             "precision='apex' and backend='horovod' would both replace the optimizers: use precision='fp16' or 'bf16'"
         )
@@ -96,3 +72,17 @@ def _check_horovod(*, use_gpu: bool, precision: str) -> None:
             "this Horovod was built without CUDA: build it with HOROVOD_GPU_OPERATIONS=NCCL in the environment (and "
             "NCCL installed), pass use_gpu=False, or use backend='nccl'"
         )
+    from raysgd.horovod.exchange import HorovodExchange
+
+    own = functools.partial(HorovodExchange, arguments, accumulate=options.accumulate)
+    return Strategy(
+        make_backend=_horovod_backend,
+        make_exchange=own if options.parallel == "ddp" else Exchange,
+        wraps=False,
+    )
+
+
+def _horovod_backend(**given: Any) -> Backend:
+    from raysgd.horovod.backend import HorovodBackend
+
+    return HorovodBackend(**given)

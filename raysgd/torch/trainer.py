@@ -6,23 +6,26 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
+from uuid import uuid4
 
 import torch
 
 from raysgd.callbacks.base import Callback
-from raysgd.config import ElasticConfig, check_call
+from raysgd.config import ElasticConfig
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError
+from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.save_load import Checkpoints, SaveHandle
+from raysgd.torch.exchange import Exchange
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
-from raysgd.training.arguments import check_common, needs_ray, refuse_unknown
+from raysgd.training.arguments import check_call, check_common, needs_ray, refuse_unknown
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
 
@@ -46,42 +49,32 @@ class TorchTrainer(TrainerBase):
 
     Arguments, all by keyword:
 
-        training_operator_cls  your subclass of `TrainingOperator`
-        initialization_hook    a function without arguments, called first in every worker process
-        config                 passed to the operator's `setup`; config["*batch_size"] is the batch of all workers together
+        training_operator_cls    your subclass of `TrainingOperator`
+        initialization_hook      a function without arguments, called first in every worker process
+        config                   passed to the operator's `setup`; config["*batch_size"] is the batch of all workers together
+        options                  a `TrainingOptions`: precision, accumulation, clipping, compiling, DDP and FSDP
+        elastic                  an `ElasticConfig`: how training continues when workers fail, leave and join
 
-        num_workers            the largest number of workers; one runs in this process, without Ray
-        num_cpus_per_worker    CPUs that each worker reserves
-        resources_per_worker   Ray resources of each worker, such as {"CPU": 2, "GPU": 1}; overrides the other arguments
-        use_gpu                "auto": if this machine has a GPU
-        use_ray                True: run a single worker in a process of its own, too
-        use_local              no effect; v1 had it
-        elastic                an `ElasticConfig`: how training continues when workers fail, leave and join
-        timeout_s              limit in seconds for setting up workers, and for a single collective call
+        num_workers              the largest number of workers; one runs in this process, without Ray
+        num_cpus_per_worker      CPUs that each worker reserves
+        resources_per_worker     Ray resources of each worker, such as {"CPU": 2, "GPU": 1}; overrides the other arguments
+        use_gpu                  "auto": if this machine has a GPU
+        use_ray                  True: run a single worker in a process of its own, too
+        timeout_s                limit in seconds for setting up workers, and for a single collective call
+        backend                  "auto": "nccl" on GPUs, else "gloo"; or "horovod"
+        horovod_args             arguments of Horovod, for backend="horovod"
 
-        backend                "auto": "nccl" on GPUs, else "gloo"; or "horovod"
-        horovod_args           arguments of Horovod, for backend="horovod"
-        parallel               "ddp": every worker holds the model; "fsdp": each holds a part of it; None: you average
-                               the gradients; "auto": "ddp", or None with wrap_ddp=False
-        wrap_ddp               v1's name for `parallel`
-        ddp_args               arguments of DistributedDataParallel for every model; those of `register` take precedence
-        comm_hook              how DDP sends gradients: "fp16", "bf16", "powersgd", "batched_powersgd", or a dict with
-                               `name` and the arguments of PowerSGD
-        sync_batchnorm         BatchNorm layers use the statistics of all workers (on GPUs only)
+        scheduler_step_freq      when the default loop steps the schedulers: "batch", "epoch", or "manual" (never)
+        add_dist_sampler         divide the registered data among the workers
+        wrap_ddp                 RaySGD's name for `options.parallel`: True is "ddp", False is None
+        use_fp16                 RaySGD's name for `options.precision`: True is "fp16", "apex" is "apex"
 
-        precision              "fp32" (the default), "fp16", "bf16" or "apex"
-        use_fp16               v1's name for `precision`: True is "fp16", "apex" is "apex"
-        accumulate             batches per optimizer step
-        clip_norm              largest norm of an optimizer's gradients together
-        clip_value             largest absolute value of each gradient
-        compile                True, or arguments of `torch.compile`; each model is compiled by itself
-        channels_last          keep models and batches of images in the memory format that GPUs prefer for convolutions
-        scheduler_step_freq    when the default loop steps the schedulers: "batch", "epoch", or "manual" (never)
-        add_dist_sampler       divide the registered data among the workers
+        use_tqdm                 show a progress bar
+        callbacks                `raysgd.callbacks.Callback` objects
+        logdir                   the folder of callbacks that write, relative to ~/ray_results; by default a new one there
 
-        use_tqdm               show a progress bar
-        callbacks              `raysgd.callbacks.Callback` objects
-        logdir                 the folder of callbacks that write, relative to ~/ray_results; by default a new one there
+        use_local                no effect; RaySGD ran the first worker in this process
+        serialize_data_creation  no effect; pass it to `TrainingOperator.from_creators`
     """
 
     def __init__(
@@ -90,68 +83,59 @@ class TorchTrainer(TrainerBase):
         training_operator_cls: type[TrainingOperator] | None = None,
         initialization_hook: Callable[[], Any] | None = None,
         config: Mapping[str, Any] | None = None,
+        options: TrainingOptions | None = None,
+        elastic: ElasticConfig | None = None,
         num_workers: int = 1,
         num_cpus_per_worker: float = 1,
         resources_per_worker: Mapping[str, float] | None = None,
         use_gpu: bool | Literal["auto"] = "auto",
         use_ray: bool | None = None,
-        use_local: bool = False,
-        elastic: ElasticConfig | None = None,
         timeout_s: float = 1800,
         backend: Literal["auto", "gloo", "nccl", "horovod"] = "auto",
         horovod_args: Mapping[str, Any] | None = None,
-        parallel: Literal["auto", "ddp", "fsdp"] | None = "auto",
-        wrap_ddp: bool = True,
-        ddp_args: Mapping[str, Any] | None = None,
-        comm_hook: str | Mapping[str, Any] | None = None,
-        sync_batchnorm: bool = False,
-        precision: Literal["fp32", "fp16", "bf16", "apex"] | None = None,
-        use_fp16: bool | Literal["apex"] = False,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        compile: bool | Mapping[str, Any] = False,
-        channels_last: bool = False,
         scheduler_step_freq: Literal["batch", "epoch", "manual"] | None = None,
         add_dist_sampler: bool = True,
+        wrap_ddp: bool | None = None,
+        use_fp16: bool | Literal["apex"] | None = None,
         use_tqdm: bool = False,
         callbacks: Sequence[Callback] = (),
         logdir: str | os.PathLike[str] | None = None,
-        **unknown: Any,
+        use_local: bool = False,
+        serialize_data_creation: bool = False,
+        **unknown: NoReturn,
     ) -> None:
-        setup.warn_without_effect(use_local and num_workers != 1, unknown.pop("serialize_data_creation", False))
-        refuse_unknown(TorchTrainer, unknown, setup.REMOVED)
+        refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED)
+        setup.warn_without_effect(use_local and num_workers != 1, serialize_data_creation)
         check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
+        if options is not None and not isinstance(options, TrainingOptions):
+            raise ConfigError(f"options must be a raysgd.TrainingOptions, got {options!r}")
+        options = (options or TrainingOptions()).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
-        options = TrainingOptions(
-            accumulate=accumulate,
-            clip_norm=clip_norm,
-            clip_value=clip_value,
-            compile=compile,
-            channels_last=channels_last,
-            sync_batchnorm=sync_batchnorm,
-            ddp_args={} if ddp_args is None else ddp_args,
-            comm_hook=comm_hook,
-            parallel=setup.resolve_parallel(parallel, wrap_ddp),
-        )
+        elastic = elastic or ElasticConfig()
+        options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic)
+        if options.parallel == "fsdp":
+            elastic = replace(elastic, grow=False)  # no other worker has the shards that a new worker would need
+        strategy = choose_strategy(backend, options, horovod_args, use_gpu=self.use_gpu)
+        gpu_elsewhere = resources.gpus > 0 and not torch.cuda.is_available()
+        remote = needs_ray(use_ray, num_workers, resources, elsewhere=gpu_elsewhere)
         settings = TorchSettings(
             num_workers=num_workers,
+            distributed=num_workers > 1,
             use_gpu=self.use_gpu,
             use_tqdm=use_tqdm,
-            precision=setup.resolve_precision(precision, use_fp16),
-            use_fp16=use_fp16 or precision in ("fp16", "apex"),
-            scheduler_step_freq=scheduler_step_freq,
-            add_dist_sampler=add_dist_sampler,
+            threads=max(1, int(resources.cpus)) if remote else None,
             options=options,
+            wrap_ddp=options.parallel == "ddp" and strategy.wraps,
+            exchange=strategy.make_exchange if num_workers > 1 else Exchange,
+            add_dist_sampler=add_dist_sampler,
+            scheduler_step_freq=scheduler_step_freq,
+            batch=elastic.batch,
+            snapshot_every=elastic.snapshot_every,
+            rows=SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader,
         )
-        strategy = choose_strategy(backend, options, horovod_args, use_gpu=self.use_gpu)
-        remote = needs_ray(use_ray, num_workers, resources, elsewhere=setup.gpu_elsewhere(resources))
         run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
-        calls, elastic = CallRunner(callbacks, run, bar=use_tqdm), elastic or ElasticConfig()
-        if options.parallel == "fsdp":
-            elastic = replace(elastic, grow=False)  # nobody else has the shards that a new worker would need
-        settings = setup.completed(settings, strategy, resources, elastic, remote=remote)
+        calls = CallRunner(callbacks, run, bar=use_tqdm)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
         limits = limits_of(timeout_s, elastic)
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
@@ -197,7 +181,8 @@ class TorchTrainer(TrainerBase):
         """Train to the end of the epoch, or `num_steps` batches on each worker. Return what was measured.
 
         `dataset` is used by this call instead of the registered data: a `raysgd.data.Dataset`, or a Ray Dataset (from its
-        first row on). `max_retries` is how many worker failures this call may have (-1: any number). With
+        first row on). `max_retries` is how many worker failures this call may have (-1: any number). The operator's
+        methods get `info`. With `profile=True`, the result has the seconds of each part of a batch. With
         `reduce_results=False`, return a list with each worker's own results.
         """
         check_call(num_steps, max_retries, info)
@@ -245,7 +230,7 @@ class TorchTrainer(TrainerBase):
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Load what `state_dict` returned, for any number of workers. Every worker checks the state first: one that does not
-        fit raises CheckpointError, and changes nothing. (`blocking` has no effect; v1 had it.)"""
+        fit raises CheckpointError, and nothing changes. (`blocking` has no effect; RaySGD had it.)"""
         self._raise_earlier_error()
         self._checkpoints.restore(states.dump_given(state_dict), trusted=True)
 
@@ -285,13 +270,13 @@ class TorchTrainer(TrainerBase):
         self._checkpoints.load(checkpoint, trusted=trusted)
 
     def restore(self, *args: Any) -> None:
-        raise DeprecationWarning("restore() is called load() for TorchTrainer")
+        raise DeprecationWarning("TorchTrainer has no restore(): call load()")
 
     # -- the group ------------------------------------------------------------------------------------
 
     @property
     def max_replicas(self) -> int:
-        """Return the argument `num_workers`; v1's name for it."""
+        """Return the argument `num_workers`, under RaySGD's name."""
         return self._factory.settings.num_workers
 
     def _check_resize(self, num_workers: int) -> None:
@@ -317,8 +302,15 @@ class TorchTrainer(TrainerBase):
             self._raise_earlier_error()
 
     @classmethod
-    def as_trainable(cls, *args: Any, override_tune_step: Any = None, **kwargs: Any) -> Any:
-        """Return a Tune Trainable class that trains with these arguments (extra: tune)."""
+    def as_trainable(
+        cls, *, override_tune_step: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None, **arguments: Any
+    ) -> Any:
+        """Return a Tune Trainable class (extra: tune). It takes the arguments of the trainer, which each trial creates.
+
+        `override_tune_step(trainer, info)` replaces a trial's step, which trains and validates once.
+        """
         from importlib import import_module
 
-        return import_module("raysgd.tune").torch_trainable(cls, *args, override_tune_step=override_tune_step, **kwargs)
+        if cls.__init__ is TorchTrainer.__init__:  # a subclass may have arguments of its own
+            refuse_unknown(TorchTrainer, arguments, setup.GROUPS, setup.REMOVED)
+        return import_module("raysgd.tune").torch_trainable(cls, override_tune_step=override_tune_step, **arguments)

@@ -1,4 +1,4 @@
-"""v1's module of operators: `TrainingOperator`, `CreatorOperator`, and two ready test operators."""
+"""RaySGD's module of operators: `TrainingOperator`, `CreatorOperator`, and two operators for tests. Both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CreatorOperator", "TrainingOperator", "get_test_metrics_operator", "
 
 
 def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
-    """A subclass whose epochs and validations do nothing and report a done marker: for tests of what is around them."""
+    """Return a subclass whose epochs and validations do nothing and return `{"done": 1}`."""
 
     class _TestOperator(operator_cls):  # type: ignore[valid-type, misc]
         def train_epoch(self, iterator: Any, info: Any = None, **_: Any) -> dict[str, Any]:
@@ -24,7 +24,8 @@ def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOper
 
 
 def get_test_metrics_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
-    """A subclass that reports known scores: `config["scores"]`, and `config["val_scores"]`, batch by batch."""
+    """Return a subclass whose batches add known metrics: the values of `config["scores"]` and `config["val_scores"]`, one for
+    each batch, under the name `config["key"]`."""
 
     class _TestMetricsOperator(operator_cls):  # type: ignore[valid-type, misc]
         def setup(self, config: dict[str, Any]) -> None:

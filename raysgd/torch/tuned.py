@@ -1,4 +1,4 @@
-"""Hyperparameters that change between saving and loading: Tune's population based training does that."""
+"""Change hyperparameters of optimizers after loading a checkpoint, as Tune's population-based training needs it. Worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Option", "options", "retune"]
 
 @dataclass(frozen=True)
 class Option:
-    """One option of one optimizer's parameter group, such as its "lr"."""
+    """A hyperparameter of one optimizer's parameter group, such as its "lr"."""
 
     optimizer: int
     group: int
@@ -21,7 +21,7 @@ class Option:
 
 
 def options(operator: Any, values: Mapping[str, float]) -> list[Option]:
-    """Which options of the optimizers were given these very values in set-up, under these names."""
+    """Return the hyperparameters of the optimizers that `setup` gave these values, by name."""
     return [
         Option(number, place, name)
         for number, optimizer in enumerate(operator._parts.optimizers)
@@ -32,7 +32,8 @@ def options(operator: Any, values: Mapping[str, float]) -> list[Option]:
 
 
 def retune(operator: Any, chosen: Iterable[Option], changed: Mapping[str, tuple[float, float]]) -> None:
-    """What was loaded has the old values; what schedulers have made of them since then holds for the new ones too."""
+    """Replace old values by new ones: `changed` has both, by name. Where a scheduler has changed an old value since `setup`,
+    scale the new one by the same factor."""
     parts = operator._parts
     for option in chosen:
         old, new = changed[option.name]
@@ -54,7 +55,7 @@ def _scaled(value: Any, old: float, new: float) -> Any:
 
 
 def _all(schedulers: Iterable[Any]) -> Iterator[Any]:
-    """Those inside of others too (SequentialLR, ChainedScheduler)."""
+    """Return the schedulers, and those inside of others (SequentialLR, ChainedScheduler)."""
     for scheduler in schedulers:
         yield scheduler
         yield from _all(nested_schedulers(scheduler))

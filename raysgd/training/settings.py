@@ -1,4 +1,4 @@
-"""What every replica needs to know from its trainer. Plain values, decided on the driver. Both."""
+"""What every replica needs from its trainer. The driver decides these values. Both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class ReplicaSettings:
     """What torch and TensorFlow have in common.
 
     distributed     whether there can be more than one worker
-    threads         how many cores this worker has; None if it may use all
+    threads         how many cores a worker may use; None: all
     snapshot_every  `ElasticConfig.snapshot_every`
     """
 

@@ -1,4 +1,4 @@
-"""What TorchTrainer and TFTrainer do alike: calls, the group of workers, and how they begin and end. Driver."""
+"""What TorchTrainer and TFTrainer have in common: calls, the group of workers, start and end. Driver."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Literal, TypeVar, overload
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
-from raysgd.config import ElasticConfig, Limits, WorkerResources, check_call, start_limit_s
+from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least, start_limit_s
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Backend, Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError
-from raysgd.training.arguments import check_num_workers
+from raysgd.training.arguments import check_call
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.replica_base import ReplicaBase, ReplicaFactoryBase, apply, apply_operator
 from raysgd.workers.inline_group import InlineGroup
@@ -31,7 +31,7 @@ T = TypeVar("T", bound="TrainerBase")
 class TrainerBase:
     """Owns the engine and the callbacks of one trainer. `num_workers` is the largest number of workers it can have."""
 
-    # How many batches `validate` uses if it is not told.
+    # How many batches `validate` uses by default; None: all.
     _validation_steps: int | None = None
 
     def __init__(self, engine: Engine, calls: CallRunner, num_workers: int) -> None:
@@ -79,7 +79,8 @@ class TrainerBase:
     ) -> Metrics | list[Metrics]:
         """Validate on one pass over the validation data, using every row once, or on `num_steps` batches.
 
-        Return what was measured; with `reduce_results=False`, a list with each worker's own results.
+        Return what was measured; with `reduce_results=False`, a list with each worker's own results. The arguments have
+        the same meaning as those of `train`.
         """
         check_call(num_steps, 0, info)
         self._validations += 1
@@ -162,10 +163,10 @@ class TrainerBase:
     @exclusive
     def resize(self, num_workers: int) -> None:
         """Set the number of workers, also in the middle of an epoch. Wait until missing ones have joined."""
-        check_num_workers(num_workers)
+        at_least("num_workers", num_workers, 1, whole=True)
         if not self._distributed and num_workers > 1:
             raise ConfigError(
-                "a trainer made with num_workers=1 has no process group and cannot grow: make it with num_workers=2 or "
+                "a trainer created with num_workers=1 has no process group and cannot grow: create it with num_workers=2 or "
                 "more (ElasticConfig(min_workers=1) lets it shrink to one)"
             )
         self._check_resize(num_workers)
@@ -192,12 +193,13 @@ class TrainerBase:
 
 
 def described_run(trainer: type, operator_cls: Any, config: Mapping[str, Any], num_workers: int, logdir: Any) -> Run:
-    """Return what callbacks are told about a trainer."""
+    """Return the description of a trainer that its callbacks get."""
     name, folder = operator_cls.__name__, folder_to_be(logdir, operator_cls.__name__)
     return Run(trainer=trainer.__name__, name=name, num_workers=num_workers, config=config, folder=folder)
 
 
 def limits_of(timeout_s: float, elastic: ElasticConfig) -> Limits:
+    """Return the limits of every wait of a trainer."""
     return Limits.derive(timeout_s=timeout_s, hang_timeout_s=elastic.hang_timeout_s, start_s=start_limit_s())
 
 
@@ -210,8 +212,8 @@ def make_engine(
     hook: Callable[[], Any] | None,
     make_backend: Callable[..., Backend],
 ) -> Engine:
-    """Return the engine. Connect to Ray, or start it, if there are to be several workers; launch none yet.
-    `make_backend` gets the driver's address as `host`."""
+    """Return the engine, which starts its workers with the first call. If there can be several, connect to Ray, or start
+    it. `make_backend` gets the driver's address as `host`."""
     settings = factory.settings
     backend: Backend = SingleWorkerBackend()
     if settings.distributed:

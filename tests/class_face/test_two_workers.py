@@ -53,7 +53,7 @@ def test_the_global_batch_is_split_and_the_callers_dict_left_alone(trainer: Torc
     assert trainer.config[BATCH_SIZE] == 16
     assert OWN_CONFIG == {BATCH_SIZE: 17}
     assert trainer.apply_all_operators(lambda operator: operator.config[BATCH_SIZE]) == [8, 8]
-    assert "17 does not divide by 2 workers: using 8 each, 16 together" in trainer.warned  # type: ignore[attr-defined]
+    assert "is 17, which num_workers=2 does not divide: each worker uses 8, all together 16" in trainer.warned  # type: ignore[attr-defined]
 
 
 def test_use_local_warns(trainer: TorchTrainer) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import ElasticConfig, TorchTrainer
+from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
 
 pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
@@ -50,8 +50,11 @@ def begin_at_64(operator: Any) -> None:
 
 def test_the_scale_and_the_count_survive_a_loss(tmp_path: Path) -> None:
     config = {"bursts": [1, 3, 8], "dies": 6, "mark": str(tmp_path / "died")}
-    given: dict[str, Any] = {"num_workers": 2, "use_gpu": False, "precision": "fp16", "config": config}
-    with TorchTrainer(training_operator_cls=Bursts, elastic=ElasticConfig(grow="epoch"), **given) as trainer:
+    given: dict[str, Any] = {"num_workers": 2, "use_gpu": False, "config": config}
+    options = TrainingOptions(precision="fp16")
+    with TorchTrainer(
+        training_operator_cls=Bursts, options=options, elastic=ElasticConfig(grow="epoch"), **given
+    ) as trainer:
         trainer.apply_all_operators(begin_at_64)  # where nothing overflows by itself
         result = trainer.train()
         assert [loss.in_place for loss in trainer.recoveries] == [True]

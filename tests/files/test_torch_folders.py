@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import CheckpointError
+from raysgd import CheckpointError, TrainingOptions
 from raysgd.storage import digest
 from tests.files.test_torch_contents import put, reshaped, without
 from tests.files.torch_cases import SOAK, Bench, bench, complete, flipped, rich, same, seed_all
@@ -224,7 +224,11 @@ def test_on_two_workers(ray_cluster: None, tmp_path: Path) -> None:
     from tests.speed.test_fsdp import Layers
 
     seed_all(1)
-    arguments: dict[str, Any] = {"operator": Layers, "parallel": "fsdp", "config": {"batch": 6}}
+    arguments: dict[str, Any] = {
+        "operator": Layers,
+        "options": TrainingOptions(parallel="fsdp"),
+        "config": {"batch": 6},
+    }
     with rich(num_workers=2, scheduler_step_freq=None, **arguments) as two:
         two.train(num_steps=2)
         saved, folder = two.get_model().state_dict(), tmp_path / "parts"

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from raysgd import ConfigError, TorchTrainer
+from raysgd import ConfigError, TorchTrainer, TrainingOptions
 from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.horovod import leaving
 from raysgd.horovod.arguments import HorovodArguments, check_installed
@@ -113,11 +113,11 @@ def test_arguments_are_checked(given: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"parallel": "fsdp"}, "whole models"),
-        ({"ddp_args": {"bucket_cap_mb": 1}}, "horovod_args"),
-        ({"comm_hook": "fp16"}, "'compression': 'fp16'"),
-        ({"sync_batchnorm": True}, "SyncBatchNorm"),
-        ({"parallel": None, "horovod_args": {"op": "sum"}}, "parallel=None"),
+        ({"options": TrainingOptions(parallel="fsdp")}, "whole models"),
+        ({"options": TrainingOptions(ddp_args={"bucket_cap_mb": 1})}, "horovod_args"),
+        ({"options": TrainingOptions(comm_hook="fp16")}, "'compression': 'fp16'"),
+        ({"options": TrainingOptions(sync_batchnorm=True)}, "SyncBatchNorm"),
+        ({"options": TrainingOptions(parallel=None), "horovod_args": {"op": "sum"}}, "parallel=None"),
         ({"horovod_args": {"op": "max"}}, "'average', 'sum'"),
         ({"backend": "gloo", "horovod_args": {}}, "for backend='horovod'"),
     ],

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TorchTrainer
+from raysgd import TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
 
 pytestmark = pytest.mark.horovod
@@ -143,19 +143,19 @@ def differences(mine: Weights, theirs: Weights) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def by_ddp(ray_cluster: None) -> Weights:
-    options = {"precision": "fp16", "clip_norm": 1.0}
-    return trained("plain", "helpers", "by_hand", "two_models", backend="gloo", **options)
+    options = TrainingOptions(precision="fp16", clip_norm=1.0)
+    return trained("plain", "helpers", "by_hand", "two_models", backend="gloo", options=options)
 
 
 def test_every_loop_ends_as_with_ddp(by_ddp: Weights) -> None:
-    options = {"precision": "fp16", "clip_norm": 1.0}
-    mine = trained("plain", "helpers", "by_hand", "two_models", backend="horovod", **options)
+    options = TrainingOptions(precision="fp16", clip_norm=1.0)
+    mine = trained("plain", "helpers", "by_hand", "two_models", backend="horovod", options=options)
     assert max(differences(mine, by_ddp).values()) < 1e-5
 
 
 def test_windows_of_batches_end_as_with_ddp(ray_cluster: None) -> None:
-    options = {"precision": "bf16", "accumulate": 2, "clip_value": 0.5}
-    mine, theirs = (trained("helpers", backend=backend, **options) for backend in ("horovod", "gloo"))
+    options = TrainingOptions(precision="bf16", accumulate=2, clip_value=0.5)
+    mine, theirs = (trained("helpers", backend=backend, options=options) for backend in ("horovod", "gloo"))
     assert max(differences(mine, theirs).values()) < 1e-5
 
 

@@ -5,8 +5,7 @@ import torch
 
 lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install 'raysgd[lightning]'")
 
-from raysgd import TorchTrainer, TrainingOperator  # noqa: E402
-from raysgd.torch.options import TrainingOptions  # noqa: E402
+from raysgd import TorchTrainer, TrainingOperator, TrainingOptions  # noqa: E402
 from raysgd.torch.settings import TorchSettings  # noqa: E402
 from tests.lightning import modules  # noqa: E402
 

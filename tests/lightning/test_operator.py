@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install 'raysgd[lightning]'")
 
-from raysgd import TorchTrainer, TrainingOperator  # noqa: E402
+from raysgd import TorchTrainer, TrainingOperator, TrainingOptions  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
 from tests.lightning import modules  # noqa: E402
 from tests.lightning.modules import Net, Plateau, rows  # noqa: E402
@@ -212,7 +212,9 @@ def test_hooks_see_unscaled_gradients_in_every_precision(precision):
     operator_cls = TrainingOperator.from_ptl(Looks)
     with TorchTrainer(training_operator_cls=operator_cls, config={}) as trainer:
         full = trainer.train()
-    with TorchTrainer(training_operator_cls=operator_cls, config={}, precision=precision) as trainer:
+    with TorchTrainer(
+        training_operator_cls=operator_cls, config={}, options=TrainingOptions(precision=precision)
+    ) as trainer:
         half = trainer.train()
     assert half["norm"] == pytest.approx(full["norm"], rel=0.05)
     assert half["train_loss"] == pytest.approx(full["train_loss"], rel=0.05)

@@ -7,9 +7,8 @@ from torch.utils.data import DataLoader
 
 lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install 'raysgd[lightning]'")
 
-from raysgd import TorchTrainer, TrainingOperator  # noqa: E402
+from raysgd import TorchTrainer, TrainingOperator, TrainingOptions  # noqa: E402
 from raysgd.errors import ConfigError  # noqa: E402
-from raysgd.torch.options import TrainingOptions  # noqa: E402
 from raysgd.torch.settings import TorchSettings  # noqa: E402
 from tests.lightning.modules import Adversaries, Net, Plateau, rows  # noqa: E402
 

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
-from raysgd import ConfigError
+from raysgd import ConfigError, TrainingOptions
 from raysgd.torch import precision
 from tests.torch.small import Line, inline, operator_of, weights
 
@@ -94,17 +94,17 @@ def test_one_model(amp: Double) -> None:
 
 
 def test_clipping_looks_at_the_master_weights_after_they_are_unscaled(amp: Double) -> None:
-    with inline(Registers, precision="apex", clip_norm=0.1, accumulate=2) as trainer:
+    with inline(Registers, options=TrainingOptions(precision="apex", clip_norm=0.1, accumulate=2)) as trainer:
         trainer.train(num_steps=2)
         ours = weights(trainer)
     assert [event[0] for event in amp.events[1:]] == ["scale", "unscaled", "scale", "unscaled", "step"]
-    with inline(Line, clip_norm=0.1, accumulate=2) as plain:
+    with inline(Line, options=TrainingOptions(clip_norm=0.1, accumulate=2)) as plain:
         plain.train(num_steps=2)
         assert torch.allclose(ours, weights(plain), atol=1e-6)
 
 
 def test_state_travels_with_checkpoints(amp: Double, tmp_path: Any) -> None:
-    with inline(Registers, precision="apex") as trainer:
+    with inline(Registers, options=TrainingOptions(precision="apex")) as trainer:
         trainer.save(tmp_path / "saved.pt")
         assert trainer.state_dict()["amp_apex"] == amp.state_dict()
         trainer.load(tmp_path / "saved.pt")
@@ -135,7 +135,7 @@ class Pair(Line):
 
 
 def test_several_models_optimizers_and_losses(amp: Double) -> None:
-    with inline(Pair, precision="apex") as trainer:
+    with inline(Pair, options=TrainingOptions(precision="apex")) as trainer:
         trainer.train(num_steps=1)
     assert amp.events[1] == ("initialize", 2, 2, {"opt_level": "O1", "num_losses": 3})
     assert [e for e in amp.events if e[0] == "scale"] == [("scale", [0], 0), ("scale", [1], 1), ("scale", [0, 1], 2)]
@@ -149,7 +149,7 @@ def test_torch_without_its_own_takes_apex(amp: Double, monkeypatch: pytest.Monke
 
 def test_it_cannot_be_compiled(amp: Double) -> None:
     with pytest.raises(ConfigError, match="'fp16' or 'bf16'"):
-        inline(Registers, precision="apex", compile=True)
+        inline(Registers, options=TrainingOptions(precision="apex", compile=True))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,9 @@ def test_the_real_one_learns() -> None:
     pytest.importorskip("apex.amp", reason="needs NVIDIA Apex with amp (25.02 or before)")
     from raysgd.torch import TorchTrainer
 
-    with TorchTrainer(training_operator_cls=Line, config={}, use_gpu=True, precision="apex") as trainer:
+    with TorchTrainer(
+        training_operator_cls=Line, config={}, use_gpu=True, options=TrainingOptions(precision="apex")
+    ) as trainer:
         losses = [trainer.train()["train_loss"] for _ in range(12)]
     assert losses[-1] < 0.1 * losses[0]
 
@@ -199,12 +201,14 @@ class Fused(Line):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedLAMB"])
-def test_fused_optimizers_learn_and_are_saved(optimizer: str, precision: str, tmp_path: Any) -> None:
+def test_fused_optimizers_learn_and_are_saved(
+    optimizer: str, precision: Literal["fp32", "bf16"], tmp_path: Any
+) -> None:
     pytest.importorskip("apex.optimizers", reason="needs NVIDIA Apex")
     from raysgd.torch import TorchTrainer
 
-    given: dict[str, Any] = {"config": {"optimizer": optimizer}, "use_gpu": True, "precision": precision}
-    with TorchTrainer(training_operator_cls=Fused, **given) as trainer:
+    config, options = {"optimizer": optimizer}, TrainingOptions(precision=precision)
+    with TorchTrainer(training_operator_cls=Fused, config=config, use_gpu=True, options=options) as trainer:
         losses = [trainer.train()["train_loss"] for _ in range(20)]
         assert losses[-1] < 0.3 * losses[0]
         trainer.save(tmp_path / "fused.pt")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from raysgd import TrainingOptions
 from tests.torch.small import Line, inline, operator_of, weights
 
 
@@ -24,7 +25,7 @@ class Bursts(Line):
 
 
 def test_skipped_steps_are_counted_where_there_were_any() -> None:
-    with inline(Bursts, precision="fp16", config={"bursts": [1, 4, 5]}) as trainer:
+    with inline(Bursts, options=TrainingOptions(precision="fp16"), config={"bursts": [1, 4, 5]}) as trainer:
         scaler = operator_of(trainer)._amp_scaler
         scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
         assert trainer.train()["skipped_steps"] == 1
@@ -41,7 +42,9 @@ def test_skipped_steps_are_counted_where_there_were_any() -> None:
 
 
 def test_a_window_with_one_bad_batch_is_one_skipped_step() -> None:
-    with inline(Bursts, precision="fp16", accumulate=3, clip_norm=1.0, config={"bursts": [1]}) as trainer:
+    with inline(
+        Bursts, options=TrainingOptions(precision="fp16", accumulate=3, clip_norm=1.0), config={"bursts": [1]}
+    ) as trainer:
         before = weights(trainer)
         assert trainer.train()["skipped_steps"] == 1
         assert torch.equal(before, weights(trainer))
@@ -50,11 +53,11 @@ def test_a_window_with_one_bad_batch_is_one_skipped_step() -> None:
 
 
 def test_the_scaler_travels_with_checkpoints(tmp_path: Any) -> None:
-    with inline(Bursts, precision="fp16", config={"bursts": [0]}) as trainer:
+    with inline(Bursts, options=TrainingOptions(precision="fp16"), config={"bursts": [0]}) as trainer:
         trainer.train()
         scale = operator_of(trainer)._amp_scaler.get_scale()
         trainer.save(tmp_path / "saved.pt")
-    with inline(Bursts, precision="fp16", config={"bursts": []}) as trainer:
+    with inline(Bursts, options=TrainingOptions(precision="fp16"), config={"bursts": []}) as trainer:
         assert operator_of(trainer)._amp_scaler.get_scale() > scale
         trainer.load(tmp_path / "saved.pt")
         assert operator_of(trainer)._amp_scaler.get_scale() == scale
@@ -63,5 +66,5 @@ def test_the_scaler_travels_with_checkpoints(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_other_formats_skip_nothing(precision: str) -> None:
-    with inline(Bursts, precision=precision, config={"bursts": [0]}) as trainer:
+    with inline(Bursts, options=TrainingOptions(precision=precision), config={"bursts": [0]}) as trainer:
         assert "skipped_steps" not in trainer.train()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import ConfigError
+from raysgd import ConfigError, TrainingOptions
 from raysgd.torch.gradients import samples_in
 from tests.torch.small import Line, inline, operator_of, weights
 
@@ -54,11 +54,13 @@ def trained(kind: type[Deep] = Deep, *, calls: Any = (None, None), **arguments: 
 )
 @pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-6), ("fp16", 3e-3), ("bf16", 3e-2)])
 def test_four_batches_are_one_batch_four_times_as_large(
-    kind: type[Deep], more: dict[str, Any], precision: str, close: float
+    kind: type[Deep], more: dict[str, Any], precision: Any, close: float
 ) -> None:
-    small, (result, steps) = trained(kind, config={"batch": 2}, accumulate=4, precision=precision, **more)
-    large, (expected, _) = trained(kind, config={"batch": 8}, precision=precision, **more)
-    plain, _ = trained(kind, config={"batch": 8}, precision=precision)
+    small, (result, steps) = trained(
+        kind, config={"batch": 2}, options=TrainingOptions(accumulate=4, precision=precision, **more)
+    )
+    large, (expected, _) = trained(kind, config={"batch": 8}, options=TrainingOptions(precision=precision, **more))
+    plain, _ = trained(kind, config={"batch": 8}, options=TrainingOptions(precision=precision))
     assert torch.allclose(small, large, atol=close), (small - large).abs().max()
     assert steps == 6  # 22 rows: two whole windows and a short one, in each of two epochs
     assert (result["batch_count"], result["num_samples"]) == (11, 22)
@@ -85,15 +87,17 @@ def test_clipping_under_fp16_against_a_loop_by_hand(accumulate: int) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(optimizer)
         scaler.update()
-    ours, _ = trained(config={"batch": 2}, precision="fp16", clip_norm=0.5, accumulate=accumulate)
+    ours, _ = trained(
+        config={"batch": 2}, options=TrainingOptions(precision="fp16", clip_norm=0.5, accumulate=accumulate)
+    )
     by_hand = nn.utils.parameters_to_vector(model.parameters()).detach()
     assert torch.equal(ours, by_hand) if accumulate == 1 else torch.allclose(ours, by_hand, atol=1e-4)
 
 
 def test_a_call_that_ends_in_a_window_closes_it() -> None:
-    ours, (result, steps) = trained(config={"batch": 2}, accumulate=4, calls=[6, 5])
+    ours, (result, steps) = trained(config={"batch": 2}, options=TrainingOptions(accumulate=4), calls=[6, 5])
     assert steps == 2 + 2 and result["batch_count"] == 5
-    by_hand, _ = trained(config={"batch": 2}, accumulate=11, calls=[4, 2, 4, 1])
+    by_hand, _ = trained(config={"batch": 2}, options=TrainingOptions(accumulate=11), calls=[4, 2, 4, 1])
     assert torch.allclose(ours, by_hand, atol=1e-6)
 
 
@@ -111,7 +115,7 @@ class Own(Deep):
 
 
 def test_a_loop_of_the_users_own_with_the_helpers() -> None:
-    ours, (_, steps) = trained(Own, config={"batch": 2}, accumulate=4)
+    ours, (_, steps) = trained(Own, config={"batch": 2}, options=TrainingOptions(accumulate=4))
     assert steps == 6
     assert torch.allclose(ours, trained(config={"batch": 8})[0], atol=1e-6)
 
@@ -135,7 +139,7 @@ class Clears(Deep):
 @pytest.mark.parametrize(("kind", "says"), [(StepsItself, "steps its optimizer itself"), (Clears, "self.zero_grad()")])
 def test_operators_that_do_not_know_of_windows_are_told(kind: type[Deep], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        trained(kind, config={"batch": 2}, accumulate=4)
+        trained(kind, config={"batch": 2}, options=TrainingOptions(accumulate=4))
     trained(kind, config={"batch": 2})
 
 
@@ -150,7 +154,7 @@ class FailsOnce(Deep):
 @pytest.mark.parametrize("base", [Deep, Streaming])
 def test_an_error_in_a_window_redoes_the_whole_window(base: type[Deep]) -> None:
     kind = type("Fails", (FailsOnce, base), {})
-    with inline(kind, config={"batch": 2}, accumulate=4) as trainer:
+    with inline(kind, config={"batch": 2}, options=TrainingOptions(accumulate=4)) as trainer:
         with pytest.raises(ZeroDivisionError):
             trainer.train()
         assert operator_of(trainer).steps == 1

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import CheckpointError, ConfigError, ElasticConfig, TorchTrainer
+from raysgd import CheckpointError, ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -44,10 +44,20 @@ class Layers(TrainingOperator):
         return super().train_batch(batch, batch_info)
 
 
-def trainer(workers: int, batch: int, config: dict[str, Any] | None = None, **arguments: Any) -> TorchTrainer:
-    given = {"batch": batch, **(config or {})}
+def trainer(
+    workers: int,
+    batch: int,
+    config: dict[str, Any] | None = None,
+    elastic: ElasticConfig | None = None,
+    **options: Any,
+) -> TorchTrainer:
     return TorchTrainer(
-        training_operator_cls=Layers, config=given, num_workers=workers, use_gpu=False, clip_norm=0.5, **arguments
+        training_operator_cls=Layers,
+        config={"batch": batch, **(config or {})},
+        num_workers=workers,
+        use_gpu=False,
+        options=TrainingOptions(clip_norm=0.5, **options),
+        elastic=elastic,
     )
 
 

@@ -1,17 +1,19 @@
-"""The keywords: what they may be, and what cannot be combined, said before anything starts."""
+"""`TrainingOptions`: what its fields may be, what cannot be combined, and errors before anything starts."""
 
+import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from raysgd import ConfigError, ElasticConfig
+import raysgd
+from raysgd import ConfigError, ElasticConfig, TrainingOptions
 from raysgd.torch import TorchTrainer
-from raysgd.torch.options import TrainingOptions
-from raysgd.torch.setup import resolve_parallel
-from tests.torch.small import Line, inline
+from tests.torch.small import Line, inline, operator_of
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"accumulate": 0}, "accumulate must be a whole number of batches, 1 or more, got 0"),
+VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"precision": "fp8"}, "precision must be 'fp32', 'fp16', 'bf16' or 'apex', got 'fp8'"),
+    ({"accumulate": 0}, "accumulate must be a whole number of at least 1, got 0"),
     ({"accumulate": True}, "accumulate must be"),
     ({"clip_norm": 0}, "clip_norm must be a number above 0, or None"),
     ({"clip_value": "1"}, "clip_value must be a number above 0"),
@@ -23,33 +25,182 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"ddp_args": {"module": None}}, "ddp_args has no"),
     ({"comm_hook": "zip"}, "comm_hook must be one of 'fp16', 'bf16', 'powersgd'"),
     ({"comm_hook": {"name": "fp16", "rank": 1}}, "takes no arguments"),
-    ({"parallel": "tensor"}, "parallel must be 'ddp', 'fsdp' or None"),
-    ({"parallel": "fsdp", "wrap_ddp": False}, "wrap_ddp=False means parallel=None.*pass one"),
+    ({"parallel": "tensor"}, "parallel must be 'auto', 'ddp', 'fsdp' or None"),
     ({"parallel": "fsdp", "comm_hook": "fp16"}, "comm_hook is for DistributedDataParallel, but parallel is 'fsdp'"),
     ({"parallel": None, "ddp_args": {"static_graph": True}}, "ddp_args is for DistributedDataParallel"),
-    ({"wrap_ddp": False, "comm_hook": "fp16"}, "comm_hook is for DistributedDataParallel, but parallel is None"),
     ({"parallel": "fsdp", "channels_last": True}, "cannot keep channels_last"),
     ({"parallel": "fsdp", "precision": "fp16"}, "needs precision 'fp32' or 'bf16'"),
-    ({"parallel": "fsdp", "elastic": ElasticConfig(snapshot_every=2.5)}, "their clocks differ"),
+    ({"precision": "apex", "compile": True}, "precision='apex' replaces functions"),
     ({"accumulate": 2, "ddp_args": {"static_graph": True}}, "cannot be combined with accumulate"),
-    ({"sync_batchnorm": True, "num_workers": 2}, "sync_batchnorm=True needs GPUs"),
-    ({"comm_hook": "bf16", "num_workers": 2}, "comm_hook='bf16' needs GPUs"),
     (
         {"comm_hook": {"name": "powersgd", "rank": 4}},
         r"comm_hook has no \['rank'\]; it takes .*'matrix_approximation_rank'",
     ),
     ({"comm_hook": {"name": "powersgd", "start_powerSGD_iter": 1}}, "comm_hook=.*start_powerSGD_iter"),
+]
+
+
+@pytest.mark.parametrize(("fields", "says"), VALUES, ids=[str(fields) for fields, _ in VALUES])
+def test_values_are_checked_when_options_are_created(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TrainingOptions(**fields)
+
+
+TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"comm_hook": "fp16"}, {"wrap_ddp": False}, "comm_hook is for DistributedDataParallel, but parallel is None"),
+    ({"parallel": "fsdp"}, {"use_fp16": True}, "needs precision 'fp32' or 'bf16', got 'fp16'"),
+    ({"parallel": "fsdp"}, {"elastic": ElasticConfig(snapshot_every=2.5)}, "their clocks differ"),
+    ({"sync_batchnorm": True}, {"num_workers": 2}, "sync_batchnorm=True needs GPUs"),
+    ({"comm_hook": "bf16"}, {"num_workers": 2}, "comm_hook='bf16' needs GPUs"),
     (
-        {"precision": "apex", "accumulate": 2, "num_workers": 2},
+        {"precision": "apex", "accumulate": 2},
+        {"num_workers": 2},
         "gradients of earlier batches where DDP does not see them",
     ),
 ]
 
 
-@pytest.mark.parametrize(("given", "says"), WRONG, ids=[str(given) for given, _ in WRONG])
-def test_refused_at_construction(given: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(("options", "more", "says"), TOGETHER, ids=[str(options) for options, _, _ in TOGETHER])
+def test_other_arguments_that_do_not_go_with_options(options: dict[str, Any], more: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        inline(**given)
+        inline(options=TrainingOptions(**options), **more)
+
+
+# -- RaySGD's names, and names in the wrong place ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(TrainingOptions)])
+def test_a_field_of_the_options_is_not_an_argument(name: str) -> None:
+    words = f"{name} is a field of TrainingOptions: pass options=TrainingOptions({name}=...)"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        inline(**{name: getattr(TrainingOptions(), name)})
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ElasticConfig)])
+def test_a_field_of_the_elastic_config_is_not_an_argument(name: str) -> None:
+    words = f"{name} is a field of ElasticConfig: pass elastic=ElasticConfig({name}=...)"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        inline(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "acumulate",
+            "did you mean 'accumulate', a field of TrainingOptions? Pass options=TrainingOptions(accumulate=",
+        ),
+        ("min_worker", "did you mean 'min_workers', a field of ElasticConfig? Pass elastic=ElasticConfig(min_workers="),
+        ("option", "did you mean 'options'?"),
+    ],
+)
+def test_misspelt_names_get_a_suggestion(name: str, says: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"TorchTrainer takes no argument {name!r}: {says}")):
+        inline(**{name: 4})
+
+
+def test_trials_take_the_same_arguments() -> None:
+    with pytest.raises(ConfigError, match="clip_norm is a field of TrainingOptions"):
+        TorchTrainer.as_trainable(training_operator_cls=Line, clip_norm=1.0)
+    with pytest.raises(TypeError, match="did you mean 'num_workers'"):
+        TorchTrainer.as_trainable(training_operator_cls=Line, num_worker=2)
+
+
+def test_removed_arguments_have_hints() -> None:
+    with pytest.raises(DeprecationWarning, match="num_replicas"):
+        inline(num_replicas=2)
+
+
+@pytest.mark.parametrize("given", [{"clip_norm": 1.0}, 3])
+def test_options_of_another_type(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"options must be a raysgd\.TrainingOptions, got"):
+        inline(options=given)
+
+
+DIFFER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"parallel": "fsdp"}, {"wrap_ddp": False}, "wrap_ddp=False means parallel=None, but options.parallel is 'fsdp'"),
+    ({"parallel": "ddp"}, {"wrap_ddp": False}, "wrap_ddp=False means parallel=None, but options.parallel is 'ddp'"),
+    ({"parallel": None}, {"wrap_ddp": True}, "wrap_ddp=True means parallel='ddp', but options.parallel is None"),
+    (
+        {"precision": "bf16"},
+        {"use_fp16": True},
+        "use_fp16=True means precision='fp16', but options.precision is 'bf16'",
+    ),
+    (
+        {"precision": "fp32"},
+        {"use_fp16": True},
+        "use_fp16=True means precision='fp16', but options.precision is 'fp32'",
+    ),
+    ({"precision": "fp16"}, {"use_fp16": "apex"}, "use_fp16='apex' means precision='apex'"),
+    ({"precision": "fp16"}, {"use_fp16": False}, "use_fp16=False means precision='fp32'"),
+    ({}, {"wrap_ddp": "no"}, "wrap_ddp must be True or False, got 'no'"),
+]
+
+
+@pytest.mark.parametrize(("options", "older", "says"), DIFFER, ids=[str(each[:2]) for each in DIFFER])
+def test_both_names_with_different_values(options: dict[str, Any], older: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        inline(options=TrainingOptions(**options), **older)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrap_ddp", "parallel"),
+    [
+        ({}, None, "ddp"),
+        ({}, True, "ddp"),
+        ({}, False, None),
+        ({"parallel": "ddp"}, True, "ddp"),
+        ({"parallel": "fsdp"}, None, "fsdp"),
+        ({"parallel": None}, None, None),
+        ({"parallel": None}, False, None),
+    ],
+)
+def test_wrap_ddp_is_another_name_for_parallel(options: dict[str, Any], wrap_ddp: Any, parallel: Any) -> None:
+    assert TrainingOptions(**options).resolved(wrap_ddp=wrap_ddp).parallel == parallel
+
+
+@pytest.mark.parametrize(
+    ("options", "use_fp16", "precision"),
+    [
+        ({}, None, "fp32"),
+        ({}, False, "fp32"),
+        ({}, True, "fp16"),
+        ({}, "apex", "apex"),
+        ({"precision": "bf16"}, None, "bf16"),
+        ({"precision": "bf16"}, False, "bf16"),
+        ({"precision": "fp16"}, True, "fp16"),
+    ],
+)
+def test_use_fp16_is_another_name_for_precision(options: dict[str, Any], use_fp16: Any, precision: Any) -> None:
+    assert TrainingOptions(**options).resolved(use_fp16=use_fp16).precision == precision
+
+
+# -- what options do --------------------------------------------------------------------------------------
+
+
+def test_every_field_reaches_the_operator() -> None:
+    given = TrainingOptions(
+        precision="bf16",
+        parallel="ddp",
+        accumulate=2,
+        clip_norm=1.0,
+        clip_value=0.5,
+        compile={"backend": "eager"},
+        channels_last=True,
+        sync_batchnorm=True,
+        ddp_args={"bucket_cap_mb": 5},
+        comm_hook="fp16",
+    )
+    assert all(getattr(given, field.name) != getattr(TrainingOptions(), field.name) for field in fields(given))
+    with inline(options=given) as trainer:
+        assert operator_of(trainer)._settings.options == given
+
+
+def test_one_object_under_three_names() -> None:
+    from raysgd.torch import TrainingOptions as of_torch
+    from raysgd.torch.options import TrainingOptions as original
+
+    assert raysgd.TrainingOptions is of_torch is original
 
 
 class WrapperArguments(Line):
@@ -59,27 +210,15 @@ class WrapperArguments(Line):
 
 def test_arguments_of_a_wrapper_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"register\(ddp_args=...\) is for Distrib.* parallel is 'fsdp'"):
-        inline(WrapperArguments, parallel="fsdp")
+        inline(WrapperArguments, options=TrainingOptions(parallel="fsdp"))
     with inline(WrapperArguments, wrap_ddp=False) as trainer:  # as in v1
         assert trainer.train()["num_samples"] == 12
 
 
-def test_unknown_keywords_are_refused_as_ever() -> None:
-    with pytest.raises(TypeError, match="TorchTrainer takes no argument 'acumulate': did you mean 'accumulate'"):
-        inline(acumulate=4)
-    with pytest.raises(DeprecationWarning, match="num_replicas"):
-        inline(num_replicas=2)
-
-
 def test_one_worker_takes_what_is_for_several() -> None:
-    given: dict[str, Any] = {"parallel": "fsdp", "sync_batchnorm": True}
-    with TorchTrainer(training_operator_cls=Line, config={}, use_gpu=False, **given) as trainer:
+    options = TrainingOptions(parallel="fsdp", sync_batchnorm=True)
+    with TorchTrainer(training_operator_cls=Line, config={}, use_gpu=False, options=options) as trainer:
         assert trainer.train()["batch_count"] == 3
-
-
-def test_wrap_ddp_is_another_name_for_parallel() -> None:
-    assert [resolve_parallel(given, True) for given in ("auto", "ddp", "fsdp", None)] == ["ddp", "ddp", "fsdp", None]
-    assert [resolve_parallel(given, False) for given in ("auto", None)] == [None, None]
 
 
 def test_a_comm_hook_may_have_arguments() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from raysgd import TrainingOptions
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.data import prefetch
 from raysgd.torch.data.prefetch import CudaCarrier, make_carrier
@@ -127,7 +128,9 @@ class Pictures(TrainingOperator):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_nothing_waits_for_the_device_in_an_epoch(precision: str) -> None:
-    with TorchTrainer(training_operator_cls=Pictures, use_gpu=True, precision=precision, clip_norm=1.0) as trainer:
+    with TorchTrainer(
+        training_operator_cls=Pictures, use_gpu=True, options=TrainingOptions(precision=precision, clip_norm=1.0)
+    ) as trainer:
         trainer.train()  # the first batches may allocate, which waits
 
         def strict(operator: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import ElasticConfig, TorchTrainer
+from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.torch import TrainingOperator
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -75,7 +75,7 @@ def expected() -> torch.Tensor:
 
 
 def test_one_all_reduce_for_each_window(expected: torch.Tensor) -> None:
-    ours, (result, seen), _ = trained({"batch": 2, "count": True}, num_workers=2, accumulate=4)
+    ours, (result, seen), _ = trained({"batch": 2, "count": True}, num_workers=2, options=TrainingOptions(accumulate=4))
     assert torch.allclose(ours, expected, atol=1e-6)
     assert [each["steps"] for each in seen] == [6, 6]  # 44 samples in windows of 16, two epochs
     assert [each["reduces"] for each in seen] == [6, 6]
@@ -87,8 +87,7 @@ def test_a_loss_in_a_window_redoes_it_and_nothing_is_compiled_anew(expected: tor
     ours, (_, seen), trainer = trained(
         {"batch": 2, "mark": str(tmp_path / "died")},
         num_workers=2,
-        accumulate=4,
-        compile={"backend": "aot_eager", "dynamic": True},
+        options=TrainingOptions(accumulate=4, compile={"backend": "aot_eager", "dynamic": True}),
         elastic=ElasticConfig(batch="global", grow=False),
     )
     assert [loss.in_place for loss in trainer.recoveries] == [True]
@@ -112,7 +111,7 @@ def test_hooks_by_name_are_there_again_after_a_loss(
     ours, (_, seen), trainer = trained(
         {"batch": 8, "mark": str(tmp_path / "died")},
         num_workers=2,
-        comm_hook=hook,
+        options=TrainingOptions(comm_hook=hook),
         elastic=ElasticConfig(batch="global", grow=False),
     )
     assert len(trainer.recoveries) == 1

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from raysgd import TrainingOptions
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.options import TrainingOptions
 from raysgd.torch.wrapping import ddp_arguments, formatted
 from tests.torch.small import inline, operator_of
 
@@ -38,7 +38,7 @@ class Pictures(TrainingOperator):
 
 
 def test_channels_last_for_models_and_batches() -> None:
-    with inline(Pictures, channels_last=True) as trainer:
+    with inline(Pictures, options=TrainingOptions(channels_last=True)) as trainer:
         trainer.train()
         operator = operator_of(trainer)
         assert operator.inputs == [True] * 3
@@ -53,7 +53,7 @@ def test_channels_last_for_models_and_batches() -> None:
 def test_compiled_models_train_the_same_and_leave_no_trace_in_checkpoints(tmp_path: Any) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with inline(Pictures, compile={"backend": "eager", "dynamic": False}) as trainer:
+    with inline(Pictures, options=TrainingOptions(compile={"backend": "eager", "dynamic": False})) as trainer:
         trainer.train()
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         trainer.save(tmp_path / "compiled.pt")

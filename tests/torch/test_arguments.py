@@ -127,7 +127,7 @@ def test_more_workers_at_least_than_at_most() -> None:
         ("train", {"num_steps": -1}, "num_steps must be a whole number of at least 0, or None"),
         ("train", {"num_steps": 2.0}, "num_steps must be a whole number"),
         ("train", {"num_steps": True}, "num_steps must be a whole number"),
-        ("train", {"max_retries": -2}, "-1 for no bound; got -2"),
+        ("train", {"max_retries": -2}, "-1 for any number; got -2"),
         ("train", {"max_retries": None}, "max_retries must be a whole number"),
         ("train", {"info": "x"}, "info must be a dict, got 'x'"),
         ("validate", {"num_steps": "3"}, "num_steps must be a whole number"),
@@ -135,7 +135,7 @@ def test_more_workers_at_least_than_at_most() -> None:
         ("apply_all_workers", {"fn": 3}, "fn must be a function, got 3"),
         ("apply_all_operators", {"fn": None}, "fn must be a function"),
         ("resize", {"num_workers": 0}, NUMBER),
-        ("resize", {"num_workers": 2}, "make it with num_workers=2 or more"),
+        ("resize", {"num_workers": 2}, "create it with num_workers=2 or more"),
     ],
 )
 def test_calls_refuse(method: str, given: dict[str, Any], says: str) -> None:

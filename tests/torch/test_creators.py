@@ -107,7 +107,7 @@ def test_one_or_two_loaders(make: Any, validates: bool) -> None:
 @pytest.mark.parametrize("count", [0, 3])
 def test_another_number_of_loaders_is_refused(count: int) -> None:
     made = TrainingOperator.from_creators(model, optimizer, lambda config: [loader(config)] * count)
-    with pytest.raises(ConfigError, match=rf"data_creator must return one loader .*, got {count} things"):
+    with pytest.raises(ConfigError, match=rf"data_creator must return one loader .*, got {count} values"):
         inline(made)
 
 

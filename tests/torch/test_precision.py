@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd import ConfigError
+from raysgd import ConfigError, TrainingOptions
 from raysgd.torch.precision import Fp16, make_precision
 from tests.torch.small import Line, inline, operator_of, weights
 
 FORMATS: list[dict[str, Any]] = [
-    {"precision": "fp32"},
-    {"precision": "bf16"},
-    {"precision": "fp16"},
+    {"options": TrainingOptions(precision="fp32")},
+    {"options": TrainingOptions(precision="bf16")},
+    {"options": TrainingOptions(precision="fp16")},
     {"use_fp16": True},
 ]
 
@@ -46,7 +46,7 @@ def test_it_learns(arguments: dict[str, Any], use_gpu: bool) -> None:
         losses = [trainer.train()["train_loss"] for _ in range(12)]
         assert losses == pytest.approx(expected, rel=0.05, abs=0.001)
         assert losses[-1] < 0.1 * losses[0], losses
-        assert operator_of(trainer).kind == kinds.get(arguments.get("precision", ""), torch.float16)
+        assert operator_of(trainer).kind == kinds.get(operator_of(trainer)._settings.options.precision, torch.float16)
         assert trainer.validate()["val_loss"] < 0.1 * losses[0]
         assert weights(trainer).dtype == torch.float32
 
@@ -56,7 +56,7 @@ def test_it_learns(arguments: dict[str, Any], use_gpu: bool) -> None:
     [
         ({}, False, False, False),
         ({"use_fp16": True}, True, True, False),
-        ({"precision": "fp16"}, True, True, False),
+        ({"options": TrainingOptions(precision="fp16")}, True, True, False),
     ],
 )
 def test_what_the_operator_is_told(arguments: dict[str, Any], use_fp16: Any, native: bool, apex: bool) -> None:
@@ -73,9 +73,12 @@ def test_what_the_operator_is_told(arguments: dict[str, Any], use_fp16: Any, nat
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"precision": "fp8"}, "'fp32', 'fp16', 'bf16' or 'apex'"),
         ({"use_fp16": "yes"}, "use_fp16 must be False, True or 'apex'"),
-        ({"use_fp16": True, "precision": "bf16"}, "pass one"),
+        ({"use_fp16": True, "options": TrainingOptions(precision="bf16")}, "pass one"),
+        (
+            {"use_fp16": False, "options": TrainingOptions(precision="fp16")},
+            "use_fp16=False means precision='fp32', but",
+        ),
     ],
 )
 def test_what_is_no_precision(arguments: dict[str, Any], says: str) -> None:
@@ -155,7 +158,7 @@ class Accumulating(Line):
 def test_an_own_loop_that_accumulates() -> None:
     results = {}
     for precision in ("fp32", "fp16"):
-        with inline(Accumulating, precision=precision, config={"rows": 16}) as trainer:
+        with inline(Accumulating, options=TrainingOptions(precision=precision), config={"rows": 16}) as trainer:
             calm(operator_of(trainer)._precision)
             for _ in range(3):
                 trainer.train()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from raysgd import CheckpointError
+from raysgd import CheckpointError, TrainingOptions
 from raysgd.torch.checkpoint import states
 from tests.torch.small import Line, inline, operator_of, weights
 
@@ -256,7 +256,10 @@ def test_random_states_come_back_whole() -> None:
 
 @pytest.mark.parametrize("precision", ["fp16"])
 def test_the_scaler_is_part_of_it(precision: str) -> None:
-    with inline(precision=precision) as first, inline(precision=precision) as second:
+    with (
+        inline(options=TrainingOptions(precision=precision)) as first,
+        inline(options=TrainingOptions(precision=precision)) as second,
+    ):
         first.train()
         operator_of(first)._amp_scaler.update(123.0)
         second.load_state_dict(first.state_dict())

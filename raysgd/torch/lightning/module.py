@@ -112,7 +112,7 @@ def refuse_unsupported(module: Any, base: type, settings: TorchSettings) -> None
 
 def _refuse_options(settings: TorchSettings, *, automatic: bool) -> None:
     options = settings.options
-    if settings.precision == "apex":
+    if options.precision == "apex":
         raise ConfigError("precision 'apex' is not supported with from_ptl: use 'fp16' or 'bf16'")
     if options.parallel == "fsdp":
         raise ConfigError("parallel='fsdp' is not supported with from_ptl: use 'ddp'")

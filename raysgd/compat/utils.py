@@ -1,0 +1,76 @@
+"""The names of `ray.util.sgd.utils`. Both."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from raysgd.constants import BATCH_COUNT, BATCH_SIZE, NUM_SAMPLES
+from raysgd.core.meters import AverageMeter, AverageMeterCollection
+from raysgd.core.timers import TimerCollection, TimerStat
+
+__all__ = [
+    "BATCH_COUNT",
+    "BATCH_SIZE",
+    "NUM_SAMPLES",
+    "AverageMeter",
+    "AverageMeterCollection",
+    "TimerCollection",
+    "TimerStat",
+    "check_for_failure",
+    "find_free_port",
+    "override",
+]
+
+logger = logging.getLogger(__name__)
+Method = TypeVar("Method")
+
+
+def find_free_port() -> int:
+    """Return a TCP port that was free a moment ago. Another process may take it before you do; binding port 0 is safe."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def override(cls: type) -> Callable[[Method], Method]:
+    """Mark a method as overriding one of `cls`. Raise AssertionError at its definition if `cls` has no such member."""
+
+    def check(method: Method) -> Method:
+        name: Any = getattr(getattr(method, "fget", method), "__name__", None)  # a property names its getter
+        if not isinstance(name, str) or not hasattr(cls, name):
+            raise AssertionError(
+                f"{name or method!r} overrides nothing: {cls.__name__} has no such member. "
+                "Correct the name, or remove the decorator."
+            )
+        return method
+
+    return check
+
+
+def check_for_failure(remote_values: Iterable[Any], *, timeout_s: float | None = None) -> bool:
+    """Wait for calls on Ray actors. Return True when all have ended, False as soon as an actor has failed.
+
+    Raise the error that a call raised. Raise TimeoutError if no call ends within `timeout_s` of the one before; without
+    `timeout_s`, wait without a limit.
+    """
+    import ray  # only this function needs it
+    from ray.exceptions import RayActorError
+
+    waiting = list(dict.fromkeys(remote_values))  # ray.wait refuses a reference that is given twice
+    while waiting:
+        ended, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+        if not ended:
+            raise TimeoutError(
+                f"no call ended within {timeout_s} s; {len(waiting)} are still running. "
+                "Pass a larger timeout_s, or stop the workers."
+            )
+        try:
+            ray.get(ended)
+        except RayActorError as error:
+            logger.warning("an actor failed: %s", error)
+            return False
+    return True

@@ -1,0 +1,25 @@
+"""Names of a package that are loaded when they are first used. Both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+__all__ = ["FRAMEWORKS", "load"]
+
+FRAMEWORKS = ("torch", "tensorflow")  # each is also the name of the extra that installs it
+
+
+def load(package: str, name: str, homes: Mapping[str, str]) -> Any:
+    """Return a name of a package from the module where it is defined. Raise ImportError with the extra to install if that
+    module needs a framework that is missing."""
+    if name not in homes:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(homes[name]), name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in FRAMEWORKS:
+            raise
+        raise ImportError(f"{package}.{name} needs {missing}: pip install 'raysgd[{missing}]'") from error
