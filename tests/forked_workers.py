@@ -127,6 +127,7 @@ def become(connection: socket.socket, length: int, descriptors: list[int]) -> No
 
 def preload() -> None:
     """Import what every rank imports, but not Ray, which reads a worker's variables when it is imported."""
+    import torch._dynamo  # noqa: F401  (every optimizer imports it)
 
     import raysgd.torch.replica  # noqa: F401
 
