@@ -39,7 +39,7 @@ def two(operator: Any = Classes, **arguments: Any) -> TorchTrainer:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"num_workers": 100}, ["100 of 100 workers", "100 CPU (", "8 such worker"]),
+        ({"num_workers": 100}, ["of 100 workers", " CPU (", "8 such worker"]),
         ({"num_workers": 2, "num_cpus_per_worker": 5}, ["of 2 workers", " CPU (", "1 such worker"]),
         ({"num_workers": 1, "resources_per_worker": {"unobtainium": 1}}, ["unobtainium", "0 such worker"]),
     ],

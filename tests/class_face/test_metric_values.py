@@ -257,4 +257,4 @@ def test_functions_report_under_the_same_rules(ray_cluster: None, tmp_path: Any)
     assert len(rows) == len(good) + 1
     refused = rows[-1]["refused"]
     assert len(refused) == len(bad) and all("train.report()" in text for text in refused)
-    assert "TypeError" in refused[0] and "ValueError" in refused[2] and "to the driver: m " in refused[3]
+    assert "TypeError" in refused[0] and "ValueError" in refused[2] and "cannot send m to the driver" in refused[3]
