@@ -138,6 +138,8 @@ def describe_unfinished(report: RankReport, verb: str, limit_s: float) -> str:
             "is stopped, or native code holds Python's global interpreter lock. Its stack cannot be shown"
         )
     frames = [frame for frame in report.stack if not frame.startswith("<frozen ")] or list(report.stack)
+    outermost = max((index for index, frame in enumerate(frames) if frame.startswith(PACKAGE)), default=len(frames) - 1)
+    frames = frames[: outermost + 1]  # without what called raysgd
     while len(frames) > 1 and (frames[-1].startswith(PACKAGE) or RAY in frames[-1]):
         frames.pop()  # raysgd's and Ray's frames that called the user's code
     return "\n    ".join([f"{where} did not finish {what} within {limit_s:g} s. It is at", *frames[:MOST_FRAMES]])
