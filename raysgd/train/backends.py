@@ -191,11 +191,11 @@ class HorovodConfig(BackendConfig):
         check_installed()
 
     def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
-        from raysgd.horovod.function import HorovodMeeting
+        from raysgd.horovod.backend import HorovodFunctionBackend
 
         interface = next(iter(self.nics), None) if self.nics else None
         wait_s = min(float(self.timeout_s), collective_s)
-        return HorovodMeeting(host=host, wait_s=wait_s, interface=interface, use_gpu=use_gpu)
+        return HorovodFunctionBackend(host=host, wait_s=wait_s, interface=interface, use_gpu=use_gpu)
 
 
 CONFIGS: dict[str, type[BackendConfig]] = {

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.core.ranks import RankInfo
+from raysgd.errors import causes_of
 from raysgd.tf.ports import HeldPort, NoFreePortError
 
 __all__ = ["TensorflowFunctionBackend"]
@@ -65,13 +66,9 @@ class TensorflowFunctionBackend:
     def is_interruption(self, error: BaseException) -> bool:
         """Recognize the error, or one that caused it, by the names of TensorFlow's types and by the texts of its
         runtime."""
-        seen: BaseException | None = error
-        for _ in range(10):
-            if seen is None:
-                return False
-            if isinstance(seen, NoFreePortError):
+        for each in causes_of(error):
+            if isinstance(each, NoFreePortError):
                 return True
-            if type(seen).__module__.startswith("tensorflow") and any(word in str(seen) for word in WORDS):
+            if type(each).__module__.startswith("tensorflow") and any(word in str(each) for word in WORDS):
                 return True
-            seen = seen.__cause__ or seen.__context__
         return False
