@@ -6,24 +6,17 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from raysgd.workers import cluster
 from raysgd.workers.foreign import split_coordinator
 
-__all__ = ["DatasetSplits", "SplitRules", "no_room_for_data"]
+if TYPE_CHECKING:
+    from raysgd.train.datasets import DataConfig
+
+__all__ = ["DatasetSplits", "no_room_for_data"]
 
 logger = logging.getLogger("raysgd")
-
-
-class SplitRules(Protocol):
-    """What `DatasetSplits` needs from a `raysgd.train.DataConfig`."""
-
-    enable_shard_locality: bool
-    equal: bool
-
-    def splits(self, name: str) -> bool: ...
-    def options_for(self, name: str) -> Any: ...
 
 
 class DatasetSplits:
@@ -54,10 +47,10 @@ class DatasetSplits:
 
     def _split(self, world_size: int, nodes: list[str]) -> list[dict[str, Any]]:
         hints = nodes if len(nodes) == world_size and all(nodes) else None
-        if callable(getattr(self._rules, "configure", None)):  # Ray's own DataConfig, or the user's subclass of it
+        if callable(getattr(self._rules, "configure", None)):  # Ray's own DataConfig, or a subclass of it
             own: list[dict[str, Any]] = self._rules.configure(self._datasets, world_size, None, hints)
             return own
-        rules: SplitRules = self._rules
+        rules: DataConfig = self._rules
         shards: list[dict[str, Any]] = [{} for _ in range(world_size)]
         for name, dataset in self._datasets.items():
             options = rules.options_for(name)

@@ -103,7 +103,7 @@ class TorchConfig(BackendConfig):
 
     backend      "gloo" or "nccl"; None: nccl with GPUs, gloo without
     init_method  "env": also set MASTER_ADDR, RANK and so on, for code that reads them; "tcp": do not set them
-    timeout_s    of one collective
+    timeout_s    the limit for one collective
     """
 
     backend: str | None = None
@@ -149,7 +149,7 @@ class TensorflowConfig(BackendConfig):
 
 
 class HorovodHooks(Backend):
-    """The environment has what `hvd.init()` needs, which the function calls."""
+    """The environment is set for `hvd.init()`, which the function calls."""
 
     @staticmethod
     def encode_data(data: dict[str, Any]) -> dict[str, Any]:

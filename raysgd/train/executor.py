@@ -35,7 +35,7 @@ from raysgd.train.errors import (
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.fit.settings import CheckpointConfig, check_strategy
+from raysgd.train.fit.settings import HANG_S, CheckpointConfig, check_strategy
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, payload_of
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
@@ -76,7 +76,7 @@ class BackendExecutor:
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
         self._max_retries = check_max_retries(max_retries)
-        self._elastic = elastic or ElasticConfig(hang_timeout_s=1800)
+        self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
         self._engine: Engine | None = None
         self._group: WorkerGroup | None = None
         self._hooks_called_for = -1  # the generation
@@ -98,7 +98,7 @@ class BackendExecutor:
     ) -> None:
         """Start the workers, and call the hook once in each of them."""
         if self._engine is not None:
-            raise TrainBackendError("the workers were started already; call shutdown() before you start them again")
+            raise TrainBackendError("the workers were started already: call shutdown() before you start them again")
         ensure_cluster()
         hang_s = self._elastic.hang_timeout_s
         limits = limits_for(collective_s=min(self._config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
@@ -233,8 +233,8 @@ class BackendExecutor:
         return None if result is None else result.rows
 
     def fetch_next_round(self, on_poll: Callable[[], None] = lambda: None) -> RoundResult | None:
-        """Do the same, and return the number of the newest checkpoint at that time too. `on_poll` is called regularly
-        while this waits, and before it returns."""
+        """Return the next round with the number of the newest checkpoint at that time. `on_poll` is called regularly while
+        this waits, and before it returns."""
         run = self._current("fetch_next_result")
         while True:
             try:
@@ -322,7 +322,7 @@ class BackendExecutor:
         return {"attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
 
     def _call_hooks(self) -> None:
-        """Call the backend's hooks for a new generation, again if the generation changes while the hooks run."""
+        """Call the backend's hooks for a new generation. Call them again if the generation changes while they run."""
         engine = self._active()
         while self._hooks_called_for != engine.generation:
             first, self._hooks_called_for = self._hooks_called_for < 0, engine.generation

@@ -37,7 +37,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What the driver tells every rank about one attempt to run a training function.
+    """What the driver sends to every rank for one attempt to run a training function.
 
     checkpoint  the newest checkpoint of the run, as bytes
     reports     how many rounds earlier attempts of the run have reported

@@ -15,13 +15,13 @@ from raysgd.tf.ports import HeldPort, NoFreePortError
 __all__ = ["TensorflowFunctionBackend"]
 
 UNAVAILABLE = 14
-# What errors of TensorFlow's collective runtime contain when a peer has failed.
-WORDS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
+# One of these is in the text of TensorFlow's errors when a peer has failed.
+PEER_ERRORS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
 
 
 class TensorflowFunctionBackend:
-    """On a worker: owns the port for the server that the function starts. A process can join TensorFlow's collectives
-    only once, so after a worker failure the function runs again in new processes."""
+    """Gives the ranks each other's addresses. On a worker: owns the port for the server that the function starts. A process
+    can join TensorFlow's collectives only once, so after a worker failure the function runs again in new processes."""
 
     in_place = False
     needs_offers = True
@@ -69,6 +69,6 @@ class TensorflowFunctionBackend:
         for each in causes_of(error):
             if isinstance(each, NoFreePortError):
                 return True
-            if type(each).__module__.startswith("tensorflow") and any(word in str(each) for word in WORDS):
+            if type(each).__module__.startswith("tensorflow") and any(text in str(each) for text in PEER_ERRORS):
                 return True
         return False

@@ -16,6 +16,7 @@ from raysgd.errors import ConfigError
 from raysgd.storage.masking import mask
 
 __all__ = [
+    "HANG_S",
     "TIMESTAMP",
     "CheckpointConfig",
     "CheckpointStrategy",
@@ -27,7 +28,7 @@ __all__ = [
 
 T = TypeVar("T")
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-# Nobody knows how long a step of a function takes, so a hang is detected late.
+# The default limit for hangs. It is long, because raysgd does not know how long the steps of a function take.
 HANG_S = 1800.0
 TIMESTAMP = "_timestamp"
 REPORTED = "a checkpoint is stored whenever the training function reports or saves one"

@@ -23,7 +23,7 @@ from raysgd.train.fit.result import Result
 from raysgd.train.fit.run import FitRun
 from raysgd.train.fit.settings import RunConfig, ScalingConfig
 from raysgd.train.job import FunctionJob, make_shards
-from raysgd.train.run import RunOptions, ShardMaker, check_function
+from raysgd.train.run import RunOptions, check_function
 from raysgd.workers.serialization import pack
 
 __all__ = ["DataParallelTrainer"]
@@ -143,7 +143,10 @@ class DataParallelTrainer:
             config=dict(self.train_loop_config or {}),
             checkpoint=self.resume_from_checkpoint,
             checkpoint_config=self.run_config.checkpoint_config,
-            options=RunOptions(metadata=self.metadata, shards=self._shards()),
+            options=RunOptions(
+                metadata=self.metadata,
+                shards=make_shards(self.datasets, self.dataset_config, cpus_per_worker=worker.cpus),
+            ),
         )
 
     # -- in Tune --------------------------------------------------------------------------------------
@@ -201,10 +204,6 @@ class DataParallelTrainer:
 
     def preprocess_datasets(self) -> None:
         raise DeprecationWarning("trainers do not preprocess datasets: do it with Ray Data before you pass them")
-
-    def _shards(self) -> ShardMaker | None:
-        """Return what splits the datasets: all of them, unless `dataset_config` says otherwise."""
-        return make_shards(self.datasets, self.dataset_config, cpus_per_worker=self.scaling_config.worker.cpus)
 
     def __repr__(self) -> str:
         name = getattr(self.train_loop_per_worker, "__name__", type(self.train_loop_per_worker).__name__)
