@@ -6,15 +6,13 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from raysgd.ray_data.datasets import DataConfig, named_datasets, parse_data_config
 from raysgd.workers import cluster
 from raysgd.workers.foreign import split_coordinator
 
-if TYPE_CHECKING:
-    from raysgd.train.datasets import DataConfig
-
-__all__ = ["DatasetSplits", "no_room_for_data"]
+__all__ = ["DatasetSplits", "make_splits", "no_room_for_data"]
 
 logger = logging.getLogger("raysgd")
 
@@ -63,6 +61,15 @@ class DatasetSplits:
             for rank, part in zip(shards, parts, strict=True):
                 rank[name] = part
         return shards
+
+
+def make_splits(datasets: Any, config: Any = None, *, cpus_per_worker: float = 1) -> DatasetSplits | None:
+    """Return what splits the datasets for each attempt of a run, or None without datasets. `datasets` is a Ray Dataset, or
+    a dict of them by name."""
+    named = named_datasets(datasets)
+    if not named:
+        return None
+    return DatasetSplits(named, parse_data_config(config, list(named)), cpus_per_worker=cpus_per_worker)
 
 
 def no_room_for_data(nodes: Sequence[str], cpus_per_worker: float, names: str) -> bool:

@@ -17,6 +17,8 @@ import pickle
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from raysgd.config import ElasticConfig
@@ -44,10 +46,11 @@ from raysgd.workers.cluster import driver_address, ensure_cluster
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps
 
-__all__ = ["BackendExecutor", "check_max_retries"]
+__all__ = ["BackendExecutor", "FunctionJob"]
 
 logger = logging.getLogger("raysgd")
 
+BEFORE_FIRST = -1  # fit() and trials count checkpoints from 0
 POLL_S = 0.5
 STOP_S = 30.0
 # For a planned change: only the ranks that save checkpoints stop at the boundary, and the others wait for them.
@@ -75,7 +78,7 @@ class BackendExecutor:
         self._resources = check_resources(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
-        self._max_retries = check_max_retries(max_retries)
+        self._max_retries = _check_max_retries(max_retries)
         self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
         self._engine: Engine | None = None
         self._group: WorkerGroup | None = None
@@ -366,7 +369,42 @@ class BackendExecutor:
         return None if self._run is None else self._run.manager.best_path
 
 
-def check_max_retries(value: Any) -> int:
+@dataclass(frozen=True, kw_only=True)
+class FunctionJob:
+    """A configured run that has not started: `fit()` starts it on the driver, and Tune in a trial.
+
+    `make` creates the executor without starting it. `checkpoint` is what the function starts from.
+    """
+
+    make: Callable[[], BackendExecutor]
+    function: Callable[..., Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: Any = None
+    checkpoint_config: CheckpointConfig | None = None
+    options: RunOptions = field(default_factory=RunOptions)
+
+    def manager(self, directory: Any) -> CheckpointManager:
+        """Return the manager of the run's checkpoints, which are stored in its directory."""
+        return CheckpointManager(
+            directory, self.checkpoint_config, latest_id=BEFORE_FIRST, initial=payload_of(self.checkpoint, dumps)
+        )
+
+    def begin(
+        self,
+        executor: BackendExecutor,
+        run_dir: Path,
+        manager: CheckpointManager,
+        trial: Mapping[str, Any],
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the function on workers that are running, and return at once. `ready` is called right before that."""
+        options = replace(self.options, trial={**self.options.trial, **trial})
+        executor.start_training(
+            self.function, run_dir, config=self.config, options=options, manager=manager, ready=ready
+        )
+
+
+def _check_max_retries(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < -1:
         raise ConfigError(
             f"max_retries must be a number of worker failures of at least 0, or -1 for no limit, got {value!r}"

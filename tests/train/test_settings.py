@@ -256,13 +256,19 @@ def test_a_run_of_an_earlier_version_can_be_restored(tmp_path: Path) -> None:
     """Earlier versions had the settings in other modules."""
     config = RunConfig(checkpoint_config=train.CheckpointConfig(num_to_keep=1))
     settings = train.DataParallelTrainer(lambda: None)._packed()
-    for name, value, older in [("run_config", config, b"strategy"), ("scaling_config", ScalingConfig(3), b"settings")]:
+    moved = [
+        ("run_config", config, b"raysgd.train.fit.settings", b"raysgd.train.strategy"),
+        ("scaling_config", ScalingConfig(3), b"raysgd.train.fit.settings", b"raysgd.train.settings"),
+        ("dataset_config", train.DataConfig(equal=False), b"raysgd.ray_data.datasets", b"raysgd.train.datasets"),
+    ]
+    for name, value, now, before in moved:
         packed = pickle.dumps((value,), protocol=0)
-        assert b"raysgd.train.fit.settings" in packed
-        settings[name] = packed.replace(b"raysgd.train.fit.settings", b"raysgd.train." + older)
+        assert now in packed
+        settings[name] = packed.replace(now, before)
     RunRecord(tmp_path, tmp_path, RunNames("DataParallelTrainer", "run"), {}, None).begin(settings)
     found = train.DataParallelTrainer.restore(tmp_path)
     assert (found.run_config, found.scaling_config) == (config, ScalingConfig(3))
+    assert found.dataset_config == train.DataConfig(equal=False)
 
 
 class Connected(train.DataParallelTrainer):

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from raysgd import ElasticConfig, train
-from raysgd.ray_data.splits import no_room_for_data
+from raysgd.ray_data.splits import make_splits, no_room_for_data
 from raysgd.train import DataConfig, Trainer
-from raysgd.train.job import make_shards
 
 ray_data = pytest.importorskip("ray.data")
 
@@ -54,7 +53,7 @@ def test_each_worker_reads_its_shard(made: Make) -> None:
     """Read a shard twice, and a dataset that is not split."""
     data = {"train": numbers(101), "validation": numbers(10)}
     trainer = made()
-    shards = make_shards(data, DataConfig(["train"]))
+    shards = make_splits(data, DataConfig(["train"]))
     rounds = _run_with(trainer, read_all, shards)
     assert [len(each["first"]) for each in rounds] == [50, 50], "with equal=True, one row of 101 is not used"
     assert [len(each["second"]) for each in rounds] == [50, 50]
@@ -81,9 +80,9 @@ def test_other_dataset_configs(made: Make) -> None:
         return [int(row["id"]) for row in train.get_dataset_shard("b").iter_rows()]
 
     trainer = made()
-    parts = _run_with(trainer, rows, make_shards({"b": numbers(101, blocks=5)}, DataConfig(equal=False)))
+    parts = _run_with(trainer, rows, make_splits({"b": numbers(101, blocks=5)}, DataConfig(equal=False)))
     assert sorted(row for part in parts for row in part) == list(range(101))
-    shards = make_shards({"a": numbers(8), "b": numbers(8)}, RaysConfig(datasets_to_split=["a"]))
+    shards = make_splits({"a": numbers(8), "b": numbers(8)}, RaysConfig(datasets_to_split=["a"]))
     assert [sorted(part) for part in _run_with(trainer, rows, shards)] == [list(range(8))] * 2
 
 
@@ -172,7 +171,7 @@ def test_a_split_ends_with_its_run(ray_cluster: None) -> None:
     """The actors of a split are ended by the next attempt, and at the end of the run."""
     import ray
 
-    shards = make_shards(numbers(20))
+    shards = make_splits(numbers(20))
     assert shards is not None
 
     def actor() -> Any:

@@ -24,12 +24,11 @@ from raysgd.storage.locations import Place, Uri, copy_logs, names, place
 from raysgd.storage.masking import mask
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.executor import BackendExecutor
+from raysgd.train.executor import BackendExecutor, FunctionJob
 from raysgd.train.fit.records import RunNames, RunRecord, StoredRun
 from raysgd.train.fit.result import Result
 from raysgd.train.fit.settings import RunConfig
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.job import FunctionJob
 from raysgd.train.run import RoundResult
 
 __all__ = ["FitRun"]

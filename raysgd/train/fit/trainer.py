@@ -14,15 +14,15 @@ from typing import Any, ClassVar, TypeVar
 
 from raysgd.callbacks.history import History
 from raysgd.errors import ConfigError
+from raysgd.ray_data.splits import make_splits
 from raysgd.storage.locations import Uri, place, text_of
 from raysgd.train.backends import parse_backend
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.executor import BackendExecutor
+from raysgd.train.executor import BackendExecutor, FunctionJob
 from raysgd.train.fit.records import StoredRun, can_restore
 from raysgd.train.fit.result import Result
 from raysgd.train.fit.run import FitRun
 from raysgd.train.fit.settings import RunConfig, ScalingConfig
-from raysgd.train.job import FunctionJob, make_shards
 from raysgd.train.run import RunOptions, check_function
 from raysgd.workers.serialization import pack
 
@@ -40,6 +40,12 @@ SETTINGS = (
     "metadata",
     "resume_from_checkpoint",
 )
+# Modules of the settings that earlier versions have stored, and where they are now.
+MOVED = {
+    "raysgd.train.settings": "raysgd.train.fit.settings",
+    "raysgd.train.strategy": "raysgd.train.fit.settings",
+    "raysgd.train.datasets": "raysgd.ray_data.datasets",
+}
 TUNABLE = ("train_loop_config", "scaling_config", "datasets", "metadata", "resume_from_checkpoint")
 
 
@@ -145,7 +151,7 @@ class DataParallelTrainer:
             checkpoint_config=self.run_config.checkpoint_config,
             options=RunOptions(
                 metadata=self.metadata,
-                shards=make_shards(self.datasets, self.dataset_config, cpus_per_worker=worker.cpus),
+                shards=make_splits(self.datasets, self.dataset_config, cpus_per_worker=worker.cpus),
             ),
         )
 
@@ -264,11 +270,10 @@ def _pickled(value: Any) -> bytes:
 
 
 class _SettingsUnpickler(pickle.Unpickler):
-    """Finds the settings in runs that earlier versions have stored, which had them in other modules."""
+    """Reads the settings of runs that earlier versions have stored, with their classes in other modules."""
 
     def find_class(self, module: str, name: str) -> Any:
-        moved = module in ("raysgd.train.settings", "raysgd.train.strategy")
-        return super().find_class("raysgd.train.fit.settings" if moved else module, name)
+        return super().find_class(MOVED.get(module, module), name)
 
 
 def _unpickled(data: bytes) -> Any:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from raysgd.errors import ConfigError
-from raysgd.train import DataConfig
-from raysgd.train.datasets import named_datasets, parse_data_config
+from raysgd.ray_data.datasets import DataConfig, named_datasets, parse_data_config
 
 
 class Splittable:
