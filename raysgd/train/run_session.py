@@ -73,7 +73,7 @@ class Session:
     ) -> None:
         self.rank_info, self.attempt, self.commit = rank_info, attempt, commit
         self.dumps, self.at_boundary = dumps, at_boundary
-        self.amp: Any = None  # set by train.torch.accelerate
+        self.precision: Any = None  # set by train.torch.accelerate
         self._control, self._encode = control, encode
         self._payload = attempt.checkpoint
         self._unpacked: Checkpoint | None = None
