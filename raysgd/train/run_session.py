@@ -1,4 +1,4 @@
-"""The session behind `train.report` and the other functions: what a running function knows and reports. Worker."""
+"""The session behind `train.report` and the other functions: what a running function can read and report. Worker."""
 
 from __future__ import annotations
 
