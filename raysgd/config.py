@@ -13,9 +13,11 @@ __all__ = [
     "ElasticConfig",
     "Limits",
     "WorkerResources",
+    "at_least",
     "check_call",
     "check_trainer",
     "flag_from_environment",
+    "is_real",
     "seconds_from_environment",
     "start_limit_s",
 ]
@@ -117,18 +119,18 @@ class ElasticConfig:
     snapshot_every: Literal["epoch"] | int | float | None = "epoch"
 
     def __post_init__(self) -> None:
-        _at_least("min_workers", self.min_workers, 1, whole=True)
-        _at_least("max_attempts", self.max_attempts, 1, whole=True)
-        _at_least("backoff_s", self.backoff_s, 0)
-        _at_least("backoff_max_s", self.backoff_max_s, self.backoff_s)
-        if not _is_real(self.hang_timeout_s) or self.hang_timeout_s <= 0:
+        at_least("min_workers", self.min_workers, 1, whole=True)
+        at_least("max_attempts", self.max_attempts, 1, whole=True)
+        at_least("backoff_s", self.backoff_s, 0)
+        at_least("backoff_max_s", self.backoff_max_s, self.backoff_s)
+        if not is_real(self.hang_timeout_s) or self.hang_timeout_s <= 0:
             raise ConfigError(f"hang_timeout_s must be a number of seconds above 0, got {self.hang_timeout_s!r}")
         if not (isinstance(self.grow, bool) or self.grow == "epoch"):
             raise ConfigError(f"grow must be True, False or 'epoch', got {self.grow!r}")
         if self.batch not in ("per_worker", "global"):
             raise ConfigError(f"batch must be 'per_worker' or 'global', got {self.batch!r}")
         every = self.snapshot_every
-        if not (every is None or every == "epoch" or (_is_real(every) and float(every) > 0)):
+        if not (every is None or every == "epoch" or (is_real(every) and float(every) > 0)):
             raise ConfigError(
                 f"snapshot_every must be 'epoch', a whole number of batches, seconds as a float, or None, got {every!r}"
             )
@@ -154,7 +156,7 @@ class WorkerResources:
             raise ConfigError(f"resources_per_worker must be a dict such as {{'CPU': 2, 'GPU': 1}}, got {resources!r}")
         wanted = dict(resources or {})
         for name, amount in {"num_cpus_per_worker": num_cpus, **wanted}.items():
-            if not _is_real(amount) or amount < 0:
+            if not is_real(amount) or amount < 0:
                 raise ConfigError(f"{name} must be a number of at least 0, got {amount!r}")
         cpus = wanted.pop("CPU", num_cpus)
         gpus = wanted.pop("GPU", int(use_gpu))
@@ -178,12 +180,12 @@ class WorkerResources:
         return min(int((free.get(name, 0.0) + 1e-6) // amount) for name, amount in wanted.items())
 
 
-def _is_real(value: Any) -> bool:
+def is_real(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _at_least(name: str, value: Any, least: float, *, whole: bool = False) -> None:
-    good = isinstance(value, int) and not isinstance(value, bool) if whole else _is_real(value)
+def at_least(name: str, value: Any, least: float, *, whole: bool = False) -> None:
+    good = isinstance(value, int) and not isinstance(value, bool) if whole else is_real(value)
     if not good or value < least:
         kind = "a whole number" if whole else "a number"
         raise ConfigError(f"{name} must be {kind} of at least {least}, got {value!r}")
@@ -193,7 +195,7 @@ def check_trainer(hook: Any, timeout_s: Any, elastic: Any) -> None:
     """What every trainer takes."""
     if hook is not None and not callable(hook):
         raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
-    if not _is_real(timeout_s) or timeout_s <= 0:
+    if not is_real(timeout_s) or timeout_s <= 0:
         raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
     if elastic is not None and not isinstance(elastic, ElasticConfig):
         raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")

@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from itertools import islice
 from typing import Any, NoReturn
 
+from raysgd.config import at_least
+
 Pair = tuple[Any, Any]
 
 # The limit for "unlimited" downloads at a time: more would only cost threads.
@@ -49,7 +51,8 @@ class Dataset:
         if max_concurrency < 0:
             raise ValueError(f"max_concurrency must be 0 (unlimited) or more, got {max_concurrency!r}")
         self._data = _repeatable(data)
-        self.batch_size = _at_least_one("batch_size", batch_size)
+        at_least("batch_size", batch_size, 1, whole=True)
+        self.batch_size = batch_size
         self.download_func = download_func
         self.max_concurrency = max_concurrency
         self.transform = transform
@@ -61,7 +64,8 @@ class Dataset:
 
     def set_num_shards(self, num_shards: int) -> None:
         """Set the number of shards for later calls of `get_shard`. Existing shards do not change."""
-        self._num_shards = _at_least_one("num_shards", num_shards)
+        at_least("num_shards", num_shards, 1, whole=True)
+        self._num_shards = num_shards
 
     def get_shard(self, i: int, *, start: int = 0) -> Shard:
         """Return shard `i` of the stream, an iterable of batches.
@@ -189,9 +193,3 @@ class _Remembered:
 def _check_callable(name: str, value: Any) -> None:
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be a function or None, got {value!r:.200}")
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return value

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from raysgd.config import at_least, is_real
 from raysgd.errors import ConfigError
 
 __all__ = ["HorovodArguments", "check_installed"]
@@ -47,10 +48,10 @@ class HorovodArguments:
                     f"horovod_args[{name!r}] must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
                 )
         for name, value in (("backward_passes_per_step", self.backward_passes_per_step), ("groups", self.groups)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"horovod_args[{name!r}] must be an integer of at least 1, got {value!r}")
+            if value is not None:
+                at_least(f"horovod_args[{name!r}]", value, 1, whole=True)
         factor = self.gradient_predivide_factor
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor <= 0:
+        if not is_real(factor) or factor <= 0:
             raise ConfigError(f"horovod_args['gradient_predivide_factor'] must be a number above 0, got {factor!r}")
         if factor != 1.0 and self.op != "average":
             raise ConfigError(

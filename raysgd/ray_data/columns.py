@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raysgd.config import at_least
 from raysgd.errors import ConfigError
 
 __all__ = ["RayData"]
@@ -36,9 +37,8 @@ class RayData:
                 "RayData takes a Ray Dataset (ray.data.read_parquet(...), ray.data.from_items(...)), got "
                 f"{self.dataset!r:.200}"
             )
-        size = self.batch_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ConfigError(f"batch_size must be a number of rows of at least 1, got {size!r}")
+        if self.batch_size is not None:
+            at_least("batch_size", self.batch_size, 1, whole=True)
         if (self.features is None) != (self.target is None):
             raise ConfigError(
                 f"pass both features and target, or neither for batches that are dicts of columns, got "

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raysgd.config import is_real
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.errors import ConfigError
 
@@ -178,7 +179,7 @@ class HorovodConfig(BackendConfig):
     def __post_init__(self) -> None:
         if self.nics is not None and (isinstance(self.nics, str) or not all(isinstance(nic, str) for nic in self.nics)):
             raise ConfigError(f"nics must be a set of names of network interfaces, got {self.nics!r}")
-        if not isinstance(self.timeout_s, (int, float)) or isinstance(self.timeout_s, bool) or self.timeout_s <= 0:
+        if not is_real(self.timeout_s) or self.timeout_s <= 0:
             raise ConfigError(f"timeout_s must be a number of seconds above 0, got {self.timeout_s!r}")
 
     @property

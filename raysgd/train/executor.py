@@ -27,7 +27,7 @@ from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine, Job
-from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.errors import TrainingFailedError
 from raysgd.storage.locations import Place, place
 from raysgd.train.backends import BackendConfig, backend_of
 from raysgd.train.checkpoint_manager import CheckpointManager
@@ -37,7 +37,7 @@ from raysgd.train.errors import (
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.fit.settings import HANG_S, CheckpointConfig, check_strategy
+from raysgd.train.fit.settings import HANG_S, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, payload_of
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
@@ -78,7 +78,8 @@ class BackendExecutor:
         self._resources = check_resources(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
-        self._max_retries = _check_max_retries(max_retries)
+        check_failure_limit("max_retries", max_retries)
+        self._max_retries = max_retries
         self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
         self._engine: Engine | None = None
         self._group: WorkerGroup | None = None
@@ -402,11 +403,3 @@ class FunctionJob:
         executor.start_training(
             self.function, run_dir, config=self.config, options=options, manager=manager, ready=ready
         )
-
-
-def _check_max_retries(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < -1:
-        raise ConfigError(
-            f"max_retries must be a number of worker failures of at least 0, or -1 for no limit, got {value!r}"
-        )
-    return value

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.config import ElasticConfig, Limits, WorkerResources, start_limit_s
+from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least, start_limit_s
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
@@ -31,8 +31,7 @@ def limits_for(*, collective_s: float = HANG_S, hang_s: float = HANG_S) -> Limit
 
 def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> WorkerResources:
     """Return the resources of one worker. Raise ConfigError for invalid ones, or an invalid number of workers."""
-    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
-        raise ConfigError(f"num_workers must be an integer of at least 1, got {num_workers!r}")
+    at_least("num_workers", num_workers, 1, whole=True)
     wanted = {**dict(additional or {}), "GPU": gpus}
     return WorkerResources.parse(cpus, bool(gpus), wanted)
 
