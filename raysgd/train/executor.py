@@ -39,7 +39,7 @@ from raysgd.train.errors import (
 )
 from raysgd.train.fit.settings import HANG_S, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, payload_of
+from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, function_name, payload_of
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
 from raysgd.workers.blob import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
@@ -208,7 +208,7 @@ class BackendExecutor:
         engine = self._active()
         task = check_function(train_func, config)
         check_strategy(checkpoint_strategy)
-        name = getattr(train_func, "__name__", type(train_func).__name__)
+        name = function_name(train_func)
         with (claim := self._starting.claim(f"the function {name!r}")):
             self._check_free()
             manager = manager or CheckpointManager(

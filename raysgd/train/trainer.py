@@ -22,7 +22,7 @@ from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
 from raysgd.train.executor import BackendExecutor, FunctionJob
 from raysgd.train.fit.settings import CheckpointConfig
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.run import RunOptions, check_function
+from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
 
 __all__ = ["Trainer"]
@@ -138,7 +138,7 @@ class Trainer:
         begin = functools.partial(self._begin, train_func, config, checkpoint, checkpoint_strategy, dataset)
         run = Run(
             trainer="Trainer",
-            name=getattr(train_func, "__name__", type(train_func).__name__),
+            name=function_name(train_func),
             num_workers=self._executor.world_size,
             config=dict(config) if isinstance(config, Mapping) else {},
             folder=self.logdir / self._run_name(self._runs + 1),

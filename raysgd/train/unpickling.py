@@ -277,7 +277,7 @@ def _newer(module: str) -> str:
 
 
 class _Function:
-    """Stands for a function that a pickle names. It can be called as its rule allows, and cannot be altered."""
+    """Represents a function that a pickle names. It can be called as its rule allows, and cannot be changed."""
 
     __slots__ = ("called", "function", "name", "rule")
 

@@ -23,16 +23,16 @@ def trainer(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 class Listener(TrainingCallback):
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.calls: list[Any] = []
 
     def start_training(self, logdir: str) -> None:
-        self.heard.append(Path(logdir).name)
+        self.calls.append(Path(logdir).name)
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
-        self.heard.append([row["step"] for row in results])
+        self.calls.append([row["step"] for row in results])
 
     def finish_training(self, error: bool = False) -> None:
-        self.heard.append(error)
+        self.calls.append(error)
 
 
 def test_return_values_are_in_rank_order(trainer: Trainer) -> None:
@@ -81,7 +81,7 @@ def test_callbacks_are_called_with_every_round(trainer: Trainer) -> None:
     listener = Listener()
     trainer.run(function, callbacks=[listener])
     assert trainer.latest_run_dir is not None
-    assert listener.heard == [trainer.latest_run_dir.name, [0, 10], [1, 11], [2, 12], False]
+    assert listener.calls == [trainer.latest_run_dir.name, [0, 10], [1, 11], [2, 12], False]
 
 
 def test_an_error_keeps_its_type_and_callbacks_are_called(trainer: Trainer) -> None:
@@ -97,19 +97,19 @@ def test_an_error_keeps_its_type_and_callbacks_are_called(trainer: Trainer) -> N
         trainer.run(function, callbacks=[listener])
     assert time.monotonic() - began < 20, "the other rank is stopped"
     assert "on rank 1" in str(raised.value.__cause__)
-    assert listener.heard[1:] == [[0, 0], True]
+    assert listener.calls[1:] == [[0, 0], True]
     assert trainer.run(lambda: 1) == [1, 1], "the trainer stays usable"
 
 
 def test_a_callback_that_raises_does_not_stop_the_training(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
-    class Clumsy(Listener):
+    class Raising(Listener):
         def handle_result(self, results: list[dict[str, Any]]) -> None:
             raise RuntimeError("disk full")
 
-    clumsy, listener = Clumsy(), Listener()
-    trainer.run(lambda: train.report(step=1), callbacks=[clumsy, listener])
-    assert listener.heard[1:] == [[1, 1], False]
-    assert "Clumsy.on_result raised" in caplog.text
+    raising, listener = Raising(), Listener()
+    trainer.run(lambda: train.report(step=1), callbacks=[raising, listener])
+    assert listener.calls[1:] == [[1, 1], False]
+    assert "Raising.on_result raised" in caplog.text
     with pytest.raises(ValueError, match="TrainingCallback"):
         trainer.run(lambda: 1, callbacks=[5])
 

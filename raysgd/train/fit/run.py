@@ -29,7 +29,7 @@ from raysgd.train.fit.records import RunNames, RunRecord, StoredRun
 from raysgd.train.fit.result import Result
 from raysgd.train.fit.settings import RunConfig
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.run import RoundResult
+from raysgd.train.run import RoundResult, function_name
 
 __all__ = ["FitRun"]
 
@@ -84,7 +84,7 @@ class FitRun:
         begin = functools.partial(job.begin, executor, record.log_dir, manager, trial)
         run = Run(
             trainer=self._trainer,
-            name=getattr(job.function, "__name__", type(job.function).__name__),
+            name=function_name(job.function),
             num_workers=executor.world_size,
             config=job.config,
             folder=Path(record.log_dir),

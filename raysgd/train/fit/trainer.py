@@ -23,7 +23,7 @@ from raysgd.train.fit.records import StoredRun, can_restore
 from raysgd.train.fit.result import Result
 from raysgd.train.fit.run import FitRun
 from raysgd.train.fit.settings import RunConfig, ScalingConfig
-from raysgd.train.run import RunOptions, check_function
+from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.workers.serialization import pack
 
 __all__ = ["DataParallelTrainer"]
@@ -212,7 +212,7 @@ class DataParallelTrainer:
         raise DeprecationWarning("trainers do not preprocess datasets: do it with Ray Data before you pass them")
 
     def __repr__(self) -> str:
-        name = getattr(self.train_loop_per_worker, "__name__", type(self.train_loop_per_worker).__name__)
+        name = function_name(self.train_loop_per_worker)
         count = self.scaling_config.num_workers
         workers = f"{count[0]} to {count[1]} workers" if isinstance(count, tuple) else f"{count} worker(s)"
         return f"{type(self).__name__}({name}, {workers}, {len(self.history)} reports so far)"
