@@ -31,7 +31,7 @@ def descend(config: dict[str, str]) -> tuple[float, int, int]:
 
     step = tf.function(lambda: strategy.run(one))
     for epoch in range(found["epoch"] + 1, 6):
-        mark = Path(config["marks"], "lost")
+        mark = Path(config["marks"], "killed")
         if epoch == 3 and train.world_rank() == 1 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -47,7 +47,7 @@ def test_a_function_with_its_own_strategy(ray_cluster: None, tmp_path: Path) -> 
         before = trainer.worker_group.execute(os.getpid)
         results: list[Any] = trainer.run(descend, {"marks": str(tmp_path)})
         (failure, *_) = trainer.recoveries
-    assert (tmp_path / "lost").exists()
+    assert (tmp_path / "killed").exists()
     assert failure.reason == "worker death" and not failure.in_place
     for weight, replicas, pid in results:
         assert weight == pytest.approx(1 + 4 * 0.8**6, rel=1e-5), "no step was lost or repeated"

@@ -26,7 +26,7 @@ def test_each_worker_has_its_own_index_in_one_cluster(ray_cluster: None, tmp_pat
 @pytest.mark.elastic
 def test_after_a_failure_new_processes_form_the_cluster(ray_cluster: None, tmp_path: Path) -> None:
     def function() -> tuple[int, int]:
-        mark = tmp_path / "died"
+        mark = tmp_path / "killed"
         if not mark.exists() and json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
             mark.touch()
             os._exit(1)
