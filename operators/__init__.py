@@ -1,11 +1,11 @@
-"""Ready-made operators, one idea a file: `from raysgd.operators.regression import ...`.
+"""Ready-made operators, one subject per file: `from raysgd.operators.regression import ...`. Both.
 
-The folder stands at the top of the repository and is installed as `raysgd.operators`. Under a second name its
-classes would be other classes than the library's, so any other name is refused here.
+The folder is at the top of the repository, and is installed as `raysgd.operators`. If it were imported under another name,
+its classes would exist twice, so it refuses other names.
 """
 
 if __name__ != "raysgd.operators":
     raise ImportError(
-        f"This package was imported as {__name__!r}; its only name is 'raysgd.operators'. "
-        "Write `from raysgd.operators.regression import ...` instead."
+        f"this package was imported as {__name__!r}, and its only name is 'raysgd.operators': write "
+        "`from raysgd.operators.regression import ...`"
     )

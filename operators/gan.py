@@ -1,4 +1,4 @@
-"""A generative adversarial network: two models and two optimizers in one operator.
+"""A generative adversarial network: two models and two optimizers in one operator. Worker.
 
 Example:
     from raysgd import TorchTrainer
@@ -21,25 +21,26 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.constants import BATCH_SIZE
+from raysgd.operators.image_classification import digits_data
 from raysgd.torch import TrainingOperator
 
 __all__ = ["GANOperator", "digit_images"]
 
 
 class GANOperator(TrainingOperator):
-    """A generator turns noise into images, a discriminator learns to tell them from real ones.
+    """Trains a generator, which turns noise into images, and a discriminator, which distinguishes them from real images.
 
-    Reported in training: `loss_d` and `loss_g`, and what the discriminator thinks of real and of generated
-    images as a probability, `p_real` and `p_fake` (both near 0.5: it cannot tell them apart). In validation
-    the same with `val_` in front.
+    Training reports `loss_d` and `loss_g`, and the mean probability that the discriminator gives real and generated
+    images, `p_real` and `p_fake` (if both are near 0.5, it cannot distinguish them). Validation reports the same with the
+    prefix `val_`.
 
-    Everything in `config` is optional; what a setting cannot say, an overridden `make_` method can:
+    Everything in `config` is optional. For what a setting cannot express, override a `make_` method:
 
-    - `generator`, `discriminator`: called without arguments, return the modules. One maps noise
-      (n, latent_size) to images, the other images to one logit each (default: two layers each)
-    - `train_data`, `validation_data`: a dataset whose samples start with an image, or a callable that makes
-      it on the worker (default: the 8x8 digits that ship with scikit-learn, in [-1, 1])
-    - `latent_size` (32), `lr` (0.0002), `batch_size` per worker (64; a global `BATCH_SIZE` goes before it)
+    - `generator`, `discriminator`: functions without arguments that return the modules. The generator maps noise
+      (n, latent_size) to images, and the discriminator maps images to one logit each (default: two layers each)
+    - `train_data`, `validation_data`: a dataset whose samples start with an image, or a function that creates
+      it on the worker (default: the 8x8 digits of scikit-learn, in [-1, 1])
+    - `latent_size` (32), `lr` (0.0002), `batch_size` per worker (64; a global `BATCH_SIZE` overrides it)
     """
 
     def setup(self, config: Mapping[str, Any]) -> None:
@@ -57,7 +58,7 @@ class GANOperator(TrainingOperator):
         )
 
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The training and the validation dataset; the second may be None."""
+        """Return the training and the validation dataset. The second may be None."""
         train_data, validation_data = config.get("train_data"), config.get("validation_data")
         if train_data is None:
             train_data, digits = digit_images()
@@ -68,7 +69,7 @@ class GANOperator(TrainingOperator):
         )
 
     def make_models(self, config: Mapping[str, Any], train_data: Any) -> tuple[nn.Module, nn.Module]:
-        """The generator and the discriminator."""
+        """Return the generator and the discriminator."""
         if "generator" in config and "discriminator" in config:
             return config["generator"](), config["discriminator"]()
         shape = train_data[0][0].shape
@@ -85,7 +86,7 @@ class GANOperator(TrainingOperator):
     def make_optimizers(
         self, generator: nn.Module, discriminator: nn.Module, config: Mapping[str, Any]
     ) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-        """The optimizers of the generator and of the discriminator."""
+        """Return the optimizers of the generator and of the discriminator."""
         lr = config.get("lr", 2e-4)
         return (
             torch.optim.Adam(generator.parameters(), lr=lr, betas=(0.5, 0.999)),
@@ -104,7 +105,7 @@ class GANOperator(TrainingOperator):
         with self.autocast():
             loss_g = self.fool(fake)
         self.optimizer_g.zero_grad()
-        # This reaches the discriminator too; what it leaves there is dropped by the next zero_grad above.
+        # This adds gradients to the discriminator too. The next zero_grad of its optimizer discards them.
         self.backward(loss_g)
         self.step(self.optimizer_g)
         return {
@@ -130,8 +131,8 @@ class GANOperator(TrainingOperator):
         }
 
     def judge(self, real: torch.Tensor, fake: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The discriminator's loss, and its mean opinion of the real and of the generated images."""
-        # One forward pass for both halves: a second one before backward would change buffers under the first.
+        """Return the discriminator's loss, and the mean probabilities that it gives real and generated images."""
+        # One forward pass for both halves: a second one before backward would change buffers that the first one needs.
         logits = self.discriminator(torch.cat([real, fake])).float()
         truth = torch.cat([torch.ones_like(logits[: len(real)]), torch.zeros_like(logits[len(real) :])])
         loss = binary_cross_entropy_with_logits(logits, truth)
@@ -139,7 +140,7 @@ class GANOperator(TrainingOperator):
         return loss, opinion[: len(real)].mean(), opinion[len(real) :].mean()
 
     def fool(self, fake: torch.Tensor) -> torch.Tensor:
-        """The generator's loss: how far the discriminator is from taking its images for real."""
+        """Return the generator's loss, which is small if the discriminator takes its images for real ones."""
         logits = self.discriminator(fake).float()
         return binary_cross_entropy_with_logits(logits, torch.ones_like(logits))
 
@@ -148,7 +149,7 @@ class GANOperator(TrainingOperator):
 
     @torch.no_grad()
     def generate(self, count: int) -> torch.Tensor:
-        """Some new images, on the CPU, made with the generator in evaluation mode."""
+        """Return new images, on the CPU, from the generator in evaluation mode."""
         training = self.generator.training
         self.generator.eval()
         images = self.generator(self.to_device(torch.randn(count, self.latent_size)))
@@ -158,14 +159,6 @@ class GANOperator(TrainingOperator):
 
 
 def digit_images() -> tuple[TensorDataset, TensorDataset]:
-    """Scikit-learn's digits as images in [-1, 1], without labels; every fifth is held out for validation."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError(
-            "The default data are the digits inside scikit-learn, which is not installed. Run "
-            '`pip install scikit-learn`, or give your own data as config["train_data"].'
-        ) from error
-    images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    held_out = torch.arange(len(images)) % 5 == 0
-    return TensorDataset(images[~held_out]), TensorDataset(images[held_out])
+    """Return scikit-learn's digits as images in [-1, 1], without labels. Every fifth is for validation."""
+    train_data, validation_data = digits_data()
+    return TensorDataset(2 * train_data.tensors[0] - 1), TensorDataset(2 * validation_data.tensors[0] - 1)

@@ -1,4 +1,4 @@
-"""Image classification: cross entropy, and the share of right answers among the first one and the first five.
+"""Image classification with cross entropy, top-1 and top-5 accuracy. Worker.
 
 Example:
     from raysgd import TorchTrainer
@@ -26,17 +26,17 @@ __all__ = ["ImageClassificationOperator", "SmallConvNet", "digits_data", "topk_a
 
 
 class ImageClassificationOperator(TrainingOperator):
-    """Classify images; training and validation report loss and accuracy, validation top-5 accuracy too.
+    """Classifies images. Training and validation report loss and accuracy, and validation also top-5 accuracy.
 
-    Everything in `config` is optional; what a setting cannot say, an overridden `make_` method can:
+    Everything in `config` is optional. For what a setting cannot express, override a `make_` method:
 
-    - `model`: called without arguments, returns the module (default: a small convolutional net)
-    - `train_data`, `validation_data`: a dataset of `(image, label)`, or a callable that makes it on the
-      worker (default: the 8x8 digits that ship with scikit-learn)
+    - `model`: a function without arguments that returns the module (default: a small convolutional net)
+    - `train_data`, `validation_data`: a dataset of `(image, label)`, or a function that creates it on the
+      worker (default: the 8x8 digits of scikit-learn)
     - `optimizer`: called with the parameters and `lr=` (default: SGD with momentum)
-    - `scheduler`: called with the optimizer; the trainer's `scheduler_step_freq` says when it steps
-    - `lr` (0.05), `batch_size` per worker (32; a global `BATCH_SIZE` goes before it),
-      `loader`: further arguments for both `DataLoader`s, as `num_workers`
+    - `scheduler`: called with the optimizer; the trainer's `scheduler_step_freq` determines when it steps
+    - `lr` (0.05), `batch_size` per worker (32; a global `BATCH_SIZE` overrides it),
+      `loader`: more arguments for both `DataLoader`s, such as `num_workers`
     """
 
     def setup(self, config: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ class ImageClassificationOperator(TrainingOperator):
         )
 
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The training and the validation dataset; the second may be None."""
+        """Return the training and the validation dataset. The second may be None."""
         train_data, validation_data = config.get("train_data"), config.get("validation_data")
         if train_data is None:
             train_data, digits = digits_data()
@@ -81,7 +81,7 @@ class ImageClassificationOperator(TrainingOperator):
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
-        """A learning rate scheduler, or None."""
+        """Return a learning rate scheduler, or None."""
         return config["scheduler"](optimizer) if "scheduler" in config else None
 
     def make_criterion(self, config: Mapping[str, Any]) -> nn.Module:
@@ -115,13 +115,13 @@ class ImageClassificationOperator(TrainingOperator):
 
 
 def topk_accuracy(logits: torch.Tensor, labels: torch.Tensor, *, k: int) -> torch.Tensor:
-    """The share of samples whose label is among the k highest scores, as a tensor on the same device."""
+    """Return the fraction of samples whose label is among the k highest scores, as a tensor on the same device."""
     best = logits.topk(min(k, logits.size(1)), dim=1).indices
     return (best == labels.unsqueeze(1)).any(dim=1).float().mean()
 
 
 class SmallConvNet(nn.Module):
-    """Two convolutions and a linear layer; takes images of any size (the default data has 8x8 pixels)."""
+    """Two convolutions and a linear layer, for images of any size. (The default data has 8x8 pixels.)"""
 
     def __init__(self, channels: int = 1, classes: int = 10) -> None:
         super().__init__()
@@ -140,13 +140,13 @@ class SmallConvNet(nn.Module):
 
 
 def digits_data() -> tuple[TensorDataset, TensorDataset]:
-    """Scikit-learn's 1797 digits as images in [0, 1]; every fifth is held out for validation."""
+    """Return scikit-learn's 1797 digits as images in [0, 1]. Every fifth is for validation."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError(
-            "The default data are the digits inside scikit-learn, which is not installed. Run "
-            '`pip install scikit-learn`, or give your own data as config["train_data"].'
+            "the default data are scikit-learn's digits, and scikit-learn is not installed: pip install scikit-learn, or pass "
+            'your own data as config["train_data"]'
         ) from error
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

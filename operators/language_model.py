@@ -1,4 +1,4 @@
-"""Language modelling: a small GPT in plain torch learns to predict the next token.
+"""Language modelling: a small GPT in plain torch that learns to predict the next token. Worker.
 
 Example:
     from raysgd import TorchTrainer
@@ -29,19 +29,19 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class LanguageModelOperator(TrainingOperator):
-    """Next-token prediction on batches `(tokens, tokens one later)`; one sample is one block of tokens.
+    """Learns next-token prediction from batches `(tokens, the same tokens shifted by one)`. One sample is a block of tokens.
 
-    Training reports `train_loss` (nats per token); validation `val_loss`, `val_perplexity` and `val_tokens`,
-    over all tokens of all workers.
+    Training reports `train_loss` (nats per token). Validation reports `val_loss`, `val_perplexity` and `val_tokens`, over
+    all tokens of all workers.
 
-    Everything in `config` is optional; what a setting cannot say, an overridden `make_` method can:
+    Everything in `config` is optional. For what a setting cannot express, override a `make_` method:
 
-    - `train_data`, `validation_data`: token ids as one flat tensor, or a dataset of such pairs, or a callable
-      that makes either on the worker (default: a random source whose own perplexity is 4)
-    - `model`: called without arguments, returns the module (default: `GPT`, sized by `vocabulary` (64),
+    - `train_data`, `validation_data`: token ids as one flat tensor, or a dataset of such pairs, or a function that
+      creates either on the worker (default: random tokens with a perplexity of 4)
+    - `model`: a function without arguments that returns the module (default: `GPT`, sized by `vocabulary` (64),
       `block_size` (32), `width` (64), `heads` (4) and `layers` (2))
     - `optimizer`: called with the parameters and `lr=` (default: AdamW)
-    - `lr` (0.003), `batch_size` per worker (16; a global `BATCH_SIZE` goes before it)
+    - `lr` (0.003), `batch_size` per worker (16; a global `BATCH_SIZE` overrides it)
     """
 
     def setup(self, config: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ class LanguageModelOperator(TrainingOperator):
         )
 
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The training and the validation dataset; the second may be None."""
+        """Return the training and the validation dataset. The second may be None."""
         train_data, validation_data = config.get("train_data"), config.get("validation_data")
         if train_data is None:
             tokens = markov_tokens(vocabulary=config.get("vocabulary", 64))
@@ -93,8 +93,8 @@ class LanguageModelOperator(TrainingOperator):
 
     @torch.no_grad()
     def validate(self, val_iterator: Iterable[Pair], info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """One pass over the validation data. Perplexity is the exponential of the mean loss, not a mean
-        of exponentials, so the workers add up their losses here before one of them takes it."""
+        """Validate on one pass over the data. Perplexity is the exponential of the mean loss, not a mean of
+        exponentials, so this sums the losses of all workers before it computes the exponential."""
         self.model.eval()
         sums = self.to_device(torch.zeros(2, dtype=torch.float64))  # loss, tokens
         batches = samples = 0
@@ -117,17 +117,19 @@ class LanguageModelOperator(TrainingOperator):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer, normalised before each part, with the output tied to the embedding."""
+    """A decoder-only transformer with normalisation before each part. The output layer shares the embedding's weights."""
 
     def __init__(self, *, vocabulary: int, block_size: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"width={width} must be a multiple of heads={heads}; change one of them.")
+            raise ValueError(
+                f"width must be a multiple of heads, got width={width} and heads={heads}: change one of them"
+            )
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(block_size, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
-        nn.init.normal_(self.token.weight, std=0.02)  # the tied output starts near the uniform distribution
+        nn.init.normal_(self.token.weight, std=0.02)  # the first predictions are nearly uniform
         nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -137,7 +139,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention, then two linear layers, each added to what came in."""
+    """Causal self-attention, then two linear layers, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -157,13 +159,13 @@ class Block(nn.Module):
 
 
 class TokenBlocks(Dataset[Pair]):
-    """A flat tensor of token ids cut into pairs of `block_size` tokens and the same one later."""
+    """Divides a flat tensor of token ids into pairs: `block_size` tokens, and the same tokens shifted by one."""
 
     def __init__(self, tokens: torch.Tensor, block_size: int) -> None:
         if len(tokens) <= block_size:
             raise ValueError(
-                f"{len(tokens)} tokens are too few for one block of {block_size} and the token after it; "
-                'give more tokens or a smaller config["block_size"].'
+                f"{len(tokens)} tokens are too few for one block of {block_size} and the token after it: pass more tokens, or a "
+                'smaller config["block_size"]'
             )
         self.tokens, self.block_size = tokens.long(), block_size
 
@@ -172,25 +174,25 @@ class TokenBlocks(Dataset[Pair]):
 
     def __getitem__(self, index: int) -> Pair:
         if not 0 <= index < len(self):
-            raise IndexError(f"block {index} of {len(self)}")
+            raise IndexError(f"there is no block {index}: there are {len(self)}")
         start = index * self.block_size
-        piece = self.tokens[start : start + self.block_size + 1]
-        return piece[:-1], piece[1:]
+        block = self.tokens[start : start + self.block_size + 1]
+        return block[:-1], block[1:]
 
 
 def as_blocks(data: Any, block_size: int) -> Any:
-    """What the user gave as data, as a dataset of pairs (or None)."""
+    """Return the user's data as a dataset of pairs, or None."""
     data = data() if callable(data) else data
     return TokenBlocks(data, block_size) if isinstance(data, torch.Tensor) else data
 
 
 def next_token_loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """Mean nats per token."""
+    """Return the mean loss in nats per token."""
     return cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
 def markov_tokens(length: int = 20_000, *, vocabulary: int = 64, successors: int = 4) -> torch.Tensor:
-    """Tokens, each followed by one of a few with equal chances: the best perplexity is `successors`."""
+    """Return tokens, each followed by one of a few others with equal probability. The best perplexity is `successors`."""
     generator = torch.Generator().manual_seed(0)
     followers = [torch.randperm(vocabulary, generator=generator)[:successors].tolist() for _ in range(vocabulary)]
     token, tokens = 0, []

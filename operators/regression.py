@@ -1,4 +1,4 @@
-"""Regression: fit real-valued targets by least squares.
+"""Regression: fit real-valued targets by least squares. Worker.
 
 Example:
     from raysgd import TorchTrainer
@@ -25,15 +25,15 @@ __all__ = ["RegressionOperator", "SameShapeMSELoss", "linear_data"]
 
 
 class RegressionOperator(TrainingOperator):
-    """Least squares on batches `(*features, target)`; validation reports MSE, MAE and R².
+    """Fits by least squares on batches `(*features, target)`. Validation reports MSE, MAE and R².
 
-    Everything in `config` is optional; what a setting cannot say, an overridden `make_` method can:
+    Everything in `config` is optional. For what a setting cannot express, override a `make_` method:
 
-    - `model`: called without arguments, returns the module (default: one linear layer, sized by the data)
-    - `train_data`, `validation_data`: a dataset, or a callable that makes it on the worker
+    - `model`: a function without arguments that returns the module (default: one linear layer, sized by the data)
+    - `train_data`, `validation_data`: a dataset, or a function that creates it on the worker
       (default: a noisy linear function of four features)
     - `optimizer`: called with the parameters and `lr=` (default: `torch.optim.SGD`)
-    - `lr` (0.05), `batch_size` per worker (32; a global `BATCH_SIZE` goes before it)
+    - `lr` (0.05), `batch_size` per worker (32; a global `BATCH_SIZE` overrides it)
     """
 
     def setup(self, config: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class RegressionOperator(TrainingOperator):
         )
 
     def make_data(self, config: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The training and the validation dataset; the second may be None."""
+        """Return the training and the validation dataset. The second may be None."""
         train_data, validation_data = config.get("train_data"), config.get("validation_data")
         if train_data is None:
             train_data, generated = linear_data()
@@ -79,7 +79,7 @@ class RegressionOperator(TrainingOperator):
         return SameShapeMSELoss()
 
     def measure_variance(self, validation_loader: DataLoader[Any]) -> torch.Tensor:
-        """The variance of each target over the whole validation data: one pass over it, at setup."""
+        """Return the variance of each target over all validation data. This takes one pass over the data, during setup."""
         targets = torch.cat([target.float() for *_, target in validation_loader])
         return targets.var(dim=0, correction=0)
 
@@ -94,27 +94,27 @@ class RegressionOperator(TrainingOperator):
             "val_loss": loss,
             "val_mse": squared.mean(),
             "val_mae": error.abs().mean(),
-            # R² needs the variance of *all* targets. Given that, it is linear in the squared error, so
-            # that the mean over batches and workers is exactly the R² of the whole validation data.
+            # R² needs the variance of *all* targets. With this, it is linear in the squared error, so the mean over batches
+            # and workers is exactly the R² of all validation data.
             "val_r2": (1 - squared / self.target_variance).mean(),
             "num_samples": target.size(0),
         }
 
 
 class SameShapeMSELoss(nn.MSELoss):
-    """Mean squared error that refuses to broadcast: (32, 1) against (32,) would quietly compare all pairs."""
+    """Mean squared error without broadcasting: (32, 1) against (32,) would silently compare all pairs."""
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if input.shape != target.shape:
             raise ValueError(
-                f"The model returned shape {tuple(input.shape)} for targets of shape {tuple(target.shape)}; "
-                "they must be equal. Reshape the targets in the dataset or the output in the model."
+                f"the model returned shape {tuple(input.shape)} for targets of shape {tuple(target.shape)}, and both must be equal: "
+                "reshape the targets in the dataset, or the output in the model"
             )
         return super().forward(input, target)
 
 
 def linear_data(size: int = 1000, *, features: int = 4, noise: float = 0.1) -> tuple[TensorDataset, TensorDataset]:
-    """Training and validation data (4 to 1) for `y = 1*x1 + 2*x2 + ... + 1`, the same on every worker."""
+    """Return training and validation data (4 to 1) for `y = 1*x1 + 2*x2 + ... + 1`, the same on every worker."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(size, features, generator=generator)
     weights = torch.arange(1.0, features + 1.0).unsqueeze(1)

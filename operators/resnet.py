@@ -1,7 +1,7 @@
-"""Residual networks for small images such as CIFAR's 32 x 32 (He et al., "Deep Residual Learning", 2015).
+"""Residual networks for small images such as CIFAR's 32 x 32 (He et al., "Deep Residual Learning", 2015). Worker.
 
-Unlike the ones for ImageNet they begin with a 3 x 3 convolution and no pooling, so that a small image is not
-reduced to nothing at once.
+Unlike the networks for ImageNet, they begin with a 3 x 3 convolution and no pooling, which would reduce a small image too
+much.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STAGE_WIDTHS = (64, 128, 256, 512)
 
 
 class ResidualBlock(nn.Module):
-    """relu(body(x) + shortcut(x)); the shortcut is the identity wherever the shapes allow it."""
+    """relu(body(x) + shortcut(x)). The shortcut is the identity if the shapes are equal."""
 
     expansion: int
 
@@ -50,7 +50,7 @@ class BasicBlock(ResidualBlock):
 
 
 class Bottleneck(ResidualBlock):
-    """A 3 x 3 convolution on few channels, between two of 1 x 1 that narrow and widen."""
+    """A 3 x 3 convolution on few channels, between two 1 x 1 convolutions that reduce and restore their number."""
 
     expansion = 4
 
@@ -67,7 +67,7 @@ class Bottleneck(ResidualBlock):
 
 
 class ResNet(nn.Module):
-    """Stem, four stages of blocks (all but the first halve the image), mean over the image, linear head."""
+    """A stem, four stages of blocks (all but the first halve the image), the mean over the image, and a linear head."""
 
     def __init__(
         self, block: type[BasicBlock] | type[Bottleneck], depths: Sequence[int], *, num_classes: int = 10
@@ -91,7 +91,7 @@ class ResNet(nn.Module):
         return logits
 
 
-# A config is accepted, and not read, so that each of these can be given as a `model_creator`.
+# These functions ignore their config. They accept it so that they can be passed as a `model_creator`.
 
 
 def ResNet18(config: Mapping[str, Any] | None = None, *, num_classes: int = 10) -> ResNet:
@@ -115,7 +115,7 @@ def ResNet152(config: Mapping[str, Any] | None = None, *, num_classes: int = 10)
 
 
 def _conv(channels_in: int, channels_out: int, *, size: int, stride: int = 1) -> nn.Sequential:
-    """A convolution that keeps the image's size (but for the stride), with batch normalisation."""
+    """Return a convolution that keeps the image's size (apart from the stride), with batch normalisation."""
     return nn.Sequential(
         nn.Conv2d(channels_in, channels_out, size, stride=stride, padding=size // 2, bias=False),
         nn.BatchNorm2d(channels_out),

@@ -22,7 +22,7 @@ FLOORS = {
     "2": "workers ray_data callbacks/ray_metrics",
     "3": "engine",
     "4": "torch/trainer torch/setup torch/strategies torch/checkpoint/save_load tf/trainer train/trainer train/executor "
-    "train/iterator train/job train/worker_group train/fit/run train/fit/trainer train/frameworks "
+    "train/iterator train/worker_group train/fit/run train/fit/trainer train/frameworks "
     "training/call_runner training/trainer_base tune",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod",
@@ -43,12 +43,11 @@ SIBLINGS = {
     "workers": {"ray_data"},
     "train/executor": {"train/worker_group"},
     "train/iterator": {"train/executor"},
-    "train/job": {"train/executor"},
-    "train/trainer": {"train/executor", "train/iterator", "train/job", "train/worker_group", "tune"},
-    "train/fit/run": {"train/executor", "train/iterator", "train/job"},
-    "train/fit/trainer": {"train/executor", "train/fit/run", "train/job", "tune"},
+    "train/trainer": {"train/executor", "train/iterator", "train/worker_group", "tune"},
+    "train/fit/run": {"train/executor", "train/iterator"},
+    "train/fit/trainer": {"train/executor", "train/fit/run", "tune"},
     "train/frameworks": {"train/fit/trainer"},
-    "tune": {"train/iterator", "train/job", "tf/trainer", "torch/setup"},
+    "tune": {"train/executor", "train/iterator", "tf/trainer", "torch/setup"},
     "torch/resnet": {"operators"},
     "utils": {"compat"},
     "torch/trainer": {

@@ -1,9 +1,9 @@
 """Builds Horovod for the installed torch, and installs it: `python tools/build_horovod.py`.
 
-Horovod has no wheels, and its last release does not compile against a torch of today as it is.
+Horovod has no wheels, and its last release does not compile against a current torch without changes.
 
-    look into the cache for a wheel made for this torch and this Python
-    none there: check the tools; download the sources; mend them (`PATCHES`); compile; keep the wheel
+    look in the cache for a wheel for this torch and this Python
+    if there is none: check the tools; download the sources; patch them (`PATCHES`); compile; keep the wheel
     install the wheel; import it once
 """
 
@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PATCHES", "BuildError", "Patch", "cached_wheel", "main", "mend", "missing"]
+__all__ = ["PATCHES", "BuildError", "Patch", "apply_patches", "cached_wheel", "main", "missing"]
 
 VERSION = "0.28.1"
 PACKAGES = ("torch", "cffi", "cloudpickle", "packaging", "psutil", "yaml", "setuptools", "wheel")
@@ -34,22 +34,29 @@ SETTINGS = {
     "HOROVOD_WITHOUT_MXNET": "1",
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_WITHOUT_MPI": "1",
-    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # its third parties ask for less than CMake 4 grants
+    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # its dependencies ask for versions that CMake 4 no longer supports
 }
-# Of Horovod's own variables, those that change what is built.
-ASKED = ("HOROVOD_GPU", "HOROVOD_CUDA", "HOROVOD_NCCL", "HOROVOD_ALLOW_MIXED", "HOROVOD_BUILD", "HOROVOD_LOCAL_VERSION")
+# Horovod's own variables that change what is built.
+BUILD_VARIABLES = (
+    "HOROVOD_GPU",
+    "HOROVOD_CUDA",
+    "HOROVOD_NCCL",
+    "HOROVOD_ALLOW_MIXED",
+    "HOROVOD_BUILD",
+    "HOROVOD_LOCAL_VERSION",
+)
 
 
 class Patch(NamedTuple):
-    """In `file`, `old` (a pattern, found once) becomes `new`."""
+    """Replaces `old`, a pattern that occurs once in `file`, with `new`."""
 
     file: str
     old: str
     new: str
 
 
-# Today's torch wants C++20. And a rank that is lost must not take the others along, or make them wait: as released, an
-# error while ranks meet ends the process, the next meeting fails too, and a send that is queued never hears of it.
+# A current torch requires C++20. The other patches are about failures: as released, an error during the rendezvous ends the
+# process, the next rendezvous fails too, and a queued send never gets an error.
 PATCHES = (
     *(
         Patch(f"{folder}CMakeLists.txt", r"(set\(CMAKE_CXX_STANDARD) 1[47]\)(?=\s*\n)", r"\1 20)")
@@ -96,12 +103,12 @@ PATCHES = (
 
 
 class BuildError(RuntimeError):
-    """Horovod cannot be built here; the text says what is missing, or what the compiler said."""
+    """Horovod cannot be built here. The message says what is missing, or has the compiler's output."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--no-install", action="store_true", help="only make the wheel, and print where it is")
+    parser.add_argument("--no-install", action="store_true", help="only build the wheel, and print its path")
     options = parser.parse_args(arguments)
     try:
         wheel = cached_wheel() or build()
@@ -115,13 +122,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def cache_folder() -> Path:
-    """Of this torch, Python, platform and recipe: what fits one does not fit another."""
+    """Return the cache folder of this torch, Python, platform and recipe, because a wheel fits only these."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError as error:
         raise BuildError("torch is not installed, and Horovod is compiled against it: install torch first") from error
-    asked = sorted((name, value) for name, value in os.environ.items() if name.startswith(ASKED))
-    recipe = hashlib.sha256(repr((PATCHES, SETTINGS, *asked)).encode()).hexdigest()[:8]
+    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(BUILD_VARIABLES))
+    recipe = hashlib.sha256(repr((PATCHES, SETTINGS, *variables)).encode()).hexdigest()[:8]
     python = f"{sys.implementation.cache_tag}{getattr(sys, 'abiflags', '')}"
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "raysgd" / f"horovod-{VERSION}-torch-{torch}-{python}-{sysconfig.get_platform()}-{recipe}"
@@ -132,13 +139,13 @@ def cached_wheel() -> Path | None:
 
 
 def missing() -> list[str]:
-    """What must be there before a build can start, and is not; each with a way to get it."""
+    """Return what a build needs and this machine lacks, each with a way to install it."""
     path = _environment()["PATH"]
     lacking = []
     if shutil.which("cmake", path=path) is None:
         lacking.append("cmake 3.13 or newer (pip install cmake, or your system's package)")
     if not any(shutil.which(name, path=path) for name in (os.environ.get("CXX") or "c++", "g++", "clang++")):
-        lacking.append("a C++ compiler that knows C++20 (g++ 10 or newer, from your system's packages)")
+        lacking.append("a C++ compiler with C++20 (g++ 10 or newer, from your system's packages)")
     if not any(shutil.which(name, path=path) for name in ("make", "gmake")):
         lacking.append("make (from your system's packages)")
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
@@ -150,7 +157,7 @@ def missing() -> list[str]:
 
 
 def build() -> Path:
-    """Downloads, mends and compiles; the wheel appears in the cache when it is whole."""
+    """Download, patch and compile. The wheel appears in the cache only when it is complete."""
     lacking = missing()
     if lacking:
         raise BuildError("these are missing: " + "; ".join(lacking))
@@ -158,18 +165,18 @@ def build() -> Path:
     print(f"Building Horovod {VERSION} from source (minutes, once; kept in {folder})", flush=True)
     with tempfile.TemporaryDirectory(prefix="raysgd-horovod-") as scratch:
         source = download(Path(scratch))
-        mend(source)
+        apply_patches(source)
         _run("pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", scratch, str(source))
         made = next(Path(scratch).glob("*.whl"))
         folder.mkdir(parents=True, exist_ok=True)
-        coming = folder / f"{made.name}.{os.getpid()}"
-        shutil.copyfile(made, coming)
-        os.replace(coming, folder / made.name)
+        partial = folder / f"{made.name}.{os.getpid()}"
+        shutil.copyfile(made, partial)
+        os.replace(partial, folder / made.name)
     return folder / made.name
 
 
 def download(scratch: Path) -> Path:
-    """The released sources, unpacked."""
+    """Return the folder of the released sources, unpacked."""
     _run(
         *("pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod"),
         *("--dest", str(scratch), f"horovod=={VERSION}"),
@@ -182,13 +189,14 @@ def download(scratch: Path) -> Path:
     return scratch / f"horovod-{VERSION}"
 
 
-def mend(source: Path) -> None:
+def apply_patches(source: Path) -> None:
     for patch in PATCHES:
         file = source / patch.file
         text, found = re.subn(patch.old, patch.new, file.read_text(encoding="utf-8"))
         if found != 1:
             raise BuildError(
-                f"{patch.file} of Horovod {VERSION} is not as expected: {patch.old!r} was found {found} times"
+                f"cannot patch {patch.file} of Horovod {VERSION}: the pattern {patch.old!r} must occur once, and was found "
+                f"{found} times"
             )
         file.write_text(text, encoding="utf-8")
 
@@ -209,11 +217,12 @@ def _run(*arguments: str) -> None:
         check=False,
     )
     if done.returncode != 0:
-        raise BuildError(f"`python {' '.join((*module, *arguments))}` failed; it ended so:\n{done.stdout[-6000:]}")
+        command = " ".join(("python", *module, *arguments))
+        raise BuildError(f"`{command}` failed. The end of its output:\n{done.stdout[-6000:]}")
 
 
 def _environment() -> dict[str, str]:
-    """With this interpreter's own scripts first: a cmake that pip installed is there."""
+    """Return the environment for commands. This interpreter's scripts come first in PATH, for a cmake from pip."""
     path = os.pathsep.join(filter(None, [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
     jobs = f"-j{os.cpu_count() or 1}"
     return {"MAKEFLAGS": jobs, **os.environ, **SETTINGS, "PATH": path}

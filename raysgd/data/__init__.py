@@ -1,4 +1,4 @@
-"""Samples that are fetched while training runs, and Ray Datasets for operators."""
+"""Samples that are downloaded while training runs, and Ray Datasets for operators. Both."""
 
 from raysgd.data.dataset import Dataset
 from raysgd.ray_data.columns import RayData

@@ -1,4 +1,4 @@
-"""An endless stream of samples, fetched by threads and dealt to the workers. Standard library only."""
+"""RaySGD's Dataset: an endless stream of samples, which threads download. Both."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from itertools import islice
 from typing import Any, NoReturn
 
+from raysgd.config import at_least
+
 Pair = tuple[Any, Any]
 
-# What "unlimited" can mean: more downloads at a time than this only cost threads.
+# The limit for "unlimited" downloads at a time: more would only cost threads.
 _MAX_THREADS = 128
 
 
 class Dataset:
-    """A source of samples that every worker reads its own share of.
+    """A stream of samples, of which every worker reads its own shard.
 
         dataset = Dataset(urls, batch_size=64, download_func=fetch, transform=augment)
         for epoch in range(10):
             trainer.train(dataset=dataset, num_steps=100)
 
-    For each item of `data`, in turn and for ever:
-        pair = transform(download_func(item))      each of the two only if given; (x, y) must come out
-        the shard whose turn it is adds the pair to its batch
+    For each item of `data`, in order and endlessly:
+        pair = transform(download_func(item))      each function only if given; the result must be a pair (x, y)
+        the next shard in turn adds the pair to its batch
 
-    `data` is a list, any other iterable, or a function that gives one. It repeats for ever, so say
-    `num_steps` where you train on it; only an empty `data` ends. A generator runs once and its items are
-    kept in memory to be repeated: pass the generator function itself to have it run anew for each pass.
+    `data` is a list, another iterable, or a function that returns one. It is repeated endlessly, so pass `num_steps` when
+    you train on it. Only empty `data` ends. The items of a generator are kept in memory, to be repeated. Pass the
+    generator function instead to run it again for each pass.
 
-    `max_concurrency` is how many downloads run at a time: 1 is one after the other and in order, 0 as many as
-    are of use. Except with 1, the samples of a batch come in any order; which samples make up a batch is
-    always the same.
+    `max_concurrency` is the number of downloads at a time: 1 downloads one after another, in order; 0 means no limit.
+    With any other number than 1, the samples of a batch come in any order, but the samples in each batch are always the
+    same.
 
-    It owns no position: a shard can be read again from any sample. It is picklable when `data` and the two
-    functions are.
+    It has no position: a shard can be read again from any sample. It can be pickled if `data` and the two functions can.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Dataset:
         _check_callable("download_func", download_func)
         _check_callable("transform", transform)
         if max_concurrency < 0:
-            raise ValueError(f"max_concurrency must be 0 (unlimited) or more, not {max_concurrency!r}")
+            raise ValueError(f"max_concurrency must be 0 (unlimited) or more, got {max_concurrency!r}")
         self._data = _repeatable(data)
-        self.batch_size = _at_least_one("batch_size", batch_size)
+        at_least("batch_size", batch_size, 1, whole=True)
+        self.batch_size = batch_size
         self.download_func = download_func
         self.max_concurrency = max_concurrency
         self.transform = transform
@@ -61,24 +63,24 @@ class Dataset:
         return self._num_shards
 
     def set_num_shards(self, num_shards: int) -> None:
-        """Deal the stream to so many shards from now on; shards that were handed out stay as they are."""
-        self._num_shards = _at_least_one("num_shards", num_shards)
+        """Set the number of shards for later calls of `get_shard`. Existing shards do not change."""
+        at_least("num_shards", num_shards, 1, whole=True)
+        self._num_shards = num_shards
 
     def get_shard(self, i: int, *, start: int = 0) -> Shard:
-        """Share `i` of the stream, as an iterable of batches.
+        """Return shard `i` of the stream, an iterable of batches.
 
-        `start` is how many samples of the whole stream, over all shards, were used before: the rest of it is
-        dealt anew, whatever the number of shards was then.
+        `start` is how many samples of the whole stream, over all shards, have been used already. The samples after them
+        are divided among the current number of shards, whatever that number was before.
         """
         if not 0 <= i < self._num_shards:
             raise AssertionError(
-                f"there is no shard {i}: there are {self._num_shards}, counted from 0. "
-                "Call set_num_shards first to have more."
+                f"there is no shard {i}: there are {self._num_shards}, counted from 0. Call set_num_shards() first to have more"
             )
         return Shard(self, index=i, num_shards=self._num_shards, start=start)
 
     def items(self) -> Iterator[Any]:
-        """The raw items, pass after pass; it ends only after a pass that had none."""
+        """Yield the items of `data`, one pass after another. End only after a pass without items."""
         found = True
         while found:
             found = False
@@ -87,22 +89,22 @@ class Dataset:
                 yield item
 
     def prepare(self, item: Any) -> Pair:
-        """The (x, y) that an item stands for. Called by several threads, if `max_concurrency` is not 1."""
+        """Return the pair (x, y) for an item. Several threads call this, unless `max_concurrency` is 1."""
         pair = item if self.download_func is None else self.download_func(item)
         if self.transform is not None:
             pair = self.transform(pair)
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(
-                f"a sample must be a pair (x, y), but {item!r:.200} became {pair!r:.200}. "
-                "Let download_func or transform return a pair."
+                f"a sample must be a pair (x, y), got {pair!r:.200} for the item {item!r:.200}: return a pair from download_func or "
+                "transform"
             )
         return pair[0], pair[1]
 
 
 class Shard:
-    """One worker's share of a Dataset: iterating gives lists of `batch_size` pairs (x, y).
+    """One worker's part of a Dataset: yields lists of `batch_size` pairs (x, y).
 
-    With n shards, shard i has the samples start + i, start + i + n, ... of the stream, anew each time.
+    Of n shards, shard i has the samples start + i, start + i + n, ... of the stream. Each iteration begins with the first.
     """
 
     def __init__(self, dataset: Dataset, *, index: int, num_shards: int, start: int = 0) -> None:
@@ -120,12 +122,12 @@ class Shard:
 
 
 def _repeatable(data: Any) -> Any:
-    if isinstance(data, Iterator):  # spent after one pass and shared by all shards
+    if isinstance(data, Iterator):  # it can be read only once, and all shards share it
         return _Remembered(data)
     if not isinstance(data, Iterable) and not callable(data) and not hasattr(data, "__getitem__"):
         raise TypeError(
-            f"data must be an iterable, or a function that gives one, not {type(data).__name__}. "
-            "Pass a list, or a function that yields the items."
+            f"data must be an iterable, or a function that returns one, got {data!r:.200}: pass a list, or a function that "
+            "yields the items"
         )
     return data
 
@@ -135,7 +137,7 @@ def _one_pass(data: Any) -> Iterable[Any]:
         return data
     if callable(data):
         return data()  # type: ignore[no-any-return]
-    return map(data.__getitem__, range(len(data)))  # indexed samples, as torch's own datasets have them
+    return map(data.__getitem__, range(len(data)))  # samples by index, as in torch's datasets
 
 
 def _batches_in_turn(items: Iterator[Any], dataset: Dataset) -> Iterator[list[Pair]]:
@@ -153,7 +155,7 @@ def _batches_by_threads(items: Iterator[Any], dataset: Dataset) -> Iterator[list
     try:
         batch = begin()
         while batch:
-            following = begin()  # it downloads while the caller works on this batch
+            following = begin()  # these downloads run while the caller uses this batch
             yield [future.result() for future in as_completed(batch)]
             batch = following
     finally:
@@ -161,7 +163,7 @@ def _batches_by_threads(items: Iterator[Any], dataset: Dataset) -> Iterator[list
 
 
 class _Remembered:
-    """An iterable over a one-shot iterator, which any number of readers can go through, also at a time."""
+    """Keeps the items of an iterator in memory, so that several readers can iterate over them, also at the same time."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
@@ -183,17 +185,11 @@ class _Remembered:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a Dataset over {type(self._source).__name__} cannot be sent to another process. "
-            "Pass a list, or the function that makes the iterator, as data."
+            f"a Dataset whose data is a {type(self._source).__name__} cannot be sent to another process: pass a list, or the "
+            "function that creates the iterator"
         )
 
 
 def _check_callable(name: str, value: Any) -> None:
     if value is not None and not callable(value):
-        raise TypeError(f"{name} must be a function or None, not {type(value).__name__} ({value!r:.200})")
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-    return value
+        raise TypeError(f"{name} must be a function or None, got {value!r:.200}")

@@ -1,1 +1,1 @@
-"""Horovod as the way in which ranks meet and gradients are averaged. Importing this does not import Horovod."""
+"""Horovod as a way to connect ranks and average gradients. Importing this package does not import Horovod. Both."""

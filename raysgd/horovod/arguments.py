@@ -1,4 +1,4 @@
-"""What `horovod_args` may say, and what must be there for Horovod."""
+"""The trainer's `horovod_args`, and the check that Horovod is installed. Both."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from raysgd.config import at_least, is_real
 from raysgd.errors import ConfigError
 
 __all__ = ["HorovodArguments", "check_installed"]
 
-GET_IT = (
+HOW_TO_INSTALL = (
     "Horovod has no wheels. In a checkout of raysgd: make horovod. For another environment: pip install 'raysgd[horovod]', "
-    "then run tools/build_horovod.py of raysgd's sources (minutes; needs cmake and a C++ compiler; the wheel is kept for "
-    "the next time)"
+    "then run tools/build_horovod.py of raysgd's sources (it takes minutes, needs cmake and a C++ compiler, and keeps the "
+    "wheel for the next time)"
 )
 COMPRESSIONS = ("none", "fp16")
 OPERATIONS = ("average", "sum")
@@ -23,14 +24,14 @@ OPERATIONS = ("average", "sum")
 
 @dataclass(frozen=True, kw_only=True)
 class HorovodArguments:
-    """Keywords of Horovod's DistributedOptimizer, for every registered optimizer; checked here.
+    """Arguments of Horovod's DistributedOptimizer, which apply to every registered optimizer.
 
-    compression                 "none" or "fp16": how gradients travel
+    compression                 "none" or "fp16": the format in which gradients are sent
     op                          "average" or "sum" over the ranks
-    backward_passes_per_step    backward passes in one batch (of one optimizer), before the gradients travel
-    gradient_predivide_factor   splits the division of an average: part of it before the sum
-    groups                      in how many groups gradients travel together; None: as Horovod sees fit
-    sparse_as_dense             sparse gradients travel as dense ones
+    backward_passes_per_step    backward passes of one optimizer in each batch, before its gradients are sent
+    gradient_predivide_factor   divides an average in two parts: by this factor before the sum, by the rest after it
+    groups                      the number of groups in which gradients are sent; None: Horovod decides
+    sparse_as_dense             send sparse gradients as dense ones
     """
 
     compression: str = "none"
@@ -41,36 +42,39 @@ class HorovodArguments:
     sparse_as_dense: bool = False
 
     def __post_init__(self) -> None:
-        for name, legal in (("compression", COMPRESSIONS), ("op", OPERATIONS)):
-            if getattr(self, name) not in legal:
+        for name, allowed in (("compression", COMPRESSIONS), ("op", OPERATIONS)):
+            if getattr(self, name) not in allowed:
                 raise ConfigError(
-                    f"horovod_args[{name!r}] must be one of {', '.join(map(repr, legal))}, got {getattr(self, name)!r}"
+                    f"horovod_args[{name!r}] must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
                 )
         for name, value in (("backward_passes_per_step", self.backward_passes_per_step), ("groups", self.groups)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"horovod_args[{name!r}] must be a whole number of at least 1, got {value!r}")
+            if value is not None:
+                at_least(f"horovod_args[{name!r}]", value, 1, whole=True)
         factor = self.gradient_predivide_factor
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor <= 0:
+        if not is_real(factor) or factor <= 0:
             raise ConfigError(f"horovod_args['gradient_predivide_factor'] must be a number above 0, got {factor!r}")
         if factor != 1.0 and self.op != "average":
-            raise ConfigError("horovod_args: gradient_predivide_factor splits an average; it does not go with op='sum'")
+            raise ConfigError(
+                "horovod_args['gradient_predivide_factor'] divides an average, and cannot be used with op='sum': leave one out"
+            )
         if not isinstance(self.sparse_as_dense, bool):
             raise ConfigError(f"horovod_args['sparse_as_dense'] must be True or False, got {self.sparse_as_dense!r}")
 
     @classmethod
-    def taken_from(cls, given: Any) -> HorovodArguments:
+    def parse(cls, given: Any) -> HorovodArguments:
+        """Return the arguments in a trainer's `horovod_args`, a dict or None. Raise ConfigError for invalid ones."""
         if given is None:
             given = {}
         if not isinstance(given, Mapping):
             raise ConfigError(f"horovod_args must be a dict of keyword arguments, got {given!r}")
-        legal = sorted(each.name for each in fields(cls))
-        unknown = sorted(given.keys() - set(legal))
+        known = sorted(each.name for each in fields(cls))
+        unknown = sorted(given.keys() - set(known))
         if unknown:
-            raise ConfigError(f"horovod_args has no {unknown}; it takes {legal}")
+            raise ConfigError(f"horovod_args has no argument {unknown[0]!r}; it takes {', '.join(known)}")
         return cls(**given)
 
     def resolved(self, hvd: Any) -> dict[str, Any]:
-        """Worker: in Horovod's own objects."""
+        """Return the arguments as Horovod's own objects."""
         return {
             "compression": getattr(hvd.Compression, self.compression),
             "op": {"average": hvd.Average, "sum": hvd.Sum}[self.op],
@@ -81,15 +85,15 @@ class HorovodArguments:
 
 
 def check_installed(framework: str | None = None) -> None:
-    """Driver, when a trainer is made. `framework`: Horovod must also work with it, "torch" for instance."""
+    """Raise ImportError if Horovod is not installed, or does not work with the framework ("torch", for example)."""
     if importlib.util.find_spec("horovod") is None:
-        raise ImportError(f"backend='horovod' needs Horovod, which is not installed. {GET_IT}")
+        raise ImportError(f"backend='horovod' needs Horovod, which is not installed. {HOW_TO_INSTALL}")
     if framework is None:
         return
     try:
         importlib.import_module(f"horovod.{framework}")
     except (ImportError, OSError) as error:
         raise ImportError(
-            f"Horovod is installed, but does not work with the {framework} that is ({error}); it must be built for that "
-            f"very version. {GET_IT}"
+            f"Horovod is installed, but it does not work with the installed {framework} ({error}): build it for exactly this "
+            f"version. {HOW_TO_INSTALL}"
         ) from error

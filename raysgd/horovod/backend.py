@@ -1,48 +1,70 @@
-"""How the ranks of the class face meet in Horovod, part, and are freed from an exchange that waits for somebody."""
+"""The backends that connect ranks with Horovod: one for operators, and one for training functions. Both.
+
+Training functions may use Horovod without torch, so this module does not import torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+import re
+import sys
+import threading
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from raysgd.core.ranks import RankInfo
-from raysgd.horovod.leaving import is_interruption, shut_down
-from raysgd.horovod.rendezvous import MeetingPlace, enter
-from raysgd.torch.process_group import TorchBackend
+from raysgd.errors import causes_of
+from raysgd.horovod import foreign
+from raysgd.horovod.rendezvous import HorovodRendezvous, end_rendezvous, set_environment
+from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
 from raysgd.torch.sockets import Connections
 
-__all__ = ["HorovodBackend"]
+__all__ = ["HorovodBackend", "HorovodFunctionBackend", "is_interruption", "shut_down"]
 
-# Horovod's threads talk all the time, also while training code computes: silence means that a host is gone.
+# Horovod's threads communicate all the time, also while the training thread computes. So a host that sends nothing for
+# this long has failed.
 SILENCE_S = 30.0
+GRACE_S = 1.0
+FRAMEWORKS = ("horovod.torch", "horovod.tensorflow", "horovod.mxnet")
+
+# Horovod raises the same type for everything that goes wrong between ranks. These texts mean mistakes in the program.
+MISTAKES = re.compile(r"^(Mismatched|Duplicate|Requested|Process-set rank zero)|not supported|received invalid")
+INIT_FAILED = "Horovod initialization failed"
+
+_shutdown_lock = threading.Lock()  # if two threads join Horovod's own thread, the behaviour is undefined
 
 
 class HorovodBackend:
-    """Ranks meet twice: in a process group of torch's, for what the library asks of all ranks (an order of samples, a
-    TorchMetrics value), and in Horovod, for gradients. The first meeting makes sure that all are alive in the second.
+    """Connects the ranks of operators twice: in a torch process group, for what raysgd itself needs from all ranks (an
+    order of samples, a TorchMetrics value), and in Horovod, for gradients. The process group comes first, so that all
+    ranks are alive when they call `hvd.init()`.
 
-    On the driver: owns the meeting places. On a worker: owns the membership, and knows its sockets.
+    On the driver: owns both rendezvous. On a worker: owns the membership, and knows Horovod's sockets.
     """
 
     in_place = True
     needs_offers = False
 
     def __init__(self, *, host: str = "127.0.0.1", join_s: float = 60.0, collective_s: float = 540.0) -> None:
-        self._control = TorchBackend("gloo", host=host, join_s=join_s, collective_s=collective_s)
+        from raysgd.torch.process_group import TorchBackend
+
+        self._process_group = TorchBackend("gloo", host=host, join_s=join_s, collective_s=collective_s)
         self._silence_s = min(SILENCE_S, collective_s)
-        self._place = MeetingPlace(host, wait_s=self._silence_s)
+        self._rendezvous = HorovodRendezvous(host, wait_s=self._silence_s)
         self._connections = Connections()
 
     def offer(self) -> dict[str, Any]:
         return {}
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        pairs = zip(self._control.plan(rank_infos), self._place.open(rank_infos), strict=True)
-        return [{"control": control, "environment": environment} for control, environment in pairs]
+        pairs = zip(self._process_group.plan(rank_infos), self._rendezvous.open(rank_infos), strict=True)
+        return [{"process_group": settings, "environment": environment} for settings, environment in pairs]
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
-        self._control.join(rank_info, settings.get("control", {}))
-        enter(settings.get("environment", {}))
+        self._process_group.join(rank_info, settings.get("process_group", {}))
+        set_environment(settings.get("environment", {}))
         self._connections.opening()
         try:
             _init()
@@ -52,18 +74,72 @@ class HorovodBackend:
     def leave(self) -> None:
         shut_down(self._connections.shut, limit_s=self._silence_s + 10)
         self._connections.forget()
-        self._control.leave()
+        self._process_group.leave()
 
     def abort(self) -> None:
-        """Horovod's thread falls out of what it waits for, and takes the training thread's wait with it."""
+        """Close Horovod's connections: its thread fails, and so does the training thread's wait for it."""
         self._connections.shut()
-        self._control.abort()
+        self._process_group.abort()
 
     def collectives(self) -> int:
-        return -1  # most of them are Horovod's, which does not count
+        return -1  # most of them are Horovod's, which does not count them
 
     def is_interruption(self, error: BaseException) -> bool:
-        return is_interruption(error) or self._control.is_interruption(error)
+        return is_interruption(error) or self._process_group.is_interruption(error)
+
+
+class HorovodFunctionBackend:
+    """Connects the ranks of a training function, which calls `hvd.init()` itself.
+
+    On the driver: owns the rendezvous. On a worker: owns the environment of this generation, and knows the sockets that
+    the function's `hvd.init()` opens.
+
+    Each worker sees the GPUs of all workers on its node, because scripts call `set_device(hvd.local_rank())`. `wait_s`
+    limits how long Horovod waits for the other ranks in `hvd.init()`, and for a host that stops responding.
+    """
+
+    in_place = True
+
+    def __init__(self, *, host: str, wait_s: float, interface: str | None = None, use_gpu: bool = False) -> None:
+        self._wait_s, self._interface, self.needs_offers = wait_s, interface, use_gpu
+        self._gpus: str | None = None
+        self._rendezvous = HorovodRendezvous(host, wait_s=wait_s)
+        self._environment: dict[str, str] = {}
+        self._connections = Connections()
+
+    def offer(self) -> dict[str, Any]:
+        """Return the GPUs that Ray assigned. `join` makes those of the other workers visible too."""
+        self._gpus = visible_gpus() if self._gpus is None else self._gpus
+        return {"gpus": self._gpus}
+
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        gpus = shared_gpus(rank_infos, offers) if self.needs_offers else [None] * len(rank_infos)
+        environments = self._rendezvous.open(rank_infos)
+        return [{"environment": each, "gpus": shared} for each, shared in zip(environments, gpus, strict=True)]
+
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        self._environment = settings.get("environment", {})
+        set_environment(self._environment, interface=self._interface)
+        watch_init(self._connections)
+        torch = sys.modules.get("torch")
+        if settings.get("gpus") is not None and not (torch is not None and torch.cuda.is_initialized()):
+            see_gpus(settings["gpus"], self.offer()["gpus"])
+
+    def leave(self) -> None:
+        shut_down(self._connections.shut, limit_s=self._wait_s + 10)
+        self._connections.forget()
+
+    def abort(self) -> None:
+        """Make the function's collective fail, and `hvd.init()` on the ranks that are still waiting in it."""
+        self._connections.shut()
+        if self._environment:
+            threading.Thread(target=end_rendezvous, args=(self._environment,), daemon=True).start()
+
+    def collectives(self) -> int:
+        return -1  # Horovod does not count them
+
+    def is_interruption(self, error: BaseException) -> bool:
+        return is_interruption(error)
 
 
 def _init() -> None:
@@ -72,5 +148,58 @@ def _init() -> None:
     try:
         hvd.init()
     except ValueError:
-        hvd.shutdown()  # ends its thread, so that the next generation can begin one
+        hvd.shutdown()  # ends its thread, so that the next generation can start one
         raise
+
+
+def watch_init(connections: Connections) -> None:
+    """Make every later `hvd.init()` in this process record the sockets that it opens, for every framework, whether its
+    module was imported already or not."""
+    basics = foreign.basics()
+    original = inspect.unwrap(basics.init)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        connections.opening()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            connections.opened()
+
+    basics.init = init
+    for name, module in list(sys.modules.items()):
+        bound = getattr(module, "init", None) if name.startswith("horovod.") else None
+        if inspect.ismethod(bound) and isinstance(bound.__self__, basics):
+            module.init = types.MethodType(init, bound.__self__)  # type: ignore[attr-defined]
+
+
+def shut_down(close_connections: Callable[[], None], *, limit_s: float) -> None:
+    """Shut Horovod down. All ranks leave together as soon as one does. If a peer does not respond within a second, close
+    the connections, so that this rank stops waiting. Close them in any case: Horovod leaves them open, and peers may be
+    waiting on them."""
+    thread = threading.Thread(target=_shut_down, name="horovod-shutdown", daemon=True)
+    thread.start()
+    thread.join(GRACE_S)
+    close_connections()
+    thread.join(limit_s)
+
+
+def _shut_down() -> None:
+    with _shutdown_lock:
+        for name in FRAMEWORKS:
+            module = sys.modules.get(name)
+            if module is not None and hasattr(module, "shutdown"):
+                module.shutdown()
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Return whether this error, or one that caused it, means that a peer failed."""
+    exceptions = sys.modules.get("horovod.common.exceptions")
+    if exceptions is None:
+        return False
+    for each in causes_of(error):
+        if isinstance(each, exceptions.HorovodInternalError):
+            return not MISTAKES.search(str(each))
+        if isinstance(each, ValueError) and INIT_FAILED in str(each):
+            return True
+    return False

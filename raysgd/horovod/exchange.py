@@ -1,4 +1,4 @@
-"""Gradients through Horovod's DistributedOptimizer, beside the optimizers that were registered."""
+"""Average gradients with Horovod's DistributedOptimizer, alongside the registered optimizers. Worker."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ AT_THE_STEP = 1 << 30
 
 
 class Sender:
-    """Owns one DistributedOptimizer. It sends the gradients of an optimizer's parameters while the backward pass still
-    runs, and never steps: the registered optimizer stays the object it was, with its state, schedulers and hooks.
+    """Owns one DistributedOptimizer, which sends the gradients of an optimizer's parameters while the backward pass is
+    still running. It never makes a step: the registered optimizer keeps its state, schedulers and hooks.
 
-    When the backward pass returns, the gradients are everybody's, as with DDP; so that whatever a loop does with them
-    next is right. `passes`: only after so many of them.
+    When a backward pass returns, the gradients are averaged over all ranks, as with DDP. So a loop can use them in any
+    way. With `passes`, this is so only after that many backward passes.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Sender:
     ) -> None:
         self._passes, self._done, self._in_pass = passes, 0, False
         self.held = False
-        self._horovods = hvd.DistributedOptimizer(
+        self._distributed = hvd.DistributedOptimizer(
             torch.optim.SGD([parameter for _, parameter in names], lr=0.0),
             named_parameters=names,
             backward_passes_per_step=window,
@@ -42,16 +42,16 @@ class Sender:
 
     def finish(self) -> None:
         self._done, self._in_pass = 0, False
-        if has_unsent_gradients(self._horovods):
-            self._horovods.synchronize()
+        if has_unsent_gradients(self._distributed):
+            self._distributed.synchronize()
 
     def end(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        stop_sending(self._horovods)
+        stop_sending(self._distributed)
 
     def _arrived(self, parameter: Any) -> None:
-        """The first gradient of a backward pass: something will be done at its end."""
+        """At the first gradient of a backward pass, ask to be called at the end of the pass."""
         if not self._in_pass:
             self._in_pass = True
             run_after_backward(self._pass_ended)
@@ -64,7 +64,8 @@ class Sender:
 
 
 class HorovodExchange(Exchange):
-    """Owns a sender for each registered optimizer, new in each generation. Makes all ranks' parts equal to rank 0's."""
+    """Owns a sender for each registered optimizer, a new one in each generation. Gives rank 0's models and optimizer state to
+    all ranks."""
 
     def __init__(self, arguments: HorovodArguments, *, accumulate: int = 1) -> None:
         self._arguments, self._accumulate = arguments, accumulate
@@ -106,12 +107,13 @@ class HorovodExchange(Exchange):
 
     def _sender(self, hvd: Any, names: list[tuple[str, Any]]) -> Sender:
         given, passes = self._arguments.resolved(hvd), self._arguments.backward_passes_per_step
-        if self._arguments.op == "sum":  # a mean of means is one; a sum that is summed again is none
+        if self._arguments.op == "sum":  # a mean of means is the mean, but a sum of sums is not the sum
             return Sender(hvd, names, given, passes=AT_THE_STEP, window=AT_THE_STEP)
         return Sender(hvd, names, given, passes=passes, window=passes * self._accumulate)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """By whatever hand it steps. A closure makes its gradients inside of the step."""
+        """Finish the exchange before any step of an optimizer, whichever code makes it. A closure computes its gradients
+        within the step, so finish the exchange after the closure."""
         self.finish(optimizer)
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._finishing(optimizer, args[1]), *args[2:]), kwargs
@@ -130,6 +132,7 @@ class HorovodExchange(Exchange):
 
 
 def _named(number: int, optimizer: Any) -> list[tuple[str, Any]]:
+    """Return the trainable parameters with names that are the same on every rank."""
     return [
         (f"optimizer{number}.{group}.{place}", parameter)
         for group, content in enumerate(optimizer.param_groups)
@@ -139,8 +142,8 @@ def _named(number: int, optimizer: Any) -> list[tuple[str, Any]]:
 
 
 def _broadcast_state(hvd: Any, optimizer: Any) -> None:
-    """Rank 0's on every rank. Horovod's own function steps an optimizer that has no state yet, to give it some; here
-    all are without, or none is: the engine has seen to that."""
+    """Give rank 0's state to every rank. Horovod's own function makes a step with an optimizer that has no state yet, to
+    create one. That is not necessary: either all ranks have a state, or none has, because the engine has made them equal."""
     if isinstance(optimizer, torch.optim.LBFGS):
         optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), root_rank=0, name="raysgd.optimizer"))
     elif optimizer.state:

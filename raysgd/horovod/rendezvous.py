@@ -1,4 +1,4 @@
-"""Where Horovod's ranks find each other: a small server beside the driver, and what each rank's environment says."""
+"""How Horovod's ranks find each other: a small server on the driver, and the environment of each rank. Both."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd.core.ranks import RankInfo
-from raysgd.horovod.board_server import OVER, BoardServer
+from raysgd.horovod.rendezvous_server import ENDED, RendezvousServer
 
-__all__ = ["MeetingPlace", "enter", "interface_towards", "places", "say_over"]
+__all__ = ["HorovodRendezvous", "end_rendezvous", "interface_towards", "rank_variables", "set_environment"]
 
-ALONE = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+SINGLE_WORKER = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 ADDRESS, PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 INTERFACE = "HOROVOD_GLOO_IFACE"
+END_S = 5.0
 
 
-def places(rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
-    """Each rank's place, in Horovod's words. A cross rank counts the nodes, among those that have this local rank.
+def rank_variables(rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
+    """Return the environment variables with each rank's ranks. A cross rank counts the nodes that have a worker with this
+    local rank.
 
-    >>> [place["HOROVOD_CROSS_RANK"] for place in places([RankInfo(0, 2), RankInfo(1, 2, node_rank=1)])]
+    >>> [rank["HOROVOD_CROSS_RANK"] for rank in rank_variables([RankInfo(0, 2), RankInfo(1, 2, node_rank=1)])]
     ['0', '1']
     """
     found = []
@@ -41,33 +43,34 @@ def places(rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
     return found
 
 
-class MeetingPlace:
-    """Driver: owns the server of the generation that stands. Each has a new one, since ranks leave their addresses under
-    the same names every time; its port is bound, not guessed."""
+class HorovodRendezvous:
+    """Owns, on the driver, the server of the current generation. Each generation has a new one, because ranks publish
+    their addresses under the same names every time. Its port is bound rather than guessed."""
 
     def __init__(self, host: str, *, wait_s: float) -> None:
         self._host, self._wait_s = host, wait_s
-        self._server: BoardServer | None = None
+        self._server: RendezvousServer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_server": None}
 
     def open(self, rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
-        """The environment of each rank; the old server is closed."""
+        """Start a new server in place of the old one, and return each rank's environment. Without ranks, only close the
+        old one."""
         self.close()
         if not rank_infos:
             return []
-        given = places(rank_infos)
-        self._server = BoardServer(self._host, _sizes(given))
+        ranks = rank_variables(rank_infos)
+        self._server = RendezvousServer(self._host, _sizes(ranks))
         port = self._server.port
-        address = {
-            **ALONE,
+        shared = {
+            **SINGLE_WORKER,
             # Horovod puts this between "http://" and its own path, and so sends the secret with every request.
             ADDRESS: f"{self._host}:{port}/{self._server.secret}",
             PORT: str(port),
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(self._wait_s))),
         }
-        return [{**place, **address} for place in given]
+        return [{**rank, **shared} for rank in ranks]
 
     def close(self) -> None:
         server, self._server = self._server, None
@@ -75,29 +78,29 @@ class MeetingPlace:
             server.close()
 
 
-def _sizes(given: Sequence[Mapping[str, str]]) -> dict[str, int]:
-    """How many ranks there are in each of Horovod's scopes."""
+def _sizes(ranks: Sequence[Mapping[str, str]]) -> dict[str, int]:
+    """Return how many ranks there are in each of Horovod's scopes."""
     found: dict[str, int] = {}
-    for place in given:
-        found["global"] = int(place["HOROVOD_SIZE"])
-        found[f"local_{place['HOROVOD_HOSTNAME']}"] = int(place["HOROVOD_LOCAL_SIZE"])
-        found[f"cross_{place['HOROVOD_LOCAL_RANK']}"] = int(place["HOROVOD_CROSS_SIZE"])
+    for rank in ranks:
+        found["global"] = int(rank["HOROVOD_SIZE"])
+        found[f"local_{rank['HOROVOD_HOSTNAME']}"] = int(rank["HOROVOD_LOCAL_SIZE"])
+        found[f"cross_{rank['HOROVOD_LOCAL_RANK']}"] = int(rank["HOROVOD_CROSS_SIZE"])
     return found
 
 
-def enter(environment: Mapping[str, str], *, interface: str | None = None) -> None:
-    """Worker: takes its place. With nothing in it, one of its own: Horovod then meets nobody."""
-    for name in (*places([RankInfo()])[0], ADDRESS, PORT):
+def set_environment(environment: Mapping[str, str], *, interface: str | None = None) -> None:
+    """Set this worker's environment for `hvd.init()`. If it is empty, Horovod starts with this worker only."""
+    for name in (*rank_variables([RankInfo()])[0], ADDRESS, PORT):
         os.environ.pop(name, None)
-    os.environ.update(environment or ALONE)
-    # That a peer is gone is told by the trainer; Horovod would print it once more, on every rank.
+    os.environ.update(environment or SINGLE_WORKER)
+    # The trainer reports failed peers. Horovod would print them again on every rank.
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
     if environment and (INTERFACE not in os.environ or interface is not None):
         os.environ[INTERFACE] = interface or interface_towards(_host(environment), int(environment[PORT]))
 
 
 def interface_towards(host: str, port: int) -> str:
-    """The network interface that this machine uses to reach the driver: peers reach it there too."""
+    """Return the network interface that this machine uses to reach the driver. Peers reach it there too."""
     import psutil  # Horovod needs it as well
 
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -108,31 +111,25 @@ def interface_towards(host: str, port: int) -> str:
         if any(each.family == family and each.address.split("%")[0] == own for each in addresses):
             return str(name)
     raise RuntimeError(
-        f"no network interface of this machine has the address {own}, from which the driver at {host} is reached: set "
-        f"the environment variable {INTERFACE} to the interface that the workers share"
+        f"no network interface of this machine has the address {own}, which it uses to reach the driver at {host}: set the "
+        f"environment variable {INTERFACE} to the interface that the workers share"
     )
 
 
-def say_over(environment: Mapping[str, str]) -> None:
-    """Worker: this generation is over. Whoever still waits at its meeting place is told so; if the place is closed
-    already, nobody does."""
+def end_rendezvous(environment: Mapping[str, str]) -> None:
+    """Tell the server, from a worker, that this generation has ended. Ranks that are still waiting in `hvd.init()` fail
+    then. If the server is closed already, no rank is waiting."""
+    secret = environment[ADDRESS].partition("/")[2]
+    # A direct connection, because a web proxy cannot reach the driver.
+    connection = http.client.HTTPConnection(_host(environment), int(environment[PORT]), timeout=END_S)
     try:
-        _ask(environment, "PUT", f"{OVER}/1", "1")
+        connection.request("PUT", f"/{secret}/{ENDED}/1", body="1")
+        connection.getresponse().read()
     except (OSError, http.client.HTTPException):
         return
+    finally:
+        connection.close()
 
 
 def _host(environment: Mapping[str, str]) -> str:
     return environment[ADDRESS].partition("/")[0].partition(":")[0]
-
-
-def _ask(environment: Mapping[str, str], method: str, path: str, content: str | None = None) -> tuple[int, bytes]:
-    """Directly: a proxy for the web has no business here."""
-    secret = environment[ADDRESS].partition("/")[2]
-    connection = http.client.HTTPConnection(_host(environment), int(environment[PORT]), timeout=5)
-    try:
-        connection.request(method, f"/{secret}/{path}", body=content)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()

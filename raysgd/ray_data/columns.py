@@ -1,4 +1,4 @@
-"""A Ray Dataset as an operator's data: which columns are features and target, and how many rows make a batch."""
+"""A Ray Dataset as an operator's data: which columns are features and target, and the size of a batch. Both."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raysgd.config import at_least
 from raysgd.errors import ConfigError
 
 __all__ = ["RayData"]
@@ -15,14 +16,14 @@ Columns = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RayData:
-    """A Ray Dataset with what an operator needs to know of it.
+    """A Ray Dataset, with its columns and the size of a batch.
 
         self.register_data(train_loader=RayData(ray.data.read_parquet(path), batch_size=32, features=["a", "b"], target="y"))
 
     batch_size  rows on each worker; by default config["*batch_size"]
-    features    a column, as it is; or a list of them, beside each other in one array of rows; or a list of such lists
-                (and columns), for models of several inputs
-    target      a column, or a list. Without features and target a batch is a dict of all columns
+    features    a column; or a list of columns, which become one array of rows; or a list of such lists (and columns), for
+                models with several inputs
+    target      a column, or a list of columns. Without features and target, a batch is a dict of all columns
     """
 
     dataset: Any
@@ -36,24 +37,23 @@ class RayData:
                 "RayData takes a Ray Dataset (ray.data.read_parquet(...), ray.data.from_items(...)), got "
                 f"{self.dataset!r:.200}"
             )
-        size = self.batch_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ConfigError(f"batch_size must be a whole number of rows, 1 or more, got {size!r}")
+        if self.batch_size is not None:
+            at_least("batch_size", self.batch_size, 1, whole=True)
         if (self.features is None) != (self.target is None):
             raise ConfigError(
-                f"features and target go together, got features={self.features!r} and target={self.target!r}: name both, "
-                "or neither for batches that are dicts of columns"
+                f"pass both features and target, or neither for batches that are dicts of columns, got "
+                f"features={self.features!r} and target={self.target!r}"
             )
         groups = [_names(group) for group in [*self._inputs(), *([] if self.target is None else [self.target])]]
         if not all(group and all(isinstance(name, str) for name in group) for group in groups):
             raise ConfigError(
-                "features and target are names of columns, lists of names, or (features) a list of such lists, got "
+                "features and target must be names of columns or lists of names, and features may be a list of such lists, got "
                 f"features={self.features!r} and target={self.target!r}"
             )
 
     @staticmethod
     def is_given_as(data: Any) -> bool:
-        """Is this a Ray Dataset, or one with its columns named?"""
+        """Return whether this is a Ray Dataset or a RayData."""
         return isinstance(data, RayData) or hasattr(data, "streaming_split")
 
     @classmethod
@@ -61,29 +61,31 @@ class RayData:
         return data if isinstance(data, cls) else cls(data)
 
     def sized(self, config: Mapping[str, Any], key: str) -> RayData:
-        """With a batch size, its own or the config's."""
+        """Return a copy with a batch size, its own or the config's."""
         if self.batch_size is not None:
             return self
         if key not in config:
             raise ConfigError(
-                f"nothing says how many rows of the Ray Dataset make a batch: put {key!r} into the trainer's config, or "
-                "register RayData(dataset, batch_size=...)"
+                f"the Ray Dataset has no batch size: put {key!r} into the trainer's config, or register "
+                "RayData(dataset, batch_size=...)"
             )
         return replace(self, batch_size=int(config[key]))
 
     def arranged(self, columns: Columns) -> Any:
-        """One batch as an operator wants it: `(*features, target)`, or the columns by name."""
+        """Return one batch for the operator: `(*features, target)`, or the columns by name."""
         if self.target is None:
             return {name: _numbers(name, columns[name]) for name in columns}
         inputs = self._inputs()
         wanted = {name for group in [*inputs, self.target] for name in _names(group)}
         missing = sorted(wanted - set(columns))
         if missing:
-            raise ConfigError(f"the Ray Dataset has no column {', '.join(missing)}; it has {', '.join(columns)}")
+            raise ConfigError(
+                f"the Ray Dataset has no column {', '.join(missing)}: its columns are {', '.join(columns)}"
+            )
         return (*(_joined(group, columns) for group in inputs), _joined(self.target, columns))
 
     def _inputs(self) -> list[Any]:
-        """Each input of the model: a column's name, or a list of names."""
+        """Return the inputs of the model: each is a column's name, or a list of names."""
         given = self.features
         if given is None:
             return []
@@ -96,7 +98,7 @@ def _names(group: Any) -> list[Any]:
 
 
 def _joined(group: Any, columns: Columns) -> Any:
-    """A column as it is; those of a list beside each other, as one array of rows."""
+    """Return one column, or the columns of a list as one array of rows."""
     import numpy as np
 
     if isinstance(group, str):
@@ -106,14 +108,15 @@ def _joined(group: Any, columns: Columns) -> Any:
 
 
 def _numbers(name: str, column: Any) -> Any:
+    """Return a column as an array of numbers. Raise ConfigError if that is not possible."""
     import numpy as np
 
     array = np.asarray(column)
     if array.dtype.kind == "O" and len({np.shape(value) for value in array}) == 1:
-        array = np.stack(list(array))  # lists of one length
+        array = np.stack(list(array))  # lists of equal lengths
     if array.dtype.kind not in "biuf":
         raise ConfigError(
-            f"the column {name!r} holds no numbers of one shape ({array.dtype}): turn it into numbers with the data set's "
-            "map_batches(...), name other columns as features and target, or leave it out with drop_columns(...)"
+            f"the column {name!r} must hold numbers of equal shapes, and has the type {array.dtype}: convert it to numbers with "
+            "map_batches(...), choose other columns as features and target, or remove it with drop_columns(...)"
         )
     return array

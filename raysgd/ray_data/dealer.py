@@ -1,9 +1,9 @@
-"""Divides the rows of a Ray Dataset among ranks by their position in its stream, so that the rows that have been used
-are always a prefix of it. The dealer is an actor.
+"""Divides the rows of a Ray Dataset among ranks by their position in its stream. Both.
 
-The dealer reads the data set once for all ranks, holds the blocks that ranks may still request, and returns which rows
-of which blocks are one rank's part of a step. It never waits for a rank: one that fails sends no more requests, and a
-new generation can continue at any row that is still held.
+The rows that have been used are always a prefix of the stream. The dealer, an actor on the driver's node, reads the data set
+once for all ranks, holds the blocks that ranks may still request, and returns which rows of which blocks are one rank's part
+of a step. It never waits for a rank: a failed rank sends no more requests, and a new generation can continue at any row that
+is still held.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PartRequest:
 
     number   which pass over the data set
     step     how many rows all ranks take together
-    turn     the call and the generation; late requests of an older one are refused
+    turn     the call and the generation; late requests of an older one are ignored
     pad      at the end, a rank without rows of its own repeats one
     floor    the first row that this rank may request again; it has committed those before
     """
@@ -55,7 +55,8 @@ class BlockSlice(NamedTuple):
 
 
 class RankRows(NamedTuple):
-    """One rank's rows, the row after the step, and whether they are new. (A rank that would have none repeats some.)"""
+    """One rank's rows, the row after the step, and whether the rows are new. (A rank without rows of its own repeats
+    some.)"""
 
     slices: tuple[BlockSlice, ...]
     after: int
@@ -149,8 +150,8 @@ class Dealer:
         """Begin a pass. If it does not begin at its first row, another dealer had begun it: read up to that row."""
         if request.start > 0:
             logger.warning(
-                "reading the data set again, and skipping its first %d row(s), which have been used. These are the same "
-                "rows only if the order is the same (set execution_options.preserve_order of ray.data.DataContext)",
+                "raysgd reads the data set again, and skips its first %d row(s), which have been used. These are the same rows "
+                "only if the order is the same: set execution_options.preserve_order of ray.data.DataContext",
                 request.start,
             )
         self._number, self._floors = request.number, {}

@@ -1,5 +1,4 @@
-"""Reads a worker's rows of a Ray Dataset: requests them from the dealer ahead of the loop, and fetches the blocks.
-Worker."""
+"""Reads a worker's rows of a Ray Dataset: requests them from the dealer in advance, and fetches the blocks. Worker."""
 
 from __future__ import annotations
 
@@ -112,7 +111,7 @@ class _Ahead:
 
 
 def _columns(dealt: RankRows) -> dict[str, Any]:
-    """The rows themselves, column by column; a copy, since blocks lie in memory that is shared and read-only."""
+    """Return the rows as columns. They are copies, because the memory of blocks is shared and read-only."""
     import numpy as np
     import ray
     from ray.data.block import BlockAccessor
@@ -156,8 +155,8 @@ def local_row_reader(name: str, dataset: Any, deliver: Any) -> RowReader:
 
 @dataclass(frozen=True)
 class SharedRowReaders:
-    """Makes a worker's readers. For a data set that every rank has created alike, it asks the driver to start the dealer,
-    because the driver outlives all workers. `mark` identifies the trainer."""
+    """Creates a worker's readers. For a data set that every rank has created in the same way, it asks the driver to start
+    the dealer, because the driver outlives all workers. `mark` identifies the trainer."""
 
     mark: str
 

@@ -6,24 +6,15 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from raysgd.ray_data.datasets import DataConfig, named_datasets, parse_data_config
 from raysgd.workers import cluster
 from raysgd.workers.foreign import split_coordinator
 
-__all__ = ["DatasetSplits", "SplitRules", "no_room_for_data"]
+__all__ = ["DatasetSplits", "make_splits", "no_room_for_data"]
 
 logger = logging.getLogger("raysgd")
-
-
-class SplitRules(Protocol):
-    """What `DatasetSplits` needs from a `raysgd.train.DataConfig`."""
-
-    enable_shard_locality: bool
-    equal: bool
-
-    def splits(self, name: str) -> bool: ...
-    def options_for(self, name: str) -> Any: ...
 
 
 class DatasetSplits:
@@ -54,10 +45,10 @@ class DatasetSplits:
 
     def _split(self, world_size: int, nodes: list[str]) -> list[dict[str, Any]]:
         hints = nodes if len(nodes) == world_size and all(nodes) else None
-        if callable(getattr(self._rules, "configure", None)):  # Ray's own DataConfig, or the user's subclass of it
+        if callable(getattr(self._rules, "configure", None)):  # Ray's own DataConfig, or a subclass of it
             own: list[dict[str, Any]] = self._rules.configure(self._datasets, world_size, None, hints)
             return own
-        rules: SplitRules = self._rules
+        rules: DataConfig = self._rules
         shards: list[dict[str, Any]] = [{} for _ in range(world_size)]
         for name, dataset in self._datasets.items():
             options = rules.options_for(name)
@@ -70,6 +61,15 @@ class DatasetSplits:
             for rank, part in zip(shards, parts, strict=True):
                 rank[name] = part
         return shards
+
+
+def make_splits(datasets: Any, config: Any = None, *, cpus_per_worker: float = 1) -> DatasetSplits | None:
+    """Return what splits the datasets for each attempt of a run, or None without datasets. `datasets` is a Ray Dataset, or
+    a dict of them by name."""
+    named = named_datasets(datasets)
+    if not named:
+        return None
+    return DatasetSplits(named, parse_data_config(config, list(named)), cpus_per_worker=cpus_per_worker)
 
 
 def no_room_for_data(nodes: Sequence[str], cpus_per_worker: float, names: str) -> bool:

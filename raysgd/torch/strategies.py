@@ -47,7 +47,7 @@ def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *
 def _horovod(options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
     from raysgd.horovod.arguments import HorovodArguments, check_installed
 
-    arguments = HorovodArguments.taken_from(horovod_args)
+    arguments = HorovodArguments.parse(horovod_args)
     if options.parallel == "fsdp":
         raise ConfigError(
             "backend='horovod' averages the gradients of whole models: for parallel='fsdp' use backend='auto'"

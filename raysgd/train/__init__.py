@@ -9,10 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from raysgd.ray_data.datasets import DataConfig
 from raysgd.train.backends import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.callbacks import TrainingCallback
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.datasets import DataConfig
 from raysgd.train.elastic_state import elastic
 from raysgd.train.errors import (
     InactiveWorkerGroupError,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raysgd.config import is_real
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.errors import ConfigError
 
@@ -103,7 +104,7 @@ class TorchConfig(BackendConfig):
 
     backend      "gloo" or "nccl"; None: nccl with GPUs, gloo without
     init_method  "env": also set MASTER_ADDR, RANK and so on, for code that reads them; "tcp": do not set them
-    timeout_s    of one collective
+    timeout_s    the limit for one collective
     """
 
     backend: str | None = None
@@ -149,7 +150,7 @@ class TensorflowConfig(BackendConfig):
 
 
 class HorovodHooks(Backend):
-    """The environment has what `hvd.init()` needs, which the function calls."""
+    """The environment is set for `hvd.init()`, which the function calls."""
 
     @staticmethod
     def encode_data(data: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +179,7 @@ class HorovodConfig(BackendConfig):
     def __post_init__(self) -> None:
         if self.nics is not None and (isinstance(self.nics, str) or not all(isinstance(nic, str) for nic in self.nics)):
             raise ConfigError(f"nics must be a set of names of network interfaces, got {self.nics!r}")
-        if not isinstance(self.timeout_s, (int, float)) or isinstance(self.timeout_s, bool) or self.timeout_s <= 0:
+        if not is_real(self.timeout_s) or self.timeout_s <= 0:
             raise ConfigError(f"timeout_s must be a number of seconds above 0, got {self.timeout_s!r}")
 
     @property
@@ -191,11 +192,11 @@ class HorovodConfig(BackendConfig):
         check_installed()
 
     def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
-        from raysgd.horovod.function import HorovodMeeting
+        from raysgd.horovod.backend import HorovodFunctionBackend
 
         interface = next(iter(self.nics), None) if self.nics else None
         wait_s = min(float(self.timeout_s), collective_s)
-        return HorovodMeeting(host=host, wait_s=wait_s, interface=interface, use_gpu=use_gpu)
+        return HorovodFunctionBackend(host=host, wait_s=wait_s, interface=interface, use_gpu=use_gpu)
 
 
 CONFIGS: dict[str, type[BackendConfig]] = {

@@ -95,10 +95,6 @@ class CheckpointManager:
                 locations.warn_without_digest(place)
         self.latest_id = max([self.latest_id, *reported, *complete])
 
-    def add(self, payload: bytes, metrics: dict[str, Any]) -> None:
-        """Keep a checkpoint as the newest one, and store it."""
-        self.store(self.register(payload), payload, metrics)
-
     def register(self, payload: bytes) -> int:
         """Make a checkpoint the newest one in memory, before storage can fail. Return its number."""
         self.latest_id += 1
@@ -166,9 +162,9 @@ class CheckpointManager:
 class BackgroundWriter:
     """Does work in order on a thread of its own, so that a recovery never waits for a disk or a bucket.
 
-    Owns the thread and its queue. `fail` is called with the first error, after which nothing more is done. `room`
-    bounds how much heavy work waits, and so the memory: who adds more has to wait. All waits end with an error when one
-    item takes longer than WRITE_LIMIT_S.
+    Owns the thread and its queue. `fail` is called with the first error, and later work is not done. `room` limits the
+    heavy work in the queue, and so its memory: `put` waits until there is room. All waits end with an error when one item
+    takes longer than WRITE_LIMIT_S.
     """
 
     def __init__(self, fail: Callable[[BaseException], None], *, room: int = 2) -> None:

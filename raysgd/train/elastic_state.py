@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd.errors import ConfigError
@@ -16,14 +17,11 @@ __all__ = ["Commit", "ElasticState", "elastic"]
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
 
+@dataclass
 class Commit:
     """The last commit of one rank. The replica owns it, so it survives the attempt. Replacement workers receive it."""
 
-    def __init__(self) -> None:
-        self.content: dict[str, Any] | None = None
-
-    def forget(self) -> None:
-        self.content = None
+    content: dict[str, Any] | None = None
 
 
 def elastic(state: Mapping[str, Any]) -> ElasticState:
@@ -80,7 +78,7 @@ class ElasticState:
         if set(content) != {*self._parts, *self._values}:
             raise ConfigError(
                 f"train.elastic was given {sorted(content)} before and {sorted([*self._parts, *self._values])} now: "
-                "a function must keep the same things each time it runs"
+                "pass the same names each time the function runs"
             )
         for name, part in self._parts.items():
             part.load_state_dict(copy.deepcopy(content[name]))
@@ -88,8 +86,8 @@ class ElasticState:
             self._values[name] = copy.deepcopy(content[name])
 
     def sync(self) -> None:
-        """Give rank 0's state to all ranks, and commit it (with torch or Horovod). Not needed after a failure, when the
-        ranks are equal anyway."""
+        """Give rank 0's state to all ranks, with torch or Horovod, and commit it. After a failure this is not necessary,
+        because the ranks have the same state then."""
         if self._session.rank_info.world_size > 1:
             first = self._session.rank_info.world_rank == 0
             self._commit.content = pickle.loads(_from_rank_0(pickle.dumps(self._copied()) if first else None))
@@ -107,9 +105,8 @@ def _from_rank_0(content: bytes | None) -> bytes:
     hvd, dist = sys.modules.get("horovod.torch"), sys.modules.get("torch.distributed")
     box = [content]
     if hvd is not None and hvd.is_initialized():
-        box = [
-            hvd.broadcast_object(content, root_rank=0, name="raysgd.sync")
-        ]  # by default Horovod names it after its type
+        # The name must be the same on all ranks. The default contains the type, and only rank 0 has bytes.
+        box = [hvd.broadcast_object(content, root_rank=0, name="raysgd.sync")]
     elif dist is not None and dist.is_initialized():
         dist.broadcast_object_list(box, src=0)
     else:

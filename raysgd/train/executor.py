@@ -17,6 +17,8 @@ import pickle
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from raysgd.config import ElasticConfig
@@ -25,7 +27,7 @@ from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine, Job
-from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.errors import TrainingFailedError
 from raysgd.storage.locations import Place, place
 from raysgd.train.backends import BackendConfig, backend_of
 from raysgd.train.checkpoint_manager import CheckpointManager
@@ -35,19 +37,20 @@ from raysgd.train.errors import (
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.fit.settings import CheckpointConfig, check_strategy
+from raysgd.train.fit.settings import HANG_S, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
-from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, payload_of
+from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, function_name, payload_of
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
 from raysgd.workers.blob import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps
 
-__all__ = ["BackendExecutor", "check_max_retries"]
+__all__ = ["BackendExecutor", "FunctionJob"]
 
 logger = logging.getLogger("raysgd")
 
+BEFORE_FIRST = -1  # fit() and trials count checkpoints from 0
 POLL_S = 0.5
 STOP_S = 30.0
 # For a planned change: only the ranks that save checkpoints stop at the boundary, and the others wait for them.
@@ -75,8 +78,9 @@ class BackendExecutor:
         self._resources = check_resources(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
-        self._max_retries = check_max_retries(max_retries)
-        self._elastic = elastic or ElasticConfig(hang_timeout_s=1800)
+        check_failure_limit("max_retries", max_retries)
+        self._max_retries = max_retries
+        self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
         self._engine: Engine | None = None
         self._group: WorkerGroup | None = None
         self._hooks_called_for = -1  # the generation
@@ -98,7 +102,7 @@ class BackendExecutor:
     ) -> None:
         """Start the workers, and call the hook once in each of them."""
         if self._engine is not None:
-            raise TrainBackendError("the workers were started already; call shutdown() before you start them again")
+            raise TrainBackendError("the workers were started already: call shutdown() before you start them again")
         ensure_cluster()
         hang_s = self._elastic.hang_timeout_s
         limits = limits_for(collective_s=min(self._config.collective_timeout_s, 0.9 * hang_s), hang_s=hang_s)
@@ -204,7 +208,7 @@ class BackendExecutor:
         engine = self._active()
         task = check_function(train_func, config)
         check_strategy(checkpoint_strategy)
-        name = getattr(train_func, "__name__", type(train_func).__name__)
+        name = function_name(train_func)
         with (claim := self._starting.claim(f"the function {name!r}")):
             self._check_free()
             manager = manager or CheckpointManager(
@@ -233,8 +237,8 @@ class BackendExecutor:
         return None if result is None else result.rows
 
     def fetch_next_round(self, on_poll: Callable[[], None] = lambda: None) -> RoundResult | None:
-        """Do the same, and return the number of the newest checkpoint at that time too. `on_poll` is called regularly
-        while this waits, and before it returns."""
+        """Return the next round with the number of the newest checkpoint at that time. `on_poll` is called regularly while
+        this waits, and before it returns."""
         run = self._current("fetch_next_result")
         while True:
             try:
@@ -322,7 +326,7 @@ class BackendExecutor:
         return {"attempt": attempt, "checkpoint": None if payload is None else Blob(payload)}
 
     def _call_hooks(self) -> None:
-        """Call the backend's hooks for a new generation, again if the generation changes while the hooks run."""
+        """Call the backend's hooks for a new generation. Call them again if the generation changes while they run."""
         engine = self._active()
         while self._hooks_called_for != engine.generation:
             first, self._hooks_called_for = self._hooks_called_for < 0, engine.generation
@@ -366,9 +370,36 @@ class BackendExecutor:
         return None if self._run is None else self._run.manager.best_path
 
 
-def check_max_retries(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < -1:
-        raise ConfigError(
-            f"max_retries must be a number of worker failures of at least 0, or -1 for no limit, got {value!r}"
+@dataclass(frozen=True, kw_only=True)
+class FunctionJob:
+    """A configured run that has not started: `fit()` starts it on the driver, and Tune in a trial.
+
+    `make` creates the executor without starting it. `checkpoint` is what the function starts from.
+    """
+
+    make: Callable[[], BackendExecutor]
+    function: Callable[..., Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: Any = None
+    checkpoint_config: CheckpointConfig | None = None
+    options: RunOptions = field(default_factory=RunOptions)
+
+    def manager(self, directory: Any) -> CheckpointManager:
+        """Return the manager of the run's checkpoints, which are stored in its directory."""
+        return CheckpointManager(
+            directory, self.checkpoint_config, latest_id=BEFORE_FIRST, initial=payload_of(self.checkpoint, dumps)
         )
-    return value
+
+    def begin(
+        self,
+        executor: BackendExecutor,
+        run_dir: Path,
+        manager: CheckpointManager,
+        trial: Mapping[str, Any],
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the function on workers that are running, and return at once. `ready` is called right before that."""
+        options = replace(self.options, trial={**self.options.trial, **trial})
+        executor.start_training(
+            self.function, run_dir, config=self.config, options=options, manager=manager, ready=ready
+        )

@@ -48,8 +48,8 @@ def distribute(loader: DataLoader[Any], rank_info: RankInfo) -> DataLoader[Any]:
 
 
 class PreparedLoader:
-    """A loader whose batches are on the device. Each epoch has another order, even if nobody calls `set_epoch`. If one
-    of the loader's processes dies, the function runs again."""
+    """A loader whose batches are on the device. Each epoch has another order, even without calls of `set_epoch`. If one of
+    the loader's processes fails, the function runs again."""
 
     def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
         self.loader, self._device = loader, device

@@ -79,10 +79,10 @@ class FunctionReplica:
     # -- calls ----------------------------------------------------------------------------------------
 
     def function(self, task: Any, attempt: Attempt, checkpoint: Any, **engines: Any) -> Any:
-        """Run the training function. Pickle what it returns here, so that an error in that is the user's error."""
+        """Run the training function. Pickle its result here, so that an error in pickling is raised as the user's error."""
         if attempt.run != self._run_number:
             self._run_number = attempt.run
-            self._commit.forget()
+            self._commit.content = None
         session = Session(
             self._rank_info,
             self._control,
@@ -144,14 +144,14 @@ class FunctionReplica:
         threading.Thread(target=self._send_signals, name="raysgd-stop", daemon=True).start()
 
     def _send_signals(self) -> None:
-        """Send signals to the main thread until the function stops, because it may be where it cannot be stopped."""
+        """Send signals to the main thread until the function stops, because some code must not be interrupted."""
         assert STOP_SIGNAL is not None
         while self._stoppable and self._control.interrupted:
             signal.pthread_kill(self._main, STOP_SIGNAL)
             time.sleep(SIGNAL_INTERVAL_S)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Raise in the main thread, wherever the function is, unless it must not be stopped there."""
+        """Raise an exception in the main thread, unless the function must not be stopped at this point."""
         if self._stoppable and self._control.interrupted and not _importing(frame):
             self._stoppable = False
             if frame is not None and str(frame.f_globals.get("__name__", "")).startswith("ray."):

@@ -31,6 +31,7 @@ __all__ = [
     "ShardMaker",
     "check_function",
     "checkpoint_of",
+    "function_name",
     "payload_of",
 ]
 
@@ -248,6 +249,11 @@ class FunctionRun:
         except queue.Empty:  # the run has not ended
             pass
         return found
+
+
+def function_name(function: Any) -> str:
+    """Return the name of a training function, which may be any callable object."""
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def check_function(function: Any, config: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""The session behind `train.report` and the other functions: what a running function knows and reports. Worker."""
+"""The session behind `train.report` and the other functions: what a running function can read and report. Worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What the driver tells every rank about one attempt to run a training function.
+    """What the driver sends to every rank for one attempt to run a training function.
 
     checkpoint  the newest checkpoint of the run, as bytes
     reports     how many rounds earlier attempts of the run have reported
@@ -73,7 +73,7 @@ class Session:
     ) -> None:
         self.rank_info, self.attempt, self.commit = rank_info, attempt, commit
         self.dumps, self.at_boundary = dumps, at_boundary
-        self.amp: Any = None  # set by train.torch.accelerate
+        self.precision: Any = None  # set by train.torch.accelerate
         self._control, self._encode = control, encode
         self._payload = attempt.checkpoint
         self._unpacked: Checkpoint | None = None

@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.core.ranks import RankInfo
+from raysgd.errors import causes_of
 from raysgd.tf.ports import HeldPort, NoFreePortError
 
 __all__ = ["TensorflowFunctionBackend"]
 
 UNAVAILABLE = 14
-# What errors of TensorFlow's collective runtime contain when a peer has failed.
-WORDS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
+# One of these is in the text of TensorFlow's errors when a peer has failed.
+PEER_ERRORS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
 
 
 class TensorflowFunctionBackend:
-    """On a worker: owns the port for the server that the function starts. A process can join TensorFlow's collectives
-    only once, so after a worker failure the function runs again in new processes."""
+    """Gives the ranks each other's addresses. On a worker: owns the port for the server that the function starts. A process
+    can join TensorFlow's collectives only once, so after a worker failure the function runs again in new processes."""
 
     in_place = False
     needs_offers = True
@@ -65,13 +66,9 @@ class TensorflowFunctionBackend:
     def is_interruption(self, error: BaseException) -> bool:
         """Recognize the error, or one that caused it, by the names of TensorFlow's types and by the texts of its
         runtime."""
-        seen: BaseException | None = error
-        for _ in range(10):
-            if seen is None:
-                return False
-            if isinstance(seen, NoFreePortError):
+        for each in causes_of(error):
+            if isinstance(each, NoFreePortError):
                 return True
-            if type(seen).__module__.startswith("tensorflow") and any(word in str(seen) for word in WORDS):
+            if type(each).__module__.startswith("tensorflow") and any(text in str(each) for text in PEER_ERRORS):
                 return True
-            seen = seen.__cause__ or seen.__context__
         return False

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from raysgd.errors import ConfigError
+from raysgd.torch.precision import Bf16, Fp16, Fp32, Precision, make_precision
 from raysgd.torch.traces import TraceKeeper
 from raysgd.train.backends import TorchConfig
 from raysgd.train.loaders import ElasticLoader, PreparedLoader, distribute
@@ -66,9 +67,8 @@ def prepare_model(
     device = get_device()
     if move_to_device:
         model = model.to(device)
-    amp = session.amp
-    if isinstance(amp, Amp) and amp.enabled:
-        _add_autocast(model, amp, device)
+    if isinstance(session.precision, (Fp16, Bf16)):
+        _add_autocast(model, session.precision)
     if wrap_ddp and session.rank_info.world_size > 1 and any(p.requires_grad for p in model.parameters()):
         arguments: dict[str, Any] = dict(ddp_kwargs or {})
         if device.type == "cuda" and move_to_device:
@@ -123,42 +123,31 @@ def accelerate(amp: bool = False) -> None:
     """Turn on automatic mixed precision for `prepare_model`, `prepare_optimizer` and `backward`: float16 with a scaled
     loss on a GPU, bfloat16 on a CPU. Call it first in the function."""
     session = current("torch.accelerate")
-    if session.amp is not None:
+    if session.precision is not None:
         raise RuntimeError("train.torch.accelerate() was called twice in this function: call it once, at the top")
-    session.amp = Amp(get_device(), enabled=amp)
+    device = get_device()
+    name = "fp32" if not amp else "fp16" if device.type == "cuda" else "bf16"
+    session.precision = make_precision(name, device)
 
 
 def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer; if the loss is scaled, wrapped so that `step` unscales the gradients."""
-    amp = current("torch.prepare_optimizer").amp
-    if isinstance(amp, Amp) and amp.scaler is not None:
-        return ScaledOptimizer(optimizer, amp.scaler)
-    return optimizer
+    precision = current("torch.prepare_optimizer").precision
+    return ScaledOptimizer(optimizer, precision.scaler) if isinstance(precision, Fp16) else optimizer
 
 
 def backward(tensor: torch.Tensor) -> None:
     """Compute the gradients of the loss, which mixed precision may scale first."""
-    amp = current("torch.backward").amp
-    if isinstance(amp, Amp) and amp.scaler is not None:
-        tensor = amp.scaler.scale(tensor)
-    tensor.backward()
+    precision: Precision = current("torch.backward").precision or Fp32()
+    precision.backward(tensor)
 
 
-class Amp:
-    """The precision that `accelerate` chose for this run. Only GPUs have a `scaler`, because bfloat16 needs none."""
-
-    def __init__(self, device: torch.device, *, enabled: bool) -> None:
-        self.enabled = enabled
-        self.dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
-        self.scaler = torch.amp.GradScaler("cuda") if enabled and device.type == "cuda" else None
-
-
-def _add_autocast(model: nn.Module, amp: Amp, device: torch.device) -> None:
+def _add_autocast(model: nn.Module, precision: Precision) -> None:
     """Run the model's `forward` in mixed precision. Its parameters, its class and its state dict do not change."""
     forward = model.forward
 
     def in_autocast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device.type, dtype=amp.dtype):
+        with precision.autocast():
             return _to_float32(forward(*args, **kwargs))
 
     model.forward = types.MethodType(in_autocast, model)

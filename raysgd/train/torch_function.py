@@ -16,8 +16,8 @@ __all__ = ["TorchFunctionBackend", "to_cpu"]
 
 
 class TorchFunctionBackend(TorchBackend):
-    """With `env`, also sets MASTER_ADDR, RANK and so on. The workers of a node see all of their GPUs, because scripts
-    use `cuda:{local_rank}`."""
+    """Connects the ranks in a torch process group. With `env`, also sets MASTER_ADDR, RANK and so on. Each worker sees the
+    GPUs of all workers on its node, because scripts use `cuda:{local_rank}`."""
 
     def __init__(self, name: str, *, env: bool = True, use_gpu: bool = False, **limits: Any) -> None:
         super().__init__(name, **limits)

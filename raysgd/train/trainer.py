@@ -14,15 +14,15 @@ from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
+from raysgd.ray_data.splits import make_splits
 from raysgd.storage.locations import Place, Uri, copy_logs, names, place
 from raysgd.train.backends import parse_backend
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
-from raysgd.train.executor import BackendExecutor
+from raysgd.train.executor import BackendExecutor, FunctionJob
 from raysgd.train.fit.settings import CheckpointConfig
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.job import FunctionJob, make_shards
-from raysgd.train.run import RunOptions, check_function
+from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
 
 __all__ = ["Trainer"]
@@ -138,7 +138,7 @@ class Trainer:
         begin = functools.partial(self._begin, train_func, config, checkpoint, checkpoint_strategy, dataset)
         run = Run(
             trainer="Trainer",
-            name=getattr(train_func, "__name__", type(train_func).__name__),
+            name=function_name(train_func),
             num_workers=self._executor.world_size,
             config=dict(config) if isinstance(config, Mapping) else {},
             folder=self.logdir / self._run_name(self._runs + 1),
@@ -178,7 +178,7 @@ class Trainer:
 
         name = self._run_name(self._runs + 1)
         run_dir = self.logdir / name
-        shards = make_shards(dataset, cpus_per_worker=self._worker.cpus)
+        shards = make_splits(dataset, cpus_per_worker=self._worker.cpus)
         self._executor.start_training(
             train_func,
             self.storage / name,
@@ -219,8 +219,8 @@ class Trainer:
                 "to_tune_trainable() starts workers in each trial: create a new Trainer for it, and do not start it"
             )
         check_function(train_func, None)
-        new_shards = functools.partial(make_shards, dataset, cpus_per_worker=self._worker.cpus)
-        new_shards()  # raises an error now for something that is not a dataset, and reads no data
+        new_splits = functools.partial(make_splits, dataset, cpus_per_worker=self._worker.cpus)
+        new_splits()  # raises an error now for something that is not a dataset, and reads no data
         try:
             from raysgd import tune
         except RuntimeError as error:
@@ -230,7 +230,7 @@ class Trainer:
             tune.FunctionTrial(
                 getattr(train_func, "__name__", "function"),
                 lambda config: FunctionJob(
-                    make=make, function=train_func, config=config, options=RunOptions(shards=new_shards())
+                    make=make, function=train_func, config=config, options=RunOptions(shards=new_splits())
                 ),
                 lambda config: (bundles, "PACK"),
             )

@@ -43,8 +43,7 @@ def _numpy() -> Any:
 
 def _only(args: tuple[Any, ...], *kinds: Any, least: int = 0) -> int:
     """Require arguments of these types, in this order. Return the size of the first one, which the call may copy."""
-    right = least <= len(args) <= len(kinds) and all(map(isinstance, args, kinds))
-    if not right:
+    if not (least <= len(args) <= len(kinds) and all(map(isinstance, args, kinds))):
         raise UnsafePickleError(f"a call with {', '.join(type(each).__name__ for each in args) or 'nothing'}")
     return len(args[0]) if args and isinstance(args[0], COPIED) else 0
 
@@ -278,7 +277,7 @@ def _newer(module: str) -> str:
 
 
 class _Function:
-    """Stands for a function that a pickle names. It can be called as its rule allows, and cannot be altered."""
+    """Represents a function that a pickle names. It can be called as its rule allows, and cannot be changed."""
 
     __slots__ = ("called", "function", "name", "rule")
 

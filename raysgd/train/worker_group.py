@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.config import ElasticConfig, Limits, WorkerResources, start_limit_s
+from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least, start_limit_s
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
+from raysgd.train.fit.settings import HANG_S
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps
@@ -20,23 +21,23 @@ from raysgd.workers.serialization import dumps
 __all__ = ["RemoteObject", "TrainWorkerGroup", "WorkerGroup", "limits_for"]
 
 PATIENCE_S = 5.0
+JOIN_S = 60.0
 
 
-def limits_for(*, join_s: float = 60.0, collective_s: float = 1800.0, hang_s: float = 1800.0) -> Limits:
-    """Return the limits for functions. Nobody knows how long a function's step takes, so a hang is detected late."""
-    return Limits(start_s=start_limit_s(), setup_s=hang_s, join_s=join_s, collective_s=collective_s, hang_s=hang_s)
+def limits_for(*, collective_s: float = HANG_S, hang_s: float = HANG_S) -> Limits:
+    """Return the limits for functions."""
+    return Limits(start_s=start_limit_s(), setup_s=hang_s, join_s=JOIN_S, collective_s=collective_s, hang_s=hang_s)
 
 
 def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> WorkerResources:
     """Return the resources of one worker. Raise ConfigError for invalid ones, or an invalid number of workers."""
-    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
-        raise ConfigError(f"num_workers must be an integer of at least 1, got {num_workers!r}")
+    at_least("num_workers", num_workers, 1, whole=True)
     wanted = {**dict(additional or {}), "GPU": gpus}
     return WorkerResources.parse(cpus, bool(gpus), wanted)
 
 
 class WorkerGroup:
-    """A group of workers: `WorkerGroup(num_workers=2)` and `start()`, or a trainer's, which a backend's hooks get.
+    """A group of workers. Start one yourself, or use a trainer's, which a backend's hooks receive.
 
     group = WorkerGroup(num_workers=2)
     group.start()
@@ -73,7 +74,7 @@ class WorkerGroup:
 
     def start(self) -> None:
         if self._engine is not None:
-            raise InactiveWorkerGroupError("this worker group was started already; call shutdown() first")
+            raise InactiveWorkerGroupError("this worker group was started already: call shutdown() first")
         limits = limits_for()  # checks environment variables, so call it before the group opens a port
         backend = SingleWorkerBackend()
         engine = Engine(

@@ -25,8 +25,8 @@ from ray.tune.trainable import wrap_function
 from raysgd.core.metrics import plain
 from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
 from raysgd.train.checkpoint_manager import CheckpointManager
+from raysgd.train.executor import FunctionJob
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.job import FunctionJob
 from raysgd.workers.serialization import dumps
 
 __all__ = ["FunctionTrial", "as_trainable", "perform", "placement"]

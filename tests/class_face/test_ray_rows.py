@@ -131,9 +131,9 @@ def test_a_data_set_for_one_call(workers: int) -> None:
 
 def test_what_is_missing_is_said_in_words() -> None:
     with TorchTrainer(training_operator_cls=make_operator(), config={"data": table()}) as trainer:
-        with pytest.raises(ConfigError, match="nothing says how many rows"):
+        with pytest.raises(ConfigError, match="the Ray Dataset has no batch size"):
             trainer.train()
-        with pytest.raises(ConfigError, match="no column z; it has a, b, y"):
+        with pytest.raises(ConfigError, match="no column z: its columns are a, b, y"):
             trainer.train(dataset=RayData(table(), batch_size=4, features="z", target="y"))
         with pytest.raises(TypeError, match="got a dict"):
             trainer.train(dataset=RayData(table(), batch_size=4))

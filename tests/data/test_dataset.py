@@ -1,4 +1,4 @@
-"""The stream of samples: endless, dealt without loss, the same with threads as without."""
+"""RaySGD's Dataset: the stream is endless, shards lose nothing, and threads change nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAIRS = [(k, -k) for k in range(10)]
 
 
 class Indexed:
-    """Samples by index alone, with no end of its own but its length."""
+    """Samples by index only: just its length says where it ends."""
 
     def __len__(self):
         return len(PAIRS)
@@ -54,15 +54,15 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
-def test_any_source_repeats_for_ever_in_order(source):
+def test_any_source_is_repeated_endlessly_in_order(source):
     dataset = Dataset(source(), batch_size=4)
     assert batches(dataset, 5) == [PAIRS[:4], PAIRS[4:8], PAIRS[8:] + PAIRS[:2], PAIRS[2:6], PAIRS[6:]]
-    assert batches(dataset, 1) == [PAIRS[:4]]  # a shard begins anew each time
+    assert batches(dataset, 1) == [PAIRS[:4]]  # each iteration begins with the first sample
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 10, 11])
-def test_shards_read_side_by_side_share_the_stream(source, num_shards):
+def test_shards_that_are_read_in_parallel_divide_the_stream(source, num_shards):
     dataset = Dataset(source(), batch_size=2)
     dataset.set_num_shards(num_shards)
     readers = [iter(dataset.get_shard(i)) for i in range(num_shards)]
@@ -74,7 +74,7 @@ def test_shards_read_side_by_side_share_the_stream(source, num_shards):
 
 
 @pytest.mark.parametrize("max_concurrency", [0, 1, 3])
-def test_the_rest_of_the_stream_can_be_dealt_to_another_number_of_shards(max_concurrency):
+def test_the_rest_of_the_stream_can_be_divided_among_another_number_of_shards(max_concurrency):
     dataset = Dataset(range(24), 2, fetch, max_concurrency)
     used = Counter()
     dataset.set_num_shards(3)
@@ -96,23 +96,23 @@ def test_threads_change_neither_batches_nor_samples(max_concurrency, batch_size)
     assert [sorted(batch) for batch in found] == [sorted(batch) for batch in expected]
 
 
-def whose(k):
+def with_thread(k):
     return k, threading.current_thread()
 
 
-def test_serial_is_in_order_and_in_this_thread():
-    (batch,) = batches(Dataset([0, 1, 2], 3, whose, max_concurrency=1), 1)
+def test_one_download_at_a_time_runs_in_order_in_this_thread():
+    (batch,) = batches(Dataset([0, 1, 2], 3, with_thread, max_concurrency=1), 1)
     assert batch == [(k, threading.current_thread()) for k in range(3)]
 
 
-def test_concurrent_downloads_leave_this_thread_alone():
-    (batch,) = batches(Dataset(range(12), 3, whose, max_concurrency=2), 1)
+def test_concurrent_downloads_run_in_other_threads():
+    (batch,) = batches(Dataset(range(12), 3, with_thread, max_concurrency=2), 1)
     assert {k for k, _ in batch} == {0, 1, 2}
     assert all(thread is not threading.current_thread() for _, thread in batch)
 
 
 @pytest.mark.parametrize(("max_concurrency", "most"), [(1, 1), (3, 3), (0, 16)])
-def test_so_many_downloads_run_at_a_time(max_concurrency, most):
+def test_max_concurrency_is_the_number_of_downloads_at_a_time(max_concurrency, most):
     running, peak, changed = 0, 0, threading.Condition()
 
     def download(k):
@@ -121,7 +121,7 @@ def test_so_many_downloads_run_at_a_time(max_concurrency, most):
             running += 1
             peak = max(peak, running)
             changed.notify_all()
-            changed.wait_for(lambda: peak >= most, timeout=20)  # all of them at once, or the test fails
+            changed.wait_for(lambda: peak >= most, timeout=20)  # all of them must run at once
             running -= 1
         return k, k
 
@@ -129,12 +129,12 @@ def test_so_many_downloads_run_at_a_time(max_concurrency, most):
     assert peak == most
 
 
-def test_downloads_stop_when_the_reader_does():
+def test_downloads_stop_when_the_reader_is_closed():
     begun, closed = set(), threading.Event()
 
     def download(k):
         begun.add(k)
-        if k >= 4:  # the next batch occupies both threads until the reader has gone
+        if k >= 4:  # the next batch occupies both threads until the reader is closed
             closed.wait(timeout=20)
         return k, k
 
@@ -163,7 +163,7 @@ def test_download_and_transform_are_applied(data, arguments, expected):
 
 
 @pytest.mark.parametrize("max_concurrency", [0, 1, 2])
-def test_an_error_in_a_download_reaches_the_reader_as_it_is(max_concurrency):
+def test_an_error_in_a_download_is_raised_in_the_reader(max_concurrency):
     with pytest.raises(ZeroDivisionError):
         batches(Dataset([1, 0], 2, lambda k: (k, 1 / k), max_concurrency), 1)
 
@@ -174,13 +174,13 @@ def test_an_empty_source_ends(source):
     assert batches(Dataset(source, download_func=fetch), 3) == []
 
 
-def test_a_source_that_runs_dry_gives_what_is_left():
+def test_a_source_that_ends_yields_an_incomplete_last_batch():
     passes = iter([PAIRS[:3], PAIRS[3:5], []])
     assert batches(Dataset(lambda: next(passes), batch_size=4), 9) == [PAIRS[:4], PAIRS[4:5]]
 
 
 @pytest.mark.parametrize("item", [3, "xy", (1,), (1, 2, 3), None])
-def test_a_sample_that_is_no_pair_is_explained(item):
+def test_a_sample_that_is_not_a_pair_is_refused(item):
     with pytest.raises(TypeError, match=r"must be a pair \(x, y\)"):
         batches(Dataset([item]), 1)
 
@@ -188,49 +188,49 @@ def test_a_sample_that_is_no_pair_is_explained(item):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"data": 5}, TypeError, "not int"),
-        ({"data": None}, TypeError, "not NoneType"),
-        ({"batch_size": 0}, ValueError, "batch_size must be .* not 0"),
-        ({"batch_size": 1.5}, ValueError, "not 1.5"),
-        ({"max_concurrency": -1}, ValueError, "not -1"),
-        ({"download_func": "fetch"}, TypeError, "download_func .* not str"),
-        ({"transform": 3}, TypeError, "transform .* not int"),
+        ({"data": 5}, TypeError, "got 5"),
+        ({"data": None}, TypeError, "got None"),
+        ({"batch_size": 0}, ValueError, "batch_size must be .* got 0"),
+        ({"batch_size": 1.5}, ValueError, "got 1.5"),
+        ({"max_concurrency": -1}, ValueError, "got -1"),
+        ({"download_func": "fetch"}, TypeError, "download_func .* got 'fetch'"),
+        ({"transform": 3}, TypeError, "transform .* got 3"),
     ],
 )
-def test_bad_arguments_are_refused_at_once(arguments, error, words):
+def test_invalid_arguments_are_refused(arguments, error, words):
     with pytest.raises(error, match=words):
         Dataset(**{"data": PAIRS, **arguments})
 
 
 @pytest.mark.parametrize("i", [-1, 2, 99])
-def test_there_is_no_shard_out_of_range(i):
+def test_a_shard_out_of_range_is_refused(i):
     dataset = Dataset(PAIRS)
     dataset.set_num_shards(2)
     with pytest.raises(AssertionError, match=f"no shard {i}: there are 2"):
         dataset.get_shard(i)
 
 
-def test_there_is_at_least_one_shard():
+def test_the_number_of_shards_must_be_positive():
     with pytest.raises(ValueError, match="num_shards"):
         Dataset(PAIRS).set_num_shards(0)
 
 
 @pytest.mark.parametrize("data", [list(range(10)), lambda: range(10)])
-def test_a_shard_travels_when_its_data_does(data):
+def test_a_shard_can_be_pickled_if_its_data_can(data):
     import cloudpickle
 
     dataset = Dataset(data, 3, fetch, max_concurrency=1, transform=augment)
     dataset.set_num_shards(2)
     copy = pickle.loads(cloudpickle.dumps(dataset.get_shard(1)))
-    dataset.set_num_shards(1)  # what was handed out stays as it is
+    dataset.set_num_shards(1)  # existing shards do not change
     assert next(iter(copy)) == [(101, -1), (103, -3), (105, -5)]
 
 
-def test_plain_pickle_is_enough_for_plain_data():
+def test_plain_data_needs_only_plain_pickle():
     copy = pickle.loads(pickle.dumps(Dataset(PAIRS, 4, transform=augment)))
     assert batches(copy, 1) == [[augment(pair) for pair in PAIRS[:4]]]
 
 
-def test_a_generator_does_not_travel_and_says_so():
-    with pytest.raises(TypeError, match=r"over generator cannot be sent.*Pass a list"):
+def test_a_dataset_of_a_generator_cannot_be_pickled():
+    with pytest.raises(TypeError, match=r"whose data is a generator cannot be sent.*pass a list"):
         pickle.dumps(Dataset(ten_pairs()))

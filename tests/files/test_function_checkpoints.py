@@ -246,8 +246,9 @@ def test_stored_checkpoints_of_a_run_have_digests(
     source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = CheckpointManager(tmp_path / "run")
-    manager.add(Checkpoint.from_directory(source).to_bytes(), {})
-    manager.add(Checkpoint.from_dict({"a": 1}).to_bytes(), {})
+    for checkpoint in (Checkpoint.from_directory(source), Checkpoint.from_dict({"a": 1})):
+        payload = checkpoint.to_bytes()
+        manager.store(manager.register(payload), payload, {})
     first, second = (each.path for each in manager.stored)
     assert read_folder(first)[0] == files_of(source) and Checkpoint(second).to_dict() == {"a": 1}
     assert not caplog.messages, "no warnings"

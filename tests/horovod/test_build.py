@@ -1,4 +1,4 @@
-"""The recipe: what it asks for, what it changes, where it keeps the wheel. It is carried out by `make horovod`."""
+"""The script that builds Horovod: what it needs and patches, and where it keeps the wheel. `make horovod` runs it."""
 
 import importlib.util
 import shutil
@@ -22,7 +22,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def sources(root: Path) -> None:
-    """As far as the recipe looks at them."""
+    """Write the parts of the sources that the patches change."""
     standard = "project(x)\nset(CMAKE_CXX_STANDARD 14)\nset(CMAKE_CXX_STANDARD_REQUIRED ON)\n"
     for folder in ("", "horovod/torch", "horovod/tensorflow", "horovod/common", "third_party/gloo/gloo/transport/tcp"):
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -39,9 +39,9 @@ def sources(root: Path) -> None:
     )
 
 
-def test_sources_are_mended_once(tmp_path: Path) -> None:
+def test_sources_are_patched(tmp_path: Path) -> None:
     sources(tmp_path)
-    build.mend(tmp_path)
+    build.apply_patches(tmp_path)
     for folder in ("", "horovod/torch", "horovod/tensorflow"):
         assert "set(CMAKE_CXX_STANDARD 20)" in (tmp_path / folder / "CMakeLists.txt").read_text()
     operations = (tmp_path / "horovod/common/operations.cc").read_text()
@@ -50,14 +50,14 @@ def test_sources_are_mended_once(tmp_path: Path) -> None:
     assert "unbound->signalException(ex);" in (tmp_path / "third_party/gloo/gloo/transport/tcp/pair.cc").read_text()
 
 
-def test_other_sources_are_refused(tmp_path: Path) -> None:
+def test_unexpected_sources_are_refused(tmp_path: Path) -> None:
     sources(tmp_path)
-    build.mend(tmp_path)
-    with pytest.raises(build.BuildError, match=r"CMakeLists\.txt of Horovod 0\.28\.1 is not as expected.*0 times"):
-        build.mend(tmp_path)
+    build.apply_patches(tmp_path)
+    with pytest.raises(build.BuildError, match=r"cannot patch CMakeLists\.txt of Horovod 0\.28\.1: .*0 times"):
+        build.apply_patches(tmp_path)
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
     monkeypatch.setattr(build, "PACKAGES", ("torch", "no_such_package"))
     cmake, compiler, make, packages = build.missing()
@@ -67,7 +67,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "Horovod was not built: these are missing: cmake" in capsys.readouterr().err
 
 
-def test_a_kept_wheel_is_installed_as_it_is(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_a_cached_wheel_is_installed(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(build, "_run", lambda *arguments: commands.append(arguments))
     folder = build.cache_folder()
@@ -80,7 +80,7 @@ def test_a_kept_wheel_is_installed_as_it_is(monkeypatch: pytest.MonkeyPatch, cac
     assert commands[0][-1] == str(folder / "horovod-0.28.1-any.whl")
 
 
-def test_a_wheel_belongs_to_its_torch_and_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_depends_on_torch_python_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = {build.cache_folder()}
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
     folders.add(build.cache_folder())
@@ -91,6 +91,6 @@ def test_a_wheel_belongs_to_its_torch_and_its_recipe(monkeypatch: pytest.MonkeyP
     assert len(folders) == 4
 
 
-def test_a_failed_step_shows_its_end() -> None:
-    with pytest.raises(build.BuildError, match=r"(?s)failed; it ended so:.*ModuleNotFoundError"):
+def test_the_error_has_the_end_of_a_commands_output() -> None:
+    with pytest.raises(build.BuildError, match=r"(?s)failed\. The end of its output:.*ModuleNotFoundError"):
         build._run("-c", "import no_such_module")

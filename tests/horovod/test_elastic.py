@@ -1,4 +1,4 @@
-"""Ranks that average through Horovod are lost, raise, come and go: each sample is used once, and nobody starts over."""
+"""With Horovod, workers fail, raise errors, leave and join: each sample is used once, and no worker starts again."""
 
 import gc
 import time
@@ -35,7 +35,7 @@ def ground(shared: Ground) -> Ground:
 
 
 def senders() -> int:
-    """How many of Horovod's optimizers live in this process."""
+    """Return how many of Horovod's optimizers exist in this process."""
     gc.collect()
     return sum(hasattr(each, "_allreduce_delay") for each in gc.get_objects() if isinstance(each, _optimizer()))
 
@@ -50,20 +50,20 @@ def _optimizer() -> type:
     ("rank", "step", "kind", "where"),
     [(1, 7, "kill", "backward"), (0, 1, "exit", "before"), (2, 20, "kill", "after")],
 )
-def test_one_of_three_dies(ground: Ground, rank: int, step: int, kind: str, where: str) -> None:
-    """In the middle of the others' exchange, before it, and after it."""
+def test_one_of_three_workers_fails(ground: Ground, rank: int, step: int, kind: str, where: str) -> None:
+    """A worker fails while the others are averaging gradients, before it, and after it."""
     ground.arm(Fault(rank, step, kind, where))
     before = len(ground.trainer.recoveries)
     result = ground.trainer.train()
     assert ground.fired() == 1
     ground.assert_epoch_exact()
-    loss = ground.trainer.recoveries[before]
-    assert (loss.reason, loss.lost_ranks, loss.in_place) == ("worker death", (rank,), True)
-    assert (loss.world_size_before, loss.world_size_after, loss.batches_redone) == (3, 2, 0)
+    failure = ground.trainer.recoveries[before]
+    assert (failure.reason, failure.lost_ranks, failure.in_place) == ("worker death", (rank,), True)
+    assert (failure.world_size_before, failure.world_size_after, failure.batches_redone) == (3, 2, 0)
     assert result["num_samples"] == ground.samples
 
 
-def test_a_death_during_the_recovery_from_another(ground: Ground) -> None:
+def test_a_worker_failure_during_a_recovery(ground: Ground) -> None:
     ground.arm(Fault(2, 4), Fault(1, 0, where="resized"))
     ground.trainer.train()
     assert ground.fired() == 2
@@ -71,7 +71,7 @@ def test_a_death_during_the_recovery_from_another(ground: Ground) -> None:
 
 
 @pytest.mark.parametrize("where", ["before", "backward"])
-def test_one_rank_raises_while_the_others_wait_for_its_gradients(ground: Ground, where: str) -> None:
+def test_an_error_on_one_rank_while_the_others_wait_for_its_gradients(ground: Ground, where: str) -> None:
     ground.arm(Fault(2, 5, "raise", where))
     before = len(ground.trainer.recoveries)
     with pytest.raises(ZeroDivisionError, match="planned in raise") as caught:
@@ -82,7 +82,7 @@ def test_one_rank_raises_while_the_others_wait_for_its_gradients(ground: Ground,
     assert len(ground.trainer.recoveries) == before and ground.trainer.world_size == 3
 
 
-def test_to_one_worker_and_back_in_the_middle_of_an_epoch(ground: Ground) -> None:
+def test_resizing_to_one_worker_and_back_in_the_middle_of_an_epoch(ground: Ground) -> None:
     trainer = ground.trainer
     trainer.train(num_steps=5)
     trainer.resize(1)
@@ -94,7 +94,7 @@ def test_to_one_worker_and_back_in_the_middle_of_an_epoch(ground: Ground) -> Non
     assert trainer.apply_all_workers(senders) == [1, 1, 1]
 
 
-def test_a_replacement_joins_in_mid_epoch(ground: Ground) -> None:
+def test_a_replacement_worker_joins_in_the_middle_of_an_epoch(ground: Ground) -> None:
     ground.trainer.apply_all_operators(lambda operator: operator.config.update(pace=0.05))
     ground.arm(Fault(1, 3))
     before = len(ground.trainer.recoveries)
@@ -102,14 +102,14 @@ def test_a_replacement_joins_in_mid_epoch(ground: Ground) -> None:
     while len(ground.trainer.recoveries) < before + 2 and time.monotonic() < deadline:
         ground.trainer.train()
         ground.assert_epoch_exact()
-    loss, growth = ground.trainer.recoveries[before : before + 2]
-    assert (loss.reason, growth.reason) == ("worker death", "growth")
+    failure, growth = ground.trainer.recoveries[before : before + 2]
+    assert (failure.reason, growth.reason) == ("worker death", "growth")
     assert (growth.world_size_before, growth.world_size_after) == (2, 3)
     assert growth.in_place and growth.batches_redone == 0
 
 
-class Keeping(LedgerOperator):
-    """Keeps its last loss, and so the graph below it, as the traceback of an error may."""
+class KeepsGraph(LedgerOperator):
+    """Keeps its last loss, and so its graph, as the traceback of an error can do."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         index, x, y = batch
@@ -122,9 +122,9 @@ class Keeping(LedgerOperator):
         return {"train_loss": self.loss.detach(), "num_samples": len(index)}
 
 
-def test_a_graph_that_is_kept_sends_nothing_in_the_next_generation(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_graph_of_an_earlier_generation_sends_nothing(ray_cluster: None, tmp_path: Path) -> None:
     elastic = ElasticConfig(grow=False)
-    ground = Ground(tmp_path, operator=Keeping, num_workers=3, backend="horovod", use_gpu=False, elastic=elastic)
+    ground = Ground(tmp_path, operator=KeepsGraph, num_workers=3, backend="horovod", use_gpu=False, elastic=elastic)
     try:
         ground.trainer.train(num_steps=3)
         ground.trainer.resize(2)
@@ -134,7 +134,7 @@ def test_a_graph_that_is_kept_sends_nothing_in_the_next_generation(ray_cluster: 
         ground.trainer.shutdown()
 
 
-def test_one_rank_is_stopped_in_an_exchange(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_stopped_process_is_detected_as_a_hang(ray_cluster: None, tmp_path: Path) -> None:
     elastic = ElasticConfig(hang_timeout_s=5, grow=False)
     ground = Ground(tmp_path / "stopped", num_workers=2, backend="horovod", use_gpu=False, elastic=elastic)
     try:

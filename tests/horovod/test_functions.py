@@ -1,4 +1,4 @@
-"""Functions that say `hvd.init()` themselves, as scripts for Horovod's own Ray executor do."""
+"""Functions that call `hvd.init()` themselves, like scripts for Horovod's own Ray executor."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.elastic, pytest.mark.horovod]
 
 
 def script(config: dict[str, Any]) -> dict[str, Any]:
-    """As it would be written for Horovod, with this library's checkpoints."""
+    """A script for Horovod, with raysgd's checkpoints."""
     import horovod.torch as hvd
     import torch
 
@@ -29,7 +29,7 @@ def script(config: dict[str, Any]) -> dict[str, Any]:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     for step in range(start["step"], 12):
-        fault(config, step, hvd.rank())
+        fail_once(config, step, hvd.rank())
         optimizer.zero_grad()
         loss = model(torch.full((2, 4), hvd.rank() + 1.0)).pow(2).mean()
         loss.backward()
@@ -37,15 +37,15 @@ def script(config: dict[str, Any]) -> dict[str, Any]:
         train.report(step=step, size=hvd.size())
         if step % 4 == 3:
             train.save_checkpoint(step=step + 1, model=model.state_dict())
-    everybody = hvd.allgather_object((hvd.rank(), hvd.local_rank(), hvd.size(), os.getpid()))
+    all_ranks = hvd.allgather_object((hvd.rank(), hvd.local_rank(), hvd.size(), os.getpid()))
     weights = model.weight.detach().tolist()
     if config.get("shuts_down"):
         hvd.shutdown()
-    return {"everybody": everybody, "weights": weights, "from": start["step"]}
+    return {"all_ranks": all_ranks, "weights": weights, "from": start["step"]}
 
 
-def fault(config: dict[str, Any], step: int, rank: int) -> None:
-    """Once, at step 6 of rank 1; the others are in the exchange of that step then."""
+def fail_once(config: dict[str, Any], step: int, rank: int) -> None:
+    """Fail once, on rank 1 at step 6. The other ranks are averaging the gradients of that step then."""
     mark = Path(config.get("mark", os.devnull))
     if step == 6 and rank == 1 and not mark.exists():
         mark.touch()
@@ -54,8 +54,8 @@ def fault(config: dict[str, Any], step: int, rank: int) -> None:
         raise ZeroDivisionError("planned")
 
 
-def before_they_meet(config: dict[str, Any]) -> int:
-    """One rank fails before it comes to the others, who wait for it."""
+def fail_before_init(config: dict[str, Any]) -> int:
+    """One rank fails before `hvd.init()`, where the others wait for it."""
     import horovod.torch as hvd
 
     if os.environ["HOROVOD_RANK"] == "1" and config["fails"]:
@@ -78,42 +78,42 @@ def trainer(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     trainer.shutdown()
 
 
-def test_ranks_meet_and_end_with_the_same_weights(trainer: train.Trainer) -> None:
-    """Twice: a script that shuts Horovod down at its end can be run again."""
+def test_ranks_connect_and_end_with_the_same_weights(trainer: train.Trainer) -> None:
+    """Run a script twice that shuts Horovod down at its end."""
     for _ in range(2):
         results = trainer.run(script, config={"shuts_down": True})
         first = results[0]
-        assert [(rank, local, size) for rank, local, size, _ in first["everybody"]] == [(i, i, 3) for i in range(3)]
+        assert [(rank, local, size) for rank, local, size, _ in first["all_ranks"]] == [(i, i, 3) for i in range(3)]
         assert all(result["weights"] == first["weights"] for result in results)
 
 
-def test_a_rank_that_raises_is_the_users_error(trainer: train.Trainer, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_reaches_the_user(trainer: train.Trainer, tmp_path: Path) -> None:
     config = {"mark": str(tmp_path / "mark"), "fault": "raise"}
-    pids = [pid for *_, pid in trainer.run(script, config={})[0]["everybody"]]
+    pids = [pid for *_, pid in trainer.run(script, config={})[0]["all_ranks"]]
     with pytest.raises(ZeroDivisionError, match="planned"):
         trainer.run(script, config=config)
-    assert [pid for *_, pid in trainer.run(script, config=config)[0]["everybody"]] == pids
+    assert [pid for *_, pid in trainer.run(script, config=config)[0]["all_ranks"]] == pids
 
 
-def test_a_rank_that_raises_before_the_others_have_met_it(trainer: train.Trainer) -> None:
+def test_an_error_on_one_rank_before_init(trainer: train.Trainer) -> None:
     with pytest.raises(ZeroDivisionError, match="too early"):
-        trainer.run(before_they_meet, config={"fails": True})
-    assert trainer.run(before_they_meet, config={"fails": False}) == [3, 3, 3]
+        trainer.run(fail_before_init, config={"fails": True})
+    assert trainer.run(fail_before_init, config={"fails": False}) == [3, 3, 3]
 
 
-def test_one_of_three_is_killed(trainer: train.Trainer, tmp_path: Path) -> None:
-    """The survivors stay, and the function goes on from its newest checkpoint."""
-    pids = [pid for *_, pid in trainer.run(script, config={})[0]["everybody"]]
+def test_one_of_three_workers_is_killed(trainer: train.Trainer, tmp_path: Path) -> None:
+    """The survivors continue, and run the function from its newest checkpoint."""
+    pids = [pid for *_, pid in trainer.run(script, config={})[0]["all_ranks"]]
     results = trainer.run(script, config={"mark": str(tmp_path / "mark"), "fault": "kill"})
-    after = [pid for *_, pid in results[0]["everybody"]]
-    assert after[:2] == [pids[0], pids[2]], "the survivors, in their old order; a replacement may be third"
+    after = [pid for *_, pid in results[0]["all_ranks"]]
+    assert after[:2] == [pids[0], pids[2]], "the survivors, in their old order, and perhaps a replacement worker"
     assert all(result["from"] >= 4 for result in results)
     assert all(result["weights"] == results[0]["weights"] for result in results)
-    assert trainer.recoveries[-1].seconds < 30, "nobody sat Horovod's own limit out, which is 54 s here"
+    assert trainer.recoveries[-1].seconds < 30, "Horovod's own limit, which is 54 s here, did not have to expire"
 
 
-def agree(config: dict[str, Any]) -> float:
-    """State that goes on in mid-epoch, made equal by Horovod."""
+def synchronize(config: dict[str, Any]) -> float:
+    """Give rank 0's state to all ranks with Horovod, and commit each step."""
     import horovod.torch as hvd
     import torch
 
@@ -121,15 +121,15 @@ def agree(config: dict[str, Any]) -> float:
     state = train.elastic({"step": 0, "level": float(hvd.rank() + 1)})
     state.sync()
     while state["step"] < 8:
-        fault(config, state["step"], hvd.rank())
+        fail_once(config, state["step"], hvd.rank())
         state["level"] += hvd.allreduce(torch.ones(1), name="one").item()
         state["step"] += 1
         state.commit()
     return float(state["level"])
 
 
-def test_state_goes_on_where_it_was_committed(trainer: train.Trainer, tmp_path: Path) -> None:
-    """Rank 0's level, and one more for each step, none of them twice."""
-    results = trainer.run(agree, config={"mark": str(tmp_path / "mark"), "fault": "kill"})
+def test_state_resumes_from_the_last_commit(trainer: train.Trainer, tmp_path: Path) -> None:
+    """The result is rank 0's level and one for each step: none was repeated."""
+    results = trainer.run(synchronize, config={"mark": str(tmp_path / "mark"), "fault": "kill"})
     assert (tmp_path / "mark").exists()
     assert set(results) == {9.0}

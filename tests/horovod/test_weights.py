@@ -1,4 +1,4 @@
-"""What is trained through Horovod ends with the weights that DistributedDataParallel gives, in loops of every kind."""
+"""Training with Horovod gives the same weights as DistributedDataParallel, in different kinds of loops."""
 
 from functools import partial
 from typing import Any
@@ -17,8 +17,8 @@ Weights = dict[str, torch.Tensor]
 
 
 class Loops(TrainingOperator):
-    """Three models, each with its optimizer, and several ways to train them. They start differently on every rank: only
-    what is broadcast makes the ranks equal."""
+    """Three models, each with its optimizer, and several ways to train them. They start differently on every rank, and only
+    the broadcast makes the ranks equal."""
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(5 + self.world_rank)
@@ -35,12 +35,12 @@ class Loops(TrainingOperator):
         self.models, self.optimizers, self.scheduler = self.register(
             models=models, optimizers=optimizers, schedulers=scheduler
         )
-        # 43 samples over 2 ranks: the last batches, and windows of batches, are not of one size.
+        # 43 samples over 2 ranks: the last batches and accumulation windows have different sizes.
         x = torch.randn(43, 3, generator=torch.Generator().manual_seed(1))
         self.register_data(train_loader=DataLoader(TensorDataset(x, 5 * x.sum(1, keepdim=True)), batch_size=4))
         self.loop = "helpers"
 
-    def start_over(self, loop: str) -> None:
+    def reset(self, loop: str) -> None:
         torch.manual_seed(7)
         self.loop = loop
         for model in self._parts.models:
@@ -73,14 +73,14 @@ class Loops(TrainingOperator):
         self.optimizers[0].step()
         return loss
 
-    def batch_by_hand(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """v1's words for float16; two backward passes, then clipping."""
+    def batch_manual(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """float16 with the names of v1, two backward passes, then clipping."""
         self.optimizers[0].zero_grad()
         for _ in range(2):
             with self._amp.autocast():
                 loss = self.loss(x, y) / 2
                 if self.global_step % 6 == 3 and self.world_rank == 1:
-                    loss = loss * float("inf")  # one rank's gradients are useless: all leave the step out
+                    loss = loss * float("inf")  # the gradients of one rank overflow, so all ranks skip the step
             self._amp_scaler.scale(loss).backward()
         self._amp_scaler.unscale_(self.optimizers[0])
         nn.utils.clip_grad_norm_(self.models[0].parameters(), 1.0)
@@ -89,7 +89,7 @@ class Loops(TrainingOperator):
         return loss
 
     def batch_two_models(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """One's loss goes through the other, as in a GAN. The second one's gradients are made inside of its step."""
+        """The loss of one model goes through the other, as in a GAN. The second optimizer computes its gradients in its step."""
         _, first, second = self.optimizers
 
         def closure() -> torch.Tensor:
@@ -106,14 +106,14 @@ class Loops(TrainingOperator):
 
 
 def trained(*loops: str, **arguments: Any) -> Weights:
-    """The weights after two epochs with each loop; the same on both ranks."""
+    """Return the weights after two epochs with each loop. They are the same on both ranks."""
     found = {}
     with TorchTrainer(
         training_operator_cls=Loops, num_workers=2, use_gpu=False, scheduler_step_freq="batch", **arguments
     ) as trainer:
         for number, loop in enumerate(loops):
             if number:
-                trainer.apply_all_operators(partial(start_over, loop=loop))
+                trainer.apply_all_operators(partial(reset, loop=loop))
             else:
                 trainer.apply_all_operators(partial(set_loop, loop=loop))
             trainer.train()
@@ -124,8 +124,8 @@ def trained(*loops: str, **arguments: Any) -> Weights:
     return found
 
 
-def start_over(operator: Any, loop: str) -> None:
-    operator.start_over(loop)
+def reset(operator: Any, loop: str) -> None:
+    operator.reset(loop)
 
 
 def set_loop(operator: Any, loop: str) -> None:
@@ -137,35 +137,35 @@ def weights_of(operator: TrainingOperator) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for model in models for parameter in model.parameters()])
 
 
-def differences(mine: Weights, theirs: Weights) -> dict[str, float]:
-    return {loop: float((mine[loop] - theirs[loop]).abs().max()) for loop in mine}
+def differences(horovod: Weights, ddp: Weights) -> dict[str, float]:
+    return {loop: float((horovod[loop] - ddp[loop]).abs().max()) for loop in horovod}
 
 
 @pytest.fixture(scope="module")
 def by_ddp(ray_cluster: None) -> Weights:
     options = TrainingOptions(precision="fp16", clip_norm=1.0)
-    return trained("plain", "helpers", "by_hand", "two_models", backend="gloo", options=options)
+    return trained("plain", "helpers", "manual", "two_models", backend="gloo", options=options)
 
 
-def test_every_loop_ends_as_with_ddp(by_ddp: Weights) -> None:
+def test_every_loop_gives_the_weights_of_ddp(by_ddp: Weights) -> None:
     options = TrainingOptions(precision="fp16", clip_norm=1.0)
-    mine = trained("plain", "helpers", "by_hand", "two_models", backend="horovod", options=options)
-    assert max(differences(mine, by_ddp).values()) < 1e-5
+    horovod = trained("plain", "helpers", "manual", "two_models", backend="horovod", options=options)
+    assert max(differences(horovod, by_ddp).values()) < 1e-5
 
 
-def test_windows_of_batches_end_as_with_ddp(ray_cluster: None) -> None:
+def test_accumulation_windows_give_the_weights_of_ddp(ray_cluster: None) -> None:
     options = TrainingOptions(precision="bf16", accumulate=2, clip_value=0.5)
-    mine, theirs = (trained("helpers", backend=backend, options=options) for backend in ("horovod", "gloo"))
-    assert max(differences(mine, theirs).values()) < 1e-5
+    horovod, ddp = (trained("helpers", backend=backend, options=options) for backend in ("horovod", "gloo"))
+    assert max(differences(horovod, ddp).values()) < 1e-5
 
 
-def test_a_sum_at_half_the_weight_is_the_mean(by_ddp: Weights) -> None:
+def test_a_sum_of_halved_losses_is_the_mean(by_ddp: Weights) -> None:
     given = {"op": "sum", "groups": 1}
-    mine = trained("plain", backend="horovod", horovod_args=given, config={"halved": True})
-    assert max(differences(mine, by_ddp).values()) < 1e-5
+    horovod = trained("plain", backend="horovod", horovod_args=given, config={"halved": True})
+    assert max(differences(horovod, by_ddp).values()) < 1e-5
 
 
-def test_gradients_that_travel_as_float16_are_rounded(by_ddp: Weights) -> None:
+def test_gradients_that_are_sent_as_float16_are_rounded(by_ddp: Weights) -> None:
     given = {"compression": "fp16", "gradient_predivide_factor": 2.0, "backward_passes_per_step": 1}
-    mine = trained("plain", backend="horovod", horovod_args=given)
-    assert 1e-5 < differences(mine, by_ddp)["plain"] < 0.05
+    horovod = trained("plain", backend="horovod", horovod_args=given)
+    assert 1e-5 < differences(horovod, by_ddp)["plain"] < 0.05

@@ -1,4 +1,4 @@
-"""The ready-made GAN operator: two models and two optimizers, each of which moves only its own model."""
+"""The ready-made GAN operator: each of its two optimizers changes only its own model."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def test_generated_images_approach_the_real_ones() -> None:
 
 
 class FrozenPart(GANOperator):
-    """One of the two optimizers takes no step, as its learning rate is 0."""
+    """One of the two optimizers changes nothing, because its learning rate is 0."""
 
     def make_optimizers(self, generator: nn.Module, discriminator: nn.Module, config: Any) -> Any:
         return tuple(
@@ -47,7 +47,7 @@ class FrozenPart(GANOperator):
 
 
 @pytest.mark.parametrize(("frozen", "moving"), [("generator", 1), ("discriminator", 0)])
-def test_each_optimizer_moves_its_own_model(frozen: str, moving: int) -> None:
+def test_each_optimizer_changes_only_its_own_model(frozen: str, moving: int) -> None:
     with TorchTrainer(training_operator_cls=FrozenPart, config={"frozen": frozen}) as trainer:
         before = [weights(model) for model in trainer.get_model()]
         trainer.train(num_steps=2)
@@ -56,7 +56,7 @@ def test_each_optimizer_moves_its_own_model(frozen: str, moving: int) -> None:
     assert torch.equal(before[1 - moving], after[1 - moving])
 
 
-def test_the_discriminator_learns_when_the_generator_stands_still() -> None:
+def test_the_discriminator_learns_while_the_generator_does_not_change() -> None:
     with TorchTrainer(training_operator_cls=FrozenPart, config={"frozen": "generator"}) as trainer:
         losses = [trainer.train()["loss_d"] for _ in range(4)]
         val = trainer.validate()
@@ -64,7 +64,7 @@ def test_the_discriminator_learns_when_the_generator_stands_still() -> None:
     assert val["val_p_real"] > val["val_p_fake"]
 
 
-def test_takes_models_and_data_of_another_shape() -> None:
+def test_models_and_data_can_have_other_shapes() -> None:
     config = {
         "generator": lambda: nn.Sequential(nn.Linear(4, 27), nn.Unflatten(1, (3, 3, 3))),
         "discriminator": lambda: nn.Sequential(nn.Flatten(), nn.Linear(27, 1)),

@@ -1,4 +1,4 @@
-"""The ready-made image operator: it learns the digits, counts right answers, and takes other parts."""
+"""The ready-made image operator: it learns the digits, measures accuracy, and accepts other models and data."""
 
 import sys
 from functools import partial
@@ -26,16 +26,18 @@ def test_learns_the_digits() -> None:
     assert 0.85 < val["val_accuracy"] <= val["val_top5_accuracy"] <= 1
 
 
-def test_topk_counts_the_label_among_the_best() -> None:
+def test_topk_accuracy() -> None:
     logits = torch.tensor([[9.0, 8, 7, 0, 0, 0], [0, 0, 0, 1, 2, 3], [5, 4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]])
     labels = torch.tensor([0, 4, 5, 1])
     assert topk_accuracy(logits, labels, k=1).item() == 0.25
     assert topk_accuracy(logits, labels, k=2).item() == 0.5
     assert topk_accuracy(logits, labels, k=5).item() == 0.75
-    assert topk_accuracy(logits[:, :3], torch.zeros(4, dtype=torch.long), k=5).item() == 1, "three classes only"
+    assert topk_accuracy(logits[:, :3], torch.zeros(4, dtype=torch.long), k=5).item() == 1, (
+        "there are only three classes"
+    )
 
 
-def test_takes_model_data_scheduler_and_loader_options() -> None:
+def test_model_data_scheduler_and_loader_can_be_configured() -> None:
     images = torch.rand(40, 3, 12, 12)
     labels = (images.mean(dim=(1, 2, 3)) > 0.5).long()
     config = {
@@ -54,7 +56,7 @@ def test_takes_model_data_scheduler_and_loader_options() -> None:
     assert rates == pytest.approx([0.05])
 
 
-def test_says_what_to_do_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scikit_learn_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match="pip install scikit-learn"):
         digits_data()

@@ -1,4 +1,4 @@
-"""The ready-made language model: a causal GPT that learns its source, and a true perplexity."""
+"""The ready-made language model: a causal GPT that learns the default data, and an exact perplexity."""
 
 import math
 
@@ -10,20 +10,20 @@ from raysgd import TorchTrainer
 from raysgd.operators.language_model import GPT, LanguageModelOperator, TokenBlocks, markov_tokens
 
 
-def test_learns_the_default_source() -> None:
+def test_learns_the_default_data() -> None:
     config = {"width": 32, "lr": 0.01}
     with TorchTrainer(training_operator_cls=LanguageModelOperator, config=config) as trainer:
         before = trainer.validate()
         losses = [trainer.train()["train_loss"] for _ in range(2)]
         after = trainer.validate()
-    assert before["val_perplexity"] == pytest.approx(64, rel=0.2), "it knows nothing of 64 tokens yet"
+    assert before["val_perplexity"] == pytest.approx(64, rel=0.2), "untrained, it finds all 64 tokens equally probable"
     assert losses[1] < losses[0]
-    assert 4 < after["val_perplexity"] < 16, "the source itself has 4"
+    assert 4 < after["val_perplexity"] < 16, "the data has 4"
     assert after["val_tokens"] == after["num_samples"] * 32
 
 
 class Fixed(nn.Module):
-    """Gives the successor of a token in the count a logit of its own, whatever came before."""
+    """Predicts the next number after each token, with one parameter for its certainty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,9 +33,9 @@ class Fixed(nn.Module):
         return self.certainty * nn.functional.one_hot((tokens + 1) % 3, 3).float()
 
 
-def test_perplexity_is_of_all_tokens_not_a_mean_over_batches() -> None:
-    counting = torch.arange(40) % 3  # the model is right here
-    still = torch.zeros(41, dtype=torch.long)  # and wrong here
+def test_perplexity_is_computed_over_all_tokens_not_averaged_over_batches() -> None:
+    counting = torch.arange(40) % 3  # the model predicts these correctly
+    still = torch.zeros(41, dtype=torch.long)  # and these wrongly
     config = {
         "model": Fixed,
         "train_data": counting,
@@ -66,7 +66,7 @@ def test_the_model_does_not_look_ahead() -> None:
     assert not torch.allclose(one[:, 5:], other[:, 5:], atol=1e-3)
 
 
-def test_blocks_cover_the_tokens_in_order() -> None:
+def test_blocks_contain_the_tokens_in_order() -> None:
     blocks = TokenBlocks(torch.arange(10), block_size=3)
     assert [(first.tolist(), second.tolist()) for first, second in blocks] == [
         ([0, 1, 2], [1, 2, 3]),
@@ -75,14 +75,14 @@ def test_blocks_cover_the_tokens_in_order() -> None:
     ]
 
 
-def test_bad_sizes_are_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match=r'3 tokens are too few.*config\["block_size"\]'):
         TokenBlocks(torch.arange(3), block_size=3)
-    with pytest.raises(ValueError, match="width=10 must be a multiple of heads=4"):
+    with pytest.raises(ValueError, match="must be a multiple of heads, got width=10 and heads=4"):
         GPT(vocabulary=4, block_size=4, width=10, heads=4, layers=1)
 
 
-def test_the_source_is_the_same_on_every_worker() -> None:
+def test_the_default_data_is_the_same_on_every_worker() -> None:
     tokens = markov_tokens(2000, vocabulary=16, successors=2)
     assert torch.equal(tokens, markov_tokens(2000, vocabulary=16, successors=2))
     followers = {(a, b) for a, b in zip(tokens[:-1].tolist(), tokens[1:].tolist(), strict=True)}

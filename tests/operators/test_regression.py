@@ -1,4 +1,4 @@
-"""The ready-made regression operator: it learns, its R² is the true one, bad shapes are refused."""
+"""The ready-made regression operator: it learns, its R² is exact, and it refuses wrong shapes."""
 
 from functools import partial
 
@@ -24,8 +24,8 @@ def test_learns_the_default_data() -> None:
     assert model.bias.item() == pytest.approx(1, abs=0.05)
 
 
-def test_metrics_are_those_of_the_whole_validation_data() -> None:
-    """Uneven batches (70 rows in 32s) and two targets of different spread, against the textbook formulas."""
+def test_metrics_are_exact_over_all_validation_data() -> None:
+    """Compare with the textbook formulas, for batches of different sizes and two targets of different variance."""
     torch.manual_seed(3)
     inputs = torch.randn(70, 3)
     targets = torch.randn(70, 2) * torch.tensor([1.0, 5.0]) + torch.tensor([0.0, 100.0])
@@ -43,7 +43,7 @@ def test_metrics_are_those_of_the_whole_validation_data() -> None:
     assert result["val_r2"] == pytest.approx(r2.item(), rel=1e-4)
 
 
-def test_takes_an_optimizer_and_goes_without_validation_data() -> None:
+def test_an_optimizer_can_be_passed_and_validation_data_left_out() -> None:
     config = {"train_data": linear_data()[0], "optimizer": torch.optim.Adam, "lr": 0.25}
     with TorchTrainer(training_operator_cls=RegressionOperator, config=config) as trainer:
         optimizer = trainer.apply_all_operators(lambda operator: operator.optimizer)[0]

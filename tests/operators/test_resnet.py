@@ -1,4 +1,4 @@
-"""The networks have the published shapes and sizes, and learn."""
+"""The residual networks have the published shapes and sizes, and learn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from raysgd.operators import resnet
 
-# Weights with ten classes and a 3 x 3 stem, by arithmetic from the paper's table of layers.
+# The numbers of weights with ten classes and a 3 x 3 stem, computed from the paper's table of layers.
 PARAMETERS = {
     "ResNet18": 11_173_962,
     "ResNet34": 21_282_122,
@@ -20,8 +20,8 @@ LAYERS = {"ResNet18": 18, "ResNet34": 34, "ResNet50": 50, "ResNet101": 101, "Res
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_size(name):
-    with torch.device("meta"):  # shapes alone: no memory, no time
+def test_numbers_of_weights_and_layers(name):
+    with torch.device("meta"):  # only shapes: this needs no memory and no time
         model = getattr(resnet, name)()
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
     shortcuts = [b.shortcut for b in model.blocks if not isinstance(b.shortcut, nn.Identity)]
@@ -30,7 +30,7 @@ def test_size(name):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_an_image_shrinks_three_times(name):
+def test_an_image_is_halved_three_times(name):
     with torch.device("meta"):
         model = getattr(resnet, name)({"lr": 0.1}, num_classes=7)
         images = torch.empty(2, 3, 32, 32)
@@ -38,14 +38,14 @@ def test_an_image_shrinks_three_times(name):
         assert model(images).shape == (2, 7)
 
 
-def test_one_image_size_is_as_good_as_another():
+def test_images_can_have_any_size():
     model = resnet.ResNet18().eval()
     with torch.no_grad():
         for size in (8, 17):
             assert model(torch.zeros(1, 3, size, size)).isfinite().all()
 
 
-def test_a_block_adds_to_what_it_got():
+def test_a_block_has_a_residual_connection():
     block = resnet.BasicBlock(4, 4, stride=1).eval()
     nn.init.zeros_(block.body[2][0].weight)
     images = torch.rand(2, 4, 5, 5)
@@ -53,7 +53,7 @@ def test_a_block_adds_to_what_it_got():
 
 
 @pytest.mark.parametrize("block", [resnet.BasicBlock, resnet.Bottleneck])
-def test_every_weight_learns_and_the_loss_falls(block):
+def test_every_weight_gets_a_gradient_and_the_loss_decreases(block):
     torch.manual_seed(0)
     model = resnet.ResNet(block, (1, 1, 1, 1))
     images, labels = torch.randn(8, 3, 8, 8), torch.arange(8)
@@ -69,6 +69,6 @@ def test_every_weight_learns_and_the_loss_falls(block):
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
-def test_the_depths_must_be_four():
+def test_there_must_be_four_depths():
     with pytest.raises(ValueError):
         resnet.ResNet(resnet.BasicBlock, (1, 1))

@@ -1,4 +1,4 @@
-"""Backend configs: how they are named, what they need, how their ranks meet."""
+"""Backend configs: their names, what they need, and how they connect the ranks."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ from raysgd.train.torch_function import TorchFunctionBackend, environment
 LIMITS: dict[str, Any] = {"host": "127.0.0.1", "join_s": 5, "collective_s": 5}
 
 
-def test_names() -> None:
+def test_names_of_backends() -> None:
     assert isinstance(parse_backend("torch"), TorchConfig)
     assert type(parse_backend("none")) is type(parse_backend(None)) is BackendConfig
     mine = TorchConfig(backend="gloo")
@@ -31,7 +31,7 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "horovod"])
-def test_a_missing_framework_says_how_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_about_a_missing_framework_says_how_to_install_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package == name else find(package))
     with pytest.raises(ImportError, match=rf"pip install 'raysgd\[{name}\]'"):
@@ -49,27 +49,27 @@ def test_torch_settings() -> None:
     assert isinstance(BackendConfig().make_backend(use_gpu=False, **LIMITS), SingleWorkerBackend)
 
 
-def test_horovod_and_tensorflow_settings_can_be_made_without_them() -> None:
+def test_horovod_and_tensorflow_settings_do_not_need_the_frameworks() -> None:
     assert HorovodConfig(timeout_s=5).timeout_s == 5
-    for wrong, words in (({"timeout_s": 0}, "timeout_s"), ({"nics": "eth0"}, "nics")):
-        with pytest.raises(ValueError, match=words):
+    for wrong, message in (({"timeout_s": 0}, "timeout_s"), ({"nics": "eth0"}, "nics")):
+        with pytest.raises(ValueError, match=message):
             HorovodConfig(**wrong)
     assert isinstance(TensorflowConfig().make_backend(use_gpu=False, **LIMITS), TensorflowFunctionBackend)
 
 
-class Mine(Backend):
+class CustomBackend(Backend):
     pass
 
 
 class ByMethod(BackendConfig):
     def backend_cls(self) -> type[Backend]:  # type: ignore[override]
-        return Mine
+        return CustomBackend
 
 
 class ByProperty(BackendConfig):
     @property
     def backend_cls(self) -> type[Backend]:
-        return Mine
+        return CustomBackend
 
 
 class Wrong(BackendConfig):
@@ -78,13 +78,13 @@ class Wrong(BackendConfig):
         return dict
 
 
-def test_the_backends_class_may_be_a_property_or_a_method() -> None:
-    assert type(backend_of(ByMethod())) is type(backend_of(ByProperty())) is Mine
+def test_backend_cls_can_be_a_property_or_a_method() -> None:
+    assert type(backend_of(ByMethod())) is type(backend_of(ByProperty())) is CustomBackend
     with pytest.raises(ValueError, match=r"Wrong.backend_cls"):
         backend_of(Wrong())
 
 
-def test_the_environment_is_that_of_torchs_launcher() -> None:
+def test_the_environment_is_that_of_torchrun() -> None:
     (_, _, third) = assign_ranks(["a", "b", "b"])
     assert environment(third, {"host": "h", "port": 5}) == {
         "MASTER_ADDR": "h",
@@ -99,31 +99,31 @@ def test_the_environment_is_that_of_torchs_launcher() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_workers_of_a_node_see_all_their_gpus(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes with two GPUs each, one GPU for a worker. The ranks leave, and come again with what they see by then."""
-    places = [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")][:workers]
+    """Two nodes have two GPUs each, one for each worker. In the second generation, the workers see all GPUs of their node."""
+    workers_and_gpus = [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")][:workers]
     driver = TorchFunctionBackend("nccl", use_gpu=True)
-    ranks = [TorchFunctionBackend("nccl", use_gpu=True) for _ in places]
+    ranks = [TorchFunctionBackend("nccl", use_gpu=True) for _ in workers_and_gpus]
     for generation in range(2):
         offers = []
-        for rank, (_, gpu) in zip(ranks, places, strict=True):
+        for rank, (_, gpu) in zip(ranks, workers_and_gpus, strict=True):
             if generation == 0:
                 monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
             offers.append(rank.offer())
-        plans = driver.plan(assign_ranks([node for node, _ in places]), offers)
-        for plan, rank, (node, gpu) in zip(plans, ranks, places, strict=True):
-            everybody = [other for place, other in places if place == node]
+        plans = driver.plan(assign_ranks([node for node, _ in workers_and_gpus]), offers)
+        for plan, rank, (node, gpu) in zip(plans, ranks, workers_and_gpus, strict=True):
+            visible = [other for place, other in workers_and_gpus if place == node]
             index = see_gpus(plan["gpus"], rank.offer()["gpus"])
-            assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(everybody) and everybody[index] == gpu
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(visible) and visible[index] == gpu
     driver.plan([])
 
 
-def test_without_gpus_nothing_is_asked_of_the_workers() -> None:
+def test_without_gpus_the_workers_are_not_asked_for_offers() -> None:
     driver = TorchFunctionBackend("gloo")
     assert not driver.needs_offers and "gpus" not in driver.plan(assign_ranks(["a"]))[0]
     driver.plan([])
 
 
-def test_every_tensorflow_rank_is_told_everybodys_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensorflow_rank_gets_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", "")
     ranks = [TensorflowFunctionBackend(host="127.0.0.1") for _ in range(3)]
     rank_infos = assign_ranks(["a", "a", "b"])
@@ -142,11 +142,11 @@ def test_every_tensorflow_rank_is_told_everybodys_address(monkeypatch: pytest.Mo
     assert len({offer["address"] for offer in offers}) == 3
 
 
-def test_a_tensorflow_loss_is_known_by_the_runtimes_words() -> None:
-    meeting = TensorflowFunctionBackend(host="127.0.0.1")
+def test_tensorflow_errors_of_failed_peers_are_interruptions() -> None:
+    backend = TensorflowFunctionBackend(host="127.0.0.1")
     unavailable = type("UnavailableError", (Exception,), {"__module__": "tensorflow.python.framework.errors_impl"})
     wrapped = ValueError("training failed")
     wrapped.__cause__ = unavailable("Collective ops is aborted by: peer left")
-    assert meeting.is_interruption(wrapped)
-    assert not meeting.is_interruption(unavailable("file on a network drive"))
-    assert not meeting.is_interruption(ValueError("Collective"))
+    assert backend.is_interruption(wrapped)
+    assert not backend.is_interruption(unavailable("file on a network drive"))
+    assert not backend.is_interruption(ValueError("Collective"))

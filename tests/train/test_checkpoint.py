@@ -1,4 +1,4 @@
-"""A checkpoint goes from one form into the other and comes back the same."""
+"""Checkpoints of functions: conversions between their forms, storage, and reading without running code."""
 
 import collections
 import datetime
@@ -55,7 +55,7 @@ def test_directory_round_trip(directory: Path, tmp_path: Path) -> None:
     assert (Path(copied) / "weights.bin").read_bytes() == b"123"
 
 
-def test_metadata_of_both_kinds_travel(directory: Path) -> None:
+def test_metadata_round_trip(directory: Path) -> None:
     for checkpoint in (Checkpoint.from_dict({"epoch": 1}), Checkpoint.from_directory(directory)):
         checkpoint.set_metadata({"model": "small"})
         checkpoint.update_metadata({"version": 2})
@@ -68,7 +68,7 @@ def test_metadata_must_be_plain() -> None:
         Checkpoint.from_dict({}).set_metadata({"model": object()})
 
 
-def test_the_wrong_question_says_the_right_one(directory: Path, tmp_path: Path) -> None:
+def test_errors_say_which_call_to_use(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="as_directory"):
         Checkpoint.from_directory(directory).to_dict()
     with pytest.raises(CheckpointError, match="no directory"):
@@ -89,14 +89,14 @@ def test_an_archive_that_points_outside_is_refused() -> None:
         Checkpoint.from_bytes(stream.getvalue())
 
 
-def test_a_dictionary_can_be_a_folder_too(tmp_path: Path) -> None:
+def test_a_dictionary_can_be_written_to_a_folder(tmp_path: Path) -> None:
     checkpoint = Checkpoint.from_dict({"epoch": 3})
     for form in (checkpoint, Checkpoint(checkpoint.to_uri(tmp_path / "file"))):
         path = form.to_directory()
         assert Checkpoint.from_directory(path).to_dict() == {"epoch": 3}
         with form.as_directory() as inside:
             assert Checkpoint.from_directory(inside).to_dict() == {"epoch": 3}
-        assert not Path(inside).exists(), "a copy for reading is gone afterwards"
+        assert not Path(inside).exists(), "the copy for reading is deleted"
 
 
 # -- URIs ---------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return {"path": str(tmp_path), "file": f"file://{tmp_path}", "memory": f"memory://{name}"}[request.param]
 
 
-def test_a_dict_goes_to_a_uri_and_comes_back(root: str) -> None:
+def test_dict_round_trip_through_a_uri(root: str) -> None:
     checkpoint = Checkpoint.from_dict({"epoch": 3, "weights": [0.5]})
     checkpoint.set_metadata({"model": "small"})
     uri = checkpoint.to_uri(f"{root}/deep/saved")
@@ -126,7 +126,7 @@ def test_a_dict_goes_to_a_uri_and_comes_back(root: str) -> None:
         there.set_metadata({})
 
 
-def test_a_folder_goes_to_a_uri_and_comes_back(root: str, directory: Path, tmp_path: Path) -> None:
+def test_folder_round_trip_through_a_uri(root: str, directory: Path, tmp_path: Path) -> None:
     checkpoint = Checkpoint.from_directory(directory)
     checkpoint.set_metadata({"model": "small"})
     there = Checkpoint.from_uri(checkpoint.to_uri(f"{root}/folder"))
@@ -142,20 +142,20 @@ def test_a_folder_goes_to_a_uri_and_comes_back(root: str, directory: Path, tmp_p
         again.to_dict()
 
 
-def test_nothing_there(root: str) -> None:
+def test_a_missing_checkpoint(root: str) -> None:
     with pytest.raises(CheckpointError, match=f"no complete checkpoint at {re.escape(root)}/absent"):
         Checkpoint.from_uri(f"{root}/absent")
 
 
-# -- what must be trusted -----------------------------------------------------------------------------
+# -- trust --------------------------------------------------------------------------------------------
 
 
-class Own:
-    """A type of the user's."""
+class Custom:
+    """A type that needs trust."""
 
 
 class Bomb:
-    """Unpickling it leaves a trace."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -164,7 +164,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_the_usual_values_need_no_trust(tmp_path: Path) -> None:
+def test_plain_values_need_no_trust(tmp_path: Path) -> None:
     numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
@@ -195,18 +195,18 @@ def test_the_usual_values_need_no_trust(tmp_path: Path) -> None:
 
 
 def test_objects_of_other_types_need_trust(tmp_path: Path) -> None:
-    content = {"epoch": 1, "own": Own()}
+    content = {"epoch": 1, "own": Custom()}
     path = tmp_path / "saved"
     path.write_bytes(Checkpoint.from_dict(content).to_bytes())
-    with pytest.raises(CheckpointError, match=r"saved: it holds .*Own.*trusted=True"):
+    with pytest.raises(CheckpointError, match=r"saved: it holds .*Custom.*trusted=True"):
         Checkpoint(path).to_dict()
-    assert isinstance(Checkpoint(path, trusted=True).to_dict()["own"], Own)
-    assert isinstance(Checkpoint.from_uri(path, trusted=True).to_dict()["own"], Own)
-    assert isinstance(Checkpoint.from_bytes(path.read_bytes(), trusted=True).to_dict()["own"], Own)
+    assert isinstance(Checkpoint(path, trusted=True).to_dict()["own"], Custom)
+    assert isinstance(Checkpoint.from_uri(path, trusted=True).to_dict()["own"], Custom)
+    assert isinstance(Checkpoint.from_bytes(path.read_bytes(), trusted=True).to_dict()["own"], Custom)
 
 
 def inside_a_tensor(bomb: Bomb) -> bytes:
-    """torch's own loader of storages would run what is in these bytes."""
+    """Return a pickle whose tensor storage would run code if torch's own function loaded it."""
     torch = pytest.importorskip("torch")
     inner = io.BytesIO()
     torch.save(bomb, inner)
@@ -247,11 +247,11 @@ def test_reading_runs_no_code_from_the_file(tmp_path: Path, name: str) -> None:
             tried()
     assert not trace.exists()
     pickle.loads(BOMBS["in a dict"](Bomb(trace)))
-    assert trace.exists(), "the bomb is a real one"
+    assert trace.exists(), "plain pickle runs the code"
 
 
-def test_functions_that_are_found_cannot_be_altered() -> None:
-    """A pickle may set attributes of what it has found: not of functions, nor of classes."""
+def test_functions_and_classes_cannot_be_changed() -> None:
+    """A pickle can set attributes of the objects that it names, but not of functions or classes."""
     torch = pytest.importorskip("torch")
     head = b"\x80\x04}" + pickle.SHORT_BINUNICODE + b"\x01a"
     setting = b"N}" + pickle.SHORT_BINUNICODE + b"\x05__doc" + pickle.SHORT_BINUNICODE + b"\x01xs\x86b"
@@ -261,22 +261,22 @@ def test_functions_that_are_found_cannot_be_altered() -> None:
             Checkpoint.from_bytes(head + b"c" + name + b"\n" + setting + b"s.")
     assert torch._utils._rebuild_tensor_v2.__dict__ == before
     pickle.loads(head + b"ctextwrap\ndedent\n" + setting + b"s.")
-    assert vars(textwrap.dedent).pop("__doc") == "x", "pickle itself would have done it"
+    assert vars(textwrap.dedent).pop("__doc") == "x", "plain pickle sets the attribute"
 
 
 FOREIGN = {
     "text": b"hello",
     "empty": b"",
     "a pickled list": pickle.dumps([1, 2]),
-    "a pickled object": pickle.dumps(Own()),
+    "a pickled object": pickle.dumps(Custom()),
     "a zip file": b"PK\x03\x04" + b"0" * 100,
-    "half a dictionary": pickle.dumps({"weights": [1.5] * 100})[:-200],
-    "half of what pickle says": pickle.dumps({"weights": b"1" * 1000})[:-1],
+    "an incomplete dictionary": pickle.dumps({"weights": [1.5] * 100})[:-200],
+    "an incomplete value": pickle.dumps({"weights": b"1" * 1000})[:-1],
 }
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_foreign_and_damaged_files_say_so(tmp_path: Path, name: str) -> None:
+def test_other_and_damaged_files_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "given").write_bytes(FOREIGN[name])
     tries: list[Callable[[], Any]] = [
         Checkpoint(tmp_path / "given").to_dict,
@@ -293,40 +293,40 @@ def test_foreign_and_damaged_files_say_so(tmp_path: Path, name: str) -> None:
         Checkpoint.from_bytes(FOREIGN[name])
 
 
-def test_a_damaged_archive_says_so(directory: Path) -> None:
+def test_a_damaged_archive_is_refused(directory: Path) -> None:
     (directory / "large").write_bytes(b"1" * 50_000)
     data = Checkpoint.from_directory(directory).to_bytes()
     with pytest.raises(CheckpointError, match="damaged"):
         Checkpoint.from_bytes(data[:20_000])
 
 
-def test_what_was_unpacked_goes_with_the_object(tmp_path: Path) -> None:
-    (tmp_path / "words").write_text("mine")
+def test_unpacked_files_are_deleted_with_the_object(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
     unpacked = Checkpoint.from_bytes(Checkpoint.from_directory(tmp_path).to_bytes())
     folder = Path(str(unpacked.path))
     with unpacked.as_directory() as same:
-        assert Path(same, "words").read_text() == "mine"
+        assert Path(same, "notes").read_text() == "mine"
     del unpacked
     gc.collect()
-    assert not folder.exists() and (tmp_path / "words").exists()
+    assert not folder.exists() and (tmp_path / "notes").exists()
 
 
-def test_what_is_in_the_way_is_not_deleted(root: str, directory: Path) -> None:
-    locations.write(f"{root}/models/notes", b"somebody's")
+def test_other_files_are_not_deleted(root: str, directory: Path) -> None:
+    locations.write(f"{root}/models/notes", b"another file")
     checkpoint = Checkpoint.from_directory(directory)
     for taken in ("models", "models/notes"):
         with pytest.raises(CheckpointError, match=f"something else at .*{taken} already"):
             checkpoint.to_uri(f"{root}/{taken}")
-    assert locations.read(f"{root}/models/notes") == b"somebody's"
+    assert locations.read(f"{root}/models/notes") == b"another file"
 
 
-def test_over_an_older_one_only_its_own_files_go(directory: Path, tmp_path: Path) -> None:
+def test_replacing_a_checkpoint_deletes_only_its_own_files(directory: Path, tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     uri = f"memory://{uuid.uuid4().hex}/models"
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "gone").write_bytes(b"1")
     Checkpoint.from_directory(tmp_path / "older").to_uri(uri)
-    locations.write(f"{uri}/notes", b"somebody's")
+    locations.write(f"{uri}/notes", b"another file")
     there = Checkpoint.from_directory(directory).to_uri(uri)
     assert locations.names(locations.place(uri)) == sorted(["notes", *(path.name for path in directory.iterdir())])
     with Checkpoint(there).as_directory() as folder:
@@ -334,7 +334,7 @@ def test_over_an_older_one_only_its_own_files_go(directory: Path, tmp_path: Path
 
 
 class Forged:
-    """A pickle of `function(*arguments)`, built up with `state`."""
+    """Is pickled as a call of `function(*arguments)` with `state`."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], *state: Any) -> None:
         self.reduced = (function, arguments, *state)
@@ -344,7 +344,7 @@ class Forged:
 
 
 def forged(name: str) -> Any:
-    """Bytes that numpy would take for addresses of objects."""
+    """Return an object whose pickle would make NumPy take bytes for addresses of objects."""
     numpy = pytest.importorskip("numpy")
     frombuffer = importlib.import_module("numpy._core.numeric")._frombuffer
     scalar = importlib.import_module("numpy._core.multiarray").scalar
@@ -362,14 +362,14 @@ def forged(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["fields", "flags", "scalar", "objects", "longer", "array", "shared"])
-def test_numpy_is_not_told_what_bytes_are(name: str) -> None:
+def test_forged_numpy_dtypes_are_refused(name: str) -> None:
     data = pickle.dumps({"x": forged(name)}, protocol=4)
     with pytest.raises(CheckpointError):
         Checkpoint.from_bytes(data)
     assert pytest.importorskip("numpy").dtype("f8").isnative
 
 
-def test_numpys_simple_types_are_read() -> None:
+def test_simple_numpy_types_are_read() -> None:
     numpy = pytest.importorskip("numpy")
     for kind in ("?", "i1", "u8", "f2", "f8", ">f4", "c16", "U3", "S5", "M8[ns]", "m8[s]", "V4", "O"):
         array = numpy.zeros(3, dtype=kind)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest in memory always, on disk what the strategy says."""
+"""The checkpoint manager keeps the newest checkpoint in memory, and those of the strategy in storage."""
 
 import math
 import pickle
@@ -18,8 +18,12 @@ from raysgd.train.checkpoint_manager import CheckpointManager
 def manager_of(tmp_path: Path, *losses: float, initial: bytes | None = None, **strategy: Any) -> CheckpointManager:
     made = CheckpointManager(tmp_path, CheckpointStrategy(**strategy), initial=initial)
     for number, loss in enumerate(losses):
-        made.add(pickle.dumps({"number": number, "loss": loss}), {})
+        add(made, pickle.dumps({"number": number, "loss": loss}), {})
     return made
+
+
+def add(manager: CheckpointManager, payload: bytes, metrics: dict[str, Any]) -> None:
+    manager.store(manager.register(payload), payload, metrics)
 
 
 def on_disk(tmp_path: Path) -> list[str]:
@@ -34,7 +38,7 @@ def test_all_are_kept_by_default(tmp_path: Path) -> None:
     assert pickle.loads((tmp_path / "checkpoint_000002").read_bytes()) == {"number": 1, "loss": 2}
 
 
-def test_zero_writes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
+def test_with_num_to_keep_0_the_newest_is_kept_in_memory_only(tmp_path: Path) -> None:
     made = manager_of(tmp_path, 3, 2, num_to_keep=0)
     assert on_disk(tmp_path) == []
     assert (made.latest_path, made.best_path) == (None, None)
@@ -43,54 +47,54 @@ def test_zero_writes_nothing_and_forgets_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("order", "kept"), [("min", ["000001", "000003"]), ("max", ["000002", "000004"])])
-def test_the_best_two(tmp_path: Path, order: str, kept: list[str]) -> None:
+def test_the_best_two_are_kept(tmp_path: Path, order: str, kept: list[str]) -> None:
     made = manager_of(
         tmp_path, 2, 4, 1, 3, num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order=order
     )
     assert on_disk(tmp_path) == kept
     assert made.best_path == tmp_path / {"min": "checkpoint_000003", "max": "checkpoint_000002"}[order]
     assert made.latest is not None
-    assert made.latest.to_dict()["number"] == 3, "the newest is in memory, on disk or not"
+    assert made.latest.to_dict()["number"] == 3, "the newest is in memory, whether it is stored or not"
 
 
-def test_a_tie_is_skipped(tmp_path: Path) -> None:
+def test_of_equal_checkpoints_the_stored_one_stays(tmp_path: Path) -> None:
     manager_of(tmp_path, 1, 1, num_to_keep=1, checkpoint_score_attribute="loss")
     assert on_disk(tmp_path) == ["000001"]
 
 
-def test_fewer_may_be_kept_than_an_earlier_run_has_left(tmp_path: Path) -> None:
+def test_fewer_can_be_kept_than_an_earlier_run_stored(tmp_path: Path) -> None:
     manager_of(tmp_path, 3, 1, 2, 5)
     made = CheckpointManager(tmp_path, CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss"))
     made.adopt({})
-    made.add(pickle.dumps({"loss": 0}), {})
-    assert on_disk(tmp_path) == ["000001", "000004"], "the new one is none of the best"
+    add(made, pickle.dumps({"loss": 0}), {})
+    assert on_disk(tmp_path) == ["000001", "000004"], "the new one is not among the best"
 
 
-def test_by_time_the_newest_stay_however_fast_they_come(tmp_path: Path) -> None:
+def test_by_time_the_newest_are_kept_also_within_one_second(tmp_path: Path) -> None:
     manager_of(tmp_path, 1, 1, 1, num_to_keep=2)
     assert on_disk(tmp_path) == ["000002", "000003"]
 
 
-def test_the_score_may_be_in_the_metrics(tmp_path: Path) -> None:
+def test_the_score_can_be_in_the_metrics(tmp_path: Path) -> None:
     made = CheckpointManager(tmp_path, CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy"))
     for accuracy in (0.5, 0.9, 0.7):
-        made.add(pickle.dumps({"weights": [1]}), {"accuracy": accuracy})
+        add(made, pickle.dumps({"weights": [1]}), {"accuracy": accuracy})
     assert on_disk(tmp_path) == ["000002"]
 
 
-def test_the_checkpoint_is_asked_before_the_metrics(tmp_path: Path) -> None:
+def test_a_score_in_the_checkpoint_has_priority_over_the_metrics(tmp_path: Path) -> None:
     strategy = CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min")
     made = CheckpointManager(tmp_path, strategy)
-    made.add(pickle.dumps({"loss": 1}), {"loss": 9})
-    made.add(pickle.dumps({"loss": 2}), {"loss": 0})
+    add(made, pickle.dumps({"loss": 1}), {"loss": 9})
+    add(made, pickle.dumps({"loss": 2}), {"loss": 0})
     assert on_disk(tmp_path) == ["000001"]
 
 
 @pytest.mark.parametrize("content", [{}, {"loss": "small"}, {"loss": None}])
-def test_a_missing_or_odd_score_is_an_error(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_a_missing_or_invalid_score_is_an_error(tmp_path: Path, content: dict[str, Any]) -> None:
     made = CheckpointManager(tmp_path, CheckpointStrategy(checkpoint_score_attribute="loss"))
     with pytest.raises(ValueError, match="'loss' must be a number"):
-        made.add(pickle.dumps(content), {})
+        add(made, pickle.dumps(content), {})
 
 
 @pytest.mark.parametrize("kind", [CheckpointConfig, CheckpointStrategy])
@@ -110,7 +114,7 @@ def test_a_strategy_is_checked(kind: type[CheckpointConfig], wrong: dict[str, An
         kind(**wrong)
 
 
-def test_both_names_mean_the_same_and_keep_the_newest_by_default() -> None:
+def test_both_config_classes_keep_the_newest_by_default() -> None:
     assert isinstance(CheckpointStrategy(), CheckpointConfig)
     assert CheckpointConfig().by_time and CheckpointStrategy().by_time
     assert not CheckpointConfig(checkpoint_score_attribute="loss").by_time
@@ -124,31 +128,31 @@ def test_nan_is_worse_than_any_number(tmp_path: Path, order: str) -> None:
     assert on_disk(tmp_path) == ["000002"]
 
 
-def test_numbers_go_on_from_where_a_run_was_resumed(tmp_path: Path) -> None:
+def test_numbers_continue_in_a_resumed_run(tmp_path: Path) -> None:
     made = CheckpointManager(tmp_path, latest_id=100)
     for _ in range(2):
-        made.add(pickle.dumps({}), {})
+        add(made, pickle.dumps({}), {})
     assert made.latest_id == 102
     assert (tmp_path / "checkpoint_000102").exists()
 
 
-def test_what_a_run_starts_with_is_its_newest_until_it_has_its_own(tmp_path: Path) -> None:
+def test_the_initial_checkpoint_is_the_newest_until_the_run_saves_one(tmp_path: Path) -> None:
     made = manager_of(tmp_path, initial=pickle.dumps({"epoch": 7}))
     assert made.latest is not None
     assert made.latest.to_dict() == {"epoch": 7}
     assert on_disk(tmp_path) == []
 
 
-def test_a_directory_is_stored_as_one(tmp_path: Path) -> None:
+def test_a_directory_is_stored_as_a_directory(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "sub").mkdir(parents=True)
     (source / "sub" / "weights.bin").write_bytes(b"123")
     made = CheckpointManager(tmp_path / "kept")
-    made.add(Checkpoint.from_directory(source).to_bytes(), {"loss": 1})
+    add(made, Checkpoint.from_directory(source).to_bytes(), {"loss": 1})
     path = made.latest_path
     assert path is not None
     assert (path / "sub" / "weights.bin").read_bytes() == b"123"
-    assert [each.name for each in (tmp_path / "kept").iterdir()] == ["checkpoint_000001"], "nothing half written"
+    assert [each.name for each in (tmp_path / "kept").iterdir()] == ["checkpoint_000001"], "no incomplete files"
 
 
 def test_directories_are_scored_by_their_metrics(tmp_path: Path) -> None:
@@ -158,68 +162,66 @@ def test_directories_are_scored_by_their_metrics(tmp_path: Path) -> None:
         tmp_path / "kept", CheckpointStrategy(num_to_keep=1, checkpoint_score_attribute="accuracy")
     )
     for accuracy in (0.5, 0.9, 0.7):
-        made.add(payload, {"accuracy": accuracy})
+        add(made, payload, {"accuracy": accuracy})
     assert on_disk(tmp_path / "kept") == ["000002"]
 
 
-def test_the_best_are_kept_in_remote_storage_too() -> None:
+def test_the_best_are_kept_in_remote_storage() -> None:
     pytest.importorskip("fsspec")
     folder = place(f"memory://{uuid.uuid4().hex}/checkpoints")
     strategy = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
     made = CheckpointManager(folder, strategy)
     for loss in (2, 4, 1, 3):
-        made.add(pickle.dumps({"loss": loss}), {})
+        add(made, pickle.dumps({"loss": loss}), {})
     assert locations.names(folder) == ["checkpoint_000001", "checkpoint_000003"]
     assert made.best_path == made.latest_path == folder / "checkpoint_000003"
     again = CheckpointManager(folder, strategy)
     again.adopt({})
     assert [(each.number, each.score) for each in again.stored] == [(1, -2), (3, -1)]
-    again.add(pickle.dumps({"loss": 0}), {})
+    add(again, pickle.dumps({"loss": 0}), {})
     assert locations.names(folder) == ["checkpoint_000003", "checkpoint_000004"]
 
 
 @pytest.mark.parametrize("attribute", [None, "loss"])
-def test_what_an_earlier_run_has_left_is_taken_up(tmp_path: Path, attribute: str | None) -> None:
+def test_checkpoints_of_an_earlier_run_are_adopted(tmp_path: Path, attribute: str | None) -> None:
     manager_of(tmp_path, 3, 1, 2)
-    (tmp_path / ".checkpoint_000004.0.tmp").write_bytes(b"a draft of one who was killed")
-    (tmp_path / "checkpoint_notes").write_bytes(b"somebody's")
+    (tmp_path / ".checkpoint_000004.0.tmp").write_bytes(b"an incomplete file of a killed process")
+    (tmp_path / "checkpoint_notes").write_bytes(b"another file")
     made = CheckpointManager(tmp_path, CheckpointConfig(checkpoint_score_attribute=attribute))
     made.adopt({7: {"loss": 1}})
     assert [each.number for each in made.stored] == [1, 2, 3]
-    assert made.latest_id == 7, "numbers that were given are not given again"
+    assert made.latest_id == 7, "numbers are not used twice"
     assert made.latest is not None
     assert made.latest.to_dict() == {"number": 2, "loss": 2}
     assert made.best_path == tmp_path / ("checkpoint_000003" if attribute is None else "checkpoint_000001")
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError("no space left on device")
 
     made = CheckpointManager(tmp_path)
     monkeypatch.setattr("raysgd.storage.locations.os.replace", full)
     with pytest.raises(OSError, match="no space"):
-        made.add(pickle.dumps({"epoch": 1}), {})
+        add(made, pickle.dumps({"epoch": 1}), {})
     assert on_disk(tmp_path) == []
     assert made.latest is not None
     assert made.latest.to_dict() == {"epoch": 1}
 
 
-def test_a_damaged_file_says_which(tmp_path: Path) -> None:
+def test_the_error_about_a_damaged_file_names_it(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint_000001"
     path.write_bytes(b"not a pickle")
     with pytest.raises(CheckpointError, match="checkpoint_000001"):
         Checkpoint(path).to_dict()
 
 
-def test_a_checkpoint_whose_report_was_never_written_counts_as_the_worst(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_without_a_report_is_ranked_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     manager_of(tmp_path, 3, 1, 2)
     made = CheckpointManager(tmp_path, CheckpointConfig(num_to_keep=3, checkpoint_score_attribute="accuracy"))
     made.adopt({1: {"accuracy": 0.5}, 2: {"accuracy": 0.9}})
     assert "checkpoint_000003 is ranked last" in caplog.text
     assert [each.score for each in made.stored] == [0.5, 0.9, -math.inf]
-    assert made.latest is not None and made.latest.to_dict()["loss"] == 2, "it is the newest all the same"
-    made.add(pickle.dumps({}), {"accuracy": 0.1})
+    assert made.latest is not None and made.latest.to_dict()["loss"] == 2, "it is still the newest"
+    add(made, pickle.dumps({}), {"accuracy": 0.1})
     assert on_disk(tmp_path) == ["000001", "000002", "000004"]

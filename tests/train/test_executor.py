@@ -1,4 +1,4 @@
-"""The executor and the worker group, for people who build on them."""
+"""The executor and the worker group, as code that builds on them uses them."""
 
 import os
 import time
@@ -24,7 +24,7 @@ from raysgd.train import (
 
 @pytest.fixture
 def starting(ray_cluster: None) -> Iterator[Callable[..., BackendExecutor]]:
-    """Makes executors that are started, and ends them whatever happens."""
+    """A function that starts executors. They are shut down at the end of the test."""
     started: list[BackendExecutor] = []
 
     def start(config: BackendConfig | None = None, **arguments: Any) -> BackendExecutor:
@@ -49,7 +49,7 @@ def executor(ray_cluster: None) -> Iterator[BackendExecutor]:
     made.shutdown()
 
 
-def test_training_needs_workers(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_run_needs_workers(ray_cluster: None, tmp_path: Path) -> None:
     made = BackendExecutor(BackendConfig(), num_workers=2)
     assert not made.is_started
     with pytest.raises(InactiveWorkerGroupError):
@@ -62,7 +62,7 @@ def test_training_needs_workers(ray_cluster: None, tmp_path: Path) -> None:
         made.start_training(lambda: 1, tmp_path)
 
 
-def test_results_need_a_training(ray_cluster: None, tmp_path: Path) -> None:
+def test_results_need_a_run(ray_cluster: None, tmp_path: Path) -> None:
     made = BackendExecutor(BackendConfig())
     made.start()
     for call in (made.fetch_next_result, made.finish_training):
@@ -73,7 +73,7 @@ def test_results_need_a_training(ray_cluster: None, tmp_path: Path) -> None:
     made.shutdown()
 
 
-def test_a_training(executor: BackendExecutor, tmp_path: Path) -> None:
+def test_a_run(executor: BackendExecutor, tmp_path: Path) -> None:
     executor.start_training(lambda: 1, tmp_path)
     assert executor.finish_training() == [1, 1]
 
@@ -93,7 +93,7 @@ def test_rounds_are_fetched_one_by_one(executor: BackendExecutor, tmp_path: Path
     assert executor.finish_training() == [None, None]
 
 
-def test_nobody_has_to_fetch(executor: BackendExecutor, tmp_path: Path) -> None:
+def test_rounds_need_not_be_fetched(executor: BackendExecutor, tmp_path: Path) -> None:
     def function() -> int:
         for _ in range(20):
             train.report(step=1)
@@ -103,7 +103,7 @@ def test_nobody_has_to_fetch(executor: BackendExecutor, tmp_path: Path) -> None:
     assert executor.finish_training() == [3, 3]
 
 
-def test_one_training_at_a_time(executor: BackendExecutor, tmp_path: Path) -> None:
+def test_one_run_at_a_time(executor: BackendExecutor, tmp_path: Path) -> None:
     def function() -> int:
         time.sleep(1)
         return 4
@@ -131,7 +131,7 @@ def test_checkpoint_numbers(executor: BackendExecutor, tmp_path: Path) -> None:
     assert executor.latest_checkpoint_path.exists()
 
 
-def test_a_loss_that_is_not_allowed(starting: Start, tmp_path: Path) -> None:
+def test_a_worker_failure_with_max_retries_0(starting: Start, tmp_path: Path) -> None:
     def function() -> None:
         if train.world_rank() == 1:
             os._exit(1)
@@ -144,7 +144,7 @@ def test_a_loss_that_is_not_allowed(starting: Start, tmp_path: Path) -> None:
     made.shutdown()
 
 
-def test_shutting_down_ends_a_training(starting: Start, tmp_path: Path) -> None:
+def test_shutting_down_ends_a_run(starting: Start, tmp_path: Path) -> None:
     made = starting()
     made.start_training(lambda: time.sleep(60), tmp_path)
     began = time.monotonic()
@@ -171,7 +171,7 @@ def sum_over_ranks() -> tuple[float, str | None]:
 
 
 @pytest.mark.parametrize("init_method", ["env", "tcp"])
-def test_torch(starting: Start, init_method: Any, tmp_path: Path) -> None:
+def test_the_torch_backend(starting: Start, init_method: Any, tmp_path: Path) -> None:
     config = TorchConfig(backend="gloo", init_method=init_method)
     made = starting(config)
     assert made.worker_group.execute(process_group) == [(True, 2), (True, 2)]
@@ -184,7 +184,7 @@ def test_torch(starting: Start, init_method: Any, tmp_path: Path) -> None:
     made.shutdown()
 
 
-# -- backends of the user's own -----------------------------------------------------------------------
+# -- custom backends ----------------------------------------------------------------------------------
 
 
 class Greeting(Backend):
@@ -224,7 +224,7 @@ def greeted() -> Any:
     return os.environ["GREETING"], os.environ["TRAININGS"]
 
 
-def test_hooks_of_a_users_backend(starting: Start, tmp_path: Path) -> None:
+def test_hooks_of_a_custom_backend(starting: Start, tmp_path: Path) -> None:
     made = starting(GreetingConfig(str(tmp_path / "note")))
     assert made.worker_group.execute(get_variable, "GREETING") == ["hello", "hello"]
     made.start_training(greeted, tmp_path)
@@ -236,7 +236,7 @@ def test_hooks_of_a_users_backend(starting: Start, tmp_path: Path) -> None:
     assert (tmp_path / "note").read_text() == "['hello', 'hello']"
 
 
-def test_hooks_are_called_again_after_a_loss(starting: Start, tmp_path: Path) -> None:
+def test_hooks_are_called_again_after_a_worker_failure(starting: Start, tmp_path: Path) -> None:
     def function() -> Any:
         if train.world_size() == 2 and train.world_rank() == 0:
             os._exit(1)
@@ -253,7 +253,7 @@ def test_hooks_are_called_again_after_a_loss(starting: Start, tmp_path: Path) ->
 # -- the worker group ---------------------------------------------------------------------------------
 
 
-def test_a_worker_group_of_its_own(ray_cluster: None) -> None:
+def test_a_worker_group_without_a_trainer(ray_cluster: None) -> None:
     import ray
 
     group = WorkerGroup(num_workers=2)
@@ -286,7 +286,7 @@ def test_a_worker_group_of_its_own(ray_cluster: None) -> None:
         group.execute(os.getpid)
 
 
-def test_a_worker_that_dies_in_a_call_is_an_error(ray_cluster: None) -> None:
+def test_a_worker_failure_during_a_call_is_an_error(ray_cluster: None) -> None:
     group = WorkerGroup(num_workers=2)
     group.start()
     with pytest.raises(TrainingWorkerError):
@@ -297,6 +297,6 @@ def test_a_worker_that_dies_in_a_call_is_an_error(ray_cluster: None) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"num_workers": 0}, {"num_workers": -1}, {"num_cpus_per_worker": -1}, {"num_gpus_per_worker": -1}]
 )
-def test_a_worker_groups_arguments(wrong: dict[str, Any]) -> None:
+def test_arguments_of_a_worker_group_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         WorkerGroup(**wrong)

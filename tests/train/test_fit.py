@@ -1,4 +1,4 @@
-"""`DataParallelTrainer` and its siblings: one call of `fit()`, and what it leaves."""
+"""`DataParallelTrainer` and its subclasses: one call of `fit()`, and the files that it writes."""
 
 import json
 import os
@@ -36,14 +36,14 @@ def in_folder(folder: Path, **more: Any) -> RunConfig:
 
 
 def epochs(config: dict[str, Any]) -> int:
-    """Saves and reports; begins where the newest checkpoint ends."""
+    """Report and save each epoch after the newest checkpoint."""
     found = train.get_checkpoint()
     start = 0 if found is None else found.to_dict()["epoch"] + 1
     for epoch in range(start, config["epochs"]):
         saved = Checkpoint.from_dict({"epoch": epoch, "loss": config["losses"][epoch]})
         train.report({"loss": 2, "epoch": epoch, "size": train.world_size()}, checkpoint=saved)
         if epoch == config.get("fails_at"):
-            torch.distributed.barrier()  # so that this epoch's report is one of both, whoever was late
+            torch.distributed.barrier()  # so that both ranks have reported this epoch
             raise ValueError("mine")
     return start
 
@@ -51,7 +51,7 @@ def epochs(config: dict[str, Any]) -> int:
 LOSSES = {"losses": [2, 4, 1, 3, 0], "epochs": 4}
 
 
-def test_a_result_has_it_all(ray_cluster: None, tmp_path: Path) -> None:
+def test_the_result_of_a_run(ray_cluster: None, tmp_path: Path) -> None:
     best = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
     trainer = DataParallelTrainer(
         epochs, train_loop_config=LOSSES, scaling_config=TWO, run_config=in_folder(tmp_path, checkpoint_config=best)
@@ -63,7 +63,7 @@ def test_a_result_has_it_all(ray_cluster: None, tmp_path: Path) -> None:
     assert result.metrics["config"] == {"train_loop_config": LOSSES} == result.config
     assert result.metrics["done"] is True
     assert result.checkpoint is not None
-    assert result.checkpoint.to_dict()["epoch"] == 3, "the newest, though it was not kept"
+    assert result.checkpoint.to_dict()["epoch"] == 3, "the newest, although it is not stored"
     kind, where = result.best_checkpoints[0][0].get_internal_representation()
     assert (kind, where) == ("local_path", str(result.log_dir / "checkpoint_000000"))
     assert [Path(str(kept.path)).name for kept, _ in result.best_checkpoints] == [
@@ -81,7 +81,7 @@ def test_a_result_has_it_all(ray_cluster: None, tmp_path: Path) -> None:
     assert [metrics["epoch"] for _, metrics in again.best_checkpoints] == [0, 2]
 
 
-def test_the_loop_may_take_nothing_and_nothing_may_be_written(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_loop_without_arguments_and_no_stored_checkpoints(ray_cluster: None, tmp_path: Path) -> None:
     def loop() -> None:
         for epoch in range(3):
             train.save_checkpoint(epoch=epoch)
@@ -125,10 +125,10 @@ def test_resuming_metadata_and_context(ray_cluster: None, tmp_path: Path) -> Non
     assert result.checkpoint.to_dict()["epoch"] == 8
     assert result.checkpoint.get_metadata() == {"who": ["me"]}
     second = trainer.fit()
-    assert second.log_dir == tmp_path / "run_2", "a run never writes into another's directory"
+    assert second.log_dir == tmp_path / "run_2", "a run never writes into another run's directory"
 
 
-def test_an_error_is_the_users_own_and_restoring_goes_on(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_run_that_raised_an_error_can_be_restored(ray_cluster: None, tmp_path: Path) -> None:
     trainer = TorchTrainer(
         epochs,
         train_loop_config={**LOSSES, "fails_at": 1},
@@ -145,7 +145,7 @@ def test_an_error_is_the_users_own_and_restoring_goes_on(ray_cluster: None, tmp_
 
     restored = TorchTrainer.restore(path, train_loop_config=LOSSES)
     assert restored.scaling_config == TWO
-    assert restored.train_loop_per_worker is not epochs, "the function came from the storage"
+    assert restored.train_loop_per_worker is not epochs, "the function was restored too"
     result = restored.fit()
     assert Path(result.path) == path
     assert list(result.return_values) == [2, 2], "from the newest checkpoint"
@@ -156,25 +156,25 @@ def test_an_error_is_the_users_own_and_restoring_goes_on(ray_cluster: None, tmp_
     assert list(rows["done"]) == [False, False, False, True]
     assert rows["time_total_s"].is_monotonic_increasing and len(set(rows["trial_id"])) == 1
     kept = [Path(str(kept.path)).name for kept, _ in result.best_checkpoints]
-    assert kept == ["checkpoint_000002", "checkpoint_000003"], "numbers go on, and older ones made room"
+    assert kept == ["checkpoint_000002", "checkpoint_000003"], "numbers continue, and older checkpoints are deleted"
 
 
-class Dying(TrainingCallback):
+class KillingRank1(TrainingCallback):
     """Kills rank 1 after the second round."""
 
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.calls: list[Any] = []
 
     def start_training(self, logdir: str) -> None:
-        self.heard.append(logdir)
+        self.calls.append(logdir)
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
-        self.heard.append(results[0]["epoch"])
+        self.calls.append(results[0]["epoch"])
         if results[0]["epoch"] == 1:
             os.kill(results[1]["pid"], signal.SIGKILL)
 
     def finish_training(self, error: bool = False) -> None:
-        self.heard.append(error)
+        self.calls.append(error)
 
 
 def slow_epochs() -> tuple[int, int, int]:
@@ -184,34 +184,36 @@ def slow_epochs() -> tuple[int, int, int]:
         checkpoint = Checkpoint.from_dict({"epoch": epoch})
         train.report({"epoch": epoch, "pid": os.getpid()}, checkpoint=checkpoint)
         until = time.monotonic() + (60 if epoch == 1 and train.world_size() == 2 else 0)
-        while time.monotonic() < until:  # until the other one has died
+        while time.monotonic() < until:  # until the other worker has been killed
             time.sleep(0.05)
     return start, train.world_size(), os.getpid()
 
 
-STILL = ScalingConfig(num_workers=2, elastic=ElasticConfig(grow=False, hang_timeout_s=60))
+NO_GROWTH = ScalingConfig(num_workers=2, elastic=ElasticConfig(grow=False, hang_timeout_s=60))
 
 
 @pytest.mark.elastic
-def test_a_loss_is_survived_in_place(ray_cluster: None, tmp_path: Path) -> None:
-    callback = Dying()
+def test_a_run_continues_on_the_surviving_worker(ray_cluster: None, tmp_path: Path) -> None:
+    callback = KillingRank1()
     result = DataParallelTrainer(
         slow_epochs,
-        scaling_config=STILL,
+        scaling_config=NO_GROWTH,
         run_config=in_folder(tmp_path, callbacks=[callback], failure_config=FailureConfig(max_failures=1)),
     ).fit()
     ((start, size, pid),) = result.return_values
-    assert (start, size) == (2, 1), "from the newest checkpoint, with the one that was left"
-    assert set(result.metrics_dataframe["pid"]) == {pid}, "in its process"
-    assert callback.heard == [str(result.log_dir), 0, 1, 2, 3, 4, 5, False]
+    assert (start, size) == (2, 1), "from the newest checkpoint, with the remaining worker"
+    assert set(result.metrics_dataframe["pid"]) == {pid}, "in the same process"
+    assert callback.calls == [str(result.log_dir), 0, 1, 2, 3, 4, 5, False]
 
 
 @pytest.mark.elastic
-def test_too_many_losses_end_a_run(ray_cluster: None, tmp_path: Path) -> None:
+def test_too_many_worker_failures_end_a_run(ray_cluster: None, tmp_path: Path) -> None:
     trainer = DataParallelTrainer(
         slow_epochs,
-        scaling_config=STILL,
-        run_config=in_folder(tmp_path, name="run", callbacks=[Dying()], failure_config=FailureConfig(max_failures=0)),
+        scaling_config=NO_GROWTH,
+        run_config=in_folder(
+            tmp_path, name="run", callbacks=[KillingRank1()], failure_config=FailureConfig(max_failures=0)
+        ),
     )
     with pytest.raises(TrainingWorkerError):
         trainer.fit()
@@ -220,19 +222,19 @@ def test_too_many_losses_end_a_run(ray_cluster: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.elastic
-def test_a_pair_of_numbers_begins_with_what_there_is_room_for(ray_cluster: None, tmp_path: Path) -> None:
-    """Each worker wants 3 of the cluster's 8 CPUs, so only two of the four have room."""
+def test_a_range_of_workers_starts_with_as_many_as_there_is_room_for(ray_cluster: None, tmp_path: Path) -> None:
+    """Each worker needs 3 of the cluster's 8 CPUs, so there is room for two of the four."""
     wanted = ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 3})
     result = DataParallelTrainer(train.world_size, scaling_config=wanted, run_config=in_folder(tmp_path)).fit()
     assert list(result.return_values) == [2, 2]
 
 
-def test_a_fixed_loop_and_a_backend_of_ones_own(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_subclass_with_its_own_loop_and_backend(ray_cluster: None, tmp_path: Path) -> None:
     from dataclasses import dataclass
 
     from raysgd.train import Backend, BackendConfig
 
-    class Mine(Backend):
+    class Custom(Backend):
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
             def set_variable(value: str) -> None:
                 os.environ["RAYSGD_MINE"] = value
@@ -240,17 +242,17 @@ def test_a_fixed_loop_and_a_backend_of_ones_own(ray_cluster: None, tmp_path: Pat
             worker_group.execute(set_variable, backend_config.text)
 
     @dataclass
-    class MineConfig(BackendConfig):
+    class CustomConfig(BackendConfig):
         text: str = "default"
 
         def backend_cls(self) -> type[Backend]:  # type: ignore[override]
-            return Mine
+            return Custom
 
     class Fixed(DataParallelTrainer):
-        def __init__(self, config: MineConfig, **settings: Any) -> None:
+        def __init__(self, config: CustomConfig, **settings: Any) -> None:
             super().__init__(lambda: os.environ["RAYSGD_MINE"], backend_config=config, **settings)
 
-    result = Fixed(MineConfig("good day"), scaling_config=TWO, run_config=in_folder(tmp_path, name="run")).fit()
+    result = Fixed(CustomConfig("good day"), scaling_config=TWO, run_config=in_folder(tmp_path, name="run")).fit()
     assert list(result.return_values) == ["good day"] * 2
     assert list(Fixed.restore(tmp_path / "run").fit().return_values) == ["good day"] * 2, "the loop is stored too"
     with pytest.raises(ValueError, match=r"call Fixed\.restore"):
@@ -279,13 +281,13 @@ DataParallelTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_confi
 
 
 @pytest.mark.elastic
-def test_a_run_whose_script_was_killed_is_gone_on_with(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_run_can_be_restored_after_its_script_was_killed(ray_cluster: None, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": address}, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
-    assert Result.from_path(tmp_path / "run").metrics["epoch"] == 1, "what was reported until then can be looked at"
+    assert Result.from_path(tmp_path / "run").metrics["epoch"] == 1, "the reports so far can be read"
 
     def rest() -> None:
         found = train.load_checkpoint()
@@ -294,7 +296,7 @@ def test_a_run_whose_script_was_killed_is_gone_on_with(ray_cluster: None, tmp_pa
             train.report({"epoch": epoch}, checkpoint=Checkpoint.from_dict({"epoch": epoch}))
 
     result = DataParallelTrainer.restore(tmp_path / "run", train_loop_per_worker=rest).fit()
-    assert list(result.metrics_dataframe["epoch"]) == [0, 1, 2, 3], "also what the callback was killed in"
+    assert list(result.metrics_dataframe["epoch"]) == [0, 1, 2, 3], "including the report whose callback was killed"
     assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [0, 1, 2, 3]
 
 
@@ -306,7 +308,7 @@ def test_tensorflow_is_configured(ray_cluster: None, tmp_path: Path) -> None:
     assert [each["task"]["index"] for each in result.return_values] == [0, 1]
 
 
-def test_nothing_of_a_run_stays_in_the_cluster(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_run_leaves_nothing_in_the_cluster(ray_cluster: None, tmp_path: Path) -> None:
     from ray.util.state import list_actors
 
     DataParallelTrainer(train.world_rank, scaling_config=TWO, run_config=in_folder(tmp_path)).fit()

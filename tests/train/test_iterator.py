@@ -1,4 +1,4 @@
-"""A run is followed to its end: what callbacks get, in which order, and what a failure stops. No Ray, no engine."""
+"""Follow a run to its end: which callbacks are called, in which order, and what an error stops. Without Ray or an engine."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +54,7 @@ def begin(ready: Callable[[], None]) -> None:
     ready()
 
 
-def test_callbacks_get_each_round_between_start_and_end() -> None:
+def test_callbacks_are_called_with_each_round_between_start_and_end() -> None:
     heard, recorded = Heard(), []
     rows = [{"epoch": 3, "_training_iteration": 5, "_time_this_iter_s": 0.5, TRACES: {"file": b""}}, {"epoch": 3}]
     executor = Executor(rows, [{"epoch": float("nan")}, {}])
@@ -71,7 +71,7 @@ def test_callbacks_get_each_round_between_start_and_end() -> None:
     assert rounds.is_finished() and executor.cancelled == []
 
 
-def test_an_error_stops_the_run_and_records_what_was_not_fetched() -> None:
+def test_an_error_stops_the_run_and_records_the_rounds_that_were_not_fetched() -> None:
     heard, recorded = Heard(), []
     executor = Executor([{"step": 0}], ZeroDivisionError("planned"), [{"step": 1}])
     with pytest.raises(ZeroDivisionError) as raised:
@@ -81,7 +81,7 @@ def test_an_error_stops_the_run_and_records_what_was_not_fetched() -> None:
     assert recorded == [[{"step": 0}], [{"step": 1}]]
 
 
-def test_an_error_before_the_start_reaches_no_callback() -> None:
+def test_callbacks_are_not_called_for_an_error_before_the_start() -> None:
     def refuse(ready: Callable[[], None]) -> None:
         raise LookupError("refused")
 
@@ -120,6 +120,6 @@ def test_each_recovery_is_reported_once() -> None:
     assert heard.named("recovery") == ["first", "second"]
 
 
-def test_a_stop_iteration_of_the_function_is_not_the_end_of_the_rounds() -> None:
+def test_a_stop_iteration_from_the_function_does_not_end_the_rounds() -> None:
     with pytest.raises(RuntimeError, match="raised StopIteration"):
         list(follow(Executor(StopIteration())))

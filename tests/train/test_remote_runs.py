@@ -1,4 +1,4 @@
-"""Runs whose checkpoints lie elsewhere than on this machine: on an S3 server, and in memory."""
+"""Runs with checkpoints in remote storage: on an S3 server, and in fsspec's memory."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ BEST = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkp
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stays on this machine of such a run."""
+    """The directory of such runs on this machine."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path / "home" / "ray_results"
 
@@ -62,7 +62,7 @@ def epochs(config: dict[str, Any]) -> int:
 
 
 class Writing(TrainingCallback):
-    """Writes into the run's directory, as loggers do."""
+    """Writes into the run's directory, like a logger."""
 
     def start_training(self, logdir: str) -> None:
         self.file = Path(logdir) / "seen" / "rounds.txt"
@@ -73,7 +73,7 @@ class Writing(TrainingCallback):
             file.write(f"{results[0]['epoch']}\n")
 
 
-def test_a_trainer_that_stores_on_s3(made: Callable[..., Trainer], bucket: str, home: Path) -> None:
+def test_a_trainer_stores_its_runs_on_s3(made: Callable[..., Trainer], bucket: str, home: Path) -> None:
     trainer = made(bucket)
     trainer.run(epochs, {"epochs": 4}, callbacks=[Writing()], checkpoint_strategy=BEST)
     folder = place(bucket) / "run_001" / "checkpoints"
@@ -93,46 +93,48 @@ def test_a_trainer_that_stores_on_s3(made: Callable[..., Trainer], bucket: str, 
     assert (trainer.latest_checkpoint_path, trainer.best_checkpoint_path) == (None, None)
     assert trainer.latest_checkpoint["epoch"] == 0
     with_checkpoints = [name for name in locations.names(place(bucket)) if "checkpoints" in names_in(bucket, name)]
-    assert with_checkpoints == ["run_001", "run_002"], "the third run saved nothing, the fourth was to write nothing"
+    assert with_checkpoints == ["run_001", "run_002"], (
+        "the third run saved nothing, and the fourth keeps none in storage"
+    )
 
-    assert Trainer("none", logdir=bucket)._earlier == 4, "another trainer's runs get other names"
+    assert Trainer("none", logdir=bucket)._earlier == 4, "the runs of another trainer get other names"
 
 
 def names_in(bucket: str, name: str) -> list[str]:
     return locations.names(place(bucket) / name)
 
 
-def test_a_bucket_that_is_not_there_is_told_at_once(made: Callable[..., Trainer], s3: str) -> None:
+def test_a_missing_bucket_is_an_error_before_the_run(made: Callable[..., Trainer], s3: str) -> None:
     trainer = made("s3://no-such-bucket/runs")
     with pytest.raises(CheckpointError, match=r"s3://no-such-bucket/runs/run_001.* cannot be written"):
         trainer.run(epochs, {"epochs": 1})
-    assert trainer.latest_run_dir is None, "no worker has begun"
+    assert trainer.latest_run_dir is None, "the function has not started"
     assert trainer.run(lambda: 5, checkpoint_strategy=CheckpointConfig(num_to_keep=0)) == [5]
 
 
-# -- the moment after ---------------------------------------------------------------------------------
+# -- failures right after a call ----------------------------------------------------------------------
 
 
-def last_words(config: dict[str, Any]) -> Any:
-    """Saves, and is killed by the next line. There is only this worker."""
+def save_and_die(config: dict[str, Any]) -> Any:
+    """Save a checkpoint, and kill the only worker in the next line."""
     found = train.get_checkpoint()
     if found is not None:
         with found.as_directory() as folder:
-            return {"said": Path(folder, "words").read_text()} if config["folder"] else found.to_dict()
+            return {"text": Path(folder, "text").read_text()} if config["folder"] else found.to_dict()
     if config["folder"]:
         Path(config["folder"]).mkdir()
-        Path(config["folder"], "words").write_text("last")
+        Path(config["folder"], "text").write_text("last")
         train.report({"loss": 1}, checkpoint=Checkpoint.from_directory(config["folder"]))
     elif config["report"]:
-        train.report({"loss": 1}, checkpoint=Checkpoint.from_dict({"said": "last"}))
+        train.report({"loss": 1}, checkpoint=Checkpoint.from_dict({"text": "last"}))
     else:
-        train.save_checkpoint(said="last")
+        train.save_checkpoint(text="last")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.elastic
 @pytest.mark.parametrize(
-    ("way", "keep", "remote"),
+    ("method", "keep", "remote"),
     [
         ("report", None, True),
         ("folder", None, True),
@@ -140,28 +142,28 @@ def last_words(config: dict[str, Any]) -> Any:
         ("report", 0, False),
     ],
 )
-def test_what_a_call_returned_from_is_there_although_its_worker_dies_right_after(
-    made: Callable[..., Trainer], bucket: str, tmp_path: Path, way: str, keep: int | None, remote: bool
+def test_a_checkpoint_is_not_lost_if_its_worker_fails_right_after_the_call(
+    made: Callable[..., Trainer], bucket: str, tmp_path: Path, method: str, keep: int | None, remote: bool
 ) -> None:
     trainer = made(bucket if remote else tmp_path / "logs", elastic=ElasticConfig(grow=False))
-    config = {"report": way == "report", "folder": str(tmp_path / "words") if way == "folder" else ""}
-    (result,) = trainer.run(last_words, config, checkpoint_strategy=CheckpointConfig(num_to_keep=keep))
-    assert result["said"] == "last"
-    assert [loss.reason for loss in trainer.recoveries] == ["worker death"]
+    config = {"report": method == "report", "folder": str(tmp_path / "text") if method == "folder" else ""}
+    (result,) = trainer.run(save_and_die, config, checkpoint_strategy=CheckpointConfig(num_to_keep=keep))
+    assert result["text"] == "last"
+    assert [recovery.reason for recovery in trainer.recoveries] == ["worker death"]
     path = trainer.latest_checkpoint_path
     if keep == 0:
         assert path is None
         return
     assert path is not None
     with Checkpoint.from_uri(path).as_directory() as folder:
-        assert (Path(folder) / "words").exists() == (way == "folder")
+        assert (Path(folder) / "text").exists() == (method == "folder")
     assert isinstance(path, Uri) == remote
 
 
 # -- fit ----------------------------------------------------------------------------------------------
 
 
-def fragile(config: dict[str, Any]) -> None:
+def failing(config: dict[str, Any]) -> None:
     found = train.get_checkpoint()
     start = 0 if found is None else found.to_dict()["epoch"] + 1
     for epoch in range(start, config["epochs"]):
@@ -172,7 +174,7 @@ def fragile(config: dict[str, Any]) -> None:
 
 def test_fit_is_stored_on_s3_and_restored_from_there(ray_cluster: None, bucket: str, home: Path) -> None:
     trainer = DataParallelTrainer(
-        fragile,
+        failing,
         train_loop_config={"epochs": 4, "fails_at": 1},
         scaling_config=ScalingConfig(num_workers=1),
         run_config=RunConfig(name="mine", storage_path=bucket, checkpoint_config=CheckpointConfig(num_to_keep=2)),
@@ -184,9 +186,9 @@ def test_fit_is_stored_on_s3_and_restored_from_there(ray_cluster: None, bucket: 
     assert DataParallelTrainer.can_restore(path)
     assert str(Result.from_path(path).error) == "ValueError: mine"
     for local in sorted((home / "mine").iterdir()):
-        local.unlink()  # another machine has none of this
+        local.unlink()  # another machine does not have these files
     result = DataParallelTrainer.restore(path, train_loop_config={"epochs": 4}).fit()
-    assert [row["epoch"] for row in result.history] == [0, 1, 2, 3], "it went on behind what was saved"
+    assert [row["epoch"] for row in result.history] == [0, 1, 2, 3], "it resumed from the checkpoint"
     assert result.path == path and result.log_dir == home / "mine"
     assert result.checkpoint is not None
     assert result.checkpoint.get_internal_representation() == ("uri", f"{path}/checkpoint_000003")
@@ -195,10 +197,10 @@ def test_fit_is_stored_on_s3_and_restored_from_there(ray_cluster: None, bucket: 
         "checkpoint_000003",
     ]
     again = DataParallelTrainer(
-        fragile,
+        failing,
         train_loop_config={"epochs": 5},
         run_config=RunConfig(name="mine", storage_path=bucket),
         resume_from_checkpoint=f"{path}/checkpoint_000003",
     ).fit()
-    assert again.path == f"{bucket}/mine_2", "a run never writes into another's"
+    assert again.path == f"{bucket}/mine_2", "a run never writes into another run's directory"
     assert [row["epoch"] for row in again.history] == [4]

@@ -1,4 +1,4 @@
-"""Reports go over a connection that is there already."""
+"""Reports use a connection that is open already."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Callbacks and the history on the function face: the class face's protocol, and the names that older code has."""
+"""Callbacks and the history of function trainers: the common protocol, and the names in older code."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def epochs(config: dict[str, Any]) -> None:
         train.report(epoch=epoch, loss=1 / (1 + epoch), rank=train.world_rank())
 
 
-def test_the_class_faces_protocol(trainer: Trainer) -> None:
+def test_the_callback_protocol(trainer: Trainer) -> None:
     heard, before = Heard(), len(trainer.history)
     trainer.run(epochs, {"epochs": 2}, callbacks=[heard, Broken()])
     assert heard.order == ["start", "result", "result", "end"]
@@ -53,7 +53,7 @@ def test_the_history_of_an_iterator(trainer: Trainer) -> None:
     assert [row["epoch"] for row in trainer.history[before:]] == [0, 1, 2]
 
 
-def test_an_error_of_the_functions_is_told(trainer: Trainer) -> None:
+def test_callbacks_are_called_with_the_functions_error(trainer: Trainer) -> None:
     def fails() -> None:
         train.report(step=1)
         raise ZeroDivisionError("planned")
@@ -66,7 +66,7 @@ def test_an_error_of_the_functions_is_told(trainer: Trainer) -> None:
     assert heard.named("end") == [True]
 
 
-class Enough(Callback):
+class StopAfterTwo(Callback):
     stops_training = True
 
     def on_result(self, result: Result) -> None:
@@ -74,7 +74,7 @@ class Enough(Callback):
             raise TimeoutError("enough")
 
 
-def test_a_callback_that_asks_for_it_stops_the_function(trainer: Trainer) -> None:
+def test_a_callback_with_stops_training_ends_the_run(trainer: Trainer) -> None:
     def endless() -> None:
         epoch = 0
         while True:
@@ -83,7 +83,7 @@ def test_a_callback_that_asks_for_it_stops_the_function(trainer: Trainer) -> Non
 
     heard = Heard()
     with pytest.raises(TimeoutError, match="enough"):
-        trainer.run(endless, callbacks=[Enough(), heard])
+        trainer.run(endless, callbacks=[StopAfterTwo(), heard])
     assert [each.epoch for each in heard.named("result")] == [0, 1]
     assert heard.named("end") == [True]
     with pytest.raises(LookupError):
@@ -91,8 +91,8 @@ def test_a_callback_that_asks_for_it_stops_the_function(trainer: Trainer) -> Non
     assert trainer.run(lambda: 7) == [7, 7], "the trainer stays usable"
 
 
-class Opening(Callback):
-    """Puts there what the function asks for."""
+class CreatesFile(Callback):
+    """Creates a file that the function looks for."""
 
     stops_training = True
 
@@ -101,27 +101,27 @@ class Opening(Callback):
         (run.folder / "opened").touch()
 
 
-def test_callbacks_hear_of_the_start_before_the_function_begins(trainer: Trainer) -> None:
+def test_on_start_is_called_before_the_function_starts(trainer: Trainer) -> None:
     def finds_it() -> bool:
         return Path(str(train.get_context().get_trial_dir()), "opened").exists()
 
     for _ in range(3):
-        assert trainer.run(finds_it, callbacks=[Opening()]) == [True, True]
+        assert trainer.run(finds_it, callbacks=[CreatesFile()]) == [True, True]
     heard = Heard()
     with pytest.raises(ValueError, match="takes 2"):
         trainer.run(lambda a, b: None, callbacks=[heard])
-    assert heard.order == [], "nothing has begun"
+    assert heard.order == [], "the run has not started"
 
 
-def test_what_was_reported_is_written_also_when_a_callback_stops_the_run(ray_cluster: None, tmp_path: Path) -> None:
-    run = RunConfig(name="run", storage_path=tmp_path, callbacks=[Enough()])
+def test_reports_are_written_when_a_callback_stops_the_run(ray_cluster: None, tmp_path: Path) -> None:
+    run = RunConfig(name="run", storage_path=tmp_path, callbacks=[StopAfterTwo()])
     with pytest.raises(TimeoutError, match="enough"):
         DataParallelTrainer(epochs, train_loop_config={"epochs": 2}, run_config=run).fit()
     assert [row["epoch"] for row in ReadBack.from_path(tmp_path / "run").history] == [0, 1]
 
 
 @pytest.mark.elastic
-def test_a_recovery_is_told(ray_cluster: None, tmp_path: Path) -> None:
+def test_callbacks_are_called_with_recoveries(ray_cluster: None, tmp_path: Path) -> None:
     def once() -> None:
         mark = tmp_path / "killed"
         if train.world_rank() == 1 and not mark.exists():
@@ -132,14 +132,14 @@ def test_a_recovery_is_told(ray_cluster: None, tmp_path: Path) -> None:
     heard = Heard()
     with Trainer("none", num_workers=2, logdir=tmp_path) as made:
         made.run(once, callbacks=[heard])
-        told = heard.named("recovery")
-        assert told == made.recoveries[: len(told)]
-    assert (told[0].reason, told[0].lost_ranks) == ("worker death", (1,))
+        recoveries = heard.named("recovery")
+        assert recoveries == made.recoveries[: len(recoveries)]
+    assert (recoveries[0].reason, recoveries[0].lost_ranks) == ("worker death", (1,))
     assert heard.order[:2] == ["start", "recovery"]
 
 
 class V1:
-    """As code for v1 has it: no subclass of anything."""
+    """A callback in code for v1, which is not a subclass."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
@@ -154,7 +154,7 @@ class V1:
         self.heard.append(error)
 
 
-def test_v1s_methods_without_the_class(trainer: Trainer) -> None:
+def test_a_callback_of_v1_need_not_be_a_subclass(trainer: Trainer) -> None:
     old = V1()
     trainer.run(epochs, {"epochs": 1}, callbacks=[old])
     assert old.heard == [Path(str(trainer.latest_run_dir)).name, [0, 1], False]
@@ -173,7 +173,7 @@ class Logging(LoggerCallback):
 
 
 class NoSubclass:
-    """The same, of somebody who has Ray Tune's class."""
+    """The same callback without the base class."""
 
     log_trial_result = Logging.log_trial_result
 
@@ -181,7 +181,7 @@ class NoSubclass:
         self.results: list[dict[str, Any]] = []
 
 
-def test_fit_takes_the_same_callbacks(ray_cluster: None, tmp_path: Path) -> None:
+def test_fit_accepts_the_same_callbacks(ray_cluster: None, tmp_path: Path) -> None:
     logging, other, heard = Logging(), NoSubclass(), Heard()
     made = DataParallelTrainer(
         epochs,
@@ -202,7 +202,7 @@ def test_fit_takes_the_same_callbacks(ray_cluster: None, tmp_path: Path) -> None
 
 
 class V1WithConfig(V1):
-    """As of Ray 1.7."""
+    """A callback for Ray 1.7."""
 
     def start_training(self, logdir: str, config: dict[str, Any], **info: Any) -> None:  # type: ignore[override]
         self.heard.append((logdir, config, info))
@@ -216,7 +216,7 @@ class SubclassWithConfig(TrainingCallback):
 
 
 @pytest.mark.parametrize("kind", [V1WithConfig, SubclassWithConfig])
-def test_v1s_callbacks_may_take_the_config(kind: Any, tmp_path: Path) -> None:
+def test_callbacks_of_v1_can_take_the_config(kind: Any, tmp_path: Path) -> None:
     old = kind()
     make_callback_list([old]).start(Run(trainer="T", name="f", num_workers=1, config={"lr": 1}, folder=tmp_path))
     assert old.heard == [(str(tmp_path), {"lr": 1}, {})]
@@ -248,7 +248,7 @@ def profiled() -> None:
     train.report(again=True, **profiler.get_and_clear_profile_traces())
 
 
-def test_traces_of_a_functions_own_profiler(trainer: Trainer) -> None:
+def test_traces_of_the_functions_profiler(trainer: Trainer) -> None:
     heard = Heard()
     callback = TorchTensorboardProfilerCallback(workers_to_log=[1])
     trainer.run(profiled, callbacks=[callback, heard])
@@ -258,6 +258,8 @@ def test_traces_of_a_functions_own_profiler(trainer: Trainer) -> None:
     names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
     assert "aten::mm" in names
     rows = [row for each in heard.named("result") for row in each.by_worker] + trainer.history.rows[-2:]
-    assert not [name for row in rows for name in row if name.startswith("__")], "nobody else gets to see them"
+    assert not [name for row in rows for name in row if name.startswith("__")], (
+        "only the profiler's callback gets traces"
+    )
     for yielded in trainer.run_iterator(profiled):
         assert not [name for row in yielded for name in row if name.startswith("__")]

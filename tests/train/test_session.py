@@ -1,4 +1,4 @@
-"""A training function in a replica of its own: no Ray, no engine, a control desk that writes down what it is given."""
+"""A training function in its replica, without Ray or an engine. The control channel records the messages."""
 
 import pickle
 import threading
@@ -23,11 +23,11 @@ from raysgd.workers.blob import Blob
 RANKS = RankInfo(world_rank=1, world_size=3, local_rank=1, local_world_size=2, node_rank=0)
 
 
-class Bench:
-    """A replica, and what reached the driver: (message, metrics, checkpoint)."""
+class Worker:
+    """A replica, and the messages that the driver received: (message, metrics, checkpoint)."""
 
     def __init__(self, rank_info: RankInfo = RANKS, factory: FunctionReplicaFactory | None = None) -> None:
-        self.said: list[tuple[FunctionReport, dict[str, Any], dict[str, Any] | None]] = []
+        self.messages: list[tuple[FunctionReport, dict[str, Any], dict[str, Any] | None]] = []
         self.control = Control()
         self.control.deliver = self._deliver
         self.replica: FunctionReplica = (factory or FunctionReplicaFactory())(rank_info, self.control)
@@ -37,15 +37,15 @@ class Bench:
         assert isinstance(message, FunctionReport)
         split = message.metrics_size
         payload = pickle.loads(body[split:]) if message.has_checkpoint else None
-        self.said.append((message, pickle.loads(body[:split]), payload))
+        self.messages.append((message, pickle.loads(body[:split]), payload))
 
     def run(self, function: Callable[..., Any], *arguments: Any, checkpoint: Any = None, **attempt: Any) -> Any:
         given = None if checkpoint is None else Blob(pickle.dumps(checkpoint))
-        told = Attempt(**{"run": 1, "number": 1, **attempt})
+        settings = Attempt(**{"run": 1, "number": 1, **attempt})
         value = self.replica.run(
             Call(
                 FunctionReplica.function,
-                {"task": (function, arguments), "attempt": told, "checkpoint": given, "call": 1},
+                {"task": (function, arguments), "attempt": settings, "checkpoint": given, "call": 1},
             )
         )
         return pickle.loads(value) if isinstance(value, bytes) else value
@@ -62,48 +62,48 @@ def test_ranks_and_context() -> None:
             (context.get_trial_name(), context.get_trial_dir(), context.get_trial_id()),
         )
 
-    told = Bench().run(function, metadata={"owner": "me"}, trial={"trial_name": "t1", "trial_dir": "/there"})
-    assert told == ((1, 1, 3), (1, 1, 3), (2, 0), {"owner": "me"}, ("t1", "/there", None))
+    found = Worker().run(function, metadata={"owner": "me"}, trial={"trial_name": "t1", "trial_dir": "/there"})
+    assert found == ((1, 1, 3), (1, 1, 3), (2, 0), {"owner": "me"}, ("t1", "/there", None))
 
 
-def test_report_in_both_spellings() -> None:
+def test_report_accepts_a_dict_or_keywords() -> None:
     def function() -> None:
         train.report(loss=1, step=0)
         train.report({"loss": 2})
         train.report({"loss": 3}, checkpoint=train.Checkpoint.from_dict({"epoch": 3}))
         train.report(metrics=4, checkpoint=5)
 
-    bench = Bench()
-    bench.run(function)
-    assert [(m.kind, m.rank, m.run, m.attempt) for m, _, _ in bench.said] == [("report", 1, 1, 1)] * 4
-    shown = [{k: v for k, v in metrics.items() if not k.startswith("_")} for _, metrics, _ in bench.said]
+    worker = Worker()
+    worker.run(function)
+    assert [(m.kind, m.rank, m.run, m.attempt) for m, _, _ in worker.messages] == [("report", 1, 1, 1)] * 4
+    shown = [{k: v for k, v in metrics.items() if not k.startswith("_")} for _, metrics, _ in worker.messages]
     assert shown == [{"loss": 1, "step": 0}, {"loss": 2}, {"loss": 3}, {"metrics": 4, "checkpoint": 5}]
-    assert [payload and payload["epoch"] for _, _, payload in bench.said] == [None, None, 3, None]
+    assert [payload and payload["epoch"] for _, _, payload in worker.messages] == [None, None, 3, None]
 
 
-def test_reports_are_filled_in() -> None:
+def test_values_are_added_to_reports() -> None:
     def function() -> None:
         train.report(a=1)
         time.sleep(0.05)
         train.report(a=1, _timestamp=7)
 
-    bench = Bench()
-    bench.run(function, reports=4)
-    first, second = (metrics for _, metrics, _ in bench.said)
+    worker = Worker()
+    worker.run(function, reports=4)
+    first, second = (metrics for _, metrics, _ in worker.messages)
     assert set(first) == {"a", "_timestamp", "_time_this_iter_s", "_training_iteration"}
     assert abs(first["_timestamp"] - time.time()) < 60
-    assert (first["_training_iteration"], second["_training_iteration"]) == (5, 6), "counts on over attempts"
+    assert (first["_training_iteration"], second["_training_iteration"]) == (5, 6), "the count continues over attempts"
     assert second["_time_this_iter_s"] >= 0.05
-    assert second["_timestamp"] == 7, "the user's own value wins"
+    assert second["_timestamp"] == 7, "the user's own value has priority"
 
 
-def test_detailed_fill_in() -> None:
-    bench = Bench()
-    bench.run(lambda: train.report(), detailed=True)
-    assert {"_date", "_hostname", "_node_ip", "_pid", "_time_total_s"} <= set(bench.said[0][1])
+def test_detailed_values_are_added_to_reports() -> None:
+    worker = Worker()
+    worker.run(lambda: train.report(), detailed=True)
+    assert {"_date", "_hostname", "_node_ip", "_pid", "_time_total_s"} <= set(worker.messages[0][1])
 
 
-def test_load_checkpoint_is_the_newest() -> None:
+def test_load_checkpoint_returns_the_newest() -> None:
     def function() -> list[Any]:
         seen = [train.load_checkpoint()]
         train.save_checkpoint(epoch=1)
@@ -112,13 +112,13 @@ def test_load_checkpoint_is_the_newest() -> None:
         assert found is not None
         return [*seen, found.to_dict()]
 
-    bench = Bench()
-    before, after, again = bench.run(function, checkpoint={"epoch": 0})
+    worker = Worker()
+    before, after, again = worker.run(function, checkpoint={"epoch": 0})
     assert before == {"epoch": 0}
     assert after["epoch"] == again["epoch"] == 1
     assert "_timestamp" in after
-    assert bench.said[0][0].kind == "checkpoint"
-    assert Bench().run(lambda: (train.load_checkpoint(), train.get_checkpoint())) == (None, None)
+    assert worker.messages[0][0].kind == "checkpoint"
+    assert Worker().run(lambda: (train.load_checkpoint(), train.get_checkpoint())) == (None, None)
 
 
 def test_a_saved_checkpoint_is_a_copy() -> None:
@@ -130,25 +130,25 @@ def test_a_saved_checkpoint_is_a_copy() -> None:
         assert found is not None
         return found["weights"]
 
-    assert Bench().run(function) == [1]
+    assert Worker().run(function) == [1]
 
 
-def test_metadata_go_into_checkpoints() -> None:
-    bench = Bench()
-    bench.run(lambda: train.save_checkpoint(a=1), metadata={"owner": "me"})
-    payload = bench.said[0][2]
+def test_metadata_are_added_to_checkpoints() -> None:
+    worker = Worker()
+    worker.run(lambda: train.save_checkpoint(a=1), metadata={"owner": "me"})
+    payload = worker.messages[0][2]
     assert payload is not None
     assert train.Checkpoint.from_dict(payload).get_metadata() == {"owner": "me"}
 
 
 def test_dataset_shards() -> None:
     shards = tuple({"train": [rank], "test": [-rank]} for rank in range(3))
-    assert Bench().run(lambda: train.get_dataset_shard("test"), shards=shards) == [-1]
-    assert Bench().run(lambda: train.get_dataset_shard(), shards=({}, {"train": [5]}, {})) == [5]
-    assert Bench().run(lambda: train.get_dataset_shard("train")) is None
+    assert Worker().run(lambda: train.get_dataset_shard("test"), shards=shards) == [-1]
+    assert Worker().run(lambda: train.get_dataset_shard(), shards=({}, {"train": [5]}, {})) == [5]
+    assert Worker().run(lambda: train.get_dataset_shard("train")) is None
     for name in ("valid", None):
         with pytest.raises(ValueError, match="test, train"):
-            Bench().run(lambda name=name: train.get_dataset_shard(name), shards=shards)
+            Worker().run(lambda name=name: train.get_dataset_shard(name), shards=shards)
 
 
 @pytest.mark.parametrize(
@@ -166,28 +166,28 @@ def test_dataset_shards() -> None:
         lambda: train.elastic({"a": 1}),
     ],
 )
-def test_outside_a_function_an_error_says_so(call: Callable[[], Any]) -> None:
+def test_calls_outside_a_training_function_are_refused(call: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match=r"works only inside a training function"):
         call()
 
 
-def test_after_the_function_it_is_outside_again() -> None:
-    bench = Bench()
+def test_calls_after_the_training_function_are_refused() -> None:
+    worker = Worker()
     with pytest.raises(ZeroDivisionError):
-        bench.run(lambda: 1 / 0)
+        worker.run(lambda: 1 / 0)
     with pytest.raises(train.OutsideRunError, match=r"train\.report\(\)"):
         train.report(a=1)
 
 
-def test_a_thread_of_the_function_may_report() -> None:
+def test_a_thread_of_the_function_can_report() -> None:
     def function() -> None:
         thread = threading.Thread(target=train.report, kwargs={"a": 1})
         thread.start()
         thread.join()
 
-    bench = Bench()
-    bench.run(function)
-    assert len(bench.said) == 1
+    worker = Worker()
+    worker.run(function)
+    assert len(worker.messages) == 1
 
 
 def test_an_encoder_of_the_backend_is_used() -> None:
@@ -196,27 +196,27 @@ def test_an_encoder_of_the_backend_is_used() -> None:
         def encode_data(data: dict[str, Any]) -> dict[str, Any]:
             return {name: 2 * value for name, value in data.items()}
 
-    bench = Bench(factory=FunctionReplicaFactory(encode=Doubling.encode_data))
-    bench.run(lambda: (train.report(a=1), train.save_checkpoint(b=2)))
-    assert bench.said[0][1]["a"] == 2
-    assert bench.said[1][2] is not None
-    assert bench.said[1][2]["b"] == 4
+    worker = Worker(factory=FunctionReplicaFactory(encode=Doubling.encode_data))
+    worker.run(lambda: (train.report(a=1), train.save_checkpoint(b=2)))
+    assert worker.messages[0][1]["a"] == 2
+    assert worker.messages[1][2] is not None
+    assert worker.messages[1][2]["b"] == 4
 
 
-# -- stopping and going on ----------------------------------------------------------------------------
+# -- stopping and resuming ----------------------------------------------------------------------------
 
 
-def test_an_interrupt_wakes_a_function_that_does_nothing_of_ours() -> None:
-    bench = Bench()
-    threading.Timer(0.2, bench.control.interrupt).start()
+def test_an_interrupt_stops_a_function_that_makes_no_raysgd_calls() -> None:
+    worker = Worker()
+    threading.Timer(0.2, worker.control.interrupt).start()
     began = time.monotonic()
-    outcome = bench.run(lambda: time.sleep(30))
+    outcome = worker.run(lambda: time.sleep(30))
     assert isinstance(outcome, Interrupted)
     assert not outcome.asked
     assert time.monotonic() - began < 20
 
 
-def test_an_interrupt_passes_through_handlers_of_exceptions() -> None:
+def test_an_interrupt_is_not_caught_as_an_exception() -> None:
     def function() -> str:
         try:
             time.sleep(30)
@@ -224,61 +224,61 @@ def test_an_interrupt_passes_through_handlers_of_exceptions() -> None:
             return "swallowed"
         return "slept"
 
-    bench = Bench()
-    threading.Timer(0.1, bench.control.interrupt).start()
-    assert isinstance(bench.run(function), Interrupted)
+    worker = Worker()
+    threading.Timer(0.1, worker.control.interrupt).start()
+    assert isinstance(worker.run(function), Interrupted)
 
 
-def test_an_interrupt_that_was_swallowed_comes_again_at_the_next_report() -> None:
+def test_an_interrupt_that_the_function_catches_is_raised_again_at_the_next_report() -> None:
     def function() -> None:
         try:
             time.sleep(30)
         except BaseException:
             train.report(a=1)
 
-    bench = Bench()
-    threading.Timer(0.1, bench.control.interrupt).start()
-    assert isinstance(bench.run(function), Interrupted)
-    assert bench.said == []
+    worker = Worker()
+    threading.Timer(0.1, worker.control.interrupt).start()
+    assert isinstance(worker.run(function), Interrupted)
+    assert worker.messages == []
 
 
-def test_a_message_on_the_line_is_never_cut_short() -> None:
-    bench, published = Bench(), []
+def test_an_interrupt_does_not_truncate_a_message() -> None:
+    worker, published = Worker(), []
 
     def publish(*_: Any) -> None:
-        bench.control.interrupt()
+        worker.control.interrupt()
         time.sleep(0.2)
         published.append(1)
 
-    bench.control._publish = publish
-    assert isinstance(bench.run(lambda: train.save_checkpoint(a=1)), Interrupted)
+    worker.control._publish = publish
+    assert isinstance(worker.run(lambda: train.save_checkpoint(a=1)), Interrupted)
     assert published == [1]
 
 
 def test_an_interrupt_between_calls_stops_nothing() -> None:
-    bench = Bench()
-    bench.control.interrupt()
-    bench.control.clear()
-    assert bench.run(lambda: 5) == 5
+    worker = Worker()
+    worker.control.interrupt()
+    worker.control.clear()
+    assert worker.run(lambda: 5) == 5
 
 
-def test_everybody_stops_at_an_agreed_checkpoint() -> None:
+def test_the_function_stops_at_an_agreed_checkpoint() -> None:
     def function() -> None:
         for epoch in range(10):
             train.report(epoch=epoch)
             train.save_checkpoint(epoch=epoch)
 
-    bench = Bench()
-    assert bench.control.propose(3)
-    bench.control.confirm()
-    outcome = bench.run(function)
+    worker = Worker()
+    assert worker.control.propose(3)
+    worker.control.confirm()
+    outcome = worker.run(function)
     assert isinstance(outcome, Interrupted)
     assert outcome.asked
     assert outcome.progress.step == 3
-    assert [payload["epoch"] for _, _, payload in bench.said if payload is not None] == [0, 1, 2]
+    assert [payload["epoch"] for _, _, payload in worker.messages if payload is not None] == [0, 1, 2]
 
 
-def test_commits_survive_and_are_put_back() -> None:
+def test_commits_survive_and_are_restored() -> None:
     seen: list[tuple[int, int]] = []
 
     def function() -> None:
@@ -289,25 +289,25 @@ def test_commits_survive_and_are_put_back() -> None:
             state["epoch"] += 1
             state.commit()
 
-    bench = Bench()
-    bench.control.propose(2)
-    bench.control.confirm()
-    assert isinstance(bench.run(function), Interrupted)
-    bench.control.clear()
-    bench.run(function, number=2)
-    assert seen == [(0, 0), (2, 1)], "goes on where the last commit was"
+    worker = Worker()
+    worker.control.propose(2)
+    worker.control.confirm()
+    assert isinstance(worker.run(function), Interrupted)
+    worker.control.clear()
+    worker.run(function, number=2)
+    assert seen == [(0, 0), (2, 1)], "resumes from the last commit"
 
-    newcomer = Bench()
-    newcomer.replica.load(bench.replica.state())
-    assert newcomer.replica.progress.step == bench.replica.progress.step == 5
-    newcomer.run(function, number=2)
-    assert seen[-1] == (5, 10), "a newcomer takes a survivor's commit"
+    replacement = Worker()
+    replacement.replica.load(worker.replica.state())
+    assert replacement.replica.progress.step == worker.replica.progress.step == 5
+    replacement.run(function, number=2)
+    assert seen[-1] == (5, 10), "a replacement worker receives a survivor's commit"
 
-    bench.run(function, run=2)
-    assert seen[-1] == (0, 0), "another run starts anew"
+    worker.run(function, run=2)
+    assert seen[-1] == (0, 0), "another run starts from the beginning"
 
 
-def test_restore_undoes_what_was_not_committed() -> None:
+def test_restore_discards_uncommitted_changes() -> None:
     def function() -> list[int]:
         state = train.elastic({"numbers": [1]})
         state["numbers"].append(2)
@@ -316,27 +316,27 @@ def test_restore_undoes_what_was_not_committed() -> None:
         state.restore()
         return list(state["numbers"])
 
-    assert Bench().run(function) == [1, 2]
+    assert Worker().run(function) == [1, 2]
 
 
-def test_elastic_says_what_it_wants() -> None:
+def test_invalid_arguments_of_elastic_are_refused() -> None:
     def changed() -> None:
         train.elastic({"other": 1})
 
-    bench = Bench()
-    bench.run(lambda: train.elastic({"a": 1}).commit())
-    with pytest.raises(ValueError, match="must keep the same things"):
-        bench.run(changed, number=2)
+    worker = Worker()
+    worker.run(lambda: train.elastic({"a": 1}).commit())
+    with pytest.raises(ValueError, match="pass the same names each time"):
+        worker.run(changed, number=2)
     with pytest.raises(ValueError, match="takes a dict"):
-        Bench().run(lambda: train.elastic([1]))  # type: ignore[arg-type]
+        Worker().run(lambda: train.elastic([1]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not one of the plain values"):
-        Bench().run(lambda: train.elastic({"a": 1}).__setitem__("b", 2))
+        Worker().run(lambda: train.elastic({"a": 1}).__setitem__("b", 2))
 
 
-def test_sync_of_several_needs_a_process_group() -> None:
+def test_sync_of_several_workers_needs_a_process_group() -> None:
     with pytest.raises(ValueError, match="process group"):
-        Bench().run(lambda: train.elastic({"a": 1}).sync())
-    assert Bench(RankInfo()).run(lambda: train.elastic({"a": 1}).sync()) is None
+        Worker().run(lambda: train.elastic({"a": 1}).sync())
+    assert Worker(RankInfo()).run(lambda: train.elastic({"a": 1}).sync()) is None
 
 
 def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
@@ -347,41 +347,42 @@ def test_a_folder_is_unpacked_once(tmp_path: Path) -> None:
         found = [train.get_checkpoint() for _ in range(2)]
         return [each and (each.path, Path(str(each.path), "words").read_text()) for each in found]
 
-    bench, told = Bench(), Attempt(run=1, number=1)
-    value = bench.replica.run(
+    worker, attempt = Worker(), Attempt(run=1, number=1)
+    value = worker.replica.run(
         Call(
-            FunctionReplica.function, {"task": (function, ()), "attempt": told, "checkpoint": Blob(payload), "call": 1}
+            FunctionReplica.function,
+            {"task": (function, ()), "attempt": attempt, "checkpoint": Blob(payload), "call": 1},
         )
     )
     first, second = pickle.loads(value)
     assert first == second and first[1] == "mine"
-    bench.replica.close()
+    worker.replica.close()
 
 
-class Own:
-    """A type of the user's."""
+class Custom:
+    """A type that needs trust."""
 
 
-def test_what_is_reported_of_others_files_is_checked_first(tmp_path: Path) -> None:
+def test_a_checkpoint_from_a_file_is_checked_before_it_is_reported(tmp_path: Path) -> None:
     foreign, plain = tmp_path / "foreign", tmp_path / "plain"
-    foreign.write_bytes(pickle.dumps({"own": Own()}))
+    foreign.write_bytes(pickle.dumps({"own": Custom()}))
     plain.write_bytes(pickle.dumps({"epoch": 3}))
 
     def function(path: Path, trusted: bool) -> None:
         train.report({}, checkpoint=train.Checkpoint(path, trusted=trusted))
 
-    bench = Bench()
-    with pytest.raises(CheckpointError, match=r"Own.*trusted=True"):
-        bench.run(function, foreign, False)
-    assert bench.said == [], "nobody was given it"
-    bench.run(function, foreign, True)
-    bench.run(function, plain, False, metadata={"who": "me"})
-    assert [payload and payload.get("epoch") for _, _, payload in bench.said] == [None, 3]
+    worker = Worker()
+    with pytest.raises(CheckpointError, match=r"Custom.*trusted=True"):
+        worker.run(function, foreign, False)
+    assert worker.messages == [], "the checkpoint was not sent"
+    worker.run(function, foreign, True)
+    worker.run(function, plain, False, metadata={"who": "me"})
+    assert [payload and payload.get("epoch") for _, _, payload in worker.messages] == [None, 3]
 
 
-def test_a_folder_may_hold_a_file_of_the_users_under_our_name(tmp_path: Path) -> None:
+def test_a_folder_may_contain_a_user_file_named_checkpoint_pkl(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.pkl").write_bytes(b"PK of torch.save")
     assert b"PK of torch.save" in train.Checkpoint.from_directory(tmp_path).checked_bytes(users_files=True)
-    (tmp_path / "checkpoint.pkl").write_bytes(pickle.dumps({"own": Own()}))
+    (tmp_path / "checkpoint.pkl").write_bytes(pickle.dumps({"own": Custom()}))
     with pytest.raises(CheckpointError, match="trusted=True"):
         train.Checkpoint.from_directory(tmp_path).checked_bytes(users_files=True)

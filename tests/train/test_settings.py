@@ -1,4 +1,4 @@
-"""The settings of `fit()`: what is refused, what they mean for the engine, and names that must not be mixed up."""
+"""The settings of `fit()`: which are refused, and what they mean for the engine. The files of a run."""
 
 import functools
 import importlib
@@ -35,13 +35,13 @@ from raysgd.train.run import check_function
         ({"trainer_resources": {"CPU": -1}}, "CPU"),
     ],
 )
-def test_a_scaling_that_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_scaling_configs_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ScalingConfig(**wrong)
 
 
 @pytest.mark.parametrize("wrong", [{"max_failures": -2}, {"max_failures": 1.0}, {"max_failures": True}])
-def test_failures_that_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_failure_configs_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="max_failures"):
         FailureConfig(**wrong)
 
@@ -49,7 +49,7 @@ def test_failures_that_are_refused(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"name": "a/b"}, {"name": ""}, {"storage_path": 5}, {"failure_config": 3}, {"checkpoint_config": {}}]
 )
-def test_a_run_that_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_run_configs_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         RunConfig(**wrong)
 
@@ -71,7 +71,7 @@ def test_a_run_that_is_refused(wrong: dict[str, Any]) -> None:
         ({"backend_config": "gloo"}, "backend must be one of"),
     ],
 )
-def test_a_trainer_that_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_of_a_trainer_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train.DataParallelTrainer(**{"train_loop_per_worker": lambda: None, **wrong})
 
@@ -92,26 +92,26 @@ def test_names_may_be_bound() -> None:
         (ScalingConfig(num_workers=(2, 4), elastic=ElasticConfig(min_workers=3)), 4, 2, 2),
     ],
 )
-def test_what_a_scaling_means(scaling: ScalingConfig, most: int, least: int | None, min_workers: int) -> None:
+def test_numbers_of_workers(scaling: ScalingConfig, most: int, least: int | None, min_workers: int) -> None:
     assert (scaling.most, scaling.least, scaling.policy().min_workers) == (most, least, min_workers)
     assert len(scaling.bundles()) == most + 1
 
 
-def test_resources_are_read_and_left_as_they_are() -> None:
+def test_the_resources_dict_is_not_changed() -> None:
     given = {"CPU": 2, "GPU": 2, "special": 1}
     scaling = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker=given, trainer_resources={"CPU": 3})
     assert scaling.bundles() == scaling.bundles() == [{"CPU": 3}, given, given]
     assert given == {"CPU": 2, "GPU": 2, "special": 1}
 
 
-def test_the_two_torch_trainers_are_two() -> None:
+def test_there_are_two_different_torch_trainers() -> None:
     pytest.importorskip("torch")
     assert train.TorchTrainer is not raysgd.TorchTrainer
     assert issubclass(train.TorchTrainer, train.DataParallelTrainer)
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "horovod"])
-def test_trainers_are_also_found_where_ray_has_them(framework: str) -> None:
+def test_trainers_have_rays_import_paths(framework: str) -> None:
     if framework != "horovod":
         pytest.importorskip(framework)
     module = importlib.import_module(f"raysgd.train.{framework}")
@@ -123,7 +123,7 @@ def test_trainers_are_also_found_where_ray_has_them(framework: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch_config", "torch_backend"])
-def test_backends_have_older_names(name: str) -> None:
+def test_backend_arguments_have_older_names(name: str) -> None:
     config = train.TorchConfig(backend="gloo", timeout_s=60)
     assert train.TorchTrainer(lambda: None, **{name: config}).backend_config is config
     with pytest.raises(ConfigError, match=f"{name} must be a raysgd.train.TorchConfig"):
@@ -132,7 +132,7 @@ def test_backends_have_older_names(name: str) -> None:
         train.TorchTrainer(lambda: None, torch_config=config, torch_backend=config)
 
 
-def test_a_dataset_config_is_given_out_as_a_copy() -> None:
+def test_get_dataset_config_returns_a_copy() -> None:
     class Own(train.DataParallelTrainer):
         _dataset_config = {"train": [1]}  # noqa: RUF012
 
@@ -145,7 +145,7 @@ def test_a_dataset_config_is_given_out_as_a_copy() -> None:
     ("given", "message"),
     [({"num_workers": 3}, "no argument 'num_workers'"), ({}, r"pass datasets= with \['train'\]")],
 )
-def test_restoring_says_what_it_lacks(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_of_restore_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     trainer = train.DataParallelTrainer(lambda: None, datasets={"train": [1, 2]})
     RunRecord(tmp_path, tmp_path, RunNames("DataParallelTrainer", "run"), {}, None).begin(trainer._packed())
     with pytest.raises(ConfigError, match=message):
@@ -160,7 +160,7 @@ def test_restoring_needs_a_run(tmp_path: Path) -> None:
         train.DataParallelTrainer.restore(tmp_path)
 
 
-def test_what_is_written_of_a_run_can_be_read_while_it_runs(tmp_path: Path) -> None:
+def test_the_files_of_a_run_can_be_read_while_it_is_running(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     record = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {"lr": 1}, None)
     record.begin({"a": b"b"})
@@ -173,17 +173,17 @@ def test_what_is_written_of_a_run_can_be_read_while_it_runs(tmp_path: Path) -> N
     assert (past.status, past.settings) == ("running", {"a": b"b"})
     assert [row["loss"] for row in past.rows] == [0.5, 0.25, 0.125]
     assert past.rows[0]["many"] == "tensor([1., 1.])"
-    assert past.reported_with()[0]["loss"] == 0.25, "what came with it, not what came after"
-    going_on = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, past)
-    going_on.begin({})
-    going_on.add({"loss": 0.0}, 1)
-    going_on.end(RuntimeError("full"))
+    assert past.reported_with()[0]["loss"] == 0.25, "the metrics that were reported with the checkpoint"
+    resumed = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, past)
+    resumed.begin({})
+    resumed.add({"loss": 0.0}, 1)
+    resumed.end(RuntimeError("full"))
     past = StoredRun.read(tmp_path)
-    assert [row["training_iteration"] for row in past.rows] == [1, 2, 3, 4], "half a line is gone"
+    assert [row["training_iteration"] for row in past.rows] == [1, 2, 3, 4], "the incomplete line was removed"
     assert (past.status, past.error) == ("failed", "RuntimeError: full")
 
 
-def test_a_run_goes_on_under_its_own_names_and_in_its_own_time(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_ids_and_its_total_time(tmp_path: Path) -> None:
     record = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, None)
     record.begin({})
     record.add({"confusion": {(0, 1): {2: [{(3, 4): 5}]}}}, None)
@@ -197,7 +197,7 @@ def test_a_run_goes_on_under_its_own_names_and_in_its_own_time(tmp_path: Path) -
     past = StoredRun.read(tmp_path)
     again = RunRecord(tmp_path, tmp_path, RunNames("T", "run", **past.ids), {}, past)
     again.begin({})
-    assert len(StoredRun.read(tmp_path).rows) == 1, "nothing is lost before the first new report"
+    assert len(StoredRun.read(tmp_path).rows) == 1, "the rows are kept before the first new report"
     again.add({}, None)
     again.end(None)
     first, second = StoredRun.read(tmp_path).rows
@@ -206,11 +206,11 @@ def test_a_run_goes_on_under_its_own_names_and_in_its_own_time(tmp_path: Path) -
     assert all(first[name] == second[name] for name in ("trial_id", "experiment_id"))
 
 
-def test_rows_are_rewritten_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_rewritten_completely_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, None)
     record.begin({})
     record.add({"epoch": 1}, None)
-    going_on = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, StoredRun.read(tmp_path))
+    resumed = RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, StoredRun.read(tmp_path))
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -218,7 +218,7 @@ def test_rows_are_rewritten_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr("raysgd.storage.locations.os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            going_on.begin({})
+            resumed.begin({})
     assert [row["epoch"] for row in StoredRun.read(tmp_path).rows] == [1]
 
 
@@ -227,7 +227,7 @@ class Planted:
         return exec, ("raise SystemExit('code ran')",)
 
 
-def test_looking_at_a_run_runs_no_code_from_it(tmp_path: Path) -> None:
+def test_reading_a_run_runs_no_code_from_it(tmp_path: Path) -> None:
     RunRecord(tmp_path, tmp_path, RunNames("T", "run"), {}, None).begin({"a": pickle.dumps(Planted())})
     (tmp_path / "checkpoint_000000").write_bytes(pickle.dumps({"a": Planted()}))
     result = train.Result.from_path(tmp_path)
@@ -240,29 +240,35 @@ def test_looking_at_a_run_runs_no_code_from_it(tmp_path: Path) -> None:
         train.Result.from_path(tmp_path)
 
 
-def test_new_callbacks_take_nothing_else_away(tmp_path: Path) -> None:
+def test_a_new_run_config_keeps_the_settings_that_it_does_not_set(tmp_path: Path) -> None:
     keep, failures = train.CheckpointConfig(num_to_keep=1), FailureConfig(max_failures=7)
     first = train.DataParallelTrainer(
         lambda: None, run_config=RunConfig(checkpoint_config=keep, failure_config=failures)
     )
     RunRecord(tmp_path, tmp_path, RunNames("DataParallelTrainer", "run"), {}, None).begin(first._packed())
-    heard = [PrintCallback()]
-    other = RunConfig(callbacks=heard, failure_config=FailureConfig(max_failures=1))
+    callbacks = [PrintCallback()]
+    other = RunConfig(callbacks=callbacks, failure_config=FailureConfig(max_failures=1))
     found = train.DataParallelTrainer.restore(tmp_path, run_config=other).run_config
-    assert (found.callbacks, found.checkpoint_config, found.max_failures) == (heard, keep, 1)
+    assert (found.callbacks, found.checkpoint_config, found.max_failures) == (callbacks, keep, 1)
 
 
 def test_a_run_of_an_earlier_version_can_be_restored(tmp_path: Path) -> None:
-    """Its settings were in other modules."""
+    """Earlier versions had the settings in other modules."""
     config = RunConfig(checkpoint_config=train.CheckpointConfig(num_to_keep=1))
     settings = train.DataParallelTrainer(lambda: None)._packed()
-    for name, value, older in [("run_config", config, b"strategy"), ("scaling_config", ScalingConfig(3), b"settings")]:
+    moved = [
+        ("run_config", config, b"raysgd.train.fit.settings", b"raysgd.train.strategy"),
+        ("scaling_config", ScalingConfig(3), b"raysgd.train.fit.settings", b"raysgd.train.settings"),
+        ("dataset_config", train.DataConfig(equal=False), b"raysgd.ray_data.datasets", b"raysgd.train.datasets"),
+    ]
+    for name, value, now, before in moved:
         packed = pickle.dumps((value,), protocol=0)
-        assert b"raysgd.train.fit.settings" in packed
-        settings[name] = packed.replace(b"raysgd.train.fit.settings", b"raysgd.train." + older)
+        assert now in packed
+        settings[name] = packed.replace(now, before)
     RunRecord(tmp_path, tmp_path, RunNames("DataParallelTrainer", "run"), {}, None).begin(settings)
     found = train.DataParallelTrainer.restore(tmp_path)
     assert (found.run_config, found.scaling_config) == (config, ScalingConfig(3))
+    assert found.dataset_config == train.DataConfig(equal=False)
 
 
 class Connected(train.DataParallelTrainer):
@@ -270,13 +276,13 @@ class Connected(train.DataParallelTrainer):
         self.lock = threading.Lock()
 
 
-def test_what_setup_makes_is_not_stored(tmp_path: Path) -> None:
+def test_attributes_that_setup_creates_are_not_stored(tmp_path: Path) -> None:
     trainer = Connected(lambda: None, run_config=RunConfig(storage_path=tmp_path, callbacks=5))  # type: ignore[arg-type]
     for _ in range(2):
         with pytest.raises(ConfigError, match="callbacks must be a list"):
             trainer.fit()
     assert "lock" in vars(trainer) and "lock" not in trainer._packed()
-    assert not list(tmp_path.iterdir()), "and callbacks that are refused leave no directory"
+    assert not list(tmp_path.iterdir()), "refused callbacks leave no directory"
 
 
 @pytest.mark.parametrize(
@@ -291,19 +297,17 @@ def test_what_setup_makes_is_not_stored(tmp_path: Path) -> None:
         (FailureConfig, "fail_fast", "it takes max_failures"),
     ],
 )
-def test_settings_that_are_others_say_what_to_do(kind: Any, wrong: str, hint: str) -> None:
+def test_unknown_settings_are_refused_with_a_hint(kind: Any, wrong: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"{kind.__name__} has no setting '{wrong}'.*{hint}"):
         kind(**{wrong: 1})
     assert pickle.loads(pickle.dumps(kind())) == kind()
 
 
-def test_a_run_that_is_stored_elsewhere_has_a_local_directory_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_remote_storage_has_its_own_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     home = tmp_path / "ray_results"
     (home / "run").mkdir(parents=True)
-    (home / "run" / "trainer.pkl").write_bytes(b"of a run that is stored here")
+    (home / "run" / "trainer.pkl").write_bytes(b"a run that is stored here")
     assert _log_dir(Uri("s3://a/run")) == home / "run_2"
     assert _log_dir(Uri("s3://b/run")) == home / "run_3"
     assert _log_dir(Uri("s3://a/run"), resume=True) == home / "run_2"

@@ -1,4 +1,4 @@
-"""Ray Data in training functions, with real data sets on a real cluster, and workers that are really killed."""
+"""Ray Data in training functions, with real datasets on a real cluster, and workers that are killed."""
 
 import logging
 import os
@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from raysgd import ElasticConfig, train
-from raysgd.ray_data.splits import no_room_for_data
+from raysgd.ray_data.splits import make_splits, no_room_for_data
 from raysgd.train import DataConfig, Trainer
-from raysgd.train.job import make_shards
 
 ray_data = pytest.importorskip("ray.data")
 
@@ -42,30 +41,30 @@ def numbers(count: int, blocks: int = 8) -> Any:
 
 
 def read_all() -> dict[str, Any]:
-    """Two passes over the training data, in batches of two frameworks, and one over what is not divided."""
+    """Read the training data twice, in batches of two frameworks, and the data that is not split once."""
     part = train.get_dataset_shard("train")
     first = [int(i) for batch in part.iter_batches(batch_size=7) for i in batch["id"]]
     second = [int(i) for batch in part.iter_torch_batches(batch_size=7) for i in batch["id"]]
-    whole = train.get_dataset_shard("validation")
-    return {"first": first, "second": second, "whole": sorted(int(row["id"]) for row in whole.iter_rows())}
+    complete = train.get_dataset_shard("validation")
+    return {"first": first, "second": second, "complete": sorted(int(row["id"]) for row in complete.iter_rows())}
 
 
-def test_each_worker_reads_its_part(made: Make) -> None:
-    """Both passes of one shard, and a data set that is given whole."""
+def test_each_worker_reads_its_shard(made: Make) -> None:
+    """Read a shard twice, and a dataset that is not split."""
     data = {"train": numbers(101), "validation": numbers(10)}
     trainer = made()
-    shards = make_shards(data, DataConfig(["train"]))
+    shards = make_splits(data, DataConfig(["train"]))
     rounds = _run_with(trainer, read_all, shards)
-    assert [len(each["first"]) for each in rounds] == [50, 50], "equal: one row of 101 is left out"
+    assert [len(each["first"]) for each in rounds] == [50, 50], "with equal=True, one row of 101 is not used"
     assert [len(each["second"]) for each in rounds] == [50, 50]
     for name in ("first", "second"):
         seen = [row for each in rounds for row in each[name]]
         assert len(set(seen)) == 100 and set(seen) <= set(range(101))
-    assert [each["whole"] for each in rounds] == [list(range(10))] * 2
+    assert [each["complete"] for each in rounds] == [list(range(10))] * 2
 
 
 def _run_with(trainer: Trainer, function: Any, shards: Any) -> list[Any]:
-    """What a trainer with a dataset_config does; `Trainer.run(dataset=...)` has none."""
+    """Run a function like a trainer with a dataset_config, which `Trainer.run(dataset=...)` does not have."""
     from raysgd.train.run import RunOptions
 
     executor = trainer._executor
@@ -73,17 +72,17 @@ def _run_with(trainer: Trainer, function: Any, shards: Any) -> list[Any]:
     return executor.finish_training()
 
 
-def test_other_rules(made: Make) -> None:
-    """Parts of unequal length hold every row; and Ray's own config decides by its own method."""
+def test_other_dataset_configs(made: Make) -> None:
+    """With equal=False every row is used. Ray's own config splits with its own method."""
     from ray.train import DataConfig as RaysConfig
 
     def rows() -> list[int]:
         return [int(row["id"]) for row in train.get_dataset_shard("b").iter_rows()]
 
     trainer = made()
-    parts = _run_with(trainer, rows, make_shards({"b": numbers(101, blocks=5)}, DataConfig(equal=False)))
+    parts = _run_with(trainer, rows, make_splits({"b": numbers(101, blocks=5)}, DataConfig(equal=False)))
     assert sorted(row for part in parts for row in part) == list(range(101))
-    shards = make_shards({"a": numbers(8), "b": numbers(8)}, RaysConfig(datasets_to_split=["a"]))
+    shards = make_splits({"a": numbers(8), "b": numbers(8)}, RaysConfig(datasets_to_split=["a"]))
     assert [sorted(part) for part in _run_with(trainer, rows, shards)] == [list(range(8))] * 2
 
 
@@ -101,8 +100,8 @@ def test_batches_for_tensorflow(made: Make) -> None:
     assert made(num_workers=1).run(rows, dataset=numbers(20)) == [list(range(20))]
 
 
-def lose_one(config: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 dies in the middle of its shard; rank 0 then waits in a split that will never go on."""
+def kill_one(config: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 is killed in the middle of its shard. Rank 0 waits in a split that never continues."""
     part = train.get_dataset_shard()
     size = train.world_size()
     if size == 2 and config["where"] == "before" and train.world_rank() == 1:
@@ -113,7 +112,7 @@ def lose_one(config: dict[str, Any]) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         seen += batch["id"].tolist()
         time.sleep(0.02)
-    if size == 2:  # a second pass, to which the dead never comes: here rank 0 waits, whatever it was dealt before
+    if size == 2:  # a second pass: here rank 0 certainly waits, because the killed rank never joins it
         for _ in part.iter_batches(batch_size=5):
             pass
     return {"seen": sorted(seen), "pid": os.getpid()}
@@ -121,18 +120,18 @@ def lose_one(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.elastic
 @pytest.mark.parametrize("where", ["before", "within"])
-def test_a_split_that_lost_a_reader_holds_nobody(made: Make, where: str) -> None:
+def test_a_split_with_a_failed_reader_blocks_no_rank(made: Make, where: str) -> None:
     trainer = made(elastic=STILL)
     survivor = trainer.worker_group.execute(os.getpid)[0]
-    result = trainer.run(lose_one, {"where": where}, dataset=numbers(400, blocks=20))
-    assert [each["pid"] for each in result] == [survivor], "the same process went on"
-    assert result[0]["seen"] == list(range(400)), "alone it reads all"
+    result = trainer.run(kill_one, {"where": where}, dataset=numbers(400, blocks=20))
+    assert [each["pid"] for each in result] == [survivor], "the same process continued"
+    assert result[0]["seen"] == list(range(400)), "alone it reads all rows"
     assert [r.reason for r in trainer.recoveries] == ["worker death"]
 
 
 @pytest.mark.elastic
-def test_one_in_a_call_of_rays_is_stopped_too(made: Make) -> None:
-    """`ray.get` swallows all exceptions of signal handlers but one."""
+def test_a_function_in_a_call_of_ray_is_stopped(made: Make) -> None:
+    """`ray.get` ignores all exceptions of signal handlers except KeyboardInterrupt."""
 
     def wait() -> int:
         import ray
@@ -153,8 +152,8 @@ def test_one_in_a_call_of_rays_is_stopped_too(made: Make) -> None:
     assert made(elastic=STILL).run(wait) == [1]
 
 
-def test_new_workers_get_new_parts(made: Make) -> None:
-    """Growth at a checkpoint: the split of two becomes one of three."""
+def test_new_workers_get_new_shards(made: Make) -> None:
+    """A worker joins at a checkpoint, and the dataset is split among three."""
 
     def parts() -> tuple[int, int]:
         if train.world_size() == 2:
@@ -169,10 +168,10 @@ def test_new_workers_get_new_parts(made: Make) -> None:
 
 
 def test_a_split_ends_with_its_run(ray_cluster: None) -> None:
-    """The actors that deal it out are ended, by the next attempt and at the end."""
+    """The actors of a split are ended by the next attempt, and at the end of the run."""
     import ray
 
-    shards = make_shards(numbers(20))
+    shards = make_splits(numbers(20))
     assert shards is not None
 
     def actor() -> Any:
@@ -185,16 +184,16 @@ def test_a_split_ends_with_its_run(ray_cluster: None) -> None:
     for handle in (first, second):
         until = time.monotonic() + 60
         with pytest.raises(ray.exceptions.ActorDiedError):
-            while time.monotonic() < until:  # Ray ends it when it gets to it
+            while time.monotonic() < until:  # Ray ends it asynchronously
                 ray.get(handle.get_dataset_context.remote())
                 time.sleep(0.05)
 
 
 @pytest.mark.elastic
-def test_an_import_is_never_stopped_half_way(made: Make, tmp_path: Path) -> None:
-    """Its module would stay broken in the process, which goes on."""
+def test_an_import_is_never_interrupted(made: Make, tmp_path: Path) -> None:
+    """The module would stay broken in this process."""
     (tmp_path / "slowly_imported.py").write_text(
-        "import time\nfor _ in range(40):\n    time.sleep(0.05)\nwhole = True\n"
+        "import time\nfor _ in range(40):\n    time.sleep(0.05)\ncomplete = True\n"
     )
 
     def load() -> bool:
@@ -205,15 +204,15 @@ def test_an_import_is_never_stopped_half_way(made: Make, tmp_path: Path) -> None
         if train.world_size() == 2 and train.world_rank() == 1:
             time.sleep(0.7)
             os.kill(os.getpid(), signal.SIGKILL)
-        half = "slowly_imported" in sys.modules and not hasattr(sys.modules["slowly_imported"], "whole")
+        incomplete = "slowly_imported" in sys.modules and not hasattr(sys.modules["slowly_imported"], "complete")
         module = importlib.import_module("slowly_imported")
         time.sleep(0.0 if train.world_size() == 1 else 60)
-        return bool(module.whole) and not half
+        return bool(module.complete) and not incomplete
 
     assert made(elastic=STILL).run(load) == [True]
 
 
-def test_a_cluster_full_of_workers_says_so(ray_cluster: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_if_workers_leave_no_cpu_for_the_data(ray_cluster: None, caplog: pytest.LogCaptureFixture) -> None:
     import ray
 
     (node,) = [each["NodeID"] for each in ray.nodes() if each["Alive"]]

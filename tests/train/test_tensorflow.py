@@ -1,4 +1,4 @@
-"""A training function with TensorFlow's own strategy, on two workers, one of which is lost."""
+"""A training function with TensorFlow's own strategy, on two workers, one of which fails."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ pytest.importorskip("tensorflow")
 
 
 def descend(config: dict[str, str]) -> tuple[float, int, int]:
-    """Six steps towards 1, with a checkpoint each; rank 1 dies once, before the fourth."""
+    """Make six steps towards 1, with a checkpoint each. Rank 1 is killed once, before the fourth."""
     import tensorflow as tf
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -31,7 +31,7 @@ def descend(config: dict[str, str]) -> tuple[float, int, int]:
 
     step = tf.function(lambda: strategy.run(one))
     for epoch in range(found["epoch"] + 1, 6):
-        mark = Path(config["marks"], "lost")
+        mark = Path(config["marks"], "killed")
         if epoch == 3 and train.world_rank() == 1 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -42,15 +42,15 @@ def descend(config: dict[str, str]) -> tuple[float, int, int]:
 
 @pytest.mark.elastic
 @pytest.mark.slow
-def test_a_strategy_of_the_functions_own(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_function_with_its_own_strategy(ray_cluster: None, tmp_path: Path) -> None:
     with Trainer("tensorflow", num_workers=2, logdir=tmp_path) as trainer:
         before = trainer.worker_group.execute(os.getpid)
         results: list[Any] = trainer.run(descend, {"marks": str(tmp_path)})
-        (loss, *_) = trainer.recoveries
-    assert (tmp_path / "lost").exists()
-    assert loss.reason == "worker death" and not loss.in_place
+        (failure, *_) = trainer.recoveries
+    assert (tmp_path / "killed").exists()
+    assert failure.reason == "worker death" and not failure.in_place
     for weight, replicas, pid in results:
-        assert weight == pytest.approx(1 + 4 * 0.8**6, rel=1e-5), "no step is lost, and none done twice"
+        assert weight == pytest.approx(1 + 4 * 0.8**6, rel=1e-5), "no step was lost or repeated"
         assert replicas == len(results)
         assert pid not in before
 

@@ -1,4 +1,4 @@
-"""TF_CONFIG on real workers. TensorFlow itself is not needed for it."""
+"""TF_CONFIG on real workers. This does not need TensorFlow."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from raysgd.train import TensorflowConfig, Trainer
 
 class Unchecked(TensorflowConfig):
     def check(self) -> None:
-        """Also where TensorFlow is not installed."""
+        """Accept that TensorFlow is not installed."""
 
 
-def test_every_worker_has_its_own_index_in_one_cluster(ray_cluster: None, tmp_path: Path) -> None:
+def test_each_worker_has_its_own_index_in_one_cluster(ray_cluster: None, tmp_path: Path) -> None:
     trainer = Trainer(Unchecked(), num_workers=2, logdir=tmp_path)
     with trainer:
         configs = [json.loads(text) for text in trainer.run(lambda: os.environ["TF_CONFIG"])]
@@ -24,9 +24,9 @@ def test_every_worker_has_its_own_index_in_one_cluster(ray_cluster: None, tmp_pa
 
 
 @pytest.mark.elastic
-def test_after_a_loss_fresh_processes_meet(ray_cluster: None, tmp_path: Path) -> None:
+def test_after_a_failure_new_processes_form_the_cluster(ray_cluster: None, tmp_path: Path) -> None:
     def function() -> tuple[int, int]:
-        mark = tmp_path / "died"
+        mark = tmp_path / "killed"
         if not mark.exists() and json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
             mark.touch()
             os._exit(1)

@@ -1,4 +1,4 @@
-"""`train.torch`: models, loaders, mixed precision and seeds, inside functions of one rank (here) and of two."""
+"""`train.torch`: models, loaders, mixed precision and seeds, in functions of one rank (in this process) and of two."""
 
 import random
 from collections import Counter
@@ -24,29 +24,29 @@ from raysgd.train.run_session import Attempt
 DATA = TensorDataset(torch.arange(10.0).unsqueeze(1))
 
 
-def inside(
+def run_in_function(
     function: Callable[[], Any], rank_info: RankInfo | None = None, replica: FunctionReplica | None = None
 ) -> Any:
-    """Runs it as a training function of one rank, in this process; what it returns, as the very object."""
-    box: list[Any] = []
+    """Run it as a training function of one rank in this process. Return its result without pickling."""
+    results: list[Any] = []
     hosted = replica or FunctionReplicaFactory()(rank_info or RankInfo(), Control())
-    given = {"task": (lambda: box.append(function()), ()), "attempt": Attempt(run=1), "checkpoint": None}
+    given = {"task": (lambda: results.append(function()), ()), "attempt": Attempt(run=1), "checkpoint": None}
     hosted.run(Call(FunctionReplica.function, given))
-    return box[0]
+    return results[0]
 
 
-def test_one_worker_needs_no_wrapper() -> None:
+def test_the_model_of_one_worker_is_not_wrapped() -> None:
     model = nn.Linear(1, 1)
-    assert inside(lambda: train.torch.prepare_model(model)) is model
-    assert inside(train.torch.get_device) == torch.device("cpu")
+    assert run_in_function(lambda: train.torch.prepare_model(model)) is model
+    assert run_in_function(train.torch.get_device) == torch.device("cpu")
 
 
-def test_a_loader_keeps_its_options_and_is_its_part() -> None:
+def test_a_prepared_loader_keeps_its_options_and_reads_one_part() -> None:
     seen: list[float] = []
     for rank in range(2):
         loader = DataLoader(DATA, batch_size=2, drop_last=True, num_workers=0)
         rank_info = RankInfo(world_rank=rank, world_size=2)
-        prepared = inside(lambda loader=loader: train.torch.prepare_data_loader(loader), rank_info)
+        prepared = run_in_function(lambda loader=loader: train.torch.prepare_data_loader(loader), rank_info)
         assert (prepared.batch_size, prepared.drop_last, prepared.dataset) == (2, True, DATA)
         assert len(prepared) == 2
         batches = [batch.flatten().tolist() for (batch,) in prepared]
@@ -55,39 +55,41 @@ def test_a_loader_keeps_its_options_and_is_its_part() -> None:
     assert len(set(seen)) == 8
 
 
-def test_a_shuffled_loader_is_shuffled_anew_in_each_epoch() -> None:
+def test_a_shuffling_loader_has_another_order_in_each_epoch() -> None:
     def epochs(rank_info: RankInfo) -> list[list[float]]:
-        prepared = inside(
+        prepared = run_in_function(
             lambda: train.torch.prepare_data_loader(DataLoader(DATA, batch_size=5, shuffle=True)), rank_info
         )
         return [[value for (batch,) in prepared for value in batch.flatten().tolist()] for _ in range(3)]
 
     first, second = epochs(RankInfo(world_size=2)), epochs(RankInfo(world_rank=1, world_size=2))
     for mine, others in zip(first, second, strict=True):
-        assert Counter(mine + others) == Counter(range(10)), "each sample on one rank"
+        assert Counter(mine + others) == Counter(range(10)), "each sample is on one rank"
     assert first[0] != first[1]
 
 
-def test_loaders_that_are_left_alone() -> None:
+def test_loaders_that_are_not_divided() -> None:
     class Stream(IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Any:
             return iter(range(4))
 
     rank_info = RankInfo(world_size=2)
     stream = DataLoader(Stream(), batch_size=2)
-    assert [batch.tolist() for batch in inside(lambda: train.torch.prepare_data_loader(stream), rank_info)] == [
+    assert [
+        batch.tolist() for batch in run_in_function(lambda: train.torch.prepare_data_loader(stream), rank_info)
+    ] == [
         [0, 1],
         [2, 3],
     ]
-    whole = DataLoader(DATA, batch_size=5)
-    prepared = inside(lambda: train.torch.prepare_data_loader(whole, add_dist_sampler=False), rank_info)
+    complete = DataLoader(DATA, batch_size=5)
+    prepared = run_in_function(lambda: train.torch.prepare_data_loader(complete, add_dist_sampler=False), rank_info)
     assert len(prepared) == 2
     for sampler in (SubsetRandomSampler([1, 2]), WeightedRandomSampler([1.0] * 10, 5)):
         own = DataLoader(DATA, batch_size=5, sampler=sampler)
         with pytest.raises(ValueError, match="add_dist_sampler=False"):
-            inside(lambda own=own: train.torch.prepare_data_loader(own), rank_info)
+            run_in_function(lambda own=own: train.torch.prepare_data_loader(own), rank_info)
     with pytest.raises(ValueError, match="takes a torch DataLoader"):
-        inside(lambda: train.torch.prepare_data_loader([1, 2]))
+        run_in_function(lambda: train.torch.prepare_data_loader([1, 2]))
 
 
 def test_mixed_precision() -> None:
@@ -111,7 +113,7 @@ def test_mixed_precision() -> None:
             list(model.state_dict()),
         )
 
-    types, output, weights, moved, names = inside(function)
+    types, output, weights, moved, names = run_in_function(function)
     assert types == [torch.bfloat16]
     assert output == weights == torch.float32
     assert moved
@@ -126,10 +128,10 @@ def test_without_mixed_precision_the_helpers_change_nothing() -> None:
         assert model.weight.grad is not None
         return train.torch.prepare_optimizer(optimizer) is optimizer
 
-    assert inside(function)
+    assert run_in_function(function)
 
 
-def test_accelerate_twice_is_an_error_and_the_next_run_may_again() -> None:
+def test_accelerate_can_be_called_once_per_run() -> None:
     replica = FunctionReplicaFactory()(RankInfo(), Control())
 
     def twice() -> None:
@@ -137,8 +139,8 @@ def test_accelerate_twice_is_an_error_and_the_next_run_may_again() -> None:
         train.torch.accelerate(amp=True)
 
     with pytest.raises(RuntimeError, match="called twice"):
-        inside(twice, replica=replica)
-    inside(lambda: train.torch.accelerate(amp=True), replica=replica)
+        run_in_function(twice, replica=replica)
+    run_in_function(lambda: train.torch.accelerate(amp=True), replica=replica)
 
 
 def test_reproducibility(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +156,7 @@ def test_reproducibility(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     try:
-        first, second = inside(function), inside(function)
+        first, second = run_in_function(function), run_in_function(function)
     finally:
         torch.use_deterministic_algorithms(False)
     assert first == second
@@ -162,21 +164,21 @@ def test_reproducibility(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["get_device", "accelerate", "enable_reproducibility"])
-def test_outside_a_function_an_error_says_so(name: str) -> None:
+def test_calls_outside_a_training_function_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"train\.torch\.{name}\(\) works only inside"):
         getattr(train.torch, name)()
 
 
-def test_an_elastic_loader_goes_on_where_its_state_says() -> None:
+def test_an_elastic_loader_resumes_from_its_state() -> None:
     def make(rank_info: RankInfo) -> Any:
         loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3, shuffle=True, generator=torch.Generator())
-        return inside(lambda: train.torch.elastic_data_loader(loader), rank_info)
+        return run_in_function(lambda: train.torch.elastic_data_loader(loader), rank_info)
 
-    whole = make(RankInfo())
-    assert len(whole) == 7
-    iterator = iter(whole)
+    complete = make(RankInfo())
+    assert len(complete) == 7
+    iterator = iter(complete)
     seen = [value for _ in range(3) for value in next(iterator)[0].tolist()]
-    state = whole.state_dict()
+    state = complete.state_dict()
     rest: list[int] = []
     for rank in range(2):
         part = make(RankInfo(world_rank=rank, world_size=2))
@@ -184,9 +186,9 @@ def test_an_elastic_loader_goes_on_where_its_state_says() -> None:
         assert len(part) == 2
         rest += [value for (batch,) in part for value in batch.tolist()]
     assert sorted(seen + rest) == list(range(20))
-    assert whole.epochs_begun == part.epochs_begun == 1
+    assert complete.epochs_begun == part.epochs_begun == 1
     with pytest.raises(ValueError, match="map-style"):
-        inside(lambda: train.torch.elastic_data_loader([1]))
+        run_in_function(lambda: train.torch.elastic_data_loader([1]))
 
 
 def trained(config: dict[str, Any]) -> tuple[list[float], list[float], str]:

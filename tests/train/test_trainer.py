@@ -1,4 +1,4 @@
-"""Functions on real workers: what they return, report and save, and what the driver then knows."""
+"""Functions on real workers: return values, reports and checkpoints, as the driver receives them."""
 
 import os
 import pickle
@@ -23,19 +23,19 @@ def trainer(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 class Listener(TrainingCallback):
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.calls: list[Any] = []
 
     def start_training(self, logdir: str) -> None:
-        self.heard.append(Path(logdir).name)
+        self.calls.append(Path(logdir).name)
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
-        self.heard.append([row["step"] for row in results])
+        self.calls.append([row["step"] for row in results])
 
     def finish_training(self, error: bool = False) -> None:
-        self.heard.append(error)
+        self.calls.append(error)
 
 
-def test_return_values_in_rank_order(trainer: Trainer) -> None:
+def test_return_values_are_in_rank_order(trainer: Trainer) -> None:
     assert trainer.run(lambda: 1) == [1, 1]
     assert trainer.run(lambda: (train.world_rank(), train.world_size())) == [(0, 2), (1, 2)]
 
@@ -44,7 +44,7 @@ def test_local_ranks(trainer: Trainer) -> None:
     assert set(trainer.run(train.local_rank)) == {0, 1}
 
 
-def test_the_hook_ran_in_every_worker(trainer: Trainer) -> None:
+def test_the_hook_runs_in_every_worker(trainer: Trainer) -> None:
     assert trainer.run(lambda: os.environ["RAYSGD_HOOK"]) == ["1", "1"]
     assert "RAYSGD_HOOK" not in os.environ
 
@@ -52,7 +52,7 @@ def test_the_hook_ran_in_every_worker(trainer: Trainer) -> None:
 def test_config(trainer: Trainer) -> None:
     assert trainer.run(lambda config: config["a"], config={"a": 3}) == [3, 3]
     assert trainer.run(lambda config: config) == [{}, {}]
-    assert trainer.run(lambda: 0, config={"a": 3}) == [0, 0], "a function may leave the config alone"
+    assert trainer.run(lambda: 0, config={"a": 3}) == [0, 0], "a function need not accept the config"
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_config(trainer: Trainer) -> None:
         (lambda: 0, {"checkpoint_strategy": 5}, "must be a CheckpointStrategy"),
     ],
 )
-def test_wrong_arguments(trainer: Trainer, function: Any, given: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(trainer: Trainer, function: Any, given: dict[str, Any], message: str) -> None:
     before = trainer.latest_run_dir
     with pytest.raises(ValueError, match=message):
         trainer.run(function, **given)
-    assert trainer.latest_run_dir == before, "a call that is refused is no run"
+    assert trainer.latest_run_dir == before, "a refused call is not a run"
 
 
-def test_callbacks_hear_every_round(trainer: Trainer) -> None:
+def test_callbacks_are_called_with_every_round(trainer: Trainer) -> None:
     def function() -> None:
         for step in range(3):
             train.report(step=step + 10 * train.world_rank())
@@ -81,10 +81,10 @@ def test_callbacks_hear_every_round(trainer: Trainer) -> None:
     listener = Listener()
     trainer.run(function, callbacks=[listener])
     assert trainer.latest_run_dir is not None
-    assert listener.heard == [trainer.latest_run_dir.name, [0, 10], [1, 11], [2, 12], False]
+    assert listener.calls == [trainer.latest_run_dir.name, [0, 10], [1, 11], [2, 12], False]
 
 
-def test_an_error_has_its_own_type_and_callbacks_hear_of_it(trainer: Trainer) -> None:
+def test_an_error_keeps_its_type_and_callbacks_are_called(trainer: Trainer) -> None:
     def function() -> None:
         train.report(step=0)
         if train.world_rank() == 1:
@@ -95,26 +95,26 @@ def test_an_error_has_its_own_type_and_callbacks_hear_of_it(trainer: Trainer) ->
     began = time.monotonic()
     with pytest.raises(NotImplementedError, match="mine") as raised:
         trainer.run(function, callbacks=[listener])
-    assert time.monotonic() - began < 20, "the other rank is stopped, not waited for"
+    assert time.monotonic() - began < 20, "the other rank is stopped"
     assert "on rank 1" in str(raised.value.__cause__)
-    assert listener.heard[1:] == [[0, 0], True]
+    assert listener.calls[1:] == [[0, 0], True]
     assert trainer.run(lambda: 1) == [1, 1], "the trainer stays usable"
 
 
 def test_a_callback_that_raises_does_not_stop_the_training(trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
-    class Clumsy(Listener):
+    class Raising(Listener):
         def handle_result(self, results: list[dict[str, Any]]) -> None:
             raise RuntimeError("disk full")
 
-    clumsy, listener = Clumsy(), Listener()
-    trainer.run(lambda: train.report(step=1), callbacks=[clumsy, listener])
-    assert listener.heard[1:] == [[1, 1], False]
-    assert "Clumsy.on_result raised" in caplog.text
+    raising, listener = Raising(), Listener()
+    trainer.run(lambda: train.report(step=1), callbacks=[raising, listener])
+    assert listener.calls[1:] == [[1, 1], False]
+    assert "Raising.on_result raised" in caplog.text
     with pytest.raises(ValueError, match="TrainingCallback"):
         trainer.run(lambda: 1, callbacks=[5])
 
 
-def test_checkpoints_are_on_disk_and_in_memory(trainer: Trainer) -> None:
+def test_checkpoints_are_stored_and_kept_in_memory(trainer: Trainer) -> None:
     def function() -> None:
         for epoch in range(2):
             train.save_checkpoint(epoch=epoch)
@@ -135,7 +135,7 @@ def test_a_run_starts_from_a_checkpoint(trainer: Trainer, tmp_path: Path) -> Non
         found = train.load_checkpoint()
         return found and found["epoch"]
 
-    assert trainer.run(function) == [None, None], "another run's checkpoint is not this one's"
+    assert trainer.run(function) == [None, None], "the checkpoint of another run is not used"
     assert trainer.run(function, checkpoint={"epoch": 5}) == [5, 5]
     path = tmp_path / "mine"
     path.write_bytes(pickle.dumps({"epoch": 6}))
@@ -143,7 +143,7 @@ def test_a_run_starts_from_a_checkpoint(trainer: Trainer, tmp_path: Path) -> Non
     assert trainer.run(function, checkpoint=str(path)) == [6, 6]
 
 
-def test_the_strategy_decides_what_stays(trainer: Trainer) -> None:
+def test_the_strategy_determines_which_checkpoints_are_kept(trainer: Trainer) -> None:
     def function() -> None:
         for loss in (2, 4, 1, 3):
             train.report({"loss": 2}, checkpoint=train.Checkpoint.from_dict({"loss": loss}))
@@ -166,7 +166,7 @@ def test_the_strategy_decides_what_stays(trainer: Trainer) -> None:
         trainer.run(function, checkpoint_strategy=wrong)
 
 
-def test_ranks_that_disagree_are_named(trainer: Trainer) -> None:
+def test_errors_name_the_ranks_that_made_different_calls(trainer: Trainer) -> None:
     def kinds() -> None:
         if train.world_rank() == 0:
             train.save_checkpoint(epoch=0)
@@ -187,7 +187,7 @@ def test_ranks_that_disagree_are_named(trainer: Trainer) -> None:
     assert trainer.run(lambda: 1) == [1, 1]
 
 
-def test_every_run_has_its_directory(trainer: Trainer) -> None:
+def test_every_run_has_its_own_directory(trainer: Trainer) -> None:
     trainer.run(lambda: 1)
     first = trainer.latest_run_dir
     trainer.run(lambda: 1)
@@ -198,14 +198,14 @@ def test_every_run_has_its_directory(trainer: Trainer) -> None:
     assert second.parent == trainer.logdir
 
 
-def test_what_cannot_be_sent_back_is_an_error(trainer: Trainer) -> None:
+def test_a_result_that_cannot_be_pickled_is_an_error(trainer: Trainer) -> None:
     import threading
 
     with pytest.raises(TypeError, match="pickle"):
         trainer.run(lambda: threading.Lock())
     with pytest.raises(TypeError, match="pickle"):
         trainer.run(lambda: train.report(lock=threading.Lock()))
-    assert trainer.recoveries == [], "it is not taken for a death"
+    assert trainer.recoveries == [], "this is not a worker failure"
 
 
 # -- the iterator -------------------------------------------------------------------------------------
@@ -224,22 +224,22 @@ def test_the_iterator_yields_rounds(trainer: Trainer) -> None:
     assert [row["step"] for row in first] == [0, 0]
     assert not rounds.is_finished()
     assert rounds.get_final_results() is None
-    assert [row[0]["step"] for row in rounds] == [1, 2], "checkpoints are not shown"
+    assert [row[0]["step"] for row in rounds] == [1, 2], "checkpoints are not rounds of reports"
     assert rounds.is_finished()
     assert rounds.get_final_results() == [0, 1]
     assert list(rounds) == []
 
 
-def test_final_results_by_force(trainer: Trainer) -> None:
+def test_final_results_with_force(trainer: Trainer) -> None:
     rounds = trainer.run_iterator(reports, config={"steps": 3})
     next(rounds)
     assert rounds.get_final_results(force=True) == [0, 1]
     assert rounds.is_finished()
     assert trainer.latest_checkpoint is not None
-    assert trainer.latest_checkpoint["step"] == 2, "checkpoints are taken in all the same"
+    assert trainer.latest_checkpoint["step"] == 2, "checkpoints are received anyway"
 
 
-def test_an_error_comes_out_of_the_iterator(trainer: Trainer) -> None:
+def test_the_iterator_raises_the_functions_error(trainer: Trainer) -> None:
     def function() -> None:
         train.report(step=0)
         raise ZeroDivisionError
@@ -251,10 +251,10 @@ def test_an_error_comes_out_of_the_iterator(trainer: Trainer) -> None:
     assert rounds.is_finished()
 
 
-# -- life ---------------------------------------------------------------------------------------------
+# -- start and shutdown -------------------------------------------------------------------------------
 
 
-def test_before_the_start_and_after_the_end(ray_cluster: None, tmp_path: Path) -> None:
+def test_before_start_and_after_shutdown(ray_cluster: None, tmp_path: Path) -> None:
     made = Trainer("none", logdir=tmp_path)
     assert made.latest_run_dir is None
     assert made.latest_checkpoint is None
@@ -269,9 +269,9 @@ def test_before_the_start_and_after_the_end(ray_cluster: None, tmp_path: Path) -
     for call in calls:
         with pytest.raises(NotActiveError, match="not active"):
             call()
-    assert made.latest_checkpoint is not None, "what was saved can still be asked for"
+    assert made.latest_checkpoint is not None, "the saved checkpoint is still available"
     made.start()
-    assert made.run(lambda: 2) == [2], "a trainer can be started anew"
+    assert made.run(lambda: 2) == [2], "a trainer can be started again"
     made.shutdown()
 
 
@@ -285,7 +285,7 @@ class Counter:
 
 
 def free_cpus_become(wanted: float) -> bool:
-    """Ray's own figure follows within seconds."""
+    """Wait for Ray's number, which changes within seconds."""
     import ray
 
     deadline = time.monotonic() + 20
@@ -308,7 +308,7 @@ def test_execute_works_on_objects_in_the_workers(trainer: Trainer, tmp_path: Pat
     assert free_cpus_become(6)
 
 
-def test_execute_without_objects_says_what_is_missing(trainer: Trainer) -> None:
+def test_execute_without_objects_is_refused(trainer: Trainer) -> None:
     with pytest.raises(ValueError, match="train_cls"):
         trainer.execute(print)
 
@@ -342,12 +342,14 @@ def test_to_worker_group(ray_cluster: None, tmp_path: Path) -> None:
         ({"backend": "none", "elastic": 5}, ValueError, "ElasticConfig"),
     ],
 )
-def test_a_trainers_arguments(arguments: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path) -> None:
+def test_arguments_of_a_trainer_are_checked(
+    arguments: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(kind, match=message):
         Trainer(logdir=tmp_path, **arguments)
 
 
-def test_resources_are_the_callers_own_dict(tmp_path: Path) -> None:
+def test_the_resources_dict_is_not_changed(tmp_path: Path) -> None:
     wanted = {"CPU": 2, "special": 1}
     Trainer("none", resources_per_worker=wanted, logdir=tmp_path)
     assert wanted == {"CPU": 2, "special": 1}
@@ -359,7 +361,7 @@ def test_log_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     first, second = Trainer("none").logdir, Trainer("none").logdir
     assert first.parent == second.parent == home
     assert first.name.startswith("sgd_20")
-    assert first != second, "two of the same second do not share"
+    assert first != second, "two trainers of the same second have different directories"
     assert Trainer("none", logdir="mine").logdir == home / "mine"
     assert Trainer("none", logdir=tmp_path / "there").logdir == tmp_path / "there"
     assert all(path.is_dir() for path in (first, second, home / "mine", tmp_path / "there"))

@@ -1,4 +1,4 @@
-"""Training functions as Tune trials: settings, placement, checkpoints, losses of workers and of whole trials."""
+"""Training functions as Tune trials: settings, placement, checkpoints, failures of workers and of trials."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ tune = pytest.importorskip("ray.tune", reason="needs Ray Tune (raysgd[tune])")
 
 
 def once(mark: Path) -> bool:
-    """True for the first process that asks."""
+    """Return True in the first process that calls this."""
     try:
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -31,8 +31,8 @@ def run_config(folder: Path, **more: Any) -> Any:
     return tune.RunConfig(storage_path=str(folder), verbose=0, **more)
 
 
-def all_is_free() -> None:
-    """Nothing of any trial holds a CPU any more; Ray hears of that a little later."""
+def wait_for_free_cpus() -> None:
+    """Wait until no trial uses a CPU. Ray notices this a little later."""
     deadline = time.monotonic() + 60
     while ray.available_resources().get("CPU", 0) < 8:
         assert time.monotonic() < deadline, ray.available_resources()
@@ -52,9 +52,9 @@ def learn(config: dict[str, Any]) -> None:
         time.sleep(config["pause"])
 
 
-def test_tune_takes_a_trainer(ray_cluster: None, tmp_path: Path) -> None:
-    """Ray's own Tuner, with the trainer as it is. The trial overrides one setting of the loop, and leaves the others; it is
-    stopped long before the loop's end."""
+def test_tune_accepts_a_trainer(ray_cluster: None, tmp_path: Path) -> None:
+    """Pass the trainer to Ray's own Tuner. The trial overrides one value of the loop's config, and is stopped long before the
+    loop's end."""
     trainer = TorchTrainer(
         learn,
         train_loop_config={"epochs": 10_000, "rate": 0, "pause": 0.05},
@@ -71,26 +71,26 @@ def test_tune_takes_a_trainer(ray_cluster: None, tmp_path: Path) -> None:
     best = results.get_best_result()
     assert (best.metrics["score"], best.metrics["size"]) == (9, 2)
     assert best.metrics["trial"] == best.metrics["trial_id"]
-    assert best.metrics["bundles"] == [{"CPU": 1}, {"CPU": 1.5}, {"CPU": 1.5}], "workers are in the trial's own bundles"
+    assert best.metrics["bundles"] == [{"CPU": 1}, {"CPU": 1.5}, {"CPU": 1.5}], "the workers use the trial's bundles"
     with best.checkpoint.as_directory() as folder:
         assert {"epoch": 2, "rate": 3}.items() <= Checkpoint(Path(folder) / "checkpoint.pkl").to_dict().items()
     going_on = DataParallelTrainer(learn, resume_from_checkpoint=best.checkpoint)
     newest = going_on.job().manager(tmp_path).latest
-    assert newest is not None and newest.to_dict()["epoch"] == 2, "a trial's checkpoint can be trained on from"
-    assert len(best.best_checkpoints) == 3, "each report's checkpoint is Tune's to keep"
-    all_is_free()
+    assert newest is not None and newest.to_dict()["epoch"] == 2, "training can start from a trial's checkpoint"
+    assert len(best.best_checkpoints) == 3, "Tune keeps the checkpoint of each report"
+    wait_for_free_cpus()
 
 
-class Told(DataParallelTrainer):
-    """Writes down which process its trial is."""
+class RecordsProcess(DataParallelTrainer):
+    """Writes the id of the trial's process to a file."""
 
     def setup(self) -> None:
         folder = Path((self.train_loop_config or {})["marks"])
         (folder / "trial").write_text(str(os.getpid()))
 
 
-def troubled(config: dict[str, Any]) -> None:
-    """Rank 1 dies in epoch 1, the whole trial in epoch 3. Checkpoints are directories."""
+def failing_twice(config: dict[str, Any]) -> None:
+    """Rank 1 is killed in epoch 1, and the trial in epoch 3. Checkpoints are directories."""
     marks = Path(config["marks"])
     found = train.get_checkpoint()
     start = 0
@@ -100,20 +100,20 @@ def troubled(config: dict[str, Any]) -> None:
     for epoch in range(start, 5):
         if epoch == 1 and train.world_rank() == 1 and once(marks / "worker"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if epoch == 3 and train.world_rank() == 0 and (marks / "seen").exists() and once(marks / "whole"):
+        if epoch == 3 and train.world_rank() == 0 and (marks / "stored").exists() and once(marks / "trial_killed"):
             os.kill(int((marks / "trial").read_text()), signal.SIGKILL)
             time.sleep(60)
         folder = marks / f"rank{train.world_rank()}"
         folder.mkdir(exist_ok=True)
-        (folder / "checkpoint.pkl").write_text(str(epoch))  # named as ours is for a dictionary
+        (folder / "checkpoint.pkl").write_text(str(epoch))  # the name of raysgd's file for a dictionary
         checkpoint = Checkpoint.from_directory(folder)
-        checkpoint.set_metadata({"mine": epoch})  # Tune's own metadata go into the same file
+        checkpoint.set_metadata({"mine": epoch})  # Tune's own metadata are in the same file
         train.report({"epoch": epoch, "start": start}, checkpoint=checkpoint)
-        while epoch == 2 and not (marks / "seen").exists():  # Tune has this epoch's checkpoint
+        while epoch == 2 and not (marks / "stored").exists():  # until Tune has this epoch's checkpoint
             time.sleep(0.05)
 
 
-class Seeing(tune.Callback):  # type: ignore[misc, name-defined, unused-ignore]
+class TrialRecorder(tune.Callback):  # type: ignore[misc, name-defined, unused-ignore]
     def __init__(self, marks: Path) -> None:
         self.marks = marks
         self.epochs: list[int] = []
@@ -123,31 +123,35 @@ class Seeing(tune.Callback):  # type: ignore[misc, name-defined, unused-ignore]
 
     def on_checkpoint(self, iteration: int, trials: Any, trial: Any, checkpoint: Any, **info: Any) -> None:
         if trial.last_result["epoch"] == 2:
-            (self.marks / "seen").touch()
+            (self.marks / "stored").touch()
 
 
 @pytest.mark.elastic
-def test_a_lost_worker_is_the_trials_business_and_a_killed_trial_comes_back(ray_cluster: None, tmp_path: Path) -> None:
-    seeing = Seeing(tmp_path)
+def test_a_trial_survives_a_worker_failure_and_a_killed_trial_is_restarted(ray_cluster: None, tmp_path: Path) -> None:
+    recorder = TrialRecorder(tmp_path)
     (result,) = tune.Tuner(
-        Told(troubled, train_loop_config={"marks": str(tmp_path)}, scaling_config=ScalingConfig(num_workers=2)),
+        RecordsProcess(
+            failing_twice, train_loop_config={"marks": str(tmp_path)}, scaling_config=ScalingConfig(num_workers=2)
+        ),
         param_space={},
-        run_config=run_config(tmp_path / "runs", callbacks=[seeing], failure_config=tune.FailureConfig(max_failures=1)),
+        run_config=run_config(
+            tmp_path / "runs", callbacks=[recorder], failure_config=tune.FailureConfig(max_failures=1)
+        ),
     ).fit()
     assert result.error is None
-    assert (tmp_path / "worker").exists() and (tmp_path / "whole").exists()
-    assert (result.metrics["epoch"], result.metrics["start"]) == (4, 3), "the trial went on from its checkpoint"
-    assert seeing.epochs[-2:] == [3, 4]
-    assert sorted(set(seeing.epochs)) == [0, 1, 2, 3, 4]
+    assert (tmp_path / "worker").exists() and (tmp_path / "trial_killed").exists()
+    assert (result.metrics["epoch"], result.metrics["start"]) == (4, 3), "the trial resumed from its checkpoint"
+    assert recorder.epochs[-2:] == [3, 4]
+    assert sorted(set(recorder.epochs)) == [0, 1, 2, 3, 4]
     with result.checkpoint.as_directory() as folder:
         assert (Path(folder) / "checkpoint.pkl").read_text() == "4"
-    assert result.checkpoint.get_metadata()["_current_checkpoint_id"] == 4, "numbers went on"
+    assert result.checkpoint.get_metadata()["_current_checkpoint_id"] == 4, "the numbers continue"
     assert Checkpoint(result.checkpoint.path).get_metadata()["mine"] == 4
-    all_is_free()
+    wait_for_free_cpus()
 
 
-def test_a_trainer_becomes_a_trainable_and_an_experiment_is_restored(ray_cluster: None, tmp_path: Path) -> None:
-    """The function fails in its first epoch; Tune is told to try the trial again, from its checkpoint."""
+def test_an_experiment_of_a_trainable_can_be_restored(ray_cluster: None, tmp_path: Path) -> None:
+    """The function fails in its first epoch, and the restored experiment resumes the trial from its checkpoint."""
     trainable = Trainer("none", num_workers=1, logdir=tmp_path / "logs").to_tune_trainable(failing_first)
     assert issubclass(trainable, tune.Trainable)
     space = {"rate": 2, "epochs": 3}
@@ -157,11 +161,11 @@ def test_a_trainer_becomes_a_trainable_and_an_experiment_is_restored(ray_cluster
     (result,) = restored.fit()
     assert result.error is None
     assert (result.metrics["start"], result.metrics["score"]) == (1, 6)
-    all_is_free()
+    wait_for_free_cpus()
 
 
 def failing_first(config: dict[str, Any]) -> None:
-    """Saves before it reports, and fails in the first epoch if nothing was saved before."""
+    """Save before each report, and fail in the first epoch if there was no checkpoint."""
     found = train.load_checkpoint()
     start = 0 if found is None else found["epoch"] + 1
     for epoch in range(start, config["epochs"]):
@@ -184,7 +188,7 @@ def failing_first(config: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_a_trial_asks_for(scaling: ScalingConfig, given: dict[str, Any], bundles: list[Any]) -> None:
+def test_the_resources_of_a_trial(scaling: ScalingConfig, given: dict[str, Any], bundles: list[Any]) -> None:
     trainer = DataParallelTrainer(lambda: None, scaling_config=scaling)
     config = {"scaling_config": given} if given else {}
     for _ in range(2):
@@ -192,14 +196,14 @@ def test_what_a_trial_asks_for(scaling: ScalingConfig, given: dict[str, Any], bu
         assert (wanted.bundles, wanted.strategy) == (bundles, "PACK")
 
 
-def test_the_overrides_of_a_trainer_reach_its_trials() -> None:
+def test_trials_have_the_trainers_resources() -> None:
     given = {"CPU": 2, "GPU": 2, "special": 1}
     trainable = Trainer("none", 2, True, given).to_tune_trainable(lambda config: None)
     assert trainable.default_resource_request({}).bundles == [{"CPU": 1}, given, given]
     assert given == {"CPU": 2, "GPU": 2, "special": 1}
 
 
-def test_a_trial_names_what_it_does_not_know() -> None:
+def test_param_space_is_merged_and_checked() -> None:
     trainer = DataParallelTrainer(lambda config: None, train_loop_config={"a": 1, "b": 2})
     with pytest.raises(ConfigError, match="param_space names 'lr'"):
         trainer._with({"lr": 1})
@@ -208,7 +212,7 @@ def test_a_trial_names_what_it_does_not_know() -> None:
     assert pickle.loads(pickle.dumps(trainer._with({"metadata": {"a": 1}}).metadata)) == {"a": 1}
 
 
-def test_a_trainable_of_a_trainer(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_tune_trainable_is_refused(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with Trainer("none", num_workers=1) as trainer, pytest.raises(RuntimeError, match="do not start it"):
         trainer.to_tune_trainable(lambda config: None)
     with pytest.raises(ValueError, match="takes 2"):

@@ -1,4 +1,4 @@
-"""The class face in Tune's population based training, and after the death of a trial."""
+"""The class API in Tune's population-based training, and after a trial was killed."""
 
 import os
 import signal
@@ -37,8 +37,8 @@ def step(trainer: Any, info: dict[str, Any]) -> dict[str, Any]:
     return {**trainer.train(max_retries=0), **trainer.validate(), "rates": rates}
 
 
-def test_a_trial_takes_over_another_and_tries_its_own_rate(ray_cluster: None, tmp_path: Path) -> None:
-    """One rate is hopeless. After two epochs its trial takes the other's weights, and goes on with a third rate."""
+def test_a_trial_copies_another_one_and_keeps_its_own_rate(ray_cluster: None, tmp_path: Path) -> None:
+    """One rate is too small. After two epochs its trial copies the other one's weights, and continues with a third rate."""
     trainable = TorchTrainer.as_trainable(training_operator_cls=Line, use_gpu=False, override_tune_step=step)
     population = tune.schedulers.PopulationBasedTraining(
         time_attr="training_iteration",
@@ -57,16 +57,16 @@ def test_a_trial_takes_over_another_and_tries_its_own_rate(ray_cluster: None, tm
         run_config=tune.RunConfig(stop={"training_iteration": 3}, storage_path=str(tmp_path), verbose=0),
     ).fit()
     assert not results.errors
-    taken = next(result for result in results if 0.05 in list(result.metrics_dataframe["config/lr"]))
-    rows = taken.metrics_dataframe
+    copied = next(result for result in results if 0.05 in list(result.metrics_dataframe["config/lr"]))
+    rows = copied.metrics_dataframe
     changed = list(rows["config/lr"]).index(0.05)
     losses = list(rows["val_loss"])
-    assert losses[changed] < 0.5 * losses[0], "the other trial's weights"
-    assert taken.metrics["rates"] == pytest.approx([0.05]), "its own rate"
-    assert taken.metrics["epoch"] == 3
+    assert losses[changed] < 0.5 * losses[0], "it has the other trial's weights"
+    assert copied.metrics["rates"] == pytest.approx([0.05]), "it has its own rate"
+    assert copied.metrics["epoch"] == 3
 
 
-def dying_step(trainer: Any, info: dict[str, Any]) -> dict[str, Any]:
+def killing_step(trainer: Any, info: dict[str, Any]) -> dict[str, Any]:
     mark = Path(trainer.apply_all_operators(lambda operator: operator.config["mark"])[0])
     if info["iteration"] == 2 and not mark.exists():
         mark.touch()
@@ -75,8 +75,8 @@ def dying_step(trainer: Any, info: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.elastic
-def test_a_killed_trial_comes_back(ray_cluster: None, tmp_path: Path) -> None:
-    trainable = TorchTrainer.as_trainable(training_operator_cls=Line, use_gpu=False, override_tune_step=dying_step)
+def test_a_killed_trial_is_restarted(ray_cluster: None, tmp_path: Path) -> None:
+    trainable = TorchTrainer.as_trainable(training_operator_cls=Line, use_gpu=False, override_tune_step=killing_step)
     (result,) = tune.Tuner(
         trainable,
         param_space={"lr": 0.1, "mark": str(tmp_path / "mark")},
@@ -89,5 +89,5 @@ def test_a_killed_trial_comes_back(ray_cluster: None, tmp_path: Path) -> None:
         ),
     ).fit()
     assert result.error is None
-    assert (tmp_path / "mark").exists(), "it was killed"
-    assert (result.metrics["epoch"], result.metrics["iteration"]) == (4, 3), "it went on from what it had saved"
+    assert (tmp_path / "mark").exists(), "the trial was killed"
+    assert (result.metrics["epoch"], result.metrics["iteration"]) == (4, 3), "it resumed from its checkpoint"

@@ -27,8 +27,8 @@ def data_creator(config: dict[str, Any]) -> tuple[Any, Any]:
     return data, data
 
 
-class Mortal(TFTrainable):
-    """The good rate's trial dies once, in its third epoch."""
+class KilledOnce(TFTrainable):
+    """The trial with the better rate is killed once, in its third epoch."""
 
     def step(self) -> dict[str, Any]:
         mark = Path(self.config["mark"])
@@ -39,9 +39,9 @@ class Mortal(TFTrainable):
 
 
 @pytest.mark.elastic
-def test_a_grid_of_keras_models_one_of_which_is_killed(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_grid_search_with_a_killed_trial(ray_cluster: None, tmp_path: Path) -> None:
     results = tune.Tuner(
-        Mortal,
+        KilledOnce,
         param_space={
             "model_creator": model_creator,
             "data_creator": data_creator,
@@ -58,7 +58,7 @@ def test_a_grid_of_keras_models_one_of_which_is_killed(ray_cluster: None, tmp_pa
         ),
     ).fit()
     assert not results.errors
-    assert (tmp_path / "mark").exists(), "it was killed"
+    assert (tmp_path / "mark").exists(), "the trial was killed"
     losses = {result.config["lr"]: result.metrics["validation_loss"] for result in results}
     assert losses[0.2] < 0.01 < 5 < losses[1e-6]
     assert {result.metrics["training_iteration"] for result in results} == {4}
@@ -72,5 +72,5 @@ def test_a_grid_of_keras_models_one_of_which_is_killed(ray_cluster: None, tmp_pa
         ({"num_replicas": 2, "num_cpus_per_worker": 2, "use_gpu": True}, [{"CPU": 1}, *[{"CPU": 2, "GPU": 1}] * 2]),
     ],
 )
-def test_what_a_trial_asks_of_the_cluster(config: dict[str, Any], bundles: list[Any]) -> None:
+def test_the_resources_of_a_trial(config: dict[str, Any], bundles: list[Any]) -> None:
     assert TFTrainable.default_resource_request(config).bundles == bundles

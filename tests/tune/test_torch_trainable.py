@@ -26,7 +26,7 @@ class Line(TrainingOperator):
         self.register_data(train_loader=loader, validation_loader=loader)
 
 
-def test_each_trial_is_a_group_of_its_own(ray_cluster: None, tmp_path: Path) -> None:
+def test_each_trial_has_its_own_workers(ray_cluster: None, tmp_path: Path) -> None:
     trainable = TorchTrainer.as_trainable(training_operator_cls=Line, num_workers=2, use_gpu=False)
     results = tune.Tuner(
         trainable,
@@ -65,11 +65,11 @@ def test_each_trial_is_a_group_of_its_own(ray_cluster: None, tmp_path: Path) -> 
         ({"num_workers": 1, "use_gpu": "auto"}, {}, [{"CPU": 1}]),
     ],
 )
-def test_what_a_trial_asks_of_the_cluster(arguments: dict[str, Any], trial: dict[str, Any], bundles: list[Any]) -> None:
+def test_the_resources_of_a_trial(arguments: dict[str, Any], trial: dict[str, Any], bundles: list[Any]) -> None:
     trainable = TorchTrainer.as_trainable(training_operator_cls=Line, **arguments)
     assert trainable.default_resource_request(trial).bundles == bundles
 
 
-def test_a_step_of_ones_own_takes_the_trainer_and_info() -> None:
+def test_override_tune_step_must_take_the_trainer_and_info() -> None:
     with pytest.raises(ConfigError, match="override_tune_step"):
         TorchTrainer.as_trainable(training_operator_cls=Line, override_tune_step=lambda trainer: {})

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from raysgd.callbacks.writers import import_extra
 from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.storage.locations import Place, Uri, place, text_of
 from raysgd.storage.masking import mask
@@ -86,11 +86,7 @@ class Result:
     @property
     def metrics_dataframe(self) -> Any:
         """Return a pandas.DataFrame with one row for each report of rank 0."""
-        try:
-            pandas = import_module("pandas")
-        except ImportError as error:
-            raise ImportError("metrics_dataframe needs pandas: pip install pandas") from error
-        return pandas.DataFrame(list(self.history))
+        return import_extra("pandas", user="metrics_dataframe").DataFrame(list(self.history))
 
     @property
     def config(self) -> dict[str, Any] | None:

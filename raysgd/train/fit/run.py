@@ -24,13 +24,12 @@ from raysgd.storage.locations import Place, Uri, copy_logs, names, place
 from raysgd.storage.masking import mask
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.checkpoint_manager import CheckpointManager
-from raysgd.train.executor import BackendExecutor
+from raysgd.train.executor import BackendExecutor, FunctionJob
 from raysgd.train.fit.records import RunNames, RunRecord, StoredRun
 from raysgd.train.fit.result import Result
 from raysgd.train.fit.settings import RunConfig
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.job import FunctionJob
-from raysgd.train.run import RoundResult
+from raysgd.train.run import RoundResult, function_name
 
 __all__ = ["FitRun"]
 
@@ -85,7 +84,7 @@ class FitRun:
         begin = functools.partial(job.begin, executor, record.log_dir, manager, trial)
         run = Run(
             trainer=self._trainer,
-            name=getattr(job.function, "__name__", type(job.function).__name__),
+            name=function_name(job.function),
             num_workers=executor.world_size,
             config=job.config,
             folder=Path(record.log_dir),

@@ -16,18 +16,20 @@ from raysgd.errors import ConfigError
 from raysgd.storage.masking import mask
 
 __all__ = [
+    "HANG_S",
     "TIMESTAMP",
     "CheckpointConfig",
     "CheckpointStrategy",
     "FailureConfig",
     "RunConfig",
     "ScalingConfig",
+    "check_failure_limit",
     "check_strategy",
 ]
 
 T = TypeVar("T")
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-# Nobody knows how long a step of a function takes, so a hang is detected late.
+# The default limit for hangs. It is long, because raysgd does not know how long the steps of a function take.
 HANG_S = 1800.0
 TIMESTAMP = "_timestamp"
 REPORTED = "a checkpoint is stored whenever the training function reports or saves one"
@@ -131,11 +133,15 @@ class FailureConfig:
     max_failures: int = 3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_failures, int) or isinstance(self.max_failures, bool) or self.max_failures < -1:
-            raise ConfigError(
-                "max_failures must be a number of worker failures of at least 0, or -1 for no limit, got "
-                f"{self.max_failures!r}"
-            )
+        check_failure_limit("max_failures", self.max_failures)
+
+
+def check_failure_limit(name: str, limit: Any) -> None:
+    """Raise ConfigError unless this is a number of worker failures, or -1."""
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < -1:
+        raise ConfigError(
+            f"{name} must be a number of worker failures of at least 0, or -1 for no limit, got {limit!r}"
+        )
 
 
 @reject_unknown(checkpoint_frequency=REPORTED, checkpoint_at_end=REPORTED)

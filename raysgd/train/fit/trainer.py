@@ -14,16 +14,16 @@ from typing import Any, ClassVar, TypeVar
 
 from raysgd.callbacks.history import History
 from raysgd.errors import ConfigError
+from raysgd.ray_data.splits import make_splits
 from raysgd.storage.locations import Uri, place, text_of
 from raysgd.train.backends import parse_backend
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.executor import BackendExecutor
+from raysgd.train.executor import BackendExecutor, FunctionJob
 from raysgd.train.fit.records import StoredRun, can_restore
 from raysgd.train.fit.result import Result
 from raysgd.train.fit.run import FitRun
 from raysgd.train.fit.settings import RunConfig, ScalingConfig
-from raysgd.train.job import FunctionJob, make_shards
-from raysgd.train.run import RunOptions, ShardMaker, check_function
+from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.workers.serialization import pack
 
 __all__ = ["DataParallelTrainer"]
@@ -40,6 +40,12 @@ SETTINGS = (
     "metadata",
     "resume_from_checkpoint",
 )
+# Modules of the settings that earlier versions have stored, and where they are now.
+MOVED = {
+    "raysgd.train.settings": "raysgd.train.fit.settings",
+    "raysgd.train.strategy": "raysgd.train.fit.settings",
+    "raysgd.train.datasets": "raysgd.ray_data.datasets",
+}
 TUNABLE = ("train_loop_config", "scaling_config", "datasets", "metadata", "resume_from_checkpoint")
 
 
@@ -143,7 +149,10 @@ class DataParallelTrainer:
             config=dict(self.train_loop_config or {}),
             checkpoint=self.resume_from_checkpoint,
             checkpoint_config=self.run_config.checkpoint_config,
-            options=RunOptions(metadata=self.metadata, shards=self._shards()),
+            options=RunOptions(
+                metadata=self.metadata,
+                shards=make_splits(self.datasets, self.dataset_config, cpus_per_worker=worker.cpus),
+            ),
         )
 
     # -- in Tune --------------------------------------------------------------------------------------
@@ -202,12 +211,8 @@ class DataParallelTrainer:
     def preprocess_datasets(self) -> None:
         raise DeprecationWarning("trainers do not preprocess datasets: do it with Ray Data before you pass them")
 
-    def _shards(self) -> ShardMaker | None:
-        """Return what splits the datasets: all of them, unless `dataset_config` says otherwise."""
-        return make_shards(self.datasets, self.dataset_config, cpus_per_worker=self.scaling_config.worker.cpus)
-
     def __repr__(self) -> str:
-        name = getattr(self.train_loop_per_worker, "__name__", type(self.train_loop_per_worker).__name__)
+        name = function_name(self.train_loop_per_worker)
         count = self.scaling_config.num_workers
         workers = f"{count[0]} to {count[1]} workers" if isinstance(count, tuple) else f"{count} worker(s)"
         return f"{type(self).__name__}({name}, {workers}, {len(self.history)} reports so far)"
@@ -265,11 +270,10 @@ def _pickled(value: Any) -> bytes:
 
 
 class _SettingsUnpickler(pickle.Unpickler):
-    """Finds the settings in runs that earlier versions have stored, which had them in other modules."""
+    """Reads the settings of runs that earlier versions have stored, with their classes in other modules."""
 
     def find_class(self, module: str, name: str) -> Any:
-        moved = module in ("raysgd.train.settings", "raysgd.train.strategy")
-        return super().find_class("raysgd.train.fit.settings" if moved else module, name)
+        return super().find_class(MOVED.get(module, module), name)
 
 
 def _unpickled(data: bytes) -> Any:

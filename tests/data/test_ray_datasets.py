@@ -1,4 +1,4 @@
-"""What may be given as data sets, and which of them are divided: pure."""
+"""Which objects are accepted as datasets, and which datasets are split. Pure."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from raysgd.errors import ConfigError
-from raysgd.train import DataConfig
-from raysgd.train.datasets import named_datasets, parse_data_config
+from raysgd.ray_data.datasets import DataConfig, named_datasets, parse_data_config
 
 
 class Splittable:
@@ -21,14 +20,14 @@ class DatasetPipeline:
 ONE, TWO = Splittable(), Splittable()
 
 
-def test_a_single_data_set_is_called_train() -> None:
+def test_a_single_dataset_is_named_train() -> None:
     assert named_datasets(ONE) == {"train": ONE}
     assert named_datasets({"a": ONE, "b": TWO}) == {"a": ONE, "b": TWO}
     assert named_datasets(None) == {}
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (DatasetPipeline(), "Ray has removed: pass the Dataset itself"),
         ({"train": ONE, "val": DatasetPipeline()}, r"'val' is a DatasetPipeline.*window\(\).*repeat\(\)"),
@@ -36,8 +35,8 @@ def test_a_single_data_set_is_called_train() -> None:
         ({3: ONE}, "must be a string, got 3"),
     ],
 )
-def test_what_is_no_data_set_is_refused(given: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_other_objects_are_refused_as_datasets(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         named_datasets(given)
 
 
@@ -54,18 +53,18 @@ def test_what_is_no_data_set_is_refused(given: Any, said: str) -> None:
         ({"a": False}, {"b"}),
     ],
 )
-def test_which_are_divided(given: Any, split: set[str]) -> None:
+def test_datasets_that_are_split(given: Any, split: set[str]) -> None:
     config = parse_data_config(given, ["a", "b"])
     assert {name for name in ("a", "b") if config.splits(name)} == split
 
 
-def test_a_config_with_its_own_way_is_taken_as_it_is() -> None:
+def test_a_config_with_a_configure_method_is_returned_unchanged() -> None:
     own = SimpleNamespace(configure=lambda *given: None)
     assert parse_data_config(own, ["a"]) is own
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: DataConfig("train"), r"'all' or a list of names of datasets, got 'train'"),
         (lambda: DataConfig(equal=1), "equal must be True or False, got 1"),
@@ -75,8 +74,8 @@ def test_a_config_with_its_own_way_is_taken_as_it_is() -> None:
         (lambda: parse_data_config("train", ["a"]), r"must be a DataConfig.*got 'train'"),
     ],
 )
-def test_what_a_config_cannot_say(make: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_dataset_configs_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make()
 
 

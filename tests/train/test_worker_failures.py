@@ -1,4 +1,4 @@
-"""Workers die while a function runs: it runs again in those that are left, from the newest checkpoint."""
+"""Workers fail while a function is running. The others run it again, from the newest checkpoint."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.elastic
 
 
 def once(marks: str, name: str) -> bool:
-    """True for the first process that asks, whoever it is."""
+    """Return True in the first process that calls this."""
     try:
         os.close(os.open(Path(marks) / name, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -25,7 +25,7 @@ def once(marks: str, name: str) -> bool:
     return True
 
 
-def die(config: dict[str, Any], name: str = "dead") -> None:
+def kill_once(config: dict[str, Any], name: str = "killed") -> None:
     if once(config["marks"], name):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -52,11 +52,11 @@ def made(ray_cluster: None, tmp_path: Path) -> Any:
 
 
 Make = Callable[..., Trainer]
-STILL = ElasticConfig(grow=False)
+NO_GROWTH = ElasticConfig(grow=False)
 
 
-def together(marks: str, epoch: int) -> None:
-    """Waits until every rank is here, as a collective call would."""
+def wait_for_all(marks: str, epoch: int) -> None:
+    """Wait for every rank, like a collective call."""
     size = train.world_size()
     Path(marks, f"{size}-{epoch}-{train.world_rank()}").touch()
     while not all(Path(marks, f"{size}-{epoch}-{rank}").exists() for rank in range(size)):
@@ -64,56 +64,56 @@ def together(marks: str, epoch: int) -> None:
 
 
 def epochs(config: dict[str, Any]) -> dict[str, Any]:
-    """Five epochs with a checkpoint each; rank `who` dies before or after that of epoch 2."""
+    """Run five epochs with one checkpoint each. One rank is killed before or after the checkpoint of epoch 2."""
     found = train.load_checkpoint()
     start = 0 if found is None else found["epoch"] + 1
     for epoch in range(start, 5):
-        dying = epoch == 2 and train.world_rank() == config["who"] and train.world_size() == 3
-        if dying and config["when"] == "before":
-            die(config)
+        killed = epoch == 2 and train.world_rank() == config["rank"] and train.world_size() == 3
+        if killed and config["when"] == "before":
+            kill_once(config)
         train.save_checkpoint(epoch=epoch)
-        if dying and config["when"] == "after":
-            die(config)
+        if killed and config["when"] == "after":
+            kill_once(config)
         train.report(epoch=epoch)
-        together(config["marks"], epoch)
+        wait_for_all(config["marks"], epoch)
     return {"pid": os.getpid(), "rank": train.world_rank(), "size": train.world_size(), "start": start}
 
 
-@pytest.mark.parametrize(("who", "when"), [(0, "before"), (0, "after"), (2, "after")])
-def test_the_survivors_run_it_again(made: Make, marks: str, who: int, when: str) -> None:
-    trainer = made(elastic=STILL)
+@pytest.mark.parametrize(("rank", "when"), [(0, "before"), (0, "after"), (2, "after")])
+def test_the_survivors_run_the_function_again(made: Make, marks: str, rank: int, when: str) -> None:
+    trainer = made(elastic=NO_GROWTH)
     pids = trainer.worker_group.execute(os.getpid)
-    rounds = trainer.run_iterator(epochs, {"marks": marks, "who": who, "when": when})
+    rounds = trainer.run_iterator(epochs, {"marks": marks, "rank": rank, "when": when})
     seen = [[row["epoch"] for row in rows] for rows in rounds]
     results = rounds.get_final_results()
     assert results is not None
-    survivors = [pid for rank, pid in enumerate(pids) if rank != who]
+    survivors = [pid for old_rank, pid in enumerate(pids) if old_rank != rank]
     assert [result["pid"] for result in results] == survivors, "in the surviving processes, in their old order"
     assert [(result["rank"], result["size"]) for result in results] == [(0, 2), (1, 2)]
-    # Of the epoch in which it died, the survivors may have saved before they heard of it.
-    assert results[0]["start"] in ((3,) if when == "after" else (2, 3)), "what was saved is not forgotten"
+    # The survivors may have saved in the epoch of the failure before they were interrupted.
+    assert results[0]["start"] in ((3,) if when == "after" else (2, 3)), "no saved checkpoint is lost"
     assert seen[-1] == [4, 4]
     assert {row for rows in seen for row in rows} >= {0, 1, 4}
-    (loss,) = trainer.recoveries
-    assert (loss.reason, loss.lost_ranks, loss.in_place) == ("worker death", (who,), True)
-    assert loss.seconds < 20, "nobody sat out a limit"
+    (failure,) = trainer.recoveries
+    assert (failure.reason, failure.lost_ranks, failure.in_place) == ("worker death", (rank,), True)
+    assert failure.seconds < 20, "no limit had to expire"
 
 
-def test_a_report_outlives_the_worker_that_made_it(made: Make, marks: str) -> None:
+def test_a_report_is_not_lost_when_its_worker_fails(made: Make, marks: str) -> None:
     def function(config: dict[str, Any]) -> None:
         if train.world_size() == 2 and train.world_rank() == 0:
-            train.report({"said": "last words"}, checkpoint=train.Checkpoint.from_dict({"epoch": 9}))
-            die(config)
+            train.report({"message": "last words"}, checkpoint=train.Checkpoint.from_dict({"epoch": 9}))
+            kill_once(config)
         if train.world_size() == 2:
             time.sleep(60)
-        train.report(said=train.get_checkpoint().to_dict()["epoch"])  # type: ignore[union-attr]
+        train.report(message=train.get_checkpoint().to_dict()["epoch"])  # type: ignore[union-attr]
 
-    trainer = made(num_workers=2, elastic=STILL)
+    trainer = made(num_workers=2, elastic=NO_GROWTH)
     rounds = trainer.run_iterator(function, {"marks": marks})
-    assert [[row["said"] for row in rows] for rows in rounds] == [["last words"], [9]]
+    assert [[row["message"] for row in rows] for rows in rounds] == [["last words"], [9]]
 
 
-def test_a_survivor_in_a_collective_is_freed(made: Make, marks: str) -> None:
+def test_survivors_that_wait_in_a_collective_are_interrupted(made: Make, marks: str) -> None:
     def function(config: dict[str, Any]) -> tuple[float, int]:
         import torch
         import torch.distributed as dist
@@ -121,20 +121,20 @@ def test_a_survivor_in_a_collective_is_freed(made: Make, marks: str) -> None:
         total = torch.ones(1)
         for step in range(20):
             if step == 10 and train.world_rank() == 1 and train.world_size() == 3:
-                die(config)
+                kill_once(config)
             dist.all_reduce(total)
             total /= train.world_size()
             time.sleep(0.01)
         return total.item(), dist.get_world_size()
 
-    trainer = made("torch", elastic=STILL)
+    trainer = made("torch", elastic=NO_GROWTH)
     began = time.monotonic()
     assert trainer.run(function, {"marks": marks}) == [(1.0, 2), (1.0, 2)]
     assert time.monotonic() - began < 15
-    assert [loss.lost_ranks for loss in trainer.recoveries] == [(1,)]
+    assert [failure.lost_ranks for failure in trainer.recoveries] == [(1,)]
 
 
-def test_when_nobody_is_left_fresh_workers_go_on_from_the_checkpoint(made: Make, marks: str) -> None:
+def test_when_no_worker_is_left_new_workers_resume_from_the_checkpoint(made: Make, marks: str) -> None:
     def function(config: dict[str, Any]) -> tuple[int, int]:
         found = train.load_checkpoint()
         if found is not None:
@@ -152,10 +152,10 @@ def test_when_nobody_is_left_fresh_workers_go_on_from_the_checkpoint(made: Make,
     results = trainer.run(function, {"marks": marks})
     assert {epoch for epoch, _ in results} == {4}
     assert not {pid for _, pid in results} & set(pids)
-    assert [loss.reason for loss in trainer.recoveries][:1] == ["worker death"]
+    assert [failure.reason for failure in trainer.recoveries][:1] == ["worker death"]
 
 
-def test_the_bound_on_losses(made: Make) -> None:
+def test_max_retries_limits_the_worker_failures(made: Make) -> None:
     def function() -> None:
         if train.world_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -167,7 +167,7 @@ def test_the_bound_on_losses(made: Make) -> None:
         def finish_training(self, error: bool = False) -> None:
             self.failed = error
 
-    trainer = made(num_workers=3, max_retries=1, elastic=STILL)
+    trainer = made(num_workers=3, max_retries=1, elastic=NO_GROWTH)
     listener = Listener()
     with pytest.raises(TrainingWorkerError, match="max_retries=1") as raised:
         trainer.run(function, callbacks=[listener])
@@ -176,13 +176,13 @@ def test_the_bound_on_losses(made: Make) -> None:
     assert len(trainer.recoveries) == 2
 
 
-def test_no_bound_on_losses(made: Make, marks: str) -> None:
-    """More losses than Python's stack has room for a recursion of would take too long: five show that it is a loop."""
+def test_max_retries_can_be_unlimited(made: Make, marks: str) -> None:
+    """The worker fails five times, more often than the default allows."""
 
     def function(config: dict[str, Any]) -> int:
-        for loss in range(5):
+        for failure in range(5):
             if train.world_rank() == 0:
-                die(config, str(loss))
+                kill_once(config, str(failure))
         return train.world_rank()
 
     trainer = made(num_workers=2, max_retries=-1)
@@ -196,7 +196,7 @@ def test_new_workers_join_at_a_checkpoint(made: Make, marks: str) -> None:
         history = [] if found is None else found["history"]
         while train.world_size() < 2 or len(history) < 4:
             if train.world_rank() == 1 and len(history) == 2:
-                die(config)
+                kill_once(config)
             history = [*history, train.world_size()]
             train.save_checkpoint(history=history)
             time.sleep(0.1)
@@ -204,14 +204,14 @@ def test_new_workers_join_at_a_checkpoint(made: Make, marks: str) -> None:
 
     trainer = made(num_workers=2)
     first, second = trainer.run(function, {"marks": marks})
-    assert first == second, "nothing was lost and nothing done twice"
+    assert first == second, "no step was lost or repeated"
     assert first[:2] == [2, 2] and 1 in first
     reasons = [recovery.reason for recovery in trainer.recoveries]
     assert reasons == ["worker death", "growth"]
 
 
 def test_new_workers_join_although_only_rank_0_saves(made: Make, marks: str) -> None:
-    """Rank 0 stops at its checkpoint; its peer, which passes none, is freed from the collective call it waits in."""
+    """Rank 0 stops at its checkpoint. The other ranks save none, and are interrupted in their collective call."""
 
     def function(config: dict[str, Any]) -> list[int]:
         import torch
@@ -221,7 +221,7 @@ def test_new_workers_join_although_only_rank_0_saves(made: Make, marks: str) -> 
         history = [] if found is None else found.to_dict()["history"]
         while train.world_size() < 3 or len(history) < 4:
             if train.world_rank() == 2 and len(history) == 2:
-                die(config)
+                kill_once(config)
             present = torch.ones(1)
             dist.all_reduce(present)
             history = [*history, int(present)]
@@ -238,8 +238,8 @@ def test_new_workers_join_although_only_rank_0_saves(made: Make, marks: str) -> 
     assert (growth.reason, growth.world_size_after, growth.in_place) == ("growth", 3, True)
 
 
-def test_elastic_state_goes_on_in_the_middle_of_an_epoch(made: Make, marks: str) -> None:
-    """Every sample of every epoch exactly once, and the same weights on all ranks, although a worker dies."""
+def test_elastic_state_resumes_in_the_middle_of_an_epoch(made: Make, marks: str) -> None:
+    """Although a worker fails, every sample is used exactly once per epoch, and all ranks have the same weights."""
 
     def function(config: dict[str, Any]) -> tuple[list[int], list[float], int]:
         import torch
@@ -254,23 +254,23 @@ def test_elastic_state_goes_on_in_the_middle_of_an_epoch(made: Make, marks: str)
         state = train.elastic({"model": model, "optimizer": optimizer, "loader": loader, "seen": [], "epoch": 0})
         while state["epoch"] < 2:
             for index, inputs in loader:
-                if len(state["seen"]) >= 45 and train.world_rank() == config["who"] and train.world_size() == 3:
-                    die(config)
-                everybody: list[Any] = [None] * train.world_size()
-                dist.all_gather_object(everybody, index.tolist())
+                if len(state["seen"]) >= 45 and train.world_rank() == config["rank"] and train.world_size() == 3:
+                    kill_once(config)
+                gathered: list[Any] = [None] * train.world_size()
+                dist.all_gather_object(gathered, index.tolist())
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
                 optimizer.step()
-                state["seen"] = [*state["seen"], *(each for part in everybody for each in part)]
+                state["seen"] = [*state["seen"], *(each for part in gathered for each in part)]
                 state.commit()
             state["epoch"] += 1
         weights = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
         return state["seen"], weights, train.world_size()
 
-    for who in (0, 2):
-        (Path(marks) / str(who)).mkdir()
-        trainer = made("torch", elastic=STILL)
-        results = trainer.run(function, {"marks": f"{marks}/{who}", "who": who})
+    for rank in (0, 2):
+        (Path(marks) / str(rank)).mkdir()
+        trainer = made("torch", elastic=NO_GROWTH)
+        results = trainer.run(function, {"marks": f"{marks}/{rank}", "rank": rank})
         assert [size for _, _, size in results] == [2, 2]
         for seen, weights, _ in results:
             assert Counter(seen) == Counter({index: 2 for index in range(90)})

@@ -1,4 +1,4 @@
-"""The driver's small HTTP server, at which Horovod's ranks leave their addresses for each other. Driver."""
+"""The small HTTP server on the driver, where Horovod's ranks publish their addresses for each other. Driver."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import threading
 from collections.abc import Mapping
 from http import HTTPStatus
 
-__all__ = ["GONE", "OK", "OVER", "BoardServer"]
+__all__ = ["ENDED", "RendezvousServer"]
 
 logger = logging.getLogger("raysgd")
 
-OVER = "raysgd-over"
+ENDED = "raysgd-over"
 OK, BAD_REQUEST, FORBIDDEN, NOT_FOUND, TOO_LARGE, GONE = 200, 400, 403, 404, 413, 410
 SECRET_BYTES = 16
 HEAD_BYTES = 4096
@@ -32,12 +32,13 @@ class Refused(Exception):
         self.status = status
 
 
-class BoardServer:
-    """Owns one port, one thread, and the entries of one generation, in the form of Horovod's own rendezvous server.
+class RendezvousServer:
+    """Owns one port, one thread, and the entries of one generation. It speaks the protocol of Horovod's own rendezvous
+    server.
 
-    Every path begins with the generation's secret, which is checked before anything is read or kept. A request has 5
-    seconds, whatever the client does, and of more than 256 connections the oldest is closed.
-    `sizes`: how many ranks finish with each scope before its entries are removed.
+    Every path begins with the secret of the generation, which is checked before anything is read or stored. A request
+    has 5 seconds, whatever the client sends. If more than 256 connections are open, the oldest one is closed.
+    `sizes` says how many ranks must finish with each scope before its entries are removed.
     """
 
     def __init__(self, host: str, sizes: Mapping[str, int]) -> None:
@@ -51,7 +52,7 @@ class BoardServer:
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._closed = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, name="raysgd-horovod-board", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="raysgd-horovod-rendezvous", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -82,7 +83,7 @@ class BoardServer:
         try:
             await asyncio.wait_for(self._exchange(reader, writer), REQUEST_S)
         except (asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
-            logger.debug("refused a connection to Horovod's board: %r", error)
+            logger.debug("refused a connection to Horovod's rendezvous server: %r", error)
         finally:
             self._open.pop(writer, None)
             writer.transport.abort()
@@ -99,11 +100,11 @@ class BoardServer:
         await writer.wait_closed()
 
     async def _request(self, reader: asyncio.StreamReader) -> tuple[int, bytes]:
-        """Carry out one request. Nothing but the head is read before the secret is checked."""
+        """Serve one request. Only its head is read before the secret is checked."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, _, rest = head[0].partition(" ")
         parts = rest.partition(" ")[0].split("/")
-        # Horovod's client adds ":PORT" to what it takes for the end of the address.
+        # Horovod's client appends ":PORT" to the secret, which it takes for the end of the address.
         if len(parts) != 4 or not hmac.compare_digest(parts[1].partition(":")[0].encode(), self.secret.encode()):
             raise Refused(FORBIDDEN)
         _, _, scope, key = parts
@@ -128,14 +129,15 @@ class BoardServer:
         return int(text)
 
     def _get(self, scope: str, key: str) -> tuple[int, bytes]:
-        if OVER in self._entries:
+        if ENDED in self._entries:
             return GONE, b""
         content = self._entries.get(scope, {}).get(key)
         return (NOT_FOUND, b"") if content is None else (OK, content)
 
     def _finish(self, scope: str, key: str) -> None:
-        """A rank is connected to all others of this scope. When all are, the next `hvd.init()` may begin. A scope that
-        Horovod made later, for a set of processes, loses only the rank's own entry."""
+        """Note that a rank is connected to all others of this scope. When all ranks are, remove its entries, so that the
+        next `hvd.init()` can begin. Of a scope that Horovod created later, for a set of processes, remove only the
+        rank's own entry."""
         if scope not in self._sizes:
             self._entries.get(scope, {}).pop(key, None)
             return
@@ -149,6 +151,6 @@ class BoardServer:
 def _listen(host: str) -> socket.socket:
     try:
         return socket.create_server((host, 0), backlog=1024)
-    except OSError as error:  # the address by which others know this machine is not one of its own (NAT)
-        logger.info("Horovod's board listens on all addresses, because %s cannot be bound: %s", host, error)
+    except OSError as error:  # behind NAT, this machine does not have the address that others use for it
+        logger.info("Horovod's rendezvous server listens on all addresses, because it cannot bind %s: %s", host, error)
         return socket.create_server(("", 0), backlog=1024)

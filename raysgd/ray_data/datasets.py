@@ -1,4 +1,4 @@
-"""The datasets of a run: checks them, names them, and says which ones are split. Reads no data. Driver."""
+"""The datasets of a training function: checks and names them, and says which ones are split. Reads no data. Driver."""
 
 from __future__ import annotations
 
