@@ -168,7 +168,7 @@ def test_epochs_are_told_once_whatever_the_number_of_steps():
 def test_a_plateau_needs_its_figure_each_epoch():
     with trainer_of(Plateau) as trainer:
         trainer.train()
-        with pytest.raises(ConfigError, match=r"ReduceLROnPlateau waits for 'val_loss'.*validate"):
+        with pytest.raises(ConfigError, match=r"ReduceLROnPlateau needs 'val_loss'.*validate"):
             trainer.train()
 
 
