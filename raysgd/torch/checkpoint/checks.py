@@ -48,7 +48,7 @@ def _check_parts(operator: TrainingOperator, state: dict[str, Any], *, metadata_
     for name in ("models", "optimizers", "schedulers"):
         saved_parts, registered = state.get(name) or [], len(getattr(parts, name))
         if not isinstance(saved_parts, (list, tuple)):
-            raise CheckpointError(f"the checkpoint's {name} must be a list, and are a {type(saved_parts).__name__}")
+            raise CheckpointError(f"the checkpoint's {name} must be a list, got a {type(saved_parts).__name__}")
         if registered != len(saved_parts):
             raise CheckpointError(
                 f"the checkpoint has {len(saved_parts)} {name}, and this operator registers {registered}"

@@ -80,7 +80,7 @@ class Receiver:
             undo.pop_all()
 
     def call_ended(self) -> None:
-        """The workers' call has succeeded: no worker connects any more."""
+        """Note that the workers' call has succeeded, so that no other worker will connect."""
         self._call_ended_at = time.monotonic()
 
     def close(self, error: BaseException) -> None:

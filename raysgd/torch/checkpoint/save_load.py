@@ -18,7 +18,7 @@ from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.storage import locations
 from raysgd.torch import replica_calls
-from raysgd.torch.checkpoint import shard_files, states
+from raysgd.torch.checkpoint import shard_files
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError, is_archive, readable, verified, verified_file
 from raysgd.torch.checkpoint.receiver import FailedOnWorkerError, Receiver
 from raysgd.torch.checkpoint.streaming import LocalSink
@@ -192,7 +192,7 @@ class Checkpoints:
             )
 
     def restore(self, data: Any, *, trusted: bool) -> None:
-        states.parse(data, trusted=trusted)  # raises for damaged and foreign ones, before anything is sent to a worker
+        """Send a checkpoint to the workers, which check it and load it."""
         self._take(replica_calls.check, replica_calls.restore, {"data": Blob(data), "trusted": trusted})
 
     def _load_file(self, where: locations.Place, *, trusted: bool) -> bool:
@@ -207,9 +207,8 @@ class Checkpoints:
         return sealed
 
     def _load_in_workers(self, file: SeenFile, *, trusted: bool) -> bool:
-        """Let every worker read the file itself. Return False if one of them does not see it."""
-        outline = states.outline(file, trusted=trusted)
-        if outline is None or not file.here:
+        """Let every worker read the file itself. Return False if one of them cannot, or if the file has changed."""
+        if not file.here:
             return False
         try:
             self._take(replica_calls.check_file, replica_calls.restore_file, {"file": file, "trusted": trusted})

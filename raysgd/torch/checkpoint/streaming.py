@@ -179,7 +179,7 @@ class Stream:
 
     @property
     def in_file(self) -> bool:
-        """Whether this worker writes the driver's file itself."""
+        """Return whether this worker writes the driver's file itself."""
         return self._file is not None
 
     def send(self, write: Callable[[Any], Any]) -> None:
