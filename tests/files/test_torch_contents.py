@@ -1,5 +1,5 @@
-"""Well-formed files with wrong contents, with the right digest: each is refused before anything changes, or loads; then
-the next `train()` works."""
+"""Well-formed files with wrong values and a correct digest: each is refused before anything changes, or it loads. The next
+`train()` works in both cases."""
 
 import copy
 import random
@@ -19,7 +19,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def put(*path: Any) -> Callable[[Any], Callable[[Any], Any]]:
-    """put(where...)(value): the state with this value there."""
+    """Return a function that takes a value, and returns a function that puts the value at this path of a state."""
     return lambda value: lambda state: replaced(state, path, value)
 
 
@@ -42,7 +42,7 @@ RNG = ("rng", 0)
 T = torch.tensor
 
 WRONG: dict[str, Callable[[Any], Any]] = {
-    # the whole
+    # the state as a whole
     "models: none": without("models"),
     "models: a dictionary": put("models")({}),
     "models: one too few": lambda state: {**state, "models": state["models"][:1]},
@@ -128,7 +128,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "num_bad_epochs: a list": put(*PLATEAU, "num_bad_epochs")([]),
     "mode: a number": put(*PLATEAU, "mode")(3),
     "step: no function": put(*STEP, "step_size")("x"),
-    # counters and the place in the data
+    # counters and the position in the data
     "global_step: text": put("global_step")("5"),
     "global_step: negative": put("global_step")(-1),
     "global_step: a fraction": put("global_step")(1.5),
@@ -181,7 +181,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "numpy: negative": put(*RNG, "numpy", 1)(torch.full((624,), -1)),
     "numpy: position as text": put(*RNG, "numpy", 2)("x"),
     "numpy: cached as text": put(*RNG, "numpy", 4)("x"),
-    # the operator's own
+    # the operator's own state
     "operator: none": put("operator")(None),
     "operator: a number": put("operator")(3),
     "operator: half": put("operator")({"best": 0.5}),
@@ -221,7 +221,7 @@ def versions(**entry: Any) -> Callable[[Any], Any]:
 
 
 def shadowed(state: Any) -> Any:
-    """A dictionary whose method is an attribute of its own."""
+    """Return the state with a dictionary that has an attribute in place of a method."""
     model = OrderedDict(state["models"][1])
     model.__dict__["keys"] = "none"
     return replaced(state, ("models", 1), model)
@@ -264,17 +264,17 @@ VALUES: list[Callable[[random.Random], Any]] = [
 
 
 def mutated(state: Any, paths: list[tuple[Any, ...]], chance: random.Random) -> tuple[tuple[Any, ...], Any]:
-    """The state with one of its values replaced by another, which is of another type or shape, or out of range."""
+    """Return the state with one value replaced by one of another type or shape, or out of range."""
     path = chance.choice(paths)
     return path, replaced(state, path, chance.choice(VALUES)(chance))
 
 
-def test_any_value_may_be_replaced(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whatever is replaced by whatever: refused without a change, or taken; and the next train() works."""
+def test_any_replaced_value_is_refused_or_loads(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The file is refused without a change, or it loads. The next train() works."""
     for here in bench(tmp_path_factory.mktemp("fuzz")):
         chance = random.Random(20)
         every = [path for path in leaves(here.start) if path]
-        # The many numbers of the random states are alike, and must not be all that is tried.
+        # The random states have so many numbers that almost nothing else would be tried.
         few = [path for path in every if path[0] != "rng" or len(path) < 5]
         for _ in range(10_000 if SOAK else 400):
             path, state = mutated(here.start, few if chance.random() < 0.95 else every, chance)
@@ -291,8 +291,8 @@ def test_any_value_may_be_replaced(tmp_path_factory: pytest.TempPathFactory) -> 
         assert here.tally["rejected"] > 100 and here.tally["silent difference"] > 10
 
 
-def test_operators_state_that_is_refused_late_is_put_back(here: Bench) -> None:
-    """The last part that is taken, after models and optimizers."""
+def test_an_error_in_the_operators_load_state_dict_undoes_the_load(here: Bench) -> None:
+    """The operator's own state is loaded last, after models and optimizers."""
     here.tally.clear()
     wrong = replaced(here.after[0], ("operator", "notes"), ["b"])
     wrong = {**here.trainer.state_dict(), **{name: here.after[0][name] for name in ("models", "optimizers")}, **wrong}
