@@ -1,4 +1,4 @@
-"""What is not supported says its name, and what to do instead."""
+"""What is not supported raises an error that names it, and says what to do instead."""
 
 import pytest
 import torch
