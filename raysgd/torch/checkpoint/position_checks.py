@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sized
 from dataclasses import fields
 from typing import Any
 
+import numpy
 import torch
 
 from raysgd.errors import CheckpointError
-from raysgd.torch.checkpoint.states import numpy_or_none, set_random
+from raysgd.torch.checkpoint.states import set_random
 from raysgd.torch.data.sampling import has_own_batches, is_planned, random_sources
 from raysgd.torch.operator import TrainingOperator
 from raysgd.training.position import Position
@@ -146,14 +147,13 @@ def _try_random(saved: Mapping[str, Any]) -> None:
     gauss = saved["python"][2]
     if not (gauss is None or isinstance(gauss, float)):
         raise TypeError(f"Python's next normal value is {gauss!r:.40}")
-    numpy = numpy_or_none()
-    if numpy is not None and "numpy" in saved:
+    if "numpy" in saved:
         _, keys, position, has_gauss, cached = saved["numpy"]
         if not _is_vector(keys, torch.int64) or int(keys.min()) < 0 or int(keys.max()) >= 1 << 32:
             raise TypeError("NumPy's keys are not 32-bit integers")
         if type(has_gauss) is not int or not isinstance(cached, float) or type(position) is not int:
             raise TypeError("NumPy's position is not a number")
-    set_random(saved, random.Random(), torch.Generator(), None if numpy is None else numpy.random.RandomState())
+    set_random(saved, random.Random(), torch.Generator(), numpy.random.RandomState())
     if "cuda" in saved:
         if not _is_vector(saved["cuda"], torch.uint8):
             raise TypeError("CUDA's state is not a tensor of bytes")

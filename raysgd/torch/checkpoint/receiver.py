@@ -96,7 +96,7 @@ class Receiver:
                 error = self._reason_to_end()
                 if error is not None:
                     if self._writer is not None:
-                        self._writer.stop()  # first: its draft must be gone when the error is raised
+                        self._writer.stop()  # first: its draft must be deleted when the error is raised
                     self._result.fail(error)
         except BaseException as error:
             self._result.fail(error)
@@ -129,7 +129,7 @@ class Receiver:
             writer.receive()
         except (ConnectionError, TimeoutError) as error:  # TimeoutError: its machine cannot be reached
             writer.drop()
-            writer.lost = error
+            writer.failure = error
         except BaseException as error:
             writer.drop()
             if writer is self._writer:
@@ -158,9 +158,9 @@ class Receiver:
             return self._abandoned
         if writer is None:
             return CheckpointError("the workers' call has ended, but no worker has sent the checkpoint")
-        if writer.lost is not None:
-            error = CheckpointError(f"the worker that was sending the checkpoint failed ({writer.lost})")
-            error.__cause__ = writer.lost
+        if writer.failure is not None:
+            error = CheckpointError(f"the worker that was sending the checkpoint failed ({writer.failure})")
+            error.__cause__ = writer.failure
             return error
         if time.monotonic() - max(writer.moved_at, self._call_ended_at) > self._stall_s:
             return CheckpointError(
@@ -179,7 +179,7 @@ class Writer:
         self._connection, self._path = connection, path
         self._draft: Draft | None = None
         self.moved_at = time.monotonic()
-        self.lost: OSError | None = None
+        self.failure: OSError | None = None
 
     @property
     def draft(self) -> Draft:

@@ -103,15 +103,6 @@ class LightningOperator(TrainingOperator):
         )
         self._services = services
         self._stub.attach(services, optimizers, self._schedules.all)
-        self._has = {
-            hook: modules.overrides(module, self._base, hook)
-            for hook in (
-                "validation_step",
-                "on_before_batch_transfer",
-                "transfer_batch_to_device",
-                "on_after_batch_transfer",
-            )
-        }
         self._indexed = modules.takes_index(module.training_step), modules.takes_index(module.validation_step)
 
     def _configure_ddp(
@@ -247,7 +238,7 @@ class LightningOperator(TrainingOperator):
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         module = self.module
-        if not self._has["validation_step"]:
+        if not modules.overrides(module, self._base, "validation_step"):
             raise ConfigError(f"validate() needs a validation_step in {type(module).__name__}")
         self._meter = meter = AverageMeterCollection()
         with self._attached("validating"), torch.no_grad(), _evaluating(module):
@@ -296,13 +287,11 @@ class LightningOperator(TrainingOperator):
 
     def _transferred(self, batch: Any) -> Any:
         """Return the batch after the module's own transfer hooks, which get it when it is on the device already."""
-        if self._has["on_before_batch_transfer"]:
-            batch = self.module.on_before_batch_transfer(batch, 0)
-        if self._has["transfer_batch_to_device"]:
-            batch = self.module.transfer_batch_to_device(batch, self.device, 0)
-        if self._has["on_after_batch_transfer"]:
-            batch = self.module.on_after_batch_transfer(batch, 0)
-        return batch
+        module = self.module
+        batch = module.on_before_batch_transfer(batch, 0)
+        if modules.overrides(module, self._base, "transfer_batch_to_device"):
+            batch = module.transfer_batch_to_device(batch, self.device, 0)
+        return module.on_after_batch_transfer(batch, 0)
 
     def _report(self) -> dict[str, Any]:
         report = {**self._meter.summary(), **self._logged.computed()}
