@@ -26,7 +26,7 @@ EXAMPLES = 1500 if os.environ.get("RAYSGD_SOAK") else 60
 
 
 class Measuring(Line):
-    """Returns `metrics` from its batches, or from its whole epoch."""
+    """Returns `metrics` from its batches, or from its complete epoch."""
 
     metrics: Any
     batches = 0
@@ -182,10 +182,10 @@ SAMPLES = st.one_of(st.integers(1, 64), st.integers(1, 64), SCALARS)
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(metrics=st.dictionaries(NAMES, VALUES, max_size=3), samples=SAMPLES, whole=st.booleans(), data=st.data())
-def test_any_metrics_give_a_result_or_a_clear_error(metrics: Any, samples: Any, whole: bool, data: Any) -> None:
+@given(metrics=st.dictionaries(NAMES, VALUES, max_size=3), samples=SAMPLES, by_epoch=st.booleans(), data=st.data())
+def test_any_metrics_give_a_result_or_a_clear_error(metrics: Any, samples: Any, by_epoch: bool, data: Any) -> None:
     metrics = {**metrics, **({"num_samples": samples} if data.draw(st.booleans()) else {})}
-    for call in results(MeasuringEpochs if whole else Measuring, metrics):
+    for call in results(MeasuringEpochs if by_epoch else Measuring, metrics):
         try:
             result = call()
         except (TypeError, ValueError) as error:

@@ -82,7 +82,7 @@ def test_fewer_rows_than_workers(trainer: TorchTrainer) -> None:
     trainer.apply_all_operators(
         lambda operator: operator.register_data(train_loader=[], validation_loader=DataLoader(data(1)))
     )
-    assert trainer.validate()["num_samples"] == 1, "one rank has no share of it, and that is fine"
+    assert trainer.validate()["num_samples"] == 1, "one rank has no part of it, which is allowed"
 
 
 def test_an_empty_loader(trainer: TorchTrainer) -> None:

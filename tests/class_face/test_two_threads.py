@@ -80,7 +80,7 @@ def test_a_second_thread_gets_an_error_at_once(trainer: TorchTrainer, tmp_path: 
     # Reading properties is always allowed.
     assert (trainer.world_size, trainer.recoveries) == (trainer.max_replicas, [])
     assert "training" in repr(trainer) and len(trainer.history) >= 0
-    assert running.result(timeout=60)["num_samples"] == 2 * BATCHES, "the first call is whole"
+    assert running.result(timeout=60)["num_samples"] == 2 * BATCHES, "the first call is complete"
     assert trainer.train()["num_samples"] == 2 * BATCHES, "and the trainer is free again"
     assert not list(tmp_path.iterdir())
 

@@ -82,13 +82,11 @@ def usable(ground: Ground) -> bool:
     """Train to the end of an epoch. Return whether the weights contain each sample of all epochs equally often."""
     while True:
         ground.trainer.train()
-        ledgers = ground.trainer.apply_all_operators(lambda operator: list(operator.ledger))
-        counted = Counter(ledgers[0])
-        if len(ledgers[0]) % SAMPLES == 0:
+        records = ground.trainer.apply_all_operators(lambda operator: list(operator.ledger))
+        counted = Counter(records[0])
+        if len(records[0]) % SAMPLES == 0:
             break
-    return (
-        all(ledger == ledgers[0] for ledger in ledgers) and len(set(counted.values())) == 1 and len(counted) == SAMPLES
-    )
+    return all(each == records[0] for each in records) and len(set(counted.values())) == 1 and len(counted) == SAMPLES
 
 
 def main(folder: Path, count: int, seed: int) -> None:
@@ -112,8 +110,8 @@ def main(folder: Path, count: int, seed: int) -> None:
                 break
             continue
         hits, wrong = hits + hit, wrong + (not exact)
-        told = f"{number} {name} {after_s:.3f} hit={hit} exact={exact} workers={ground.trainer.world_size}"
-        print(told, f"{time.monotonic() - began:.1f} s", flush=True)
+        row = f"{number} {name} {after_s:.3f} hit={hit} exact={exact} workers={ground.trainer.world_size}"
+        print(row, f"{time.monotonic() - began:.1f} s", flush=True)
     ground.trainer.shutdown()
     left = sorted(path.name for path in folder.iterdir() if path.name not in ("marks", "checkpoint.pt"))
     print("FACTS", json.dumps({"hits": hits, "wrong": wrong, "failures": failures, "left": left}), flush=True)

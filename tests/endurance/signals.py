@@ -130,9 +130,9 @@ def _send(driver: "subprocess.Popen[str]", moment: Moment, ended: Ended) -> None
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    said: list[str] = []
+    output: list[str] = []
     while (line := lines.get(timeout=STARTS_WITHIN_S)) is not None:
-        said.append(line)
+        output.append(line)
         if line.split() == ["PHASE", moment.phase]:
             break
     time.sleep(moment.after_s)
@@ -147,8 +147,8 @@ def _send(driver: "subprocess.Popen[str]", moment: Moment, ended: Ended) -> None
     ended.seconds = time.monotonic() - sent
     reader.join(timeout=5)
     while not lines.empty():
-        said.append(lines.get() or "")
-    ended.output = "".join(said)
+        output.append(lines.get() or "")
+    ended.output = "".join(output)
 
 
 class _Processes:

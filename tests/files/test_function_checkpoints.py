@@ -116,10 +116,10 @@ def test_a_damaged_folder_is_refused_or_loaded_as_saved(
 ) -> None:
     path = Path(Checkpoint.from_directory(source).to_uri(tmp_path / "saved"))
     expected = files_of(source), {"model": "small", "numbers": list(range(30))}
-    whole = {file: file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+    content = {file: file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
     counter = iter(range(10**9))
     with tallies.of(f"folder, {way}") as tally:
-        for file, data in whole.items():
+        for file, data in content.items():
             damaged = {f"{b} of {p}": flipped(data, p, b) for p, b in flips(len(data) or 1, FLIPS // 4) if data}
             damaged |= {f"cut to {length}": data[:length] for length in lengths(len(data))}
             damaged |= {"longer": data + b"\n"}

@@ -105,7 +105,7 @@ PICKLES = {
     "a bytearray in a storage": storage_call(
         legacy_storage(12).replace(b"K\x0c", b"cbuiltins\nbytearray\n" + INTEGER + b"\x85R")
     ),
-    "a partial that is told another function": HEAD
+    "a partial that gets another function": HEAD
     + b"ctorch._utils\n_rebuild_parameter\n(cbuiltins\nbytearray\n"
     + INTEGER
     + b"\x85}Ntbs.",
@@ -176,8 +176,8 @@ def test_hostile_files_need_little_memory(tmp_path: Path, request: pytest.Fixtur
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:], done.stdout[-500:])
     rows = [line.split(" | ") for line in done.stdout.splitlines()]
-    grown = {name: float(said.split()[0]) for name, said in rows}
-    seconds = {name: float(said.split()[1]) for name, said in rows}
+    grown = {name: float(values.split()[0]) for name, values in rows}
+    seconds = {name: float(values.split()[1]) for name, values in rows}
     assert len(grown) == len(PICKLES) + len(ARCHIVES) + 1
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     worst, slowest = max(grown, key=grown.__getitem__), max(seconds, key=seconds.__getitem__)

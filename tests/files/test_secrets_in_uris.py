@@ -156,8 +156,8 @@ def one_report() -> None:
 def test_a_run_in_a_store_with_a_password(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The password is used until the end of the run, and is not in messages, on this machine's disk, or in the store."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    heard = io.StringIO()
-    handler = logging.StreamHandler(heard)
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
     logging.getLogger("raysgd").addHandler(handler)
     uri = f"vault://user:hunter2secret@host/{uuid.uuid4().hex}"
     try:
@@ -173,7 +173,7 @@ def test_a_run_in_a_store_with_a_password(ray_cluster: None, tmp_path: Path, mon
             DataParallelTrainer.restore(f"{uri}/absent")
     finally:
         logging.getLogger("raysgd").removeHandler(handler)
-    shown = [repr(result), repr(again), repr(restored), str(caught.value), heard.getvalue(), repr(result.checkpoint)]
+    shown = [repr(result), repr(again), repr(restored), str(caught.value), log.getvalue(), repr(result.checkpoint)]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert ".stored-at" in [path.name for path in files]
     shown += [str(path) for path in files] + [path.read_bytes().decode("latin-1") for path in files]

@@ -132,8 +132,8 @@ def test_refused_files_do_not_change_training(tmp_path: Path, quiet: None) -> No
                     trainer.load(path)
             results = [trainer.train(), trainer.train()]
             weights.append((arrays(trainer.state_dict()), [(r["epoch"], r["num_samples"]) for r in results]))
-    (one, said), (other, also) = weights
-    assert said == also
+    (one, one_results), (other, other_results) = weights
+    assert one_results == other_results
     for mine, theirs in zip(one, other, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 

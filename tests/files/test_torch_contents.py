@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.files.torch_cases import SOAK, Bench, Rich, at, bench, leaves, replaced, stored
+from tests.files.torch_cases import SOAK, Bench, at, bench, leaves, replaced, stored
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "weight: turned": lambda state: replaced(state, ("models", 0, "weight"), state["models"][0]["weight"].T),
     "weight: text": put("models", 0, "weight")("heavy"),
     "weight: a list": put("models", 0, "weight")([[1.0, 2.0]] * 3),
-    "weight: whole numbers": put("models", 0, "weight")(torch.ones(3, 2, dtype=torch.int64)),
+    "weight: integers": put("models", 0, "weight")(torch.ones(3, 2, dtype=torch.int64)),
     "weight: complex": put("models", 0, "weight")(torch.ones(3, 2, dtype=torch.complex64)),
     "weight: sparse": put("models", 0, "weight")(torch.ones(3, 2).to_sparse()),
     "weight: quantized": put("models", 0, "weight")(torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8)),
@@ -108,7 +108,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "exp_avg: broadcastable": put(*ADAM, "state", 0, "exp_avg")(torch.ones(1, 2)),
     "exp_avg: text": put(*ADAM, "state", 0, "exp_avg")("x"),
     "exp_avg: missing": without(*ADAM, "state", 0, "exp_avg"),
-    "exp_avg: whole numbers": put(*ADAM, "state", 0, "exp_avg")(torch.ones(3, 2, dtype=torch.int64)),
+    "exp_avg: integers": put(*ADAM, "state", 0, "exp_avg")(torch.ones(3, 2, dtype=torch.int64)),
     "step: text": put(*ADAM, "state", 0, "step")("5"),
     "step: negative": put(*ADAM, "state", 0, "step")(T(-1.0)),
     "step: infinite": put(*ADAM, "state", 0, "step")(T(float("inf"))),
@@ -296,6 +296,6 @@ def test_an_error_in_the_operators_load_state_dict_undoes_the_load(here: Bench) 
     here.tally.clear()
     wrong = replaced(here.after[0], ("operator", "notes"), ["b"])
     wrong = {**here.trainer.state_dict(), **{name: here.after[0][name] for name in ("models", "optimizers")}, **wrong}
-    said = here.try_file(stored({**wrong, "position": here.start["position"], "epoch": here.start["epoch"]}))
-    assert "this is no state of mine" in said and "load_state_dict" in said and Rich.__name__
+    message = here.try_file(stored({**wrong, "position": here.start["position"], "epoch": here.start["epoch"]}))
+    assert "this is no state of mine" in message and "load_state_dict" in message
     here.next_steps_are_right()

@@ -46,7 +46,7 @@ def test_any_flipped_bit_is_detected(here: Bench) -> None:
     here.next_steps_are_right()
 
 
-def borders(data: bytes) -> list[int]:
+def edges(data: bytes) -> list[int]:
     """Return the positions around the beginning and the end of each entry of the archive."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         headers = [entry.header_offset for entry in archive.infolist()]
@@ -57,7 +57,7 @@ def borders(data: bytes) -> list[int]:
 def test_any_truncation_is_detected(here: Bench) -> None:
     length, chance = len(here.good), random.Random(12)
     lengths = {*range(80), *range(length - digest.SEAL_BYTES - 140, length)}
-    lengths |= {border + off for border in borders(here.good) for off in (-1, 0, 1)}
+    lengths |= {edge + off for edge in edges(here.good) for off in (-1, 0, 1)}
     lengths |= {chance.randrange(length) for _ in range(1_000 if SOAK else 150)}
     for cut in sorted(lengths):
         here.try_file(here.good[: max(cut, 0)])
@@ -118,8 +118,13 @@ def test_a_file_without_a_digest_loads_with_one_warning(here: Bench, caplog: pyt
     for content in (here.after[0], v1):
         for zipped in (True, False):
             torch.save(content, old, _use_new_zipfile_serialization=zipped)
-            said = loaded_with(here.trainer, old, caplog)
-            assert len(said) == 1 and str(old) in said[0] and "no digest" in said[0] and "save()" in said[0]
+            messages = loaded_with(here.trainer, old, caplog)
+            assert (
+                len(messages) == 1
+                and str(old) in messages[0]
+                and "no digest" in messages[0]
+                and "save()" in messages[0]
+            )
             assert torch.equal(weights(here.trainer), torch.cat([t.flatten() for t in tensors(content)]))
             here.back()
     assert loaded_with(here.trainer, new, caplog) == []
@@ -150,8 +155,8 @@ def test_a_damaged_digest_is_detected(here: Bench) -> None:
 def test_a_file_that_torch_has_rewritten_loads_with_one_warning(here: Bench, caplog: pytest.LogCaptureFixture) -> None:
     again = here.folder / "again.pt"
     torch.save(torch.load(here.folder / "good.pt", weights_only=True), again)
-    (said,) = loaded_with(here.trainer, again, caplog)
-    assert str(again) in said and "no digest" in said
+    (message,) = loaded_with(here.trainer, again, caplog)
+    assert str(again) in message and "no digest" in message
     assert torch.equal(weights(here.trainer), torch.cat([t.flatten() for t in tensors(here.after[0])]))
     here.back()
 

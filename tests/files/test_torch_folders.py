@@ -210,8 +210,8 @@ def test_a_folder_of_an_older_version_loads_with_one_warning(here: Bench, caplog
     with caplog.at_level(logging.WARNING, "raysgd"):
         here.trainer.load(folder, trusted=True)
     assert same(complete(here.trainer), here.after)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1 and str(folder) in said[0] and "no digest" in said[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1 and str(folder) in messages[0] and "no digest" in messages[0]
     caplog.clear()
     with caplog.at_level(logging.WARNING, "raysgd"):
         here.trainer.load(here.folder / "parts", trusted=True)
@@ -234,11 +234,11 @@ def test_on_two_workers(ray_cluster: None, tmp_path: Path) -> None:
         parts = sorted(path.name for path in folder.iterdir() if path.suffix == ".distcp")
         assert len(parts) == 2
         for name in [*parts, INDEX, OUTLINE]:
-            whole = (folder / name).read_bytes()
-            (folder / name).write_bytes(flipped(whole, 8 * (len(whole) // 2)))
+            content = (folder / name).read_bytes()
+            (folder / name).write_bytes(flipped(content, 8 * (len(content) // 2)))
             with pytest.raises(CheckpointError, match=f"{name} is damaged"):
                 two.load(folder, trusted=True)
-            (folder / name).write_bytes(whole)
+            (folder / name).write_bytes(content)
         now = two.state_dict()
         for part in ("models", "optimizers", "rng"):
             assert same(now[part], after[part]), part

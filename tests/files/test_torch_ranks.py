@@ -95,8 +95,8 @@ def test_the_random_states_of_each_rank_are_checked(pair: Bench) -> None:
 
 
 def test_a_load_that_fails_on_one_rank_is_undone_on_all(pair: Bench) -> None:
-    said = pair.try_file(stored(replaced(pair.start, ("operator", "notes"), ["not on rank 1"])))
-    assert "rank 1" in said and "KeyError" in said and "load_state_dict" in said
+    message = pair.try_file(stored(replaced(pair.start, ("operator", "notes"), ["not on rank 1"])))
+    assert "rank 1" in message and "KeyError" in message and "load_state_dict" in message
     pair.next_steps_are_right()
 
 

@@ -146,10 +146,10 @@ class Epochs(Net):
 
 def test_minus_one_ends_the_epoch():
     with trainer_of(Epochs, {"batch_size": 80}) as trainer:
-        short, whole = trainer.train(), trainer.train()
+        short, full = trainer.train(), trainer.train()
         calls = trainer.get_local_operator().module.calls
     assert (short["batch_count"], short["num_samples"]) == (2, 160)
-    assert (whole["batch_count"], whole["num_samples"], whole["epoch"]) == (3, 203, 2)
+    assert (full["batch_count"], full["num_samples"], full["epoch"]) == (3, 203, 2)
     assert calls == [("start", 0), 0, 1, 2, ("end", 0), ("start", 1), 0, 1, 2, ("end", 1)]
 
 
