@@ -19,7 +19,7 @@ from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.storage import locations
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import shard_files
-from raysgd.torch.checkpoint.files import SeenFile, UnseenError, is_archive, readable, verified, verified_file
+from raysgd.torch.checkpoint.files import UnseenError, is_archive, readable, verified, verified_file
 from raysgd.torch.checkpoint.receiver import FailedOnWorkerError, Receiver
 from raysgd.torch.checkpoint.streaming import LocalSink
 from raysgd.workers.blob import Blob
@@ -196,25 +196,19 @@ class Checkpoints:
         self._take(replica_calls.check, replica_calls.restore, {"data": Blob(data), "trusted": trusted})
 
     def _load_file(self, where: locations.Place, *, trusted: bool) -> bool:
-        """Return whether the file has a digest."""
+        """Let the workers read the file themselves, if they all see it. Return whether it has a digest."""
         if isinstance(where, Path):
             file, sealed = verified_file(where, trusted=trusted)
-            if is_archive(where) and self._load_in_workers(file, trusted=trusted):
-                return sealed
+            if is_archive(where):
+                try:
+                    self._take(replica_calls.check_file, replica_calls.restore_file, {"file": file, "trusted": trusted})
+                    return sealed
+                except UnseenError:
+                    logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
         data = locations.read(where)
         sealed = verified(data, trusted=trusted)
         self.restore(data, trusted=trusted)
         return sealed
-
-    def _load_in_workers(self, file: SeenFile, *, trusted: bool) -> bool:
-        """Let every worker read the file itself. Return False if one of them cannot, or if the file has changed."""
-        if not file.here:
-            return False
-        try:
-            self._take(replica_calls.check_file, replica_calls.restore_file, {"file": file, "trusted": trusted})
-        except UnseenError:
-            return False
-        return True
 
     def _load_shards(self, folder: Any, *, trusted: bool) -> bool:
         """Return whether the folder has digests."""

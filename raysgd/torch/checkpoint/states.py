@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import pickle
 import random
 import re
@@ -36,8 +35,6 @@ __all__ = [
     "shaped",
     "write",
 ]
-
-logger = logging.getLogger(__name__)
 
 FORMAT = "raysgd-torch"
 VERSION = 1
@@ -101,14 +98,13 @@ def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
     return shaped(state)
 
 
-def outline(file: SeenFile, *, trusted: bool) -> dict[str, Any] | None:
-    """Return a file's state with its tensors left in the file, or None if it cannot be read this way: then `parse` reads it,
-    or raises the reason."""
+def outline(file: SeenFile, *, trusted: bool) -> dict[str, Any]:
+    """Return a file's state with its tensors left in the file. Raise `UnseenError` if it cannot be read this way: then `parse`
+    reads it, or raises the reason."""
     try:
         state = torch.load(file.path, map_location="cpu", weights_only=not trusted, mmap=True)
     except Exception as error:
-        logger.debug("%s is not read by the workers: %s", file.path, error)
-        return None
+        raise UnseenError(f"{file.path} cannot be read here ({error})") from error
     return shaped(state)
 
 
