@@ -6,11 +6,11 @@ the file if its size and digest are those that its worker sends. `streaming` is 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import hashlib
 import logging
 import os
-import queue
 import secrets
 import socket
 import threading
@@ -70,11 +70,10 @@ class Receiver:
         self._abandoned: BaseException | None = None
         with contextlib.ExitStack() as undo:  # Ctrl-C can come at any line, and nothing else would close this
             Draft(path).drop()  # raises now if no file can be created there
-            self._connections: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-            self._save = server.expect_checkpoint(self._connections.put)
-            undo.callback(self._refuse_connections)
+            self._save = server.expect_checkpoint(self._accept)
+            undo.callback(server.end_checkpoint, self._save)
             self.sink = StreamSink(server.address_for_workers(), self._save, stall_s)
-            self._thread = threading.Thread(target=self._serve, name="raysgd-save", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="raysgd-save", daemon=True)
             undo.callback(setattr, self, "_abandoned", CheckpointError("the save was interrupted when it began"))
             self._thread.start()
             undo.pop_all()
@@ -88,40 +87,35 @@ class Receiver:
         self._abandoned = error
         self._thread.join(2 * CLOSE_S)
 
-    def _serve(self) -> None:
-        try:
-            while not self.done.done():
-                with contextlib.suppress(queue.Empty):
-                    self._start_writer(self._connections.get(timeout=TICK_S))
-                error = self._reason_to_end()
-                if error is not None:
-                    if self._writer is not None:
-                        self._writer.stop()  # first: its draft must be deleted when the error is raised
-                    self._result.fail(error)
-        except BaseException as error:
+    def _watch(self) -> None:
+        """In the receiver's thread: wait for the end of the save, or for a reason to end it."""
+        error = None
+        while error is None and not self.done.done():
+            concurrent.futures.wait([self.done], TICK_S)
+            error = self._reason_to_end()
+        self._server.end_checkpoint(self._save)  # first, so that no other writer starts
+        if self._writer is not None:
+            self._writer.stop()  # before the error is raised, so that its draft is deleted by then
+        if error is not None:
             self._result.fail(error)
-        finally:
-            self._refuse_connections()
-            if self._writer is not None:
-                self._writer.stop()
-                if self._writer.thread.is_alive():  # in a system call that does not return
-                    self._writer.unlink()
+        if self._writer is not None and self._writer.thread.is_alive():  # in a system call that does not return
+            self._writer.unlink()
 
-    def _refuse_connections(self) -> None:
-        self._server.end_checkpoint(self._save)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._connections.get_nowait().close()
-
-    def _start_writer(self, connection: socket.socket) -> None:
-        """Receive only from the newest worker: the engine asked it to send because the one before has failed."""
-        old, self._writer = self._writer, Writer(connection, self._path)
+    def _accept(self, connection: socket.socket) -> None:
+        """In the control thread: receive only from the newest worker. The engine asked it to send because the one before
+        has failed."""
+        writer = Writer(connection, self._path)
+        writer.thread = threading.Thread(target=self._receive, args=(writer,), name="raysgd-save", daemon=True)
+        try:
+            writer.thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            writer.close()
+            self._result.fail(error)
+            return
+        old, self._writer = self._writer, writer
         if old is not None:
+            old.replaced = True
             old.disconnect()
-        self._writer.thread = threading.Thread(
-            target=self._receive, args=(self._writer,), name="raysgd-save", daemon=True
-        )
-        self._writer.thread.start()
 
     def _receive(self, writer: Writer) -> None:
         """In the writer's thread: receive the checkpoint, and keep the draft if it is complete."""
@@ -132,7 +126,7 @@ class Receiver:
             writer.failure = error
         except BaseException as error:
             writer.drop()
-            if writer is self._writer:
+            if not writer.replaced:
                 self._result.fail(error)
         else:
             self._keep(writer)
@@ -180,6 +174,7 @@ class Writer:
         self._draft: Draft | None = None
         self.moved_at = time.monotonic()
         self.failure: OSError | None = None
+        self.replaced = False
 
     @property
     def draft(self) -> Draft:
