@@ -89,17 +89,19 @@ class Receiver:
 
     def _watch(self) -> None:
         """In the receiver's thread: wait for the end of the save, or for a reason to end it."""
-        error = None
-        while error is None and not self.done.done():
+        while not self.done.done():
             concurrent.futures.wait([self.done], TICK_S)
             error = self._reason_to_end()
-        self._server.end_checkpoint(self._save)  # first, so that no other writer starts
+            if error is not None:
+                self._server.end_checkpoint(self._save)  # first, so that no other writer starts
+                if self._writer is not None:
+                    self._writer.stop()  # before the error is raised, so that its draft is deleted by then
+                self._result.fail(error)  # unless the writer is just giving the file its name
+        self._server.end_checkpoint(self._save)
         if self._writer is not None:
-            self._writer.stop()  # before the error is raised, so that its draft is deleted by then
-        if error is not None:
-            self._result.fail(error)
-        if self._writer is not None and self._writer.thread.is_alive():  # in a system call that does not return
-            self._writer.unlink()
+            self._writer.stop()
+            if self._writer.thread.is_alive():  # in a system call that does not return
+                self._writer.unlink()
 
     def _accept(self, connection: socket.socket) -> None:
         """In the control thread: receive only from the newest worker. The engine asked it to send because the one before
