@@ -52,7 +52,7 @@ PLAIN = Marker("a plain value")
 BYTES = Marker("bytes")
 TENSOR = Marker("a tensor")
 
-# The bytes of an element, by the storage class that torch names.
+# Bytes per element, by the name of torch's storage class.
 STORAGES = {
     **dict.fromkeys(("Untyped", "Byte", "Char", "Bool", "QUInt8", "QInt8", "QUInt4x2", "QUInt2x4"), 1),
     **dict.fromkeys(("Short", "Half", "BFloat16"), 2),
