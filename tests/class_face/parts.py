@@ -1,4 +1,4 @@
-"""Operators for the tests on a cluster. Workers get them by value: this module is not installed there."""
+"""Operators for the tests on a cluster. They are pickled by value, because this module is not installed on the workers."""
 
 import random
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from raysgd.utils import BATCH_SIZE
 
 
 class Net(nn.Module):
-    """A class of its own, so that its identity can be looked at."""
+    """A model class whose identity a test can compare."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 class OwnError(Exception):
-    """Cannot be made from its `args`, as many exceptions of libraries cannot."""
+    """Cannot be created from its `args`, like many exceptions of libraries."""
 
     def __init__(self, what: str, *, code: int) -> None:
         super().__init__(f"{what} failed with {code}")
@@ -39,7 +39,7 @@ def data(count: int) -> TensorDataset:
 
 
 class Classes(TrainingOperator):
-    """Learns two classes; fails where `info` says."""
+    """Learns two classes, and fails where `info` says."""
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(0)
@@ -66,7 +66,7 @@ class Classes(TrainingOperator):
 
 
 def plain_loop(epochs: int, batch_size: int, rows: int = 64) -> torch.Tensor:
-    """The same training, written by hand."""
+    """Return the weights after the same training in a hand-written loop."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -94,7 +94,7 @@ class Uneven(IterableDataset[Any]):
 
 
 class Drawing(Classes):
-    """Its random generators are seeded differently on each rank; its own state is larger than one message."""
+    """Seeds the random generators differently on each rank. Its own state is larger than one message."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)

@@ -1,4 +1,4 @@
-"""What two workers saved, one and three can load; and what was random goes on as it would have."""
+"""A checkpoint of two workers can be loaded by one and by three, and the random states continue from it."""
 
 import random
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def draw(operator: Any) -> tuple[float, float]:
 
 
 class Saved:
-    """What the two workers had when they saved, and what came after."""
+    """The state of the two workers when they saved, and what they did after that."""
 
     def __init__(self, trainer: TorchTrainer, path: Path) -> None:
         trainer.train()
@@ -49,7 +49,7 @@ def saved(pair: TorchTrainer, tmp_path_factory: pytest.TempPathFactory) -> Saved
     return Saved(pair, tmp_path_factory.mktemp("two") / "two.pt")
 
 
-def test_the_same_trainer_goes_back_and_takes_the_same_way(pair: TorchTrainer, saved: Saved) -> None:
+def test_a_trainer_that_loads_its_checkpoint_repeats_the_same_steps(pair: TorchTrainer, saved: Saved) -> None:
     pair.load(saved.path)
     assert torch.equal(weights(pair), saved.weights)
     drawn = pair.apply_all_operators(draw)
@@ -68,7 +68,7 @@ def test_the_same_trainer_goes_back_and_takes_the_same_way(pair: TorchTrainer, s
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_another_number_of_workers_takes_it_too(saved: Saved, workers: int) -> None:
+def test_another_number_of_workers_can_load_it(saved: Saved, workers: int) -> None:
     with on(workers) as trainer:
         trainer.load(saved.path)
         assert torch.equal(weights(trainer), saved.weights)
@@ -107,7 +107,7 @@ def test_workers_that_see_the_file_read_it_themselves(
 
 
 def sees(looks: list[bool], operator: Any) -> None:
-    """From now on, the operator's process sees a file, or not, look by look; after that as it is."""
+    """Let the operator's process see a file, or not see it, in its next looks, one by one. After these it sees what exists."""
     from raysgd.torch.checkpoint.files import SeenFile
 
     real, left = SeenFile._of, list(looks)
@@ -130,11 +130,11 @@ def test_a_worker_that_does_not_see_the_file_is_sent_it(
     real = locations.read
     monkeypatch.setattr(locations, "read", lambda path: (read.append(path), real(path))[1])
     pair.load(saved.path)
-    assert len(read) == 1, "the driver has sent it"
+    assert len(read) == 1, "the driver must read the file once, to send it"
     assert torch.equal(weights(pair), saved.weights)
-    told = pair.apply_all_operators(lambda operator: [float(p.sum()) for p in operator.model.parameters()])
-    assert told[0] == told[1]
+    sums = pair.apply_all_operators(lambda operator: [float(p.sum()) for p in operator.model.parameters()])
+    assert sums[0] == sums[1]
     assert pair.train()["num_samples"] == saved.rest["num_samples"]
     table = pair._engine._table
     order = {table[worker].progress.loads for worker in table.members()}
-    assert len(order) == 1, "nobody counts as further than the others, for having taken it twice"
+    assert len(order) == 1, "a rank that loaded it twice must not count as further"

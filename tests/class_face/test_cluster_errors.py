@@ -1,4 +1,4 @@
-"""Trainers that cannot start: what the user hears, how soon, and that nothing is left behind."""
+"""Trainers that cannot start raise a clear error soon, and leave nothing behind."""
 
 import os
 import threading
@@ -22,7 +22,7 @@ def free_cpus() -> float:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(ray_cluster: None) -> Iterator[None]:
-    """Every worker that was started for a trainer that failed is gone soon."""
+    """Check that the workers of a trainer that failed to start end soon."""
     import ray
 
     yield
@@ -44,7 +44,7 @@ def two(operator: Any = Classes, **arguments: Any) -> TorchTrainer:
         ({"num_workers": 1, "resources_per_worker": {"unobtainium": 1}}, ["unobtainium", "0 such worker"]),
     ],
 )
-def test_more_than_the_cluster_can_ever_hold(
+def test_more_workers_than_the_cluster_can_ever_have(
     monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], says: list[str]
 ) -> None:
     monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", "2")
@@ -83,7 +83,7 @@ class OneWaits(Classes):
         torch.distributed.all_reduce(torch.ones(1))
 
 
-def test_a_peer_that_waits_in_setup_is_freed() -> None:
+def test_an_error_in_setup_ends_a_peer_that_waits_in_setup() -> None:
     error = raised(OwnError, lambda: two(OneWaits))
     assert isinstance(error, OwnError)
     assert time.time() - error.code < 6
@@ -111,7 +111,7 @@ def test_setup_without_register() -> None:
     assert "Forgetful.setup did not call self.register(models=..., optimizers=...)" in str(error)
 
 
-def test_a_config_that_cannot_travel() -> None:
+def test_a_config_that_cannot_be_pickled() -> None:
     error = raised(TypeError, lambda: two(config={"lock": threading.Lock()}))
     assert "cannot be sent to the workers" in str(error)
     assert "inside `setup`" in str(error)

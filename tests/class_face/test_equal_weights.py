@@ -1,4 +1,4 @@
-"""The same seed, data and global batch give the same weights: by hand, with one worker and with two."""
+"""The same seed, data and global batch give the same weights in a hand-written loop, with one worker and with two."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What user code measures is either in the result or refused with its name: never an internal error after the epoch."""
+"""A value that user code reports is in the result, or refused with its name. It never causes an internal error after the epoch."""
 
 import decimal
 import fractions
@@ -26,7 +26,7 @@ EXAMPLES = 1500 if os.environ.get("RAYSGD_SOAK") else 60
 
 
 class Measuring(Line):
-    """Returns `metrics` from its batches, or from its whole epoch."""
+    """Returns `metrics` from its batches, or from its complete epoch."""
 
     metrics: Any
     batches = 0
@@ -82,7 +82,7 @@ REFUSED = {
     "contains itself": (lambda: {"m": endless()}, ValueError, "'m' contains itself"),
     "reserved": (lambda: {"__committed__": 1}, ValueError, "'__committed__' is reserved"),
 }
-# The value that is returned; what is expected in the result, or None where any value will do.
+# The value that is returned, and what is expected in the result: None for any value.
 KEPT: dict[str, tuple[Callable[[], Any], Any]] = {
     "nan": (lambda: math.nan, "nan"),
     "infinity": (lambda: -math.inf, -math.inf),
@@ -109,7 +109,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Any]] = {
 
 
 def results(operator: type[Measuring], metrics: Any) -> Iterator[Callable[[], Any]]:
-    """The calls of a trainer whose operator returns `metrics`."""
+    """Yield the calls of a trainer whose operator returns `metrics`."""
     trainer = inline(operator)
     trainer.get_local_operator().metrics = metrics  # type: ignore[attr-defined]
     yield trainer.train
@@ -118,7 +118,7 @@ def results(operator: type[Measuring], metrics: Any) -> Iterator[Callable[[], An
 
 @pytest.mark.parametrize("operator", [Measuring, MeasuringEpochs])
 @pytest.mark.parametrize(("made", "kind", "text"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_a_metric_is_refused_by_name(
+def test_invalid_metrics_are_refused_by_name(
     operator: type[Measuring], made: Callable[[], Any], kind: type[Exception], text: str
 ) -> None:
     for call in results(operator, made()):
@@ -128,7 +128,7 @@ def test_what_cannot_be_a_metric_is_refused_by_name(
         assert f"{operator.__name__}.{method}" in str(caught.value)
 
 
-def test_it_is_refused_at_the_first_batch() -> None:
+def test_an_invalid_metric_is_refused_at_the_first_batch() -> None:
     trainer = inline(Measuring)
     operator: Any = trainer.get_local_operator()
     operator.metrics = {2: 1.0}
@@ -140,7 +140,7 @@ def test_it_is_refused_at_the_first_batch() -> None:
 
 
 @pytest.mark.parametrize("samples", ["x", -1, math.nan, math.inf, None, 10**400, torch.ones(2), 1j], ids=repr)
-def test_a_number_of_samples_that_is_none_is_refused(samples: Any) -> None:
+def test_an_invalid_number_of_samples_is_refused(samples: Any) -> None:
     for call in results(Measuring, {"num_samples": samples, "m": 1.0}):
         with pytest.raises(ValueError, match=r"Measuring\.\w+_batch.*num_samples.*finite number of 0 or more, got "):
             call()
@@ -148,7 +148,7 @@ def test_a_number_of_samples_that_is_none_is_refused(samples: Any) -> None:
 
 @pytest.mark.parametrize("operator", [Measuring, MeasuringEpochs])
 @pytest.mark.parametrize(("made", "expected"), KEPT.values(), ids=KEPT.keys())
-def test_everything_else_is_in_the_result(operator: type[Measuring], made: Callable[[], Any], expected: Any) -> None:
+def test_valid_metrics_are_in_the_result(operator: type[Measuring], made: Callable[[], Any], expected: Any) -> None:
     for call in results(operator, {"m": made(), "fine": 0.5}):
         result = call()
         assert result["fine"] == 0.5 and "m" in result
@@ -182,10 +182,10 @@ SAMPLES = st.one_of(st.integers(1, 64), st.integers(1, 64), SCALARS)
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-@given(metrics=st.dictionaries(NAMES, VALUES, max_size=3), samples=SAMPLES, whole=st.booleans(), data=st.data())
-def test_any_metrics_are_a_result_or_a_clear_error(metrics: Any, samples: Any, whole: bool, data: Any) -> None:
+@given(metrics=st.dictionaries(NAMES, VALUES, max_size=3), samples=SAMPLES, by_epoch=st.booleans(), data=st.data())
+def test_any_metrics_give_a_result_or_a_clear_error(metrics: Any, samples: Any, by_epoch: bool, data: Any) -> None:
     metrics = {**metrics, **({"num_samples": samples} if data.draw(st.booleans()) else {})}
-    for call in results(MeasuringEpochs if whole else Measuring, metrics):
+    for call in results(MeasuringEpochs if by_epoch else Measuring, metrics):
         try:
             result = call()
         except (TypeError, ValueError) as error:
@@ -194,8 +194,8 @@ def test_any_metrics_are_a_result_or_a_clear_error(metrics: Any, samples: Any, w
             assert all(isinstance(name, str) for name in result)
 
 
-def test_writers_take_what_is_in_results(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Callbacks get whatever was returned; none of them may fail for it."""
+def test_writers_accept_every_value_in_a_result(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Callbacks get every value that was returned, and none of them may fail because of it."""
     trainer = inline(Measuring, callbacks=[JsonLinesCallback(), CSVCallback()], logdir=tmp_path)
     operator: Any = trainer.get_local_operator()
     with caplog.at_level(logging.ERROR, logger="raysgd"), trainer:
@@ -227,7 +227,7 @@ def test_the_rank_that_returned_it_is_named(ray_cluster: None) -> None:
 
 
 class Opened:
-    """Travels to the worker, and not back."""
+    """Can be pickled for the worker, but not on its way back."""
 
     def __reduce__(self) -> Any:
         return counting, ()
@@ -248,7 +248,7 @@ def reporting(config: dict[str, Any]) -> None:
     train.report(refused=refused)
 
 
-def test_functions_report_under_the_same_rules(ray_cluster: None, tmp_path: Any) -> None:
+def test_reports_of_functions_follow_the_same_rules(ray_cluster: None, tmp_path: Any) -> None:
     bad = [{1: 1.0}, {None: 2.0}, {"m": 10**400}, {"m": Opened()}]
     good = [{"m": math.nan}, {"m": 1j}, {"m": {1: [2]}}, {"_training_iteration": "x", "_time_this_iter_s": None}]
     with Trainer("torch", num_workers=1, logdir=tmp_path) as trainer:

@@ -1,4 +1,4 @@
-"""Ray Datasets under the class face, on real workers: every row once, whoever is killed."""
+"""Ray Datasets in the class API, on real workers: every row is used once, whichever worker fails."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def numbered(rows: int = ROWS, blocks: int = 7) -> Any:
 
 
 class RayLedger(LedgerOperator):
-    """The ledger of `tests.faults` over rows: batches are (index, x, y)."""
+    """The `LedgerOperator` of `tests.faults` with rows of a Ray Dataset: batches are (index, x, y)."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -57,10 +57,10 @@ def ground(tmp_path: Path) -> Iterator[Any]:
         each.trainer.shutdown()
 
 
-def test_every_row_of_an_epoch_once_whoever_dies(ground: Any, tmp_path: Path) -> None:
-    """Rank 0 and rank 1 of three, before and after a step; then growth in the middle of an epoch. The order is Ray's
-    own, and not asked to be the same twice: the stream goes on. A new trainer begins it anew, in order here, and leaves
-    out by their numbers the rows that a checkpoint has seen."""
+def test_every_row_is_used_once_whichever_worker_fails(ground: Any, tmp_path: Path) -> None:
+    """Ranks 0 and 1 of three fail before and after a step. Then the group grows in the middle of an epoch. Ray chooses the
+    order of rows, which need not be repeatable, because the stream continues. A new trainer begins the stream again, here
+    in order, and skips by their numbers the rows that the checkpoint has counted."""
     field = ground(num_workers=3, elastic=ElasticConfig(grow=False))
     trainer = field.trainer
     assert trainer.train()["num_samples"] == ROWS
@@ -115,7 +115,7 @@ def make_operator() -> Any:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_data_set_for_one_call(workers: int) -> None:
-    """With the default batch methods; each call is a pass of its own, and 1 worker runs in this very process."""
+    """Uses the default batch methods. Each call is a separate pass, and a single worker runs in this process."""
     data = RayData(table(), features=["a", "b"], target="y")
     config = {"*batch_size": 8}
     with TorchTrainer(training_operator_cls=make_operator(), config=config, num_workers=workers) as trainer:
@@ -129,7 +129,7 @@ def test_a_data_set_for_one_call(workers: int) -> None:
         assert trainer.train(dataset=table(40), num_steps=0)["num_samples"] == 0
 
 
-def test_what_is_missing_is_said_in_words() -> None:
+def test_invalid_data_is_named() -> None:
     with TorchTrainer(training_operator_cls=make_operator(), config={"data": table()}) as trainer:
         with pytest.raises(ConfigError, match="the Ray Dataset has no batch size"):
             trainer.train()
@@ -139,7 +139,7 @@ def test_what_is_missing_is_said_in_words() -> None:
             trainer.train(dataset=RayData(table(), batch_size=4))
 
 
-def test_an_error_in_the_data_is_the_users() -> None:
+def test_an_error_in_the_users_data_reaches_the_user() -> None:
     def broken(batch: dict[str, Any]) -> dict[str, Any]:
         raise ZeroDivisionError("planned in the data")
 

@@ -1,4 +1,4 @@
-"""What workers held is free when the call that ended them returns; and what the environment says is checked."""
+"""The resources of workers are free when the call that ends them returns. Environment variables are checked."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ def small(workers: int = 2, **arguments: Any) -> TorchTrainer:
 
 
 def idle() -> float:
-    """All CPUs, when what earlier tests started has ended."""
+    """Return the number of CPUs when everything that earlier tests started has ended."""
     import ray
 
     every, until = float(ray.cluster_resources()["CPU"]), time.monotonic() + 30
@@ -53,7 +53,7 @@ def test_after_shutdown_the_cpus_are_free(force: bool) -> None:
         assert free_cpus() == every
 
 
-def test_after_workers_were_dismissed_their_cpus_are_free() -> None:
+def test_after_shrinking_the_cpus_are_free() -> None:
     every = idle()
     with small(4) as trainer:
         trainer.resize(2)
@@ -72,8 +72,8 @@ def test_after_a_function_trainers_shutdown_the_cpus_are_free() -> None:
     assert free_cpus() == every
 
 
-def test_a_shutdown_does_not_wait_for_cpus_that_others_take(tmp_path: Path) -> None:
-    """Tasks that were waiting for these CPUs have them before anybody sees them free."""
+def test_a_shutdown_does_not_wait_for_cpus_that_other_tasks_take(tmp_path: Path) -> None:
+    """Tasks that wait for these CPUs get them before they are ever reported as free."""
     import ray
 
     every = int(idle())
@@ -142,7 +142,7 @@ def test_no_token_is_in_a_name_an_environment_a_command_line_or_a_log(
 
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "nan", "inf", "1e3", "١٢", "9" * 400])
 @pytest.mark.parametrize("make", [small, lambda: Trainer(backend="none", num_workers=1), "tf", "group"])
-def test_a_limit_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch, make: Any, text: str) -> None:
+def test_an_invalid_limit_is_named(monkeypatch: pytest.MonkeyPatch, make: Any, text: str) -> None:
     monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", text)
     with pytest.raises(ConfigError, match=r"SGD_PLACEMENT_GROUP_TIMEOUT_S is .* above 0.*unset it for .* 100"):
         if make == "tf":
@@ -162,7 +162,7 @@ def tf_trainer() -> Any:
     return TFTrainer(lambda config: None, lambda config: None, num_replicas=1)
 
 
-def test_a_switch_that_is_neither_on_nor_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_switch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
     monkeypatch.setenv(name, "maybe")
     with Trainer(backend="none", num_workers=1) as trainer:
@@ -174,7 +174,7 @@ def test_a_switch_that_is_neither_on_nor_off_is_named(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("text", ["abc", "host:port", ":6379", "127.0.0.1:0", "127.0.0.1:99999", "ray://127.0.0.1:1"])
-def test_an_address_of_ray_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_ray_address_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)

@@ -1,4 +1,4 @@
-"""`save` and `load` of the class face, to and from places that are no local files; and what is no place at all."""
+"""`save` and `load` of the class API with remote URIs, and with arguments that are neither a path nor a URI."""
 
 import uuid
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_save_and_load_on_s3(request: pytest.FixtureRequest, bucket: str, use_ra
     with inline(use_ray=use_ray) as trainer:
         trainer.train()
         saved = weights(trainer)
-        for _ in range(2):  # the second one over the first
+        for _ in range(2):  # the second save replaces the first
             given = trainer.save(f"{bucket}/models/line.pt", blocking=blocking)
             path = given if isinstance(given, str) else given.result(60)
         assert path == f"{bucket}/models/line.pt"
@@ -37,7 +37,7 @@ def test_save_and_load_on_s3(request: pytest.FixtureRequest, bucket: str, use_ra
     assert locations.names(place(f"{bucket}/models")) == ["line.pt"]
 
 
-def test_what_is_not_there_or_not_ours_says_so_with_its_place(bucket: str) -> None:
+def test_missing_and_unknown_files_are_named_in_the_error(bucket: str) -> None:
     locations.write(f"{bucket}/foreign", b"hello")
     with inline() as trainer:
         before = weights(trainer)
@@ -54,7 +54,7 @@ def test_what_is_not_there_or_not_ours_says_so_with_its_place(bucket: str) -> No
 
 
 @pytest.mark.parametrize("wrong", [None, "", 5, b"line.pt"])
-def test_what_is_no_place_is_told_with_what_is(wrong: Any) -> None:
+def test_the_error_for_an_invalid_location_says_what_is_allowed(wrong: Any) -> None:
     with inline() as trainer:
         calls: list[Any] = [
             lambda: trainer.save(wrong),
@@ -67,7 +67,7 @@ def test_what_is_no_place_is_told_with_what_is(wrong: Any) -> None:
                 call()
 
 
-def test_a_directory_is_no_file_to_save_to(tmp_path: Path) -> None:
+def test_saving_to_a_directory_is_refused(tmp_path: Path) -> None:
     with inline() as trainer, pytest.raises(IsADirectoryError, match="a checkpoint is a file, name one"):
         trainer.save(tmp_path)
     assert list(tmp_path.iterdir()) == []

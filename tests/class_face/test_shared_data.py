@@ -1,4 +1,4 @@
-"""Data over two workers: streams, uneven shares, few batches, and metrics that are computed over all."""
+"""Data that is divided among two workers: streams, uneven parts, few batches, and metrics over all workers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from tests.class_face.parts import Classes, Uneven, data
 
 
 class Ledger(Classes):
-    """Notes which rows it was given; its loader can be exchanged from outside."""
+    """Records its rows. A test can replace its loader."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -46,7 +46,7 @@ def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
 
 
 def give(trainer: TorchTrainer, count: int, **options: Any) -> list[float]:
-    """Another train loader, from the next epoch on; returns its rows."""
+    """Train an epoch with another train loader, and return its rows."""
 
     def exchange(operator: Any) -> None:
         operator.register_data(
@@ -64,12 +64,12 @@ def taken(trainer: TorchTrainer) -> list[float]:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(("count", "batches"), [(64, 4), (101, 7), (65, 5), (7, 1), (2, 1)])
-def test_every_row_once(trainer: TorchTrainer, count: int, batches: int, shuffle: bool) -> None:
+def test_every_row_is_used_once(trainer: TorchTrainer, count: int, batches: int, shuffle: bool) -> None:
     rows = give(trainer, count, batch_size=8, shuffle=shuffle)
     result = trainer.train()
     assert (result["num_samples"], result["batch_count"]) == (count, batches)
     seen = taken(trainer)
-    if count == 65:  # one row remains for two ranks: it is repeated, and counted once
+    if count == 65:  # one row is left for two ranks: both use it, and it is counted once
         assert len(seen) == 66
         seen = sorted(set(seen))
     assert seen == sorted(rows)
@@ -82,7 +82,7 @@ def test_fewer_rows_than_workers(trainer: TorchTrainer) -> None:
     trainer.apply_all_operators(
         lambda operator: operator.register_data(train_loader=[], validation_loader=DataLoader(data(1)))
     )
-    assert trainer.validate()["num_samples"] == 1, "one rank has no share of it, and that is fine"
+    assert trainer.validate()["num_samples"] == 1, "one rank has no part of it, which is allowed"
 
 
 def test_an_empty_loader(trainer: TorchTrainer) -> None:
@@ -95,7 +95,7 @@ def test_an_empty_loader(trainer: TorchTrainer) -> None:
     assert trainer.train()["num_samples"] == 64
 
 
-def test_all_ranks_shuffle_alike_and_anew_each_epoch(trainer: TorchTrainer) -> None:
+def test_all_ranks_have_the_same_shuffle_which_differs_in_each_epoch(trainer: TorchTrainer) -> None:
     rows = give(trainer, 32, batch_size=4, shuffle=True)
     orders = []
     for _ in range(2):
@@ -106,7 +106,7 @@ def test_all_ranks_shuffle_alike_and_anew_each_epoch(trainer: TorchTrainer) -> N
     assert orders[0] != orders[1]
 
 
-def test_metrics_that_are_no_numbers_are_the_first_ranks(trainer: TorchTrainer) -> None:
+def test_metrics_that_are_not_numbers_are_those_of_rank_0(trainer: TorchTrainer) -> None:
     give(trainer, 64, batch_size=8)
     result = trainer.train()
     assert result["table"] == {("a", "b"): 8}
@@ -123,7 +123,7 @@ def test_torchmetrics_are_computed_over_all_ranks(trainer: TorchTrainer) -> None
     assert each[0]["val_accuracy"] != each[1]["val_accuracy"]
 
 
-def test_a_data_set_of_a_call_is_shared_out(trainer: TorchTrainer) -> None:
+def test_a_data_set_for_one_call_is_divided(trainer: TorchTrainer) -> None:
     give(trainer, 64, batch_size=8)
     pairs = [(torch.tensor([[float(number), 0.0, 0.0]]), torch.tensor([0])) for number in range(24)]
     dataset = Dataset(pairs, batch_size=3, max_concurrency=1, transform=lambda pair: (pair[0] + 100, pair[1]))

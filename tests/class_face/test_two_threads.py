@@ -1,4 +1,4 @@
-"""One thread at a time uses a trainer: a second one gets an error at once, and both calls stay whole."""
+"""Only one thread at a time can use a trainer. A second one gets an error at once, and the running call is not affected."""
 
 import threading
 import time
@@ -42,7 +42,7 @@ def trainer(request: pytest.FixtureRequest) -> TorchTrainer:
 
 
 def elsewhere(call: Callable[[], Any], name: str = "the other") -> Future[Any]:
-    """The call in a thread of its own, which has begun when this returns."""
+    """Run the call in a thread. It has begun when this returns."""
     pool = ThreadPoolExecutor(1, thread_name_prefix=name)
     future = pool.submit(call)
     time.sleep(0.7)
@@ -77,10 +77,10 @@ def test_a_second_thread_gets_an_error_at_once(trainer: TorchTrainer, tmp_path: 
         assert text.startswith(f"{name} was called in thread 'MainThread'"), text
         assert "train() has been running for" in text and "'the other_0'" in text and "wait until" in text
         assert time.monotonic() - began < 5
-    # What only looks is always allowed.
+    # Reading properties is always allowed.
     assert (trainer.world_size, trainer.recoveries) == (trainer.max_replicas, [])
     assert "training" in repr(trainer) and len(trainer.history) >= 0
-    assert running.result(timeout=60)["num_samples"] == 2 * BATCHES, "the first call is whole"
+    assert running.result(timeout=60)["num_samples"] == 2 * BATCHES, "the first call is complete"
     assert trainer.train()["num_samples"] == 2 * BATCHES, "and the trainer is free again"
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""One trainer with two workers, and most of what can be asked of it."""
+"""One trainer with two workers, and most of its calls."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ OWN_CONFIG: dict[str, Any] = {BATCH_SIZE: 17}
 
 
 def set_variable() -> None:
-    """As a user sets NCCL's variables: it must be there before the operator, and before the ranks meet."""
+    """Set a variable as a user sets those of NCCL: before the process group is up, and before the operator is created."""
     os.environ["RAYSGD_TEST_HOOK"] = str(torch.distributed.is_initialized())
 
 
@@ -29,8 +29,8 @@ class Hooked(Classes):
         self.note["hook"] = os.environ.get("RAYSGD_TEST_HOOK")
         total = torch.ones(1)
         if self._is_distributed:
-            torch.distributed.all_reduce(total)  # the ranks have met before setup
-        self.note["met"] = int(total)
+            torch.distributed.all_reduce(total)  # the process group is up before setup
+        self.note["ranks"] = int(total)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
         yield made
 
 
-def test_the_global_batch_is_split_and_the_callers_dict_left_alone(trainer: TorchTrainer) -> None:
+def test_the_global_batch_is_divided_and_the_callers_dict_is_unchanged(trainer: TorchTrainer) -> None:
     assert trainer.config[BATCH_SIZE] == 16
     assert OWN_CONFIG == {BATCH_SIZE: 17}
     assert trainer.apply_all_operators(lambda operator: operator.config[BATCH_SIZE]) == [8, 8]
@@ -60,9 +60,9 @@ def test_use_local_warns(trainer: TorchTrainer) -> None:
     assert "no rank runs in the driver" in trainer.warned  # type: ignore[attr-defined]
 
 
-def test_hook_first_then_the_meeting_then_setup(trainer: TorchTrainer) -> None:
+def test_hook_rendezvous_and_setup_run_in_this_order(trainer: TorchTrainer) -> None:
     notes = trainer.apply_all_operators(lambda operator: operator.note)
-    assert notes == [{"rank": rank, "hook": "False", "met": 2} for rank in range(2)]
+    assert notes == [{"rank": rank, "hook": "False", "ranks": 2} for rank in range(2)]
 
 
 def test_ranks(trainer: TorchTrainer) -> None:
@@ -88,7 +88,7 @@ def test_an_epoch_and_a_validation(trainer: TorchTrainer) -> None:
     assert 0.5 < val["val_accuracy"] <= 1
 
 
-def test_validation_measures_the_whole_set_exactly(trainer: TorchTrainer) -> None:
+def test_validation_uses_every_sample_once(trainer: TorchTrainer) -> None:
     operator = trainer.get_local_operator()
     expected = operator.validate(operator._get_validation_loader())
     val = trainer.validate()
@@ -96,7 +96,7 @@ def test_validation_measures_the_whole_set_exactly(trainer: TorchTrainer) -> Non
     assert val["val_accuracy"] == pytest.approx(expected["val_accuracy"], rel=1e-6)
 
 
-def test_without_reduction_each_rank_speaks(trainer: TorchTrainer) -> None:
+def test_without_reduction_each_rank_has_a_result(trainer: TorchTrainer) -> None:
     train, val = trainer.train(reduce_results=False), trainer.validate(reduce_results=False)
     assert [each["num_samples"] for each in train] == [32, 32]
     assert sorted(each["num_samples"] for each in val) == [50, 51]
@@ -104,7 +104,7 @@ def test_without_reduction_each_rank_speaks(trainer: TorchTrainer) -> None:
     assert not [name for each in train for name in each if name.startswith("__")]
 
 
-def test_num_steps_go_on_over_calls(trainer: TorchTrainer) -> None:
+def test_num_steps_continue_over_calls(trainer: TorchTrainer) -> None:
     epoch = trainer.train()["epoch"]
     results = [trainer.train(num_steps=3), trainer.train(num_steps=3), trainer.train()]
     assert [each["batch_count"] for each in results] == [3, 3, 2]
@@ -117,7 +117,7 @@ def test_profile_and_info(trainer: TorchTrainer) -> None:
     assert {"mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s"} == set(result["profile"])
 
 
-def test_the_model_is_of_the_users_own_class(trainer: TorchTrainer) -> None:
+def test_the_model_has_the_users_class(trainer: TorchTrainer) -> None:
     model = trainer.get_model()
     assert type(model) is Net
     assert isinstance(model.layers, nn.Sequential)
@@ -135,7 +135,7 @@ def test_the_local_operator_holds_the_current_state(trainer: TorchTrainer) -> No
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_on_one_rank_comes_at_once_with_all_that_is_known(trainer: TorchTrainer, rank: int) -> None:
+def test_an_error_on_one_rank_is_raised_at_once_with_rank_and_traceback(trainer: TorchTrainer, rank: int) -> None:
     trainer.train()
     before = weights(trainer)
     started = time.monotonic()
@@ -169,14 +169,14 @@ def test_an_error_in_an_applied_function_leaves_the_trainer_usable(trainer: Torc
     assert trainer.recoveries == []
 
 
-def test_what_cannot_travel_is_named(trainer: TorchTrainer) -> None:
+def test_an_argument_that_cannot_be_pickled_is_named(trainer: TorchTrainer) -> None:
     lock = threading.Lock()
     with pytest.raises(TypeError, match=r"cannot be sent to the workers.*inside `setup`"):
         trainer.apply_all_workers(lambda: lock)
     assert trainer.apply_all_workers(lambda: 1) == [1, 1]
 
 
-def test_an_answer_that_cannot_travel_is_named(trainer: TorchTrainer) -> None:
+def test_a_result_that_cannot_be_pickled_is_named(trainer: TorchTrainer) -> None:
     started = time.monotonic()
     with pytest.raises(TypeError, match=r"the answer cannot be sent.*lock.*return plain values"):
         trainer.apply_all_workers(lambda: threading.Lock())
@@ -184,7 +184,7 @@ def test_an_answer_that_cannot_travel_is_named(trainer: TorchTrainer) -> None:
     assert trainer.apply_all_workers(lambda: 1) == [1, 1]
 
 
-def test_refusals_in_the_middle_of_things(trainer: TorchTrainer) -> None:
+def test_refused_calls_leave_the_trainer_usable(trainer: TorchTrainer) -> None:
     with pytest.raises(TypeError, match="update_scheduler needs a scheduler"):
         trainer.update_scheduler(1.0)
     with pytest.raises(ConfigError, match="num_workers"):
@@ -192,7 +192,7 @@ def test_refusals_in_the_middle_of_things(trainer: TorchTrainer) -> None:
     assert trainer.train()["num_samples"] == 64
 
 
-def test_shutdown_comes_last_and_twice(trainer: TorchTrainer) -> None:
+def test_shutdown_can_be_called_twice(trainer: TorchTrainer) -> None:
     trainer.shutdown()
     trainer.shutdown(force=True)
     with pytest.raises(NotActiveError):

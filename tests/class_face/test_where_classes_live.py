@@ -1,4 +1,4 @@
-"""An operator class works on every worker, be it from a script, from a file beside it, or from a notebook."""
+"""An operator class works on every worker, whether a script, a module beside it, or a notebook defines it."""
 
 import textwrap
 from collections.abc import Callable
@@ -62,7 +62,7 @@ SCRIPTS = {
 
 
 def run(background: Background, where: str) -> str:
-    """Runs a script as a user would."""
+    """Run a script as a user would."""
     folder = background.folder()
     for name, content in SCRIPTS[where].items():
         path = folder / f"{name.replace('__', '/')}.py"

@@ -25,10 +25,10 @@ NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
 @dataclass(frozen=True)
 class Block:
     page: str
-    line: int  # of the block's first line of code
+    line: int  # the line number of the block's first line of code
     language: str
     code: str
-    not_run: str  # the reason, or nothing
+    not_run: str  # the reason, or an empty string
 
 
 def blocks(text: str, page: str) -> list[Block]:
@@ -41,7 +41,7 @@ def blocks(text: str, page: str) -> list[Block]:
         if opening is None:
             if fence:
                 opening, start = fence, number + 1
-            elif line.strip():  # a reason holds for the very next block only
+            elif line.strip():  # a reason is only for the next block
                 mark = NOT_RUN.search(line)
                 reason = mark["reason"] if mark else ""
         elif fence and not fence["language"] and fence["ticks"].startswith(opening["ticks"]):
@@ -53,7 +53,7 @@ def blocks(text: str, page: str) -> list[Block]:
 
 
 def script(page_blocks: list[Block]) -> str:
-    """The page as a program, with empty lines where the page has prose."""
+    """Return the page as a program, with empty lines in place of prose."""
     text = ""
     for block in page_blocks:
         text += "\n" * (block.line - 1 - text.count("\n")) + block.code
@@ -75,8 +75,8 @@ def missing(page: str) -> list[str]:
 
 
 def run(background: Background, page: str) -> str:
-    """Beside a cluster that stands, as starting one for each page takes longer than the page; the README, and pages that
-    call ray.init, start theirs."""
+    """Run a page with a running cluster, because starting one takes longer than most pages. The README, and pages that call
+    ray.init, start their own."""
     if missing(page):
         return "not run"
     folder = background.folder()
@@ -100,13 +100,13 @@ def test_page_runs(page: str, outcome: Callable[[], str]) -> None:
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda b: f"{b.page}:{b.line}")
 def test_block_is_python(block: Block) -> None:
-    """Also what is not run; that shows up among the skipped tests, with its reason."""
+    """Blocks that are not run are checked, too. They appear as skipped tests with their reason."""
     compile(block.code, f"{block.page}:{block.line}", "exec")
     if block.not_run:
         pytest.skip(f"{block.page}:{block.line} is not run: {block.not_run}")
 
 
-def test_no_python_hides_under_another_name() -> None:
+def test_python_blocks_are_marked_as_python() -> None:
     known = {"python", "text", "bash", "console", "toml", "json", "yaml", "ini", "make"}
     directive = re.compile(r"\{(?!.*python)[\w-]+\}")
     odd = [b for b in ALL if b.language not in known and not directive.match(b.language)]

@@ -1,4 +1,4 @@
-"""The guides from Ray Train: before and after differ in where they import from, and print the same."""
+"""The guides for migrating from Ray Train: the scripts before and after differ only in their imports, and print the same."""
 
 import importlib.util
 import re
@@ -11,12 +11,12 @@ from tests.background import Background
 from tests.docs.test_fenced_blocks import ROOT, blocks
 
 PAGES = ("migrating_ray_train_v1.md", "migrating_ray_train.md")
-# More CPUs than a small machine has, so that nobody waits for one.
+# More CPUs than a small machine has, so that no worker waits for one.
 CLUSTER = "import ray\nray.init(address='local', num_cpus=4, include_dashboard=False, log_to_driver=False)\n"
 
 
 def parts(page: str) -> tuple[str, str, str]:
-    """Before, after, and what both print."""
+    """Return the script before, the script after, and what both print."""
     found = blocks((ROOT / "docs" / page).read_text(encoding="utf-8"), page)
     before, after, output = found[:3]
     assert [before.language, after.language, output.language] == ["python", "python", "text"]

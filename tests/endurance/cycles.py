@@ -1,7 +1,7 @@
-"""Creates, trains, saves, loses a worker and shuts down, again and again in one driver: `python cycles.py KIND:COUNT ...`.
+"""Create, train, save, end a worker and shut down, again and again in one driver: `python cycles.py KIND:COUNT ...`.
 
-After each cycle it prints one JSON object: what this process and its workers hold. KIND: torch, function, tensorflow; or
-actors, which does the same with plain Ray actors, to tell what Ray itself keeps.
+After each cycle, print one JSON object with what this process and its workers hold. KIND is torch, function or tensorflow.
+It can also be actors, which does the same with plain Ray actors, to show what Ray itself keeps.
 """
 
 import gc
@@ -100,7 +100,7 @@ CYCLES: dict[str, Callable[[Path, int], None]] = {
 
 
 def held(folder: Path, temporary: Path, processes: set[int]) -> dict[str, Any]:
-    """What this process holds, and what its workers have left."""
+    """Return what this process holds, and what its workers have left."""
     gc.collect()
     links = [_link(path) for path in Path("/proc/self/fd").iterdir()]
     status = Path("/proc/self/status").read_text(encoding="utf-8")
@@ -122,7 +122,7 @@ def held(folder: Path, temporary: Path, processes: set[int]) -> dict[str, Any]:
 
 
 def workers() -> set[int]:
-    """The processes of this run in which an actor lives, or a child of one. Ray keeps some idle ones, which do not count."""
+    """Return the processes of this run that have an actor, and their children. Ray keeps some idle ones, which do not count."""
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -141,7 +141,7 @@ def _live_actors() -> int:
 
 
 def _own_objects() -> dict[str, int]:
-    """Instances of raysgd's own classes, which a trainer that was shut down should not leave."""
+    """Return, by class, how many instances of raysgd's classes exist. A trainer that was shut down should not leave any."""
     found: dict[str, int] = {}
     for each in gc.get_objects():
         kind = type(each)
@@ -151,7 +151,7 @@ def _own_objects() -> dict[str, int]:
 
 
 def _listening() -> set[str]:
-    """The inodes of all TCP sockets of this machine that listen."""
+    """Return the inodes of all listening TCP sockets of this machine."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
     return {row[9] for row in rows if row[3] == "0A"}
 

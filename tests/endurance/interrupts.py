@@ -1,4 +1,4 @@
-"""Presses Ctrl-C at random moments of one trainer's calls, and uses the trainer after each: `python interrupts.py FOLDER COUNT SEED`.
+"""Press Ctrl-C at random moments of one trainer's calls, and use the trainer after each: `python interrupts.py FOLDER COUNT SEED`.
 
 Prints one line for each moment, and says at the end how many were hit, how many samples were not trained on exactly once, and what
 was not possible afterwards.
@@ -22,7 +22,7 @@ from raysgd import TrainingFailedError
 from tests.faults import Ground
 
 SAMPLES = 160
-# How long each lasts at least, on a machine with nothing else to do.
+# The least duration of each action, on an idle machine.
 LASTS_S = {"train": 0.4, "validate": 0.08, "save": 0.04, "background": 0.05, "load": 0.12, "state": 0.03, "grow": 3.0}
 LASTS_S |= {"shrink": 0.05, "recover": 0.3, "apply": 0.01}
 
@@ -40,7 +40,7 @@ class CtrlC:
             raise KeyboardInterrupt
 
     def within(self, after_s: float, action: Callable[[], object]) -> bool:
-        """Runs the action; True when it was interrupted."""
+        """Run the action, and return whether it was interrupted."""
         timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
         self.hit = False
         try:
@@ -79,16 +79,14 @@ def actions(ground: Ground, path: Path) -> dict[str, Callable[[], object]]:
 
 
 def usable(ground: Ground) -> bool:
-    """Trains to an epoch's end. Is each sample of all epochs in the weights as often as any other?"""
+    """Train to the end of an epoch. Return whether the weights contain each sample of all epochs equally often."""
     while True:
         ground.trainer.train()
-        ledgers = ground.trainer.apply_all_operators(lambda operator: list(operator.ledger))
-        counted = Counter(ledgers[0])
-        if len(ledgers[0]) % SAMPLES == 0:
+        records = ground.trainer.apply_all_operators(lambda operator: list(operator.ledger))
+        counted = Counter(records[0])
+        if len(records[0]) % SAMPLES == 0:
             break
-    return (
-        all(ledger == ledgers[0] for ledger in ledgers) and len(set(counted.values())) == 1 and len(counted) == SAMPLES
-    )
+    return all(each == records[0] for each in records) and len(set(counted.values())) == 1 and len(counted) == SAMPLES
 
 
 def main(folder: Path, count: int, seed: int) -> None:
@@ -102,7 +100,7 @@ def main(folder: Path, count: int, seed: int) -> None:
         after_s = chance.uniform(0, LASTS_S[name])
         began = time.monotonic()
         try:
-            ground.trainer.save(folder / "checkpoint.pt")  # what `load` takes: the state that is there already
+            ground.trainer.save(folder / "checkpoint.pt")  # `load` then loads the state that the trainer already has
             hit = ctrl_c.within(after_s, actions(ground, folder / "checkpoint.pt")[name])
             exact = usable(ground)
         except (Exception, KeyboardInterrupt) as error:
@@ -112,8 +110,8 @@ def main(folder: Path, count: int, seed: int) -> None:
                 break
             continue
         hits, wrong = hits + hit, wrong + (not exact)
-        told = f"{number} {name} {after_s:.3f} hit={hit} exact={exact} workers={ground.trainer.world_size}"
-        print(told, f"{time.monotonic() - began:.1f} s", flush=True)
+        row = f"{number} {name} {after_s:.3f} hit={hit} exact={exact} workers={ground.trainer.world_size}"
+        print(row, f"{time.monotonic() - began:.1f} s", flush=True)
     ground.trainer.shutdown()
     left = sorted(path.name for path in folder.iterdir() if path.name not in ("marks", "checkpoint.pt"))
     print("FACTS", json.dumps({"hits": hits, "wrong": wrong, "failures": failures, "left": left}), flush=True)

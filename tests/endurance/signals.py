@@ -1,4 +1,4 @@
-"""Ends a driver with a signal at a chosen moment, and looks at what is left: processes, files, the checkpoint."""
+"""End a driver with a signal at a chosen moment, and check what is left: processes, files, the checkpoint."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ __all__ = ["ENDS_WITHIN_S", "PHASES", "RAY_AGENTS", "Ended", "Moment", "disturb"
 
 DRIVER = Path(__file__).with_name("driver.py")
 PHASES = ("ray", "start", "train", "validate", "save", "background", "growth", "recovery", "shutdown")
-# How long each phase lasts, about: a signal is sent at a random moment of it.
+# The approximate duration of each phase. A signal is sent at a random moment of it.
 LASTS_S = {"ray": 3.0, "start": 6.0, "train": 1.0, "validate": 0.3, "save": 0.15, "background": 0.5, "growth": 4.0}
 LASTS_S |= {"recovery": 4.0, "shutdown": 1.0}
 STARTS_WITHIN_S = 240.0
@@ -36,7 +36,7 @@ MARK = "RAYSGD_TEST_RUN"
 
 @dataclass(frozen=True)
 class Moment:
-    """What is sent, in which phase, how long after its begin; `again_s`: once more, so much later."""
+    """The signal, its phase, and how long after the phase's beginning it is sent. It is sent again `again_s` later."""
 
     number: signal.Signals
     phase: str
@@ -50,7 +50,7 @@ class Moment:
 
 
 def moments(number: signal.Signals, count: int, *, seed: int) -> list[Moment]:
-    """Every phase equally often. Of Ctrl-C, a third each: as it is, caught by the script, and pressed twice."""
+    """Return moments with every phase equally often. A third each of the Ctrl-Cs are plain, caught by the script, and pressed twice."""
     chance = random.Random(seed)
     phases = [PHASES[place % len(PHASES)] for place in range(count)]
     chance.shuffle(phases)
@@ -64,8 +64,8 @@ def moments(number: signal.Signals, count: int, *, seed: int) -> list[Moment]:
 
 @dataclass
 class Ended:
-    """What came of it. `hit`: the driver was alive when the signal was sent. `seconds` from the signal to its end, and
-    `all_s` to the end of the last process that it had started."""
+    """The outcome. `hit` is whether the driver was alive when the signal was sent. `seconds` is the time from the signal to its
+    end, and `all_s` to the end of the last process that it had started."""
 
     moment: Moment
     hit: bool = False
@@ -89,7 +89,7 @@ class Ended:
 
 
 def disturb(moment: Moment) -> Ended:
-    """Runs the driver, with a Ray and a temporary folder of its own, and sends the signal."""
+    """Run the driver with its own Ray cluster and temporary folder, and send the signal."""
     ended = Ended(moment)
     mark = uuid.uuid4().hex
     # Short, because Ray puts sockets there.
@@ -130,9 +130,9 @@ def _send(driver: "subprocess.Popen[str]", moment: Moment, ended: Ended) -> None
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    said: list[str] = []
+    output: list[str] = []
     while (line := lines.get(timeout=STARTS_WITHIN_S)) is not None:
-        said.append(line)
+        output.append(line)
         if line.split() == ["PHASE", moment.phase]:
             break
     time.sleep(moment.after_s)
@@ -147,12 +147,12 @@ def _send(driver: "subprocess.Popen[str]", moment: Moment, ended: Ended) -> None
     ended.seconds = time.monotonic() - sent
     reader.join(timeout=5)
     while not lines.empty():
-        said.append(lines.get() or "")
-    ended.output = "".join(said)
+        output.append(lines.get() or "")
+    ended.output = "".join(output)
 
 
 class _Processes:
-    """All processes of a run, known by a variable in their environment."""
+    """Finds all processes of a run by a variable in their environment."""
 
     def __init__(self, mark: str) -> None:
         self._mark, self.seen = f"{MARK}={mark}".encode(), set[int]()
@@ -166,7 +166,7 @@ class _Processes:
         return found
 
     def end(self, ended: Ended) -> None:
-        """Waits for them to end by themselves; those that do not are noted, and killed."""
+        """Wait for them to end by themselves. Record and kill those that do not."""
         self._done.set()
         self._thread.join()
         began = time.monotonic()
@@ -209,7 +209,7 @@ def _look(folder: Path, ended: Ended, processes: set[int]) -> None:
 
 
 def _loaded(path: Path) -> str:
-    """Into a trainer in this process, of the driver's operator."""
+    """Load the checkpoint into a trainer in this process, and return whether its weights are exact."""
     with tempfile.TemporaryDirectory() as marks:
         ground = Ground(Path(marks), num_workers=1, use_ray=False, config={"samples": 240})
         try:

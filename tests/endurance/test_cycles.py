@@ -1,4 +1,4 @@
-"""Create, train, save, lose a worker, shut down, again and again in one driver: nothing grows."""
+"""Create, train, save, end a worker and shut down, again and again in one driver: nothing grows."""
 
 import json
 from collections.abc import Callable
@@ -12,9 +12,10 @@ from tests.background import Background
 pytestmark = [pytest.mark.elastic, pytest.mark.soak]
 
 SCRIPT = Path(__file__).with_name("cycles.py")
-SETTLED = 10  # cycles until what is made once is there: Ray's connections, imports, the allocator's memory
+# Cycles until everything that is created only once exists: Ray's connections, imports, the allocator's memory.
+SETTLED = 10
 KINDS = ["torch:100", "function:20", "tensorflow:5"]
-# Ray itself keeps some 50 kB for each actor that has lived, and the C library does not give all freed memory back.
+# Ray itself keeps about 50 kB for each actor that has ended, and the C library does not return all freed memory.
 MEMORY_KB = 400.0
 
 Row = dict[str, Any]
@@ -31,7 +32,7 @@ def test_nothing_grows(outcome: Callable[[], list[Row]]) -> None:
     rows = outcome()
     for row in rows:
         assert (row["workers"], row["actors"], row["objects"], row["shared_memory"]) == (0, 0, {}, []), row
-        # Of the worker that the cycle itself killed; the next one on that machine removes it.
+        # The folder of the worker that the cycle itself killed. The next worker on that machine removes it.
         assert len(row["temporary"]) <= 1, row
         assert set(row["files"]) <= {"checkpoint.pt", "checkpoint", "runs"}, row
     for kind in KINDS:
@@ -41,14 +42,14 @@ def test_nothing_grows(outcome: Callable[[], list[Row]]) -> None:
         early, late = mine[:SETTLED], mine[SETTLED:]
         for name in ("descriptors", "sockets", "listening", "threads") if late else ():
             most = max(row[name] for row in early)
-            # Ray's own threads and connections come and go, so one or two more are no growth.
+            # The number of Ray's own threads and connections varies, so one or two more are not growth.
             assert late[-1][name] <= most + 2, (kind, name, [row[name] for row in mine])
     memory = [row["rss_kb"] for row in rows if row["kind"] == "torch"][SETTLED:]
     assert slope(memory) < MEMORY_KB, memory
 
 
 def slope(values: list[float]) -> float:
-    """Of the line through them that has the least squares."""
+    """Return the slope of the least-squares line through these values."""
     middle, mean = (len(values) - 1) / 2, sum(values) / len(values)
     over = sum((at - middle) * (value - mean) for at, value in enumerate(values))
     return over / sum((at - middle) ** 2 for at in range(len(values)))

@@ -33,7 +33,7 @@ def test_an_abandoned_draft_is_removed_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     for name in ("b.pt", "a.pt.old"):
         (tmp_path / f".{name}.tmp").touch()
-    mine = {".a.pt.tmp", ".a.pt.mine.0123abcd.tmp"}  # named like drafts, but no process of this system made them
+    mine = {".a.pt.tmp", ".a.pt.mine.0123abcd.tmp"}  # named like drafts, but not created by a process of this system
     for name in mine:
         (tmp_path / name).touch()
     others = {each.name for each in tmp_path.iterdir()}

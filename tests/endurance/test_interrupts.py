@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a trainer's call reaches the script, and the trainer can be used afterwards: no sample is lost or doubled."""
+"""Ctrl-C at any moment of a trainer's call reaches the script, and the trainer can be used afterwards: no sample is lost or used twice."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A test run touches nobody's Ray cluster, and leaves no file behind: it gives Ray a temporary folder of its own."""
+"""A test run does not affect a user's Ray cluster, and leaves no file behind: it gives Ray its own temporary folder."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from tests.background import Background
 
 TINY = Path(__file__).with_name("tiny.py")
 
-# What a developer runs beside the tests, and how other processes of theirs find it: through its address file.
+# A cluster that a developer runs beside the tests. Other processes find it through its address file.
 CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
@@ -29,7 +29,7 @@ FIND = "import ray; ray.init(log_to_driver=False); print(ray.get_runtime_context
 
 @dataclass
 class Seen:
-    """What a test run did to the folders of a user who has a cluster."""
+    """What a test run changed in the folders of a user who runs a cluster."""
 
     address: str
     output: str = ""
@@ -40,7 +40,7 @@ class Seen:
 
 
 def run(background: Background) -> Seen:
-    # A short path, because Ray puts sockets there.
+    # The path must be short, because Ray creates sockets there.
     with tempfile.TemporaryDirectory(prefix="user-", dir="/tmp", ignore_cleanup_errors=True) as name:
         user = Path(name)
         own = {"RAY_TMPDIR": name, "TMPDIR": name, "RAYSGD_TINY_NOTES": str(background.folder() / "notes")}
@@ -66,7 +66,7 @@ def run(background: Background) -> Seen:
 
 
 def listed(user: Path) -> set[str]:
-    """Everything of theirs, down to the folders of their clusters, whose insides change while they run."""
+    """Return the user's files and folders, without the content of their clusters' folders, which changes while they run."""
     address = user / "ray" / "ray_current_cluster"
     return {
         *(str(path.relative_to(user)) for pattern in ("*", "ray/*") for path in user.glob(pattern)),

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a driver at any moment in bounded time, and leave no process, no half file, no shared memory."""
+"""SIGTERM and Ctrl-C end a driver in bounded time at any moment, and leave no process, no partial file and no shared memory."""
 
 import signal
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def test_nothing_is_left(outcome: Callable[[], Ended], moment: Moment) -> None:
     ended = outcome()
     assert ended.status is not None, f"the driver did not end within {ENDS_WITHIN_S:g} s: {ended}"
     left = ended.left
-    # A signal in Ray's own start or shutdown may leave these, also without raysgd.
+    # A signal during Ray's own start or shutdown can leave these, even without raysgd.
     if "DONE" in ended.output or moment.again_s is not None or moment.phase == "ray":
         left = [name for name in left if not name.startswith(RAY_AGENTS)]
     assert not left, ended

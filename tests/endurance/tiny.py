@@ -1,4 +1,4 @@
-"""A test session in miniature, which test_leaves_nothing.py runs as a developer would: one cluster of each kind that tests start."""
+"""A small test session, which test_leaves_nothing.py runs as a developer would: it starts one cluster of each kind that tests use."""
 
 import os
 
@@ -12,7 +12,7 @@ def test_the_shared_cluster(ray_cluster: None) -> None:
 
 
 def test_a_cluster_of_several_nodes() -> None:
-    """Ray writes this cluster's address to a file, and only a clean shutdown of the cluster removes it. Skip that."""
+    """Leave this cluster without a clean shutdown, which alone would remove the file with its address."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     _say("NODES", cluster.address)
     cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)

@@ -1,4 +1,4 @@
-"""Hostile archives of a checkpoint's files."""
+"""Build hostile archives of a checkpoint's files."""
 
 import io
 import tarfile
@@ -25,7 +25,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, **more: Any) -> tarfile.Tar
 
 
 def claiming(size: bytes, kind: bytes = b"0", more: bytes = b"") -> bytes:
-    """A header with a size of its own, and its right checksum."""
+    """Return a tar header that claims this size, with a correct checksum."""
     block = bytearray(tar_of(member("a"))[:512])
     block[124:136], block[156:157] = size, kind
     block[148:156] = b" " * 8

@@ -1,4 +1,4 @@
-"""What is saved and read in the tests of functions' checkpoints."""
+"""The content that the tests of function checkpoints save and read."""
 
 import collections
 import datetime

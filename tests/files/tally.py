@@ -1,4 +1,4 @@
-"""Damage for files, and a count of what came of it."""
+"""Damage files, and count what loading them does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOAK = bool(os.environ.get("RAYSGD_SOAK"))
 
 
 def flips(size: int, count: int, seed: int = 0) -> Iterator[tuple[int, int]]:
-    """Bytes and bits to flip, across the whole file."""
+    """Yield bytes and bits to flip, anywhere in the file."""
     chance = random.Random(seed)
     for _ in range(count):
         yield chance.randrange(size), chance.randrange(8)
@@ -32,7 +32,7 @@ def flipped(data: bytes, place: int, bit: int) -> bytes:
 
 
 def lengths(size: int) -> list[int]:
-    """Every length class of a truncation: nothing, a few bytes, blocks, the middle, all but the digest or a part of it."""
+    """Return lengths to truncate a file to: 0, a few bytes, blocks, the middle, and without all or part of the digest."""
     classes = {0, 1, 2, 10, 57, 64, 100, 257, 512, 513, 1024, size // 4, size // 2, size // 2 + 1, 3 * size // 4}
     classes |= {size - back for back in (1, 2, 3, 22, 40, 64, 80, 81, 82, 83, 84, 90, 104, 105, 200, 512, 513, 1024)}
     return sorted(length for length in classes if 0 <= length < size)
@@ -40,7 +40,7 @@ def lengths(size: int) -> list[int]:
 
 @dataclass
 class Tally:
-    """Of one format: each damaged file is refused by name, or loaded as it was saved."""
+    """Counts, for one format, the damaged files that were refused with an error that names them, or loaded as they were saved."""
 
     name: str
     tried: int = 0
@@ -51,7 +51,7 @@ class Tally:
     unclear: list[str] = field(default_factory=list)
 
     def attempt(self, what: str, load: Callable[[], Any], same: Callable[[Any], bool], *named: str) -> None:
-        """Loads a damaged file. `same`: is the result what was saved? `named`: what an error must name."""
+        """Load a damaged file. `same` returns whether the result is what was saved. An error must contain the texts in `named`."""
         self.tried += 1
         try:
             found = load()
@@ -80,7 +80,7 @@ class Tally:
 
 
 class Tallies:
-    """All tallies of one file of tests; their summary is shown at its end."""
+    """All tallies of one test module. Their summary is shown when the module ends."""
 
     def __init__(self) -> None:
         self.found: list[Tally] = []
@@ -97,10 +97,10 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def megabytes_of(call: Callable[[], Any]) -> float:
-    """How much memory this process held at most during a call, more than before it."""
+    """Return by how many MB the memory of this process grew at most during a call."""
     if not STATUS.exists():
-        pytest.skip("only Linux says how much memory a process has held")
-    RESET.write_text("5")  # the peak is what is held now
+        pytest.skip("only Linux reports the peak memory of a process")
+    RESET.write_text("5")  # resets the peak to the present value
     before = _held("VmRSS")
     call()
     return max(_held("VmHWM") - before, 0.0)
@@ -112,7 +112,7 @@ def _held(name: str) -> float:
 
 
 def show(request: pytest.FixtureRequest, *lines: Any) -> None:
-    """Figures are worth a look, also where all is well."""
+    """Print these lines even if all tests pass."""
     plugins = request.config.pluginmanager
     reporter: Any = plugins.get_plugin("terminalreporter")
     capture: Any = plugins.get_plugin("capturemanager")
@@ -125,7 +125,7 @@ def show(request: pytest.FixtureRequest, *lines: Any) -> None:
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """Without the warnings of files that have no digest."""
+    """Silence the warnings about files that have no digest."""
     logger = logging.getLogger("raysgd")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints of functions: each is loaded as it was saved, or refused with its name and the cause."""
+"""A damaged checkpoint of a training function is loaded as it was saved, or refused with an error that names it and the cause."""
 
 import json
 import pickle
@@ -43,7 +43,9 @@ WAYS: dict[str, Callable[[Path, bytes], Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_flipped_bits_and_missing_ends_of_a_dictionary(tallies: Tallies, quiet: None, tmp_path: Path, way: str) -> None:
+def test_a_damaged_dictionary_is_refused_or_loaded_as_saved(
+    tallies: Tallies, quiet: None, tmp_path: Path, way: str
+) -> None:
     path = Path(Checkpoint.from_dict(CONTENT).to_uri(tmp_path / "saved"))
     data = path.read_bytes()
     named = ["these bytes"] if way == "bytes" else ["saved"] if way != "a file as bytes" else []
@@ -89,10 +91,12 @@ def test_an_older_dictionary_is_read_with_one_warning(
     assert not caplog.messages
 
 
-def test_damage_of_an_older_dictionary_ends_in_an_error_of_ours(tallies: Tallies, quiet: None, tmp_path: Path) -> None:
-    """Without a digest a value can be another one. What cannot be is a raw error, or a crash."""
+def test_a_damaged_older_dictionary_loads_or_raises_a_checkpoint_error(
+    tallies: Tallies, quiet: None, tmp_path: Path
+) -> None:
+    """Without a digest, a value can differ. But there is never another error or a crash."""
     path, data = tmp_path / "older", pickle.dumps(CONTENT)
-    with tallies.of("dictionary without digest (differences cannot be seen)") as tally:
+    with tallies.of("dictionary without digest (differences cannot be detected)") as tally:
         for place, bit in flips(len(data), FLIPS):
             path.write_bytes(flipped(data, place, bit))
             tally.attempt(f"{place}.{bit}", Checkpoint(path).to_dict, lambda found: isinstance(found, dict), "older")
@@ -107,15 +111,15 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("way", FOLDER_WAYS)
-def test_flipped_bits_and_missing_parts_of_a_folder(
+def test_a_damaged_folder_is_refused_or_loaded_as_saved(
     tallies: Tallies, quiet: None, source: Path, tmp_path: Path, way: str
 ) -> None:
     path = Path(Checkpoint.from_directory(source).to_uri(tmp_path / "saved"))
     expected = files_of(source), {"model": "small", "numbers": list(range(30))}
-    whole = {file: file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+    content = {file: file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
     counter = iter(range(10**9))
     with tallies.of(f"folder, {way}") as tally:
-        for file, data in whole.items():
+        for file, data in content.items():
             damaged = {f"{b} of {p}": flipped(data, p, b) for p, b in flips(len(data) or 1, FLIPS // 4) if data}
             damaged |= {f"cut to {length}": data[:length] for length in lengths(len(data))}
             damaged |= {"longer": data + b"\n"}
@@ -124,14 +128,16 @@ def test_flipped_bits_and_missing_parts_of_a_folder(
                 load = lambda: FOLDER_WAYS[way](path, tmp_path / f"new{next(counter)}")  # noqa: E731
                 tally.attempt(f"{file.name}: {what}", load, lambda got: got == expected, "saved")
             file.unlink()
-            if file.name != LIST:  # without it the folder is its owner's
+            if file.name != LIST:  # a folder without a list is not verified
                 tally.attempt(f"{file.name}: missing", load, lambda got: got == expected, "saved", "missing")
             file.write_bytes(data)
     assert load() == expected
     assert tally.rejected > 0.8 * tally.tried
 
 
-def test_damage_of_an_archive(tallies: Tallies, quiet: None, source: Path, tmp_path: Path) -> None:
+def test_a_damaged_archive_is_refused_or_loaded_as_saved(
+    tallies: Tallies, quiet: None, source: Path, tmp_path: Path
+) -> None:
     data = Checkpoint.from_directory(source).to_bytes()
     expected = files_of(source)
 
@@ -152,7 +158,7 @@ def test_damage_of_an_archive(tallies: Tallies, quiet: None, source: Path, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["memory", "shelf"])
-def test_damage_of_what_lies_under_a_uri(
+def test_a_damaged_checkpoint_at_a_uri_is_refused_or_loaded_as_saved(
     tallies: Tallies, quiet: None, source: Path, kind: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("fsspec")
@@ -182,11 +188,11 @@ def test_damage_of_what_lies_under_a_uri(
 
 
 def importlib_places() -> None:
-    """A store that is not of fsspec's own."""
+    """Register a store that fsspec does not include."""
     import tests.test_places  # noqa: F401
 
 
-def test_what_a_user_adds_is_left_alone_and_what_is_changed_is_told(source: Path, tmp_path: Path) -> None:
+def test_added_files_are_ignored_and_changed_files_are_reported(source: Path, tmp_path: Path) -> None:
     stored = Checkpoint.from_directory(source).to_directory(tmp_path / "copy")
     Path(stored, "mine.txt").write_text("mine")
     with Checkpoint(stored).as_directory() as folder:

@@ -1,4 +1,4 @@
-"""What is planted in a folder of files, or in its archive, is neither followed nor believed."""
+"""Links, devices and special files that an attacker adds to a folder, or to its archive, are refused."""
 
 import io
 import os
@@ -80,11 +80,11 @@ COPIES: dict[str, Callable[[Checkpoint, Path], Any]] = {
 
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("planted", PLANTED)
-def test_what_is_planted_in_a_folder_is_not_followed(
+def test_links_and_special_files_in_a_folder_are_refused(
     tmp_path: Path, planted: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("fsspec")
-    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    monkeypatch.chdir(tmp_path)  # because the path of a socket must be short
     make_source(Path("source"))
     PLANTED[planted](Path("source"), private(tmp_path))
     caught: list[BaseException] = []
@@ -119,7 +119,7 @@ def test_links_inside_a_folder_are_followed(source: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["checkpoint.pkl", ".metadata.json"])
-def test_a_file_with_a_meaning_is_no_link_to_another_file(tmp_path: Path, name: str) -> None:
+def test_special_files_of_a_checkpoint_must_not_be_links(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     target = tmp_path / "other.json"
     target.write_bytes(pickle.dumps({"key": 1}) if name.endswith("pkl") else b'{"key": 1}')
@@ -149,7 +149,7 @@ def test_a_folder_is_not_copied_over_itself(source: Path) -> None:
     assert files_of(source) == expected
 
 
-def test_logs_are_copied_without_what_they_link_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_are_copied_without_the_targets_of_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("fsspec")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.txt").write_bytes(b"1")
@@ -175,7 +175,7 @@ def test_a_hostile_archive_is_refused(tmp_path: Path, quiet: None, name: str, se
     assert not (set(os.listdir("/tmp")) - before) & {"a", "b"}
 
 
-def test_no_owner_and_no_special_bit_is_taken_from_an_archive() -> None:
+def test_owners_and_special_bits_in_an_archive_are_ignored() -> None:
     data = tar_of(
         member("a", mode=0o6777, uid=12345, gid=12345),
         member("b", mode=0o400),
@@ -188,7 +188,7 @@ def test_no_owner_and_no_special_bit_is_taken_from_an_archive() -> None:
         assert Path(folder, "a").stat().st_mode & 0o100 and not Path(folder, "b").stat().st_mode & 0o111
 
 
-def test_special_bits_of_a_folder_do_not_travel(source: Path, tmp_path: Path) -> None:
+def test_special_bits_are_not_copied(source: Path, tmp_path: Path) -> None:
     (source / "weights.bin").chmod(0o6755)
     for number, way in enumerate(list(FOLDER_WAYS.values())[1:]):
         way(source, tmp_path / f"new{number}")

@@ -1,4 +1,4 @@
-"""Pickles that claim, multiply or call: none is believed, and none takes more memory than a file of its size may."""
+"""Pickles that claim large sizes, multiply values or call functions are refused, with little memory."""
 
 import io
 import pickle
@@ -33,18 +33,18 @@ def call(module: str, name: str, arguments: bytes) -> bytes:
 
 
 def nested(levels: int, last: bytes = b"K\x01") -> bytes:
-    """((x, x), (x, x)), ... : short in a file, and 2 ** levels long for who walks through it."""
+    """Return the pickle of ((x, x), (x, x)), ...: it is short in the file, and has 2 ** levels values when they are visited."""
     steps = last + b"\x94" + b"".join(b"h" + bytes([level]) + b"\x86\x94" for level in range(levels))
     return b"\x80\x05}" + steps
 
 
 def repeated(function: bytes, argument: bytes, count: int) -> bytes:
-    """A long argument, once in the file, and many calls with it."""
+    """Return a pickle with one long argument, and many calls with it."""
     return HEAD + b"(" + function + b"\x94" + argument + b"\x94" + b"h\x00h\x01\x85R" * count + b"ts."
 
 
 def legacy_storage(numel: int) -> bytes:
-    """A tensor's storage that claims a size."""
+    """Return the pickle of a tensor's storage that claims this many elements."""
     stream = io.BytesIO()
     torch.save(torch.ones(3).untyped_storage(), stream, _use_new_zipfile_serialization=False)
     real = pickle.dumps(3, 2)[2:-1]
@@ -105,7 +105,7 @@ PICKLES = {
     "a bytearray in a storage": storage_call(
         legacy_storage(12).replace(b"K\x0c", b"cbuiltins\nbytearray\n" + INTEGER + b"\x85R")
     ),
-    "a partial that is told another function": HEAD
+    "a partial that gets another function": HEAD
     + b"ctorch._utils\n_rebuild_parameter\n(cbuiltins\nbytearray\n"
     + INTEGER
     + b"\x85}Ntbs.",
@@ -121,7 +121,7 @@ PICKLES = {
     "a persistent id": HEAD + b"Pabc\ns.",
     "metadata that are none": b"\x80\x05}\x8c\x09_metadataK\x01s.",
 }
-FINE = {"metadata that are none"}  # the dictionary itself can be read
+FINE = {"metadata that are none"}  # the dictionary can still be read
 
 
 @pytest.mark.parametrize("sealed", [True, False], ids=["with its digest", "without"])
@@ -168,16 +168,16 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
 """
 
 
-def test_hostile_files_take_no_memory(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """In a process of its own, whose peak can be seen."""
+def test_hostile_files_need_little_memory(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Run in a separate process to measure its peak memory."""
     for name, data in {**PICKLES, **ARCHIVES}.items():
         (tmp_path / name.replace(".", "dot").replace("/", "_")).write_bytes(data)
     Checkpoint.from_dict(CONTENT).to_uri(tmp_path / "good")
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:], done.stdout[-500:])
     rows = [line.split(" | ") for line in done.stdout.splitlines()]
-    grown = {name: float(said.split()[0]) for name, said in rows}
-    seconds = {name: float(said.split()[1]) for name, said in rows}
+    grown = {name: float(values.split()[0]) for name, values in rows}
+    seconds = {name: float(values.split()[1]) for name, values in rows}
     assert len(grown) == len(PICKLES) + len(ARCHIVES) + 1
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     worst, slowest = max(grown, key=grown.__getitem__), max(seconds, key=seconds.__getitem__)

@@ -1,4 +1,4 @@
-"""Passwords, tokens and signatures in URIs are used, and never shown."""
+"""Passwords, tokens and signatures in URIs are used, but never shown."""
 
 import io
 import json
@@ -39,7 +39,7 @@ URIS = [
 
 
 class Vault(MemoryFileSystem):  # type: ignore[misc]
-    """A store for who has the password."""
+    """A store that requires the password."""
 
     protocol = "vault"
     store: dict[str, Any] = {}  # noqa: RUF012
@@ -55,7 +55,7 @@ class Vault(MemoryFileSystem):  # type: ignore[misc]
 
 
 class Leaky(MemoryFileSystem):  # type: ignore[misc]
-    """A store whose errors repeat what they were asked for, as those of real ones do, in several ways."""
+    """A store whose errors contain the URI in several forms, as those of real stores do."""
 
     protocol = "leaky"
 
@@ -115,7 +115,7 @@ def test_errors_do_not_show_secrets(uri: str, name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("uri", URIS[:-1])
-def test_what_is_shown_hides_and_what_is_used_does_not(uri: str) -> None:
+def test_shown_uris_hide_secrets_and_used_uris_have_them(uri: str) -> None:
     where = place(uri)
     assert isinstance(where, Uri) and where.text == text_of(where) == uri
     checkpoint = Checkpoint(uri)
@@ -128,7 +128,7 @@ def test_what_is_shown_hides_and_what_is_used_does_not(uri: str) -> None:
         assert "run" in text or text == "b"
 
 
-def test_an_uri_without_secrets_is_shown_as_it_is() -> None:
+def test_a_uri_without_secrets_is_shown_unchanged() -> None:
     for uri in (
         "s3://bucket/a/b",
         "memory://a",
@@ -140,7 +140,7 @@ def test_an_uri_without_secrets_is_shown_as_it_is() -> None:
         assert str(place(uri)) == uri
 
 
-def test_logs_are_copied_and_nothing_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_copying_logs_shows_no_secret(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a").write_text("1")
     locations.copy_logs(tmp_path, place(URIS[0]))
     assert len(caplog.messages) == 1
@@ -154,10 +154,10 @@ def one_report() -> None:
 
 
 def test_a_run_in_a_store_with_a_password(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Used to the end, and nowhere to be read: not in messages, not on this machine's disk, not in the store."""
+    """The password is used until the end of the run, and is not in messages, on this machine's disk, or in the store."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    heard = io.StringIO()
-    handler = logging.StreamHandler(heard)
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
     logging.getLogger("raysgd").addHandler(handler)
     uri = f"vault://user:hunter2secret@host/{uuid.uuid4().hex}"
     try:
@@ -173,7 +173,7 @@ def test_a_run_in_a_store_with_a_password(ray_cluster: None, tmp_path: Path, mon
             DataParallelTrainer.restore(f"{uri}/absent")
     finally:
         logging.getLogger("raysgd").removeHandler(handler)
-    shown = [repr(result), repr(again), repr(restored), str(caught.value), heard.getvalue(), repr(result.checkpoint)]
+    shown = [repr(result), repr(again), repr(restored), str(caught.value), log.getvalue(), repr(result.checkpoint)]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert ".stored-at" in [path.name for path in files]
     shown += [str(path) for path in files] + [path.read_bytes().decode("latin-1") for path in files]

@@ -1,5 +1,5 @@
-"""Damaged and hostile checkpoints of a TFTrainer: each is loaded as it was saved, or refused with its name and the cause,
-and a file that is refused changes nothing."""
+"""A damaged or hostile checkpoint of a TFTrainer is loaded as it was saved, or refused with an error that names it and the
+cause. A refused file changes nothing."""
 
 import time
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def tallies(request: pytest.FixtureRequest) -> Iterator[Tallies]:
 # -- damage -------------------------------------------------------------------------------------------
 
 
-def test_flipped_bits_and_missing_ends(bench: Bench, tallies: Tallies, quiet: None) -> None:
+def test_a_damaged_file_is_refused_or_loaded_as_saved(bench: Bench, tallies: Tallies, quiet: None) -> None:
     with tallies.of("TFTrainer, bit flips") as tally:
         for place, bit in flips(len(bench.data), FLIPS):
             bench.attempt(tally, f"bit {bit} of byte {place}", flipped(bench.data, place, bit))
@@ -73,7 +73,7 @@ def test_flipped_bits_and_missing_ends(bench: Bench, tallies: Tallies, quiet: No
             bench.attempt(tally, f"cut to {length}", bench.older[:length])
 
 
-def test_a_file_whose_digest_was_cut_off_is_no_older_one(bench: Bench) -> None:
+def test_a_file_whose_digest_was_cut_off_is_not_taken_for_an_older_one(bench: Bench) -> None:
     end = bench.data[: -digest.SEAL_BYTES]
     for data in (end, end[:-2] + b"\0\0", zipped(members_of(bench.data))):
         bench.refuses("without its digest", data, says="digest at its end is missing" if data != end else "")
@@ -95,7 +95,7 @@ def test_a_file_of_an_older_version_is_loaded_with_one_warning(bench: Bench, cap
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_contents_are_refused(bench: Bench, tallies: Tallies, quiet: None, what: str) -> None:
-    """Well-formed, and with a right digest: nothing but their meaning is wrong."""
+    """The file is well-formed and has a correct digest, and only its values are wrong."""
     keys, value = WRONG[what]
     bench.refuses(what, digest.sealed(changed(bench.data, *keys, to=value)))
     if "version" not in what:
@@ -111,7 +111,7 @@ def test_missing_contents_are_refused_or_not_needed(bench: Bench, quiet: None) -
         bench.now = of(bench.trainer)
 
 
-def test_training_goes_on_as_if_nothing_had_been_tried(tmp_path: Path, quiet: None) -> None:
+def test_refused_files_do_not_change_training(tmp_path: Path, quiet: None) -> None:
     weights = []
     for disturbed in (False, True):
         with TFTrainer(training_operator_cls=Stateful) as trainer:
@@ -132,13 +132,13 @@ def test_training_goes_on_as_if_nothing_had_been_tried(tmp_path: Path, quiet: No
                     trainer.load(path)
             results = [trainer.train(), trainer.train()]
             weights.append((arrays(trainer.state_dict()), [(r["epoch"], r["num_samples"]) for r in results]))
-    (one, said), (other, also) = weights
-    assert said == also
+    (one, one_results), (other, other_results) = weights
+    assert one_results == other_results
     for mine, theirs in zip(one, other, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_an_operator_that_takes_nothing_is_told_and_all_else_is_as_before(bench: Bench) -> None:
+def test_an_error_in_load_state_dict_is_reported_and_everything_is_restored(bench: Bench) -> None:
     def set_up(operator: Any, rank: int, once: bool) -> None:
         operator.fails_on, operator.once, operator.seen = rank, once, [1, 2]
 
@@ -182,7 +182,7 @@ def resealed(data: bytes) -> bytes:
 def test_hostile_archives_are_refused(
     bench: Bench, tallies: Tallies, quiet: None, request: pytest.FixtureRequest
 ) -> None:
-    """Nor do they take much memory or time."""
+    """Refusing them needs little memory and time."""
     files = {**hostile(bench.data), **bombs(bench.data)}
     older = {**hostile(bench.older), **bombs(bench.older)}
     grown, seconds = {}, {}
@@ -213,8 +213,8 @@ def refused(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-def test_no_rank_takes_what_another_one_refuses(ray_cluster: None, tmp_path: Path, quiet: None) -> None:
-    """The state of every rank is compared, and the group goes on: nobody is started again."""
+def test_no_rank_loads_a_file_that_another_rank_refuses(ray_cluster: None, tmp_path: Path, quiet: None) -> None:
+    """The state of every rank is unchanged, and the group continues without a restart."""
 
     def everything(trainer: TFTrainer) -> Any:
         ranks = trainer.apply_all_operators(whole_of_a_rank)

@@ -1,5 +1,5 @@
-"""Well-formed files with wrong contents, with the right digest: each is refused before anything changes, or loads; then
-the next `train()` works."""
+"""Well-formed files with wrong values and a correct digest: each is refused before anything changes, or it loads. The next
+`train()` works in both cases."""
 
 import copy
 import random
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.files.torch_cases import SOAK, Bench, Rich, at, bench, leaves, replaced, stored
+from tests.files.torch_cases import SOAK, Bench, at, bench, leaves, replaced, stored
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def put(*path: Any) -> Callable[[Any], Callable[[Any], Any]]:
-    """put(where...)(value): the state with this value there."""
+    """Return a function that takes a value, and returns a function that puts the value at this path of a state."""
     return lambda value: lambda state: replaced(state, path, value)
 
 
@@ -42,7 +42,7 @@ RNG = ("rng", 0)
 T = torch.tensor
 
 WRONG: dict[str, Callable[[Any], Any]] = {
-    # the whole
+    # the state as a whole
     "models: none": without("models"),
     "models: a dictionary": put("models")({}),
     "models: one too few": lambda state: {**state, "models": state["models"][:1]},
@@ -62,7 +62,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "weight: turned": lambda state: replaced(state, ("models", 0, "weight"), state["models"][0]["weight"].T),
     "weight: text": put("models", 0, "weight")("heavy"),
     "weight: a list": put("models", 0, "weight")([[1.0, 2.0]] * 3),
-    "weight: whole numbers": put("models", 0, "weight")(torch.ones(3, 2, dtype=torch.int64)),
+    "weight: integers": put("models", 0, "weight")(torch.ones(3, 2, dtype=torch.int64)),
     "weight: complex": put("models", 0, "weight")(torch.ones(3, 2, dtype=torch.complex64)),
     "weight: sparse": put("models", 0, "weight")(torch.ones(3, 2).to_sparse()),
     "weight: quantized": put("models", 0, "weight")(torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8)),
@@ -108,7 +108,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "exp_avg: broadcastable": put(*ADAM, "state", 0, "exp_avg")(torch.ones(1, 2)),
     "exp_avg: text": put(*ADAM, "state", 0, "exp_avg")("x"),
     "exp_avg: missing": without(*ADAM, "state", 0, "exp_avg"),
-    "exp_avg: whole numbers": put(*ADAM, "state", 0, "exp_avg")(torch.ones(3, 2, dtype=torch.int64)),
+    "exp_avg: integers": put(*ADAM, "state", 0, "exp_avg")(torch.ones(3, 2, dtype=torch.int64)),
     "step: text": put(*ADAM, "state", 0, "step")("5"),
     "step: negative": put(*ADAM, "state", 0, "step")(T(-1.0)),
     "step: infinite": put(*ADAM, "state", 0, "step")(T(float("inf"))),
@@ -128,7 +128,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "num_bad_epochs: a list": put(*PLATEAU, "num_bad_epochs")([]),
     "mode: a number": put(*PLATEAU, "mode")(3),
     "step: no function": put(*STEP, "step_size")("x"),
-    # counters and the place in the data
+    # counters and the position in the data
     "global_step: text": put("global_step")("5"),
     "global_step: negative": put("global_step")(-1),
     "global_step: a fraction": put("global_step")(1.5),
@@ -181,7 +181,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "numpy: negative": put(*RNG, "numpy", 1)(torch.full((624,), -1)),
     "numpy: position as text": put(*RNG, "numpy", 2)("x"),
     "numpy: cached as text": put(*RNG, "numpy", 4)("x"),
-    # the operator's own
+    # the operator's own state
     "operator: none": put("operator")(None),
     "operator: a number": put("operator")(3),
     "operator: half": put("operator")({"best": 0.5}),
@@ -221,7 +221,7 @@ def versions(**entry: Any) -> Callable[[Any], Any]:
 
 
 def shadowed(state: Any) -> Any:
-    """A dictionary whose method is an attribute of its own."""
+    """Return the state with a dictionary that has an attribute in place of a method."""
     model = OrderedDict(state["models"][1])
     model.__dict__["keys"] = "none"
     return replaced(state, ("models", 1), model)
@@ -264,17 +264,17 @@ VALUES: list[Callable[[random.Random], Any]] = [
 
 
 def mutated(state: Any, paths: list[tuple[Any, ...]], chance: random.Random) -> tuple[tuple[Any, ...], Any]:
-    """The state with one of its values replaced by another, which is of another type or shape, or out of range."""
+    """Return the state with one value replaced by one of another type or shape, or out of range."""
     path = chance.choice(paths)
     return path, replaced(state, path, chance.choice(VALUES)(chance))
 
 
-def test_any_value_may_be_replaced(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whatever is replaced by whatever: refused without a change, or taken; and the next train() works."""
+def test_any_replaced_value_is_refused_or_loads(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The file is refused without a change, or it loads. The next train() works."""
     for here in bench(tmp_path_factory.mktemp("fuzz")):
         chance = random.Random(20)
         every = [path for path in leaves(here.start) if path]
-        # The many numbers of the random states are alike, and must not be all that is tried.
+        # The random states have so many numbers that almost nothing else would be tried.
         few = [path for path in every if path[0] != "rng" or len(path) < 5]
         for _ in range(10_000 if SOAK else 400):
             path, state = mutated(here.start, few if chance.random() < 0.95 else every, chance)
@@ -291,11 +291,11 @@ def test_any_value_may_be_replaced(tmp_path_factory: pytest.TempPathFactory) -> 
         assert here.tally["rejected"] > 100 and here.tally["silent difference"] > 10
 
 
-def test_operators_state_that_is_refused_late_is_put_back(here: Bench) -> None:
-    """The last part that is taken, after models and optimizers."""
+def test_an_error_in_the_operators_load_state_dict_undoes_the_load(here: Bench) -> None:
+    """The operator's own state is loaded last, after models and optimizers."""
     here.tally.clear()
     wrong = replaced(here.after[0], ("operator", "notes"), ["b"])
     wrong = {**here.trainer.state_dict(), **{name: here.after[0][name] for name in ("models", "optimizers")}, **wrong}
-    said = here.try_file(stored({**wrong, "position": here.start["position"], "epoch": here.start["epoch"]}))
-    assert "this is no state of mine" in said and "load_state_dict" in said and Rich.__name__
+    message = here.try_file(stored({**wrong, "position": here.start["position"], "epoch": here.start["epoch"]}))
+    assert "this is no state of mine" in message and "load_state_dict" in message
     here.next_steps_are_right()

@@ -1,5 +1,5 @@
-"""Damaged files of TorchTrainer: each loads exactly what was saved, or is refused with its name and the cause, and then
-nothing in the trainer has changed."""
+"""A damaged file of TorchTrainer loads exactly as it was saved, or is refused with an error that names it and the cause. A
+refused file changes nothing in the trainer."""
 
 import io
 import logging
@@ -33,7 +33,7 @@ def counts(here: Bench, request: pytest.FixtureRequest) -> Iterator[None]:
     assert not here.tally["silent difference"]
 
 
-def test_any_flipped_bit_is_noticed(here: Bench) -> None:
+def test_any_flipped_bit_is_detected(here: Bench) -> None:
     chance = random.Random(11)
     end = 8 * (digest.SEAL_BYTES + 22)
     for number in range(FLIPS):
@@ -41,23 +41,23 @@ def test_any_flipped_bit_is_noticed(here: Bench) -> None:
         here.try_file(flipped(here.good, chance.randrange(first, 8 * len(here.good))))
         if number % 500 == 0:
             here.next_steps_are_right()
-    # The last byte is a newline that nobody reads.
+    # The last byte is a newline, which is not read.
     assert here.tally["rejected"] >= here.tally["tried"] - 20
     here.next_steps_are_right()
 
 
-def borders(data: bytes) -> list[int]:
-    """The beginning and the end of each record of the archive."""
+def edges(data: bytes) -> list[int]:
+    """Return the positions around the beginning and the end of each entry of the archive."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         headers = [entry.header_offset for entry in archive.infolist()]
         sizes = [entry.file_size for entry in archive.infolist()]
     return [*headers, *(header + 64 + size for header, size in zip(headers, sizes, strict=True)), archive.start_dir]
 
 
-def test_any_missing_end_is_noticed(here: Bench) -> None:
+def test_any_truncation_is_detected(here: Bench) -> None:
     length, chance = len(here.good), random.Random(12)
     lengths = {*range(80), *range(length - digest.SEAL_BYTES - 140, length)}
-    lengths |= {border + off for border in borders(here.good) for off in (-1, 0, 1)}
+    lengths |= {edge + off for edge in edges(here.good) for off in (-1, 0, 1)}
     lengths |= {chance.randrange(length) for _ in range(1_000 if SOAK else 150)}
     for cut in sorted(lengths):
         here.try_file(here.good[: max(cut, 0)])
@@ -65,7 +65,7 @@ def test_any_missing_end_is_noticed(here: Bench) -> None:
     here.next_steps_are_right()
 
 
-def test_other_damage_is_noticed(here: Bench) -> None:
+def test_other_damage_is_detected(here: Bench) -> None:
     good, chance = here.good, random.Random(13)
     for _ in range(500 if SOAK else 60):
         first, second = sorted(chance.sample(range(len(good)), 2))
@@ -81,8 +81,8 @@ def test_other_damage_is_noticed(here: Bench) -> None:
 
 
 @pytest.mark.timeout(1500 if SOAK else 300)  # half of the files load, and each of these takes 0.1 s
-def test_without_a_digest_damage_may_pass_but_never_breaks_anything(tmp_path: Path) -> None:
-    """A file of an older version: what loads differs at most in values, and training goes on with it."""
+def test_damage_of_a_file_without_a_digest_never_breaks_training(tmp_path: Path) -> None:
+    """A file of an older version can load with other values, but training continues with them."""
     for here in bench(tmp_path):
         damaged_without_a_digest(here)
         print("\n" + here.report("without a digest"))
@@ -119,8 +119,13 @@ def test_a_file_without_a_digest_loads_with_one_warning(here: Bench, caplog: pyt
     for content in (here.after[0], v1):
         for zipped in (True, False):
             torch.save(content, old, _use_new_zipfile_serialization=zipped)
-            said = loaded_with(here.trainer, old, caplog)
-            assert len(said) == 1 and str(old) in said[0] and "no digest" in said[0] and "save()" in said[0]
+            messages = loaded_with(here.trainer, old, caplog)
+            assert (
+                len(messages) == 1
+                and str(old) in messages[0]
+                and "no digest" in messages[0]
+                and "save()" in messages[0]
+            )
             assert torch.equal(weights(here.trainer), torch.cat([t.flatten() for t in tensors(content)]))
             here.back()
     assert loaded_with(here.trainer, new, caplog) == []
@@ -137,8 +142,8 @@ def tensors(content: Any) -> list[torch.Tensor]:
     ]
 
 
-def test_a_damaged_digest_is_noticed(here: Bench) -> None:
-    """The archive before it is complete, and other readers would read it."""
+def test_a_damaged_digest_is_detected(here: Bench) -> None:
+    """The archive before the digest is complete, so other programs would read it."""
     length = len(here.good)
     for kept in range(length - digest.SEAL_BYTES, length):
         assert "the file is damaged" in here.try_file(here.good[:kept])
@@ -148,16 +153,16 @@ def test_a_damaged_digest_is_noticed(here: Bench) -> None:
     assert "the file is damaged" in here.try_file(here.good + b"more")
 
 
-def test_what_torch_writes_again_loads_with_one_warning(here: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_torch_has_rewritten_loads_with_one_warning(here: Bench, caplog: pytest.LogCaptureFixture) -> None:
     again = here.folder / "again.pt"
     torch.save(torch.load(here.folder / "good.pt", weights_only=True), again)
-    (said,) = loaded_with(here.trainer, again, caplog)
-    assert str(again) in said and "no digest" in said
+    (message,) = loaded_with(here.trainer, again, caplog)
+    assert str(again) in message and "no digest" in message
     assert torch.equal(weights(here.trainer), torch.cat([t.flatten() for t in tensors(here.after[0])]))
     here.back()
 
 
-def test_other_readers_know_nothing_of_the_digest(here: Bench) -> None:
+def test_other_programs_can_read_a_file_with_a_digest(here: Bench) -> None:
     path = here.folder / "good.pt"
     with open(path, "rb") as file:
         assert digest.verify(file)
@@ -167,7 +172,7 @@ def test_other_readers_know_nothing_of_the_digest(here: Bench) -> None:
         assert archive.testzip() is None
 
 
-def test_what_is_no_file_is_refused(here: Bench) -> None:
+def test_paths_that_are_not_files_are_refused(here: Bench) -> None:
     import os
 
     os.mkfifo(here.folder / "pipe")
@@ -187,7 +192,7 @@ def test_what_is_no_file_is_refused(here: Bench) -> None:
     assert here.try_path(here.folder / "linked.pt") == "identical"
 
 
-def test_bytes_from_a_store_are_verified_too(here: Bench) -> None:
+def test_bytes_from_a_remote_store_are_verified(here: Bench) -> None:
     fsspec = pytest.importorskip("fsspec")
     store, chance = fsspec.filesystem("memory"), random.Random(15)
     for number in range(60):
@@ -208,7 +213,7 @@ def test_bytes_from_a_store_are_verified_too(here: Bench) -> None:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_every_save_has_its_digest(ray_cluster: None, tmp_path: Path, blocking: bool) -> None:
-    """From a worker, into the driver's file."""
+    """The worker writes it into the driver's file."""
     seed_all(1)
     with rich(num_workers=2) as trainer:
         trainer.train(num_steps=1)

@@ -39,7 +39,7 @@ def counts(here: Bench, request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def tried(here: Bench, change: Callable[[Path], None]) -> str:
-    """A copy of the folder, changed."""
+    """Return the error of loading a changed copy of the folder."""
     folder = here.folder / "tried"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(here.folder / "parts", folder)
@@ -51,7 +51,7 @@ def names(here: Bench) -> list[str]:
     return sorted(path.name for path in (here.folder / "parts").iterdir())
 
 
-def test_there_is_a_manifest_of_every_file(here: Bench) -> None:
+def test_the_manifest_lists_every_file(here: Bench) -> None:
     manifest = json.loads((here.folder / "parts" / MANIFEST).read_text())
     assert sorted([*manifest["files"], MANIFEST]) == names(here)
     for name, known in manifest["files"].items():
@@ -60,7 +60,7 @@ def test_there_is_a_manifest_of_every_file(here: Bench) -> None:
     assert INDEX in manifest["files"] and any(name.endswith(".distcp") for name in manifest["files"])
 
 
-def test_any_flipped_bit_is_noticed_and_its_file_named(here: Bench) -> None:
+def test_the_error_for_a_flipped_bit_names_the_file(here: Bench) -> None:
     chance = random.Random(4)
     for name in names(here):
         for _ in range(700 if SOAK else 60):
@@ -74,7 +74,7 @@ def test_any_flipped_bit_is_noticed_and_its_file_named(here: Bench) -> None:
     here.next_steps_are_right()
 
 
-def test_missing_short_and_foreign_files_are_noticed(here: Bench) -> None:
+def test_missing_truncated_and_unknown_files_are_refused(here: Bench) -> None:
     chance = random.Random(5)
     for name in names(here):
         assert name in tried(here, lambda folder, name=name: (folder / name).unlink())  # type: ignore[misc]
@@ -135,8 +135,8 @@ def test_deep_json_is_refused(here: Bench) -> None:
     assert MANIFEST in tried(here, lambda folder: (folder / MANIFEST).write_text("[" * 200_000) and None)
 
 
-def described_anew(folder: Path) -> None:
-    """A manifest that is right for what is there now."""
+def with_new_manifest(folder: Path) -> None:
+    """Write a manifest that is correct for the present files."""
     files = {}
     for path in folder.iterdir():
         if path.name != MANIFEST:
@@ -167,7 +167,7 @@ def test_wrong_contents_are_refused(here: Bench, name: str) -> None:
     def change(folder: Path) -> None:
         outline = torch.load(folder / OUTLINE, weights_only=True)
         torch.save(WRONG[name](outline), folder / OUTLINE)
-        described_anew(folder)
+        with_new_manifest(folder)
 
     tried(here, change)
     assert here.tally["rejected"] == 1
@@ -182,14 +182,14 @@ def test_nonsense_with_the_right_digest_is_refused(here: Bench, name: str) -> No
 
         def change(folder: Path, content: bytes = content) -> None:
             (folder / name).write_bytes(content)
-            described_anew(folder)
+            with_new_manifest(folder)
 
         tried(here, change)
     assert here.tally["rejected"] == here.tally["tried"]
     here.next_steps_are_right()
 
 
-def test_nothing_is_unpickled_before_all_is_verified(here: Bench, tmp_path: Path) -> None:
+def test_nothing_is_unpickled_before_all_files_are_verified(here: Bench, tmp_path: Path) -> None:
     import pickle
 
     from tests.files.test_torch_hostile import Touches
@@ -201,7 +201,7 @@ def test_nothing_is_unpickled_before_all_is_verified(here: Bench, tmp_path: Path
         here.trainer.load(here.folder / "parts")
 
 
-def test_a_folder_of_before_loads_with_one_warning(here: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_of_an_older_version_loads_with_one_warning(here: Bench, caplog: pytest.LogCaptureFixture) -> None:
     folder = here.folder / "older"
     shutil.copytree(here.folder / "parts", folder)
     (folder / MANIFEST).unlink()
@@ -210,8 +210,8 @@ def test_a_folder_of_before_loads_with_one_warning(here: Bench, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "raysgd"):
         here.trainer.load(folder, trusted=True)
     assert same(complete(here.trainer), here.after)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1 and str(folder) in said[0] and "no digest" in said[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1 and str(folder) in messages[0] and "no digest" in messages[0]
     caplog.clear()
     with caplog.at_level(logging.WARNING, "raysgd"):
         here.trainer.load(here.folder / "parts", trusted=True)
@@ -220,7 +220,7 @@ def test_a_folder_of_before_loads_with_one_warning(here: Bench, caplog: pytest.L
 
 
 def test_on_two_workers(ray_cluster: None, tmp_path: Path) -> None:
-    """Each has written a part, and each verifies some of the files."""
+    """Each worker writes its part, and verifies some of the files."""
     from tests.speed.test_fsdp import Layers
 
     seed_all(1)
@@ -238,11 +238,11 @@ def test_on_two_workers(ray_cluster: None, tmp_path: Path) -> None:
         parts = sorted(path.name for path in folder.iterdir() if path.suffix == ".distcp")
         assert len(parts) == 2
         for name in [*parts, INDEX, OUTLINE]:
-            whole = (folder / name).read_bytes()
-            (folder / name).write_bytes(flipped(whole, 8 * (len(whole) // 2)))
+            content = (folder / name).read_bytes()
+            (folder / name).write_bytes(flipped(content, 8 * (len(content) // 2)))
             with pytest.raises(CheckpointError, match=f"{name} is damaged"):
                 two.load(folder, trusted=True)
-            (folder / name).write_bytes(whole)
+            (folder / name).write_bytes(content)
         now = two.state_dict()
         for part in ("models", "optimizers", "rng"):
             assert same(now[part], after[part]), part

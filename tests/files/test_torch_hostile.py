@@ -1,4 +1,4 @@
-"""Files that were made to do harm: no code runs, nothing huge is made of something small, no link is followed."""
+"""Hostile files: they run no code, and a small file cannot make the trainer use much memory."""
 
 import io
 import json
@@ -53,7 +53,7 @@ def with_index(change: Callable[[bytes], bytes], data: bytes) -> bytes:
 
 
 def index(*operations: bytes) -> bytes:
-    """An archive of torch's form with these pickle operations as its index, and one storage of 16 bytes."""
+    """Return an archive as torch writes it, with these pickle operations as its index, and one storage of 16 bytes."""
     content = b"\x80\x02" + b"".join(operations) + b"."
     return archive({"x/data.pkl": content, "x/version": b"3\n", "x/byteorder": b"little", "x/data/0": bytes(16)})
 
@@ -82,12 +82,12 @@ def tensor(store: bytes, offset: int, size: list[int], stride: list[int], kind: 
 
 
 def state(value: bytes) -> bytes:
-    """{"models": [], "optimizers": [], "operator": value}"""
+    """Return the pickle of {"models": [], "optimizers": [], "operator": value}."""
     return b"}(" + text("models") + b"]" + text("optimizers") + b"]" + text("operator") + value + b"u"
 
 
 def hidden_in(data: bytes, name: str, size: int) -> bytes:
-    """The directory of the archive claims this size for a record."""
+    """Return the archive with this size for one entry in its directory."""
     changed = bytearray(data)
     at = data.rfind(name.encode()) - 46
     assert data[at : at + 4] == b"PK\1\2"
@@ -96,7 +96,7 @@ def hidden_in(data: bytes, name: str, size: int) -> bytes:
 
 
 def overlapping(data: bytes) -> bytes:
-    """All records are the same bytes."""
+    """Return the archive with all entries at the same position."""
     changed, at = bytearray(data), data.rfind(b"PK\5\6")
     place, first = struct.unpack_from("<L", data, at + 16)[0], None
     while data[place : place + 4] == b"PK\1\2":
@@ -177,7 +177,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 
 
 def doubled(first: bytes, again: Callable[[bytes], bytes]) -> bytes:
-    """Each one has the one before twice."""
+    """Return a pickle of nested values, of which each contains the one before twice."""
     names = [b"h" + bytes([n]) for n in range(100)]
     return first + b"q\0" + b"".join(again(names[n] * 2) + b"q" + bytes([n + 1]) for n in range(99))
 
@@ -207,12 +207,12 @@ def legacy(change: Callable[[bytes], bytes]) -> bytes:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_archives_that_claim_what_is_not_there(here: Bench, name: str) -> None:
+def test_hostile_archives_are_refused(here: Bench, name: str) -> None:
     data = HOSTILE[name]()
     here.tally.clear()
     here.try_file(data)
     assert here.tally["rejected"] == 1
-    if data[:2] == b"PK" and data[-2:] == b"\0\0":  # a digest is no proof of harmlessness
+    if data[:2] == b"PK" and data[-2:] == b"\0\0":  # a digest does not show that a file is harmless
         here.try_file(digest.sealed(data))
         assert here.tally["rejected"] == 2
 
@@ -239,8 +239,8 @@ print(json.dumps(answers))
 """
 
 
-def test_refusing_them_takes_little_memory(tmp_path: Path) -> None:
-    """In a process of its own, whose peak is measured; the files have up to 2 MB."""
+def test_refusing_hostile_files_needs_little_memory(tmp_path: Path) -> None:
+    """Run in a separate process to measure its peak memory. The files have up to 2 MB."""
     paths = []
     for place, (name, make) in enumerate(HOSTILE.items()):
         paths.append(tmp_path / f"{place}.pt")
@@ -272,7 +272,7 @@ def test_refusing_them_takes_little_memory(tmp_path: Path) -> None:
 
 
 class Touches:
-    """Leaves a trace when it is unpickled, in one way or another."""
+    """Creates a file when it is unpickled, by one of several functions."""
 
     def __init__(self, way: str, trace: Path) -> None:
         self.way, self.trace = way, str(trace)
@@ -297,7 +297,7 @@ WAYS = ["open", "eval", "exec", "system", "subprocess", "path"]
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("where", ["operator", "models", "optimizers", "whole", "bare pickle", "old format"])
-def test_no_code_of_a_file_runs(here: Bench, tmp_path: Path, way: str, where: str) -> None:
+def test_no_code_from_a_file_runs(here: Bench, tmp_path: Path, way: str, where: str) -> None:
     trace = tmp_path / "trace"
     bomb = Touches(way, trace)
     here.tally.clear()
@@ -319,8 +319,8 @@ def old_format(content: Any) -> bytes:
     return buffer.getvalue()
 
 
-def test_objects_that_the_user_allows_still_load(here: Bench) -> None:
-    """What torch's list of safe classes has."""
+def test_objects_of_allowed_classes_load(here: Bench) -> None:
+    """The user has added their classes to torch's safe globals."""
     import collections
 
     given = stored({**here.start, "operator": {**here.start["operator"], "more": collections.Counter("aab")}})
@@ -337,8 +337,8 @@ class Plain:
         self.value = value
 
 
-def test_the_unusual_that_is_harmless_loads(here: Bench) -> None:
-    """Values of an operator's own that torch's plain loading takes."""
+def test_unusual_but_harmless_values_load(here: Bench) -> None:
+    """The operator's own state can contain all values that torch loads with weights_only=True."""
     base = torch.arange(12.0)
     odd = {
         "view": base[3:9:2],
@@ -367,8 +367,8 @@ def test_the_unusual_that_is_harmless_loads(here: Bench) -> None:
             assert here.try_file(given, gives=here.before) == "identical", name
 
 
-def test_a_link_in_the_way_of_a_save_is_no_matter_of_loading(here: Bench) -> None:
-    """The file behind a link is read; a link to something that is no checkpoint says so."""
+def test_a_link_to_another_file_does_not_show_its_content(here: Bench) -> None:
+    """A link is followed. If its target is not a checkpoint, the error says so."""
     (here.folder / "secret").write_text("password")
     (here.folder / "secret.pt").symlink_to(here.folder / "secret")
     with pytest.raises(CheckpointError, match=r"secret\.pt: not a complete checkpoint") as caught:

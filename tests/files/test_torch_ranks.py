@@ -1,4 +1,4 @@
-"""Files that cannot be taken, on two workers: what one rank refuses changes none, and training goes on on both."""
+"""Files that two workers cannot load: if one rank refuses a file, no rank changes, and training continues on both."""
 
 import os
 import random
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 class Picky(Rich):
-    """Rank 1 does not take what says so, or does not survive taking it the first time."""
+    """Rank 1 refuses a state that says so, or ends its process when it loads such a state for the first time."""
 
     def load_state_dict(self, state: Any) -> None:
         notes = state["notes"]
@@ -62,12 +62,12 @@ def counts(pair: Bench, request: pytest.FixtureRequest) -> Iterator[None]:
     assert not pair.tally["silent difference"]
 
 
-def test_the_whole_file_is_taken(pair: Bench) -> None:
+def test_a_good_file_loads(pair: Bench) -> None:
     assert pair.try_path(pair.folder / "good.pt") == "identical"
     pair.next_steps_are_right()
 
 
-def test_damage_is_noticed_by_the_driver(pair: Bench) -> None:
+def test_the_driver_detects_damage(pair: Bench) -> None:
     chance = random.Random(3)
     for _ in range(1_000 if SOAK else 30):
         pair.try_file(flipped(pair.good, chance.randrange(8 * (len(pair.good) - 1))))
@@ -94,15 +94,15 @@ def test_the_random_states_of_each_rank_are_checked(pair: Bench) -> None:
     pair.next_steps_are_right()
 
 
-def test_what_one_rank_cannot_take_is_put_back_on_all(pair: Bench) -> None:
-    said = pair.try_file(stored(replaced(pair.start, ("operator", "notes"), ["not on rank 1"])))
-    assert "rank 1" in said and "KeyError" in said and "load_state_dict" in said
+def test_a_load_that_fails_on_one_rank_is_undone_on_all(pair: Bench) -> None:
+    message = pair.try_file(stored(replaced(pair.start, ("operator", "notes"), ["not on rank 1"])))
+    assert "rank 1" in message and "KeyError" in message and "load_state_dict" in message
     pair.next_steps_are_right()
 
 
 @pytest.mark.elastic
-def test_a_worker_that_is_lost_in_a_load_does_not_divide_the_others(ray_cluster: None, tmp_path: Path) -> None:
-    """The load is done again; in the end every rank has the same state, which is the file's."""
+def test_after_a_worker_failure_in_a_load_all_ranks_have_the_same_state(ray_cluster: None, tmp_path: Path) -> None:
+    """The load is repeated, and at the end every rank has the state of the file."""
     seed_all(5)
     with rich(num_workers=2, operator=Picky) as trainer:
         trainer.train(num_steps=3)
@@ -121,7 +121,7 @@ def test_a_worker_that_is_lost_in_a_load_does_not_divide_the_others(ray_cluster:
 
 
 def test_a_load_that_fails_keeps_the_snapshot(ray_cluster: None, tmp_path: Path) -> None:
-    """If all workers die right after it, training goes on from what there was."""
+    """If all workers fail right after the load, training continues from the state before it."""
     seed_all(5)
     with rich(num_workers=2, operator=Picky) as trainer:
         trainer.train()

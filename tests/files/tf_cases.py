@@ -1,4 +1,4 @@
-"""A TFTrainer between its files: a bench that notices every change, and files that are wrong in every way."""
+"""A TFTrainer that files are tried on, which detects every change, and files that are wrong in many ways."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ VOLATILE = ("loads", "call", "call_done")
 
 
 class Stateful(Small):
-    """An operator with a state of its own, which it reads as users do."""
+    """An operator with its own state, which it loads without checking it first, as users do."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -33,7 +33,7 @@ class Stateful(Small):
         return {"best": self.best, "seen": self.seen, "table": np.arange(4), "half": tf.constant([1.5], tf.bfloat16)}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        self.seen.append(state_dict["seen"][0])  # by halves, when what follows fails
+        self.seen.append(state_dict["seen"][0])  # changed only in part if the next line fails
         if self.fails_on == self.world_rank:
             self.fails_on = -1 if self.once else self.fails_on
             raise ZeroDivisionError("planned")
@@ -42,7 +42,7 @@ class Stateful(Small):
 
 
 def plain(value: Any) -> Any:
-    """Something that can be compared."""
+    """Return a value that can be compared."""
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -51,12 +51,12 @@ def plain(value: Any) -> Any:
 
 
 def of(trainer: TFTrainer) -> Any:
-    """All there is to the trainer."""
+    """Return the complete state of the trainer."""
     return plain(trainer.state_dict())
 
 
 def saved_part(state: Any) -> Any:
-    """Without what counts the calls and loads of a trainer."""
+    """Return the state without the counters of calls and loads."""
     state = copy.deepcopy(state)
     for name in VOLATILE:
         state["position"].pop(name)
@@ -106,7 +106,7 @@ class Bench:
         raise AssertionError("unreachable")
 
 
-# -- files that are put together by hand --------------------------------------------------------------
+# -- hand-made files ---------------------------------------------------------------------------------
 
 
 def members_of(data: bytes) -> dict[str, bytes]:
@@ -127,7 +127,7 @@ def head_of(data: bytes) -> Any:
 
 
 def place_of(head: Any, *keys: Any) -> tuple[Any, int]:
-    """The list that holds a value in the JSON, and where: `{"#": "dict", "items": [[key, value], ...]}`."""
+    """Return the list that contains a value in the JSON, and its index there: `{"#": "dict", "items": [[key, value], ...]}`."""
     holder, at = [head], 0
     for key in keys:
         value = holder[at]
@@ -139,7 +139,7 @@ def place_of(head: Any, *keys: Any) -> tuple[Any, int]:
 
 
 def changed(data: bytes, *keys: Any, to: Any) -> bytes:
-    """The file with another value at a place of its state, and a right digest."""
+    """Return the file with another value at a path of its state, and a correct digest."""
     members = members_of(data)
     head = json.loads(members["state.json"])
     holder, at = place_of(head, *keys)
@@ -148,7 +148,7 @@ def changed(data: bytes, *keys: Any, to: Any) -> bytes:
 
 
 def without_digest(data: bytes) -> bytes:
-    """As older versions wrote it."""
+    """Return the file as older versions wrote it."""
     return changed(data, "version", to=1)
 
 
@@ -188,23 +188,23 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any]] = {
     "a weight that is a number": (MODEL, 1.5),
     "a weight that is a text": (MODEL, "text"),
     "a weight that is nothing": (MODEL, None),
-    "a weight of another shape": (MODEL, lambda said: {**said, "shape": [16, 8]}),
+    "a weight of another shape": (MODEL, lambda entry: {**entry, "shape": [16, 8]}),
     "two weights exchanged": (("models", 0), lambda model: [model[1], model[0], *model[2:]]),
-    "a weight of another type": (MODEL, lambda said: {**said, "dtype": "float64"}),
-    "a weight of a type that is none": (MODEL, lambda said: {**said, "dtype": "nonsense", "plain": False}),
-    "a weight of objects": (MODEL, lambda said: {**said, "dtype": "string", "plain": False}),
-    "a weight that says it is raw": (MODEL, lambda said: {**said, "plain": False}),
-    "a weight that is not there": (MODEL, lambda said: {**said, "at": 999}),
-    "a weight at a negative place": (MODEL, lambda said: {**said, "at": -1}),
-    "a weight at True": (MODEL, lambda said: {**said, "at": True}),
-    "a weight at a text": (MODEL, lambda said: {**said, "at": "0"}),
+    "a weight of another type": (MODEL, lambda entry: {**entry, "dtype": "float64"}),
+    "a weight of an unknown type": (MODEL, lambda entry: {**entry, "dtype": "nonsense", "plain": False}),
+    "a weight of objects": (MODEL, lambda entry: {**entry, "dtype": "string", "plain": False}),
+    "a weight that claims to be raw": (MODEL, lambda entry: {**entry, "plain": False}),
+    "a missing weight": (MODEL, lambda entry: {**entry, "at": 999}),
+    "a weight at a negative position": (MODEL, lambda entry: {**entry, "at": -1}),
+    "a weight with True as its position": (MODEL, lambda entry: {**entry, "at": True}),
+    "a weight with text as its position": (MODEL, lambda entry: {**entry, "at": "0"}),
     "a weight without a place": (MODEL, {"#": "array"}),
     "a value of an unknown kind": (MODEL, {"#": "object", "items": []}),
     "a value of no kind": (MODEL, {"items": []}),
     "no optimizers": (("optimizers",), []),
     "optimizers that are none": (("optimizers",), None),
     "an optimizer of fewer slots": (("optimizers", 0), lambda slots: slots[:-1]),
-    "an optimizer's slot of another shape": (OPTIMIZER, lambda said: {**said, "shape": said["shape"][::-1]}),
+    "an optimizer's slot of another shape": (OPTIMIZER, lambda entry: {**entry, "shape": entry["shape"][::-1]}),
     "an optimizer's slot that is a text": (OPTIMIZER, "text"),
     "a learning rate that is a text": (("optimizers", 0, 1), "0.1"),
     "a position that is a number": (("position",), 5),
@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any]] = {
     "an offset that is True": (("position", "offset"), True),
     "an offset that is an array": (("position", "offset"), lambda _: {"#": "tuple", "items": [1]}),
     "a huge offset": (("position", "offset"), 10**30),
-    "an epoch that nobody can reach": (("position", "epoch"), 10**12),
+    "an epoch that cannot be reached": (("position", "epoch"), 10**12),
     "a negative epoch": (("position", "epoch"), -1),
     "an end that is a number": (("position", "ended"), 1),
     "an end that is a text": (("position", "ended"), "yes"),
@@ -343,7 +343,7 @@ def hostile_archives(data: bytes) -> dict[str, bytes]:
 
 
 def bombs(data: bytes) -> dict[str, bytes]:
-    """256 MiB in a file of a quarter of a megabyte. Made piece by piece: it is to be seen what reading them takes."""
+    """Return files of 256 KB that decompress to 256 MiB. They are made in pieces, because the memory of reading them is measured."""
     members = members_of(data)
     header = npy(HUGE.replace("(100000, 500000)", f"({32 << 20},)"))
     return {

@@ -1,4 +1,4 @@
-"""What the file suite for TorchTrainer loads into, and how it tells whether a load changed anything."""
+"""The trainer on which the file tests of TorchTrainer try files, and how they detect whether a load changed anything."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ STEPS = 5
 
 
 class Rich(TrainingOperator):
-    """Something of everything that a checkpoint holds: buffers, two kinds of optimizers, groups, schedulers, a generator
-    for the order of samples, batches that depend on all random states, and a state of its own."""
+    """Has all that a checkpoint can contain: buffers, two kinds of optimizers, parameter groups, schedulers, a generator for
+    the order of samples, batches that depend on all random states, and its own state."""
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(config.get("seed", 3))
@@ -84,7 +84,7 @@ def seed_all(seed: int) -> None:
 
 
 def of_this_rank(operator: Any) -> Any:
-    """All that a load may change in one worker."""
+    """Return everything that a load may change in one worker."""
     version, internal, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state()
     parts = operator._parts
@@ -104,7 +104,7 @@ PLACE = ("step", "applied", "epoch", "offset", "ended", "stream", "parked")
 
 
 def complete(trainer: TorchTrainer) -> Any:
-    """The checkpoint's content, and each worker's own view. Without the numbers of calls, which are the trainer's own."""
+    """Return the checkpoint's content, without the counters of calls, and the state that each worker has."""
     content = trainer.state_dict()
     for name in ("position", "validation_position", "validation_began"):
         content[name] = {key: content[name][key] for key in PLACE}
@@ -112,7 +112,7 @@ def complete(trainer: TorchTrainer) -> Any:
 
 
 def fingerprint(operator: Any) -> int:
-    """The same, in one number: quick, for after each of thousands of files."""
+    """Return the state as one hash, which is fast enough to be compared after each of thousands of files."""
     parts = operator._parts
     tensors = [value for model in parts.models for value in model.state_dict().values()]
     values: list[Any] = [operator.global_step, operator.best, random.getstate()]
@@ -142,7 +142,7 @@ def weights(trainer: TorchTrainer) -> torch.Tensor:
 
 
 def stored(state: Any, *, seal: bool = True) -> bytes:
-    """A well-formed file with this content."""
+    """Return a well-formed file with this content."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return digest.sealed(buffer.getvalue()) if seal else buffer.getvalue()
@@ -156,8 +156,8 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 @dataclass
 class Bench:
-    """A trainer that files are tried on. `before` is its state, which a refused file must not change; `good` is the
-    file that was saved, and `after` the state that it gives. `expected` are the weights after each further step."""
+    """Owns a trainer on which files are tried. `before` is its state, which a refused file must not change. `good` is the
+    file that was saved, and `after` is the state after loading it. `expected` has the weights after each further step."""
 
     trainer: TorchTrainer
     folder: Path
@@ -170,7 +170,7 @@ class Bench:
     tally: Counter[str] = field(default_factory=Counter)
 
     def try_file(self, data: bytes, *, trusted: bool = False, gives: Any = None) -> str:
-        """Load a file: what became of it. Puts the trainer back where it was when the file was taken."""
+        """Load a file, and return the outcome or the error. If the file was loaded, restore the trainer's earlier state."""
         path = self.folder / "tried.pt"
         path.write_bytes(data)
         return self.try_path(path, trusted=trusted, gives=gives)
@@ -190,23 +190,23 @@ class Bench:
         self.back()
         outcome = "identical" if same(now, gives or self.after) else "silent difference"
         self.tally[outcome] += 1
-        if outcome != "identical":  # a value of a name that nobody knows stays
+        if outcome != "identical":  # a value with an unknown name is kept
             self.refresh()
         return outcome
 
     def refresh(self) -> None:
-        """What the trainer has now is what a refused file must not change."""
+        """Make the present state the one that a refused file must not change."""
         self.before, self.quickly = complete(self.trainer), self.quick()
 
     def quick(self) -> list[int]:
         return self.trainer.apply_all_operators(fingerprint)
 
     def back(self) -> None:
-        """To the state `before`."""
+        """Restore the state `before`."""
         self.trainer.load_state_dict(self.start)
 
     def next_steps_are_right(self) -> None:
-        """After all that was refused: training goes on as if nothing had been."""
+        """Check that the refused files have not changed the next training steps."""
         for expected in self.expected:
             self.trainer.train(num_steps=1)
             assert torch.equal(weights(self.trainer), expected)
@@ -218,7 +218,7 @@ class Bench:
 
 
 def bench(folder: Path, **arguments: Any) -> Iterator[Bench]:
-    """Trains, saves, trains on, and knows what comes then."""
+    """Train, save, train more, and yield a bench that knows the weights of the following steps."""
     seed_all(5)
     with rich(**arguments) as trainer:
         trainer.train(num_steps=STEPS)
@@ -243,7 +243,7 @@ def bench(folder: Path, **arguments: Any) -> Iterator[Bench]:
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths to all values inside; also to the containers."""
+    """Yield the paths to all values, including the containers."""
     yield path
     if isinstance(value, Mapping):
         for key in value:
@@ -260,7 +260,7 @@ def at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """A copy with another value at the path. Ordered dictionaries keep their attributes."""
+    """Return a copy with another value at the path. Ordered dictionaries keep their attributes."""
     if not path:
         return new
     changed = list(value) if isinstance(value, tuple) else copy.copy(value)

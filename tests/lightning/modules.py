@@ -1,4 +1,4 @@
-"""Small LightningModules for the tests; imported only where Lightning is."""
+"""Small LightningModules for the tests. Import this module only if Lightning is installed."""
 
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ def rows(count: int, seed: int) -> TensorDataset:
 
 
 class Net(LightningModule):
-    """Classifies; logs both losses."""
+    """Classifies, and logs both losses."""
 
     def __init__(self, lr: float = 0.1, hidden: int = 8, batch_size: int = 16, count: int = ROWS) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Net(LightningModule):
 
 
 class Scheduled(Net):
-    """A scheduler by epochs, and one by batches, each with a frequency of its own."""
+    """Has a scheduler that steps after epochs, and one that steps after batches, each with its own frequency."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr / 10)
@@ -64,7 +64,7 @@ class Scheduled(Net):
 
 
 class Plateau(Net):
-    """Its learning rate follows the validation's loss, which never improves by as much as is asked."""
+    """Its learning rate depends on the validation loss, which never improves by the threshold."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
@@ -73,7 +73,7 @@ class Plateau(Net):
 
 
 class Clipped(Net):
-    """Clips, steps, counts and normalises through every hook that may change the step."""
+    """Overrides every hook that can change a step: clipping, the optimizer step, the backward pass and the batch transfer."""
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -94,14 +94,14 @@ class Clipped(Net):
 
 
 class Lbfgs(Net):
-    """Its optimizer calls the closure several times a step."""
+    """Its optimizer calls the closure several times in a step."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 class Adversaries(LightningModule):
-    """Two optimizers, manual optimization, toggled parameters, a scheduler; one layer is never used."""
+    """Uses manual optimization with two optimizers, toggled parameters and a scheduler. One layer is never used."""
 
     def __init__(self, batch_size: int = 16, count: int = ROWS) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Adversaries(LightningModule):
 
 
 class Spread(Plateau):
-    """For several workers: prepares data, measures, notes its epochs, and dies once where it is told to."""
+    """For several workers: prepares data, logs a metric, records its epochs, and fails once at step `fault_at`."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Spread(Plateau):
             file.write(f"{self.global_rank}\n")
 
     def setup(self, stage: str) -> None:
-        assert (self.folder / "prepared").exists(), "nobody goes on before the data are there"
+        assert (self.folder / "prepared").exists(), "setup must not run before prepare_data has ended"
 
     def on_train_epoch_start(self) -> None:
         self.calls.append(("start", self.current_epoch))
@@ -193,15 +193,15 @@ HOOKS = """
 
 
 class Watched(Net):
-    """Notes every hook with the epoch and the step at which it came."""
+    """Records every hook with its epoch and step."""
 
 
-def _noting(hook: str) -> Any:
-    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+def _recording(hook: str) -> Any:
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> None:
         self.calls.append((hook, self.current_epoch, self.global_step))
 
-    return noted
+    return recorded
 
 
 for _hook in HOOKS.split():
-    setattr(Watched, _hook, _noting(_hook))
+    setattr(Watched, _hook, _recording(_hook))

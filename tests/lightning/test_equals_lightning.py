@@ -1,4 +1,4 @@
-"""The same module, seed and data: raysgd ends with the weights that Lightning's own Trainer ends with."""
+"""With the same module, seed and data, raysgd ends with the same weights as Lightning's own Trainer."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_equal_weights_with_clipping(algorithm):
     assert all(torch.equal(value, ours[key]) for key, value in theirs.state_dict().items())
 
 
-def test_the_model_is_free_of_raysgd():
+def test_the_model_does_not_refer_to_raysgd():
     with TorchTrainer(training_operator_cls=TrainingOperator.from_ptl(modules.Net), config={}) as trainer:
         trainer.train(num_steps=1)
         model = trainer.get_model()
@@ -75,7 +75,7 @@ def test_the_model_is_free_of_raysgd():
         _ = model.trainer
 
 
-def test_hooks_come_in_lightnings_order():
+def test_hooks_run_in_lightnings_order():
     theirs = modules.Watched(batch_size=80)
     by_lightning(theirs)
 
@@ -87,7 +87,7 @@ def test_hooks_come_in_lightnings_order():
         ours = trainer.get_local_operator().module.calls
 
     def within_training(calls):
-        """Lightning validates inside of the epoch, a script after it: compare each by itself."""
+        """Return the calls without those of validations: Lightning validates inside the epoch, and a script after it."""
         return [call for call in calls if "validation" not in call[0]]
 
     def within_validation(calls):

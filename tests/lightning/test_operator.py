@@ -1,4 +1,4 @@
-"""What the operator reports, keeps and ends early; with one worker, in this process."""
+"""The Lightning operator's reports, state and epochs, with one worker in this process."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ def trainer_of(module_cls, config=None, **loaders):
 # -- the config, the data --------------------------------------------------------------------------------
 
 
-def test_config_becomes_arguments_of_the_same_name():
+def test_config_values_become_arguments_of_the_same_name():
     with trainer_of(Net, {"hidden": 5, "lr": 0.25, "something": "else"}) as trainer:
         assert trainer.get_model().net[0].out_features == 5
         assert trainer.get_model().hparams.lr == 0.25
 
 
-def test_a_module_may_take_the_whole_config():
+def test_a_module_can_take_the_complete_config():
     class Whole(Net):
         def __init__(self, config):
             super().__init__(hidden=config["width"])
@@ -35,7 +35,7 @@ def test_a_module_may_take_the_whole_config():
         assert trainer.get_model().net[0].out_features == 4
 
 
-def test_a_needed_argument_that_the_config_lacks():
+def test_a_missing_argument_is_named():
     class Needy(Net):
         def __init__(self, depth):
             super().__init__()
@@ -44,7 +44,7 @@ def test_a_needed_argument_that_the_config_lacks():
         trainer_of(Needy, {"lr": 1.0})
 
 
-def test_loaders_passed_go_before_the_modules_own():
+def test_passed_loaders_override_the_modules_own():
     train, val = DataLoader(rows(40, 2), batch_size=8), DataLoader(rows(9, 3), batch_size=8)
     with trainer_of(Net, train_dataloader=train, val_dataloader=[val]) as trainer:
         assert trainer.train()["num_samples"] == 40
@@ -54,7 +54,7 @@ def test_loaders_passed_go_before_the_modules_own():
 # -- what is reported --------------------------------------------------------------------------------------
 
 
-def test_figures_are_means_over_samples():
+def test_logged_values_are_means_over_samples():
     class Logs(Net):
         def training_step(self, batch, batch_idx):
             self.log("size", float(len(batch[0])), on_step=True, on_epoch=False)
@@ -146,14 +146,14 @@ class Epochs(Net):
 
 def test_minus_one_ends_the_epoch():
     with trainer_of(Epochs, {"batch_size": 80}) as trainer:
-        short, whole = trainer.train(), trainer.train()
+        short, full = trainer.train(), trainer.train()
         calls = trainer.get_local_operator().module.calls
     assert (short["batch_count"], short["num_samples"]) == (2, 160)
-    assert (whole["batch_count"], whole["num_samples"], whole["epoch"]) == (3, 203, 2)
+    assert (full["batch_count"], full["num_samples"], full["epoch"]) == (3, 203, 2)
     assert calls == [("start", 0), 0, 1, 2, ("end", 0), ("start", 1), 0, 1, 2, ("end", 1)]
 
 
-def test_epochs_are_told_once_whatever_the_number_of_steps():
+def test_epoch_hooks_run_once_for_any_number_of_steps():
     class Plain(Epochs):
         def on_train_batch_start(self, batch, batch_idx):
             self.calls.append(batch_idx)
@@ -165,10 +165,10 @@ def test_epochs_are_told_once_whatever_the_number_of_steps():
     assert calls == [("start", 0), 0, 1, 2, ("end", 0), ("start", 1), 0, 1, 2, ("end", 1)]
 
 
-def test_a_plateau_needs_its_figure_each_epoch():
+def test_a_plateau_scheduler_needs_its_value_in_each_epoch():
     with trainer_of(Plateau) as trainer:
         trainer.train()
-        with pytest.raises(ConfigError, match=r"ReduceLROnPlateau waits for 'val_loss'.*validate"):
+        with pytest.raises(ConfigError, match=r"ReduceLROnPlateau needs 'val_loss'.*validate"):
             trainer.train()
 
 
@@ -186,7 +186,7 @@ class Stateful(modules.Scheduled):
         self.calls.append(self.current_epoch)
 
 
-def test_saved_and_loaded_training_goes_on_as_if_uninterrupted(tmp_path):
+def test_training_continues_from_a_checkpoint_with_the_same_weights(tmp_path):
     with trainer_of(Stateful) as trainer:
         trainer.train(num_steps=17)
         trainer.save(tmp_path / "module.pt")
@@ -200,7 +200,7 @@ def test_saved_and_loaded_training_goes_on_as_if_uninterrupted(tmp_path):
     assert all(torch.equal(expected[key], actual[key]) for key in expected)
 
 
-# -- number formats, and the other package ----------------------------------------------------------------
+# -- precision, and the older package ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -221,7 +221,7 @@ def test_hooks_see_unscaled_gradients_in_every_precision(precision):
     assert half["train_loss"] != full["train_loss"]
 
 
-def test_the_package_under_its_old_name():
+def test_pytorch_lightning_is_supported():
     old = pytest.importorskip("pytorch_lightning", reason="needs pytorch_lightning beside lightning")
     own = {name: value for name, value in vars(Net).items() if name in ("loss", "training_step", "train_dataloader")}
 

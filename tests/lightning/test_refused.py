@@ -1,4 +1,4 @@
-"""What is not supported says its name, and what to do instead."""
+"""What is not supported raises an error that names it, and says what to do instead."""
 
 import pytest
 import torch
@@ -57,10 +57,10 @@ def plateau_without_monitor(self):
         ("training_step", lightning.LightningModule.training_step, "has no training_step"),
         ("training_step", lambda self, dataloader_iter: None, "dataloader_iter"),
         ("configure_optimizers", two_optimizers, "2 optimizers.*automatic_optimization = False"),
-        ("configure_optimizers", lambda self: None, "configure_optimizers gave None"),
+        ("configure_optimizers", lambda self: None, "configure_optimizers returned None"),
         ("configure_optimizers", plateau_by_step, "interval='step' is not supported"),
         ("configure_optimizers", plateau_without_monitor, "needs a monitor"),
-        ("configure_optimizers", lambda self: self.trainer.max_epochs, "trainer.max_epochs is not known"),
+        ("configure_optimizers", lambda self: self.trainer.max_epochs, "trainer.max_epochs does not exist"),
     ],
 )
 def test_refused_at_the_start(hook, function, message):

@@ -1,4 +1,4 @@
-"""With several workers: one result, whatever their number, and whatever becomes of them."""
+"""With several workers, the result does not depend on their number or on worker failures."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.lightning import modules
 
 pytestmark = pytest.mark.slow
 
-EPOCHS, ROWS = 3, 192  # twelve whole global batches of 16: every split of one has equal shares
+EPOCHS, ROWS = 3, 192  # twelve full global batches of 16, so that all ranks' parts are equal
 
 
 def trainer_of(name: str, workers: int, config: dict[str, Any], **options: Any) -> TorchTrainer:
@@ -51,8 +51,8 @@ def test_manual_optimization_averages_every_backward_pass(ray_cluster: None) -> 
         assert_all_equal(trainer, alone("Adversaries", {}))
 
 
-def test_two_workers_do_what_one_does(ray_cluster: None, tmp_path: Path) -> None:
-    """Also the plateau: its figure is the mean over all workers, though one may have no validation batch."""
+def test_two_workers_give_the_result_of_one(ray_cluster: None, tmp_path: Path) -> None:
+    """This includes the plateau scheduler: its value is the mean over all workers, even if one has no validation batch."""
     config = {"folder": str(tmp_path), "val_count": 5}
     with trainer_of("Spread", 2, config) as trainer:
         assert (tmp_path / "prepared").read_text() == "0\n"
@@ -66,7 +66,7 @@ def test_two_workers_do_what_one_does(ray_cluster: None, tmp_path: Path) -> None
 
 
 @pytest.mark.elastic
-def test_a_lost_worker_changes_neither_weights_nor_hooks(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_worker_failure_changes_neither_weights_nor_hooks(ray_cluster: None, tmp_path: Path) -> None:
     config = {"folder": str(tmp_path), "fault_at": 17}
     with trainer_of("Spread", 2, config, grow="epoch") as trainer:
         for epoch in range(EPOCHS):

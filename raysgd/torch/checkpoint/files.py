@@ -87,7 +87,7 @@ class SeenFile:
 
     @property
     def here(self) -> bool:
-        """Whether this process sees the file."""
+        """Return whether this process sees the file."""
         try:
             return SeenFile.of(Path(self.path)) == self
         except OSError:

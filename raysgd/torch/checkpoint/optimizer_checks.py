@@ -164,7 +164,7 @@ def _check_shapes(number: int, optimizer: Any, saved: Mapping[str, Any]) -> None
 
 
 def _is_shaped_like(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether it has the parameter's shape, or one that is reduced to one value along some dimensions."""
+    """Return whether the value has the parameter's shape, or one that is reduced to one value along some dimensions."""
     pairs = zip(value.shape, parameter.shape, strict=False)
     return value.numel() == 1 or (value.dim() == parameter.dim() and all(a in (1, b) for a, b in pairs))
 

@@ -52,7 +52,7 @@ PLAIN = Marker("a plain value")
 BYTES = Marker("bytes")
 TENSOR = Marker("a tensor")
 
-# The bytes of an element, by the storage class that torch names.
+# Bytes per element, by the name of torch's storage class.
 STORAGES = {
     **dict.fromkeys(("Untyped", "Byte", "Char", "Bool", "QUInt8", "QInt8", "QUInt4x2", "QUInt2x4"), 1),
     **dict.fromkeys(("Short", "Half", "BFloat16"), 2),
@@ -97,32 +97,28 @@ class Scanner:
     def follow(self, name: str, argument: Any) -> None:
         """Carry out one operation on the stack."""
         stack = self._stack
-        if name in PUSHED:
-            stack.append(argument)
-        elif name in CREATED:
-            stack.append(CREATED[name])
-        elif name in TUPLES:
-            values = [stack.pop() for _ in range(TUPLES[name])]
-            stack.append(items(values[::-1]))
-        elif name in ADDED:
-            for _ in range(ADDED[name]):
-                stack.pop()
-        else:
-            self._follow_rarer(name, argument)
-
-    def _follow_rarer(self, name: str, argument: Any) -> None:
-        stack = self._stack
         match name:
             case "PROTO" | "STOP":
                 pass
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINUNICODE":
+                stack.append(argument)
+            case _ if name in CREATED:
+                stack.append(CREATED[name])
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                stack.append(items([stack.pop() for _ in range(int(name[-1]))][::-1]))
+            case "TUPLE":
+                stack.append(items(self._to_mark()))
+            case "APPEND":
+                stack.pop()
+            case "SETITEM":
+                stack.pop()
+                stack.pop()
+            case "APPENDS" | "SETITEMS":
+                self._to_mark()
             case "BINPUT" | "LONG_BINPUT":
                 self._memo[argument] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(self._memo[argument])
-            case "TUPLE":
-                stack.append(items(self._to_mark()))
-            case "APPENDS" | "SETITEMS":
-                self._to_mark()
             case "GLOBAL":
                 module, _, attribute = argument.partition(" ")
                 stack.append(Global(f"{'builtins' if module == '__builtin__' else module}.{attribute}"))
@@ -198,17 +194,13 @@ class Scanner:
         return values
 
 
-# What the pickle operations put on the stack: their argument, a placeholder, or a tuple of so many values.
-PUSHED = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE"}
+# The placeholders for the values that these operations put on the stack.
 CREATED = {
     **dict.fromkeys(("NONE", "NEWTRUE", "NEWFALSE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "BINFLOAT"), PLAIN),
     "MARK": MARK,
     "EMPTY_TUPLE": Items((), 1, 1),
     "SHORT_BINSTRING": BYTES,
 }
-TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-# How many values they take from the stack and add to a container, which remains there.
-ADDED = {"APPEND": 1, "SETITEM": 2}
 
 
 def items(values: list[Any]) -> Items:

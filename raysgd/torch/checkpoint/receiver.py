@@ -6,11 +6,11 @@ the file if its size and digest are those that its worker sends. `streaming` is 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import hashlib
 import logging
 import os
-import queue
 import secrets
 import socket
 import threading
@@ -70,17 +70,16 @@ class Receiver:
         self._abandoned: BaseException | None = None
         with contextlib.ExitStack() as undo:  # Ctrl-C can come at any line, and nothing else would close this
             Draft(path).drop()  # raises now if no file can be created there
-            self._connections: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-            self._save = server.expect_checkpoint(self._connections.put)
-            undo.callback(self._refuse_connections)
+            self._save = server.expect_checkpoint(self._accept)
+            undo.callback(server.end_checkpoint, self._save)
             self.sink = StreamSink(server.address_for_workers(), self._save, stall_s)
-            self._thread = threading.Thread(target=self._serve, name="raysgd-save", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="raysgd-save", daemon=True)
             undo.callback(setattr, self, "_abandoned", CheckpointError("the save was interrupted when it began"))
             self._thread.start()
             undo.pop_all()
 
     def call_ended(self) -> None:
-        """The workers' call has succeeded: no worker connects any more."""
+        """Note that the workers' call has succeeded, so that no other worker will connect."""
         self._call_ended_at = time.monotonic()
 
     def close(self, error: BaseException) -> None:
@@ -88,40 +87,37 @@ class Receiver:
         self._abandoned = error
         self._thread.join(2 * CLOSE_S)
 
-    def _serve(self) -> None:
-        try:
-            while not self.done.done():
-                with contextlib.suppress(queue.Empty):
-                    self._start_writer(self._connections.get(timeout=TICK_S))
-                error = self._reason_to_end()
-                if error is not None:
-                    if self._writer is not None:
-                        self._writer.stop()  # first: its draft must be gone when the error is raised
-                    self._result.fail(error)
-        except BaseException as error:
-            self._result.fail(error)
-        finally:
-            self._refuse_connections()
-            if self._writer is not None:
-                self._writer.stop()
-                if self._writer.thread.is_alive():  # in a system call that does not return
-                    self._writer.unlink()
-
-    def _refuse_connections(self) -> None:
+    def _watch(self) -> None:
+        """In the receiver's thread: wait for the end of the save, or for a reason to end it."""
+        while not self.done.done():
+            concurrent.futures.wait([self.done], TICK_S)
+            error = self._reason_to_end()
+            if error is not None:
+                self._server.end_checkpoint(self._save)  # first, so that no other writer starts
+                if self._writer is not None:
+                    self._writer.stop()  # before the error is raised, so that its draft is deleted by then
+                self._result.fail(error)  # unless the writer is just giving the file its name
         self._server.end_checkpoint(self._save)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._connections.get_nowait().close()
+        if self._writer is not None:
+            self._writer.stop()
+            if self._writer.thread.is_alive():  # in a system call that does not return
+                self._writer.unlink()
 
-    def _start_writer(self, connection: socket.socket) -> None:
-        """Receive only from the newest worker: the engine asked it to send because the one before has failed."""
-        old, self._writer = self._writer, Writer(connection, self._path)
+    def _accept(self, connection: socket.socket) -> None:
+        """In the control thread: receive only from the newest worker. The engine asked it to send because the one before
+        has failed."""
+        writer = Writer(connection, self._path)
+        writer.thread = threading.Thread(target=self._receive, args=(writer,), name="raysgd-save", daemon=True)
+        try:
+            writer.thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            writer.close()
+            self._result.fail(error)
+            return
+        old, self._writer = self._writer, writer
         if old is not None:
+            old.replaced = True
             old.disconnect()
-        self._writer.thread = threading.Thread(
-            target=self._receive, args=(self._writer,), name="raysgd-save", daemon=True
-        )
-        self._writer.thread.start()
 
     def _receive(self, writer: Writer) -> None:
         """In the writer's thread: receive the checkpoint, and keep the draft if it is complete."""
@@ -129,10 +125,10 @@ class Receiver:
             writer.receive()
         except (ConnectionError, TimeoutError) as error:  # TimeoutError: its machine cannot be reached
             writer.drop()
-            writer.lost = error
+            writer.failure = error
         except BaseException as error:
             writer.drop()
-            if writer is self._writer:
+            if not writer.replaced:
                 self._result.fail(error)
         else:
             self._keep(writer)
@@ -158,9 +154,9 @@ class Receiver:
             return self._abandoned
         if writer is None:
             return CheckpointError("the workers' call has ended, but no worker has sent the checkpoint")
-        if writer.lost is not None:
-            error = CheckpointError(f"the worker that was sending the checkpoint failed ({writer.lost})")
-            error.__cause__ = writer.lost
+        if writer.failure is not None:
+            error = CheckpointError(f"the worker that was sending the checkpoint failed ({writer.failure})")
+            error.__cause__ = writer.failure
             return error
         if time.monotonic() - max(writer.moved_at, self._call_ended_at) > self._stall_s:
             return CheckpointError(
@@ -179,7 +175,8 @@ class Writer:
         self._connection, self._path = connection, path
         self._draft: Draft | None = None
         self.moved_at = time.monotonic()
-        self.lost: OSError | None = None
+        self.failure: OSError | None = None
+        self.replaced = False
 
     @property
     def draft(self) -> Draft:

@@ -18,8 +18,8 @@ from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.storage import locations
 from raysgd.torch import replica_calls
-from raysgd.torch.checkpoint import shard_files, states
-from raysgd.torch.checkpoint.files import SeenFile, UnseenError, is_archive, readable, verified, verified_file
+from raysgd.torch.checkpoint import shard_files
+from raysgd.torch.checkpoint.files import UnseenError, is_archive, readable, verified, verified_file
 from raysgd.torch.checkpoint.receiver import FailedOnWorkerError, Receiver
 from raysgd.torch.checkpoint.streaming import LocalSink
 from raysgd.workers.blob import Blob
@@ -192,30 +192,23 @@ class Checkpoints:
             )
 
     def restore(self, data: Any, *, trusted: bool) -> None:
-        states.parse(data, trusted=trusted)  # raises for damaged and foreign ones, before anything is sent to a worker
+        """Send a checkpoint to the workers, which check it and load it."""
         self._take(replica_calls.check, replica_calls.restore, {"data": Blob(data), "trusted": trusted})
 
     def _load_file(self, where: locations.Place, *, trusted: bool) -> bool:
-        """Return whether the file has a digest."""
+        """Let the workers read the file themselves, if they all see it. Return whether it has a digest."""
         if isinstance(where, Path):
             file, sealed = verified_file(where, trusted=trusted)
-            if is_archive(where) and self._load_in_workers(file, trusted=trusted):
-                return sealed
+            if is_archive(where):
+                try:
+                    self._take(replica_calls.check_file, replica_calls.restore_file, {"file": file, "trusted": trusted})
+                    return sealed
+                except UnseenError:
+                    logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
         data = locations.read(where)
         sealed = verified(data, trusted=trusted)
         self.restore(data, trusted=trusted)
         return sealed
-
-    def _load_in_workers(self, file: SeenFile, *, trusted: bool) -> bool:
-        """Let every worker read the file itself. Return False if one of them does not see it."""
-        outline = states.outline(file, trusted=trusted)
-        if outline is None or not file.here:
-            return False
-        try:
-            self._take(replica_calls.check_file, replica_calls.restore_file, {"file": file, "trusted": trusted})
-        except UnseenError:
-            return False
-        return True
 
     def _load_shards(self, folder: Any, *, trusted: bool) -> bool:
         """Return whether the folder has digests."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import logging
 import pickle
 import random
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
 import torch
 
 from raysgd.errors import CheckpointError
@@ -24,7 +24,6 @@ __all__ = [
     "dump",
     "dump_given",
     "gather",
-    "numpy_or_none",
     "outline",
     "parse",
     "random_state",
@@ -36,8 +35,6 @@ __all__ = [
     "shaped",
     "write",
 ]
-
-logger = logging.getLogger(__name__)
 
 FORMAT = "raysgd-torch"
 VERSION = 1
@@ -101,14 +98,13 @@ def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
     return shaped(state)
 
 
-def outline(file: SeenFile, *, trusted: bool) -> dict[str, Any] | None:
-    """Return a file's state with its tensors left in the file, or None if it cannot be read this way: then `parse` reads it,
-    or raises the reason."""
+def outline(file: SeenFile, *, trusted: bool) -> dict[str, Any]:
+    """Return a file's state with its tensors left in the file. Raise `UnseenError` if it cannot be read this way: then `parse`
+    reads it, or raises the reason."""
     try:
         state = torch.load(file.path, map_location="cpu", weights_only=not trusted, mmap=True)
     except Exception as error:
-        logger.debug("%s is not read by the workers: %s", file.path, error)
-        return None
+        raise UnseenError(f"{file.path} cannot be read here ({error})") from error
     return shaped(state)
 
 
@@ -172,36 +168,29 @@ def restore(operator: TrainingOperator, state: dict[str, Any]) -> None:
 def random_state() -> dict[str, Any]:
     """Return this process's random states as plain values and tensors."""
     version, internal, gauss = random.getstate()
-    state: dict[str, Any] = {"python": [version, list(internal), gauss], "torch": torch.get_rng_state()}
-    numpy = numpy_or_none()
-    if numpy is not None:
-        kind, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached]
+    numpy_state: Any = numpy.random.get_state()
+    kind, keys, position, has_gauss, cached = numpy_state
+    state: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def restore_random(state: dict[str, Any]) -> None:
-    numpy = numpy_or_none()
-    set_random(state, random, torch.default_generator, None if numpy is None else numpy.random)
+    set_random(state, random, torch.default_generator, numpy.random)
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def set_random(state: Mapping[str, Any], python: Any, torch_generator: Any, numpy_random: Any) -> None:
-    """Set the states of these generators, of which NumPy's may be None."""
+    """Set the states of these generators. A process without NumPy saved no state for it."""
     version, internal, gauss = state["python"]
     python.setstate((version, tuple(internal), gauss))
     torch_generator.set_state(state["torch"])
-    if numpy_random is not None and "numpy" in state:
+    if "numpy" in state:
         kind, keys, position, has_gauss, cached = state["numpy"]
         numpy_random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
-
-
-def numpy_or_none() -> Any:
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy

@@ -179,7 +179,7 @@ class Stream:
 
     @property
     def in_file(self) -> bool:
-        """Whether this worker writes the driver's file itself."""
+        """Return whether this worker writes the driver's file itself."""
         return self._file is not None
 
     def send(self, write: Callable[[Any], Any]) -> None:
@@ -200,12 +200,12 @@ class Stream:
         self._close()
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the driver that no checkpoint will come, and why."""
+        """Report the error to the driver, if it can be reached, and close the connection."""
         try:
             if not isinstance(error, Disconnected):
                 self._report(CheckpointFailed(f"{type(error).__name__}: {error}"[:LONGEST_ERROR]))
-        except Disconnected as lost:
-            logger.debug("could not tell the driver that a save failed: %s", lost)
+        except Disconnected as disconnected:
+            logger.debug("could not report to the driver that a save failed: %s", disconnected)
         finally:
             self._close()
 

@@ -1,4 +1,4 @@
-"""Scan a checkpoint's file before `torch.load` reads it, and refuse one that would need more memory than its size. Both.
+"""Scan a checkpoint's file before `torch.load` reads it, and refuse one that needs more memory than its size explains. Both.
 
 `torch.load` trusts a zip archive: it decompresses entries, and allocates as much memory as an entry claims. The entries
 of a checkpoint are stored uncompressed and do not overlap, so the sum of their sizes is less than the size of the file.
@@ -15,7 +15,7 @@ from raysgd.errors import CheckpointError
 from raysgd.storage.digest import SEAL_BYTES, ByteSource
 from raysgd.torch.checkpoint.pickle_scan import Claim, ForeignObjectError, damaged, looks_like_ours, scan
 
-__all__ = ["check_content", "needs_trust", "not_ours"]
+__all__ = ["check_content", "needs_trust"]
 
 END = struct.Struct("<4s4H2LH")
 END64_LOCATOR = struct.Struct("<4sLQL")
@@ -30,7 +30,7 @@ ENCRYPTED, SIZES_BEHIND, NAMES_IN_UTF8 = 1, 8, 1 << 11
 LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 
 
-class Entry(NamedTuple):
+class ArchiveEntry(NamedTuple):
     name: str
     header: int
     size: int
@@ -59,12 +59,6 @@ def needs_trust(found: str) -> CheckpointError:
     )
 
 
-def not_ours() -> CheckpointError:
-    return CheckpointError(
-        "not a checkpoint of raysgd: it contains no models and optimizers as TorchTrainer.save() writes them"
-    )
-
-
 def _check_archive(data: ByteSource, *, trusted: bool) -> None:
     entries = list(_entries(data))
     roots = {entry.name.partition("/")[0] for entry in entries}
@@ -86,7 +80,9 @@ def _check_archive(data: ByteSource, *, trusted: bool) -> None:
         if trusted:
             return
         if not looks_like_ours(index):
-            raise not_ours() from None
+            raise CheckpointError(
+                "not a checkpoint of raysgd: it contains no models and optimizers as TorchTrainer.save() writes them"
+            ) from None
         raise
 
 
@@ -101,7 +97,7 @@ def _claims_of(sizes: dict[str, int]) -> Claim:
     return claim
 
 
-def _entries(data: ByteSource) -> Iterator[Entry]:
+def _entries(data: ByteSource) -> Iterator[ArchiveEntry]:
     """Yield the archive's entries. Raise CheckpointError if they overlap or extend beyond the file."""
     count, begin, end = _directory(data)
     directory = data.read(begin, end - begin)
@@ -141,7 +137,7 @@ def _directory(data: ByteSource) -> tuple[int, int, int]:
     return count, begin, end
 
 
-def _entry(directory: bytes, place: int) -> tuple[Entry, int]:
+def _entry(directory: bytes, place: int) -> tuple[ArchiveEntry, int]:
     """Return the entry at this place of the directory, and the place of the next one."""
     fields = ENTRY.unpack_from(directory, place)
     mark, _, _, flags, method, _, _, _, stored, size, name_length, extra_length, comment_length, disk = fields[:14]
@@ -158,7 +154,7 @@ def _entry(directory: bytes, place: int) -> tuple[Entry, int]:
         raise damaged(f"{name[:60]!r} is {kind}, but torch.save() stores everything uncompressed")
     if ".." in name.split("/") or name.startswith("/") or "\\" in name or "\0" in name:
         raise damaged(f"it has an entry with the unsafe name {name[:60]!r}")
-    return Entry(name, header, size), next_at
+    return ArchiveEntry(name, header, size), next_at
 
 
 def _large(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
@@ -177,7 +173,7 @@ def _large(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
     return first, second, third
 
 
-def _begin(data: ByteSource, entry: Entry) -> int:
+def _begin(data: ByteSource, entry: ArchiveEntry) -> int:
     """Return where the entry's content begins."""
     mark, _, _, method, _, _, _, _, _, name_length, extra_length = HEADER.unpack(data.read(entry.header, HEADER.size))
     if mark != b"PK\3\4" or method:

@@ -1,4 +1,4 @@
-"""Batches of samples that lie in memory as tensors: gathered at once, not sample by sample. Equal to what is collated."""
+"""Read the batches of a `TensorDataset` with one index operation instead of sample by sample, with equal results. Worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Gathered", "can_gather", "gathering"]
 
 
 class Gathered(Dataset[Any]):
-    """A `TensorDataset` that hands out whole batches, for a loader that has nothing left to collate."""
+    """A `TensorDataset` that returns complete batches, for a loader that does not collate."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self._dataset = dataset
@@ -23,22 +23,25 @@ class Gathered(Dataset[Any]):
         return self._dataset[index]
 
     def __getitems__(self, indices: list[Any]) -> Any:
-        if set(map(type, indices)) != {int}:  # whatever else a sampler of the user's says
+        if set(map(type, indices)) != {int}:  # a user's sampler may yield indices of any type
             return default_collate([self._dataset[index] for index in indices])
         chosen = torch.tensor(indices)
         return [tensor[chosen] for tensor in self._dataset.tensors]
 
 
 def gathering(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What a loader of these samples has to have in place of its own to gather them; nothing, where it cannot."""
+    """Return the attributes that let a copy of this loader gather its batches, or an empty dictionary if it cannot."""
     if not can_gather(loader):
         return {}
-    return {"dataset": Gathered(loader.dataset), "collate_fn": _as_it_is}  # type: ignore[arg-type]
+    return {"dataset": Gathered(loader.dataset), "collate_fn": _unchanged}  # type: ignore[arg-type]
 
 
 def can_gather(loader: DataLoader[Any]) -> bool:
-    """Is a batch of it just these rows of plain tensors in main memory? (Loader processes cost more than they save here, but they are
-    what was asked for, and see the user's own data set.)"""
+    """Return whether the loader's batches are rows of plain tensors in main memory.
+
+    Loaders with processes are excluded: the processes cost more than they save here, but the user asked for them, and they
+    must see the user's own data set.
+    """
     dataset = loader.dataset
     return (
         type(loader) is DataLoader
@@ -46,11 +49,11 @@ def can_gather(loader: DataLoader[Any]) -> bool:
         and loader.collate_fn is default_collate
         and loader.batch_sampler is not None
         and loader.num_workers == 0
-        and all(map(_plain, dataset.tensors))
+        and all(map(_is_plain, dataset.tensors))
     )
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.is_cpu
@@ -61,5 +64,5 @@ def _plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

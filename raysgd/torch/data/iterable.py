@@ -1,4 +1,4 @@
-"""Iterable data sets over several ranks: each rank's stream, through the ways such data sets already know."""
+"""Divide an IterableDataset among ranks, through `torch.utils.data.get_worker_info()` or its own `shard` method. Worker."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ __all__ = ["RankShard", "sharded_live"]
 
 
 def sharded_live(loader: Iterable[Any], rank_info: RankInfo) -> Iterable[Any]:
-    """One rank's loader. A data set with `shard(rank, world_size)` is told; another one sees its rank through
-    `torch.utils.data.get_worker_info()`, as if every rank's loader processes were workers of one loader."""
+    """Return a loader of this rank's part of the stream.
+
+    If the data set has a method `shard(rank, world_size)`, call it. Any other IterableDataset divides itself by worker info,
+    in which the loader processes of all ranks look like those of one loader.
+    """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or rank_info.world_size == 1:
         return loader
@@ -32,7 +35,7 @@ def sharded_live(loader: Iterable[Any], rank_info: RankInfo) -> Iterable[Any]:
 
 
 class RankInit:
-    """The user's worker_init_fn, which shares out the stream in many scripts: it sees the workers of all ranks too."""
+    """Calls the user's `worker_init_fn`, which divides the stream in many scripts, with the worker info of all ranks."""
 
     def __init__(self, function: Callable[[int], None]) -> None:
         self._function = function
@@ -48,13 +51,13 @@ class RankInit:
 
 
 class RankShard(IterableDataset[Any]):
-    """The user's data set; while it is asked for an item, worker info counts the workers of all ranks."""
+    """Iterates over the user's data set. While that computes an item, worker info counts the loader processes of all ranks."""
 
     def __init__(self, dataset: IterableDataset[Any], rank: int, world_size: int) -> None:
         self._dataset, self._rank, self._world_size = dataset, rank, world_size
 
     def info(self, own: Any) -> Any:
-        """Worker info as if the loader processes of every rank were those of one loader."""
+        """Return worker info as if the loader processes of all ranks belonged to one loader."""
         workers = own.num_workers if own is not None else 1
         return worker_info(
             id=self._rank * workers + (own.id if own is not None else 0),

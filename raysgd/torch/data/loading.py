@@ -1,8 +1,8 @@
-"""Iterate data loaders, and find out when a process of one was killed. Worker.
+"""Iterate over data loaders, and find out when one of a loader's processes was killed. Worker.
 
-torch reports such a death by an exception from its handler of SIGCHLD, and so wherever the main thread happens to be:
-also between the updates of two parameters. Here that exception is let through only where a batch is waited for, and it
-becomes a `DataLoaderFailure`, from which training goes on with a new loader.
+torch reports such a death with an exception from its SIGCHLD handler, so it can be raised wherever the main thread is,
+even between the updates of two parameters. This module lets that exception through only while a loader is waiting for a
+batch, and raises a `DataLoaderFailure` for it. Training then continues with a new loader.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ HINTS = {
 
 
 class LoaderIterator:
-    """Owns one pass over a loader. Raise `DataLoaderFailure` when a process of the loader died, after ending the other
-    ones: the next pass begins with new processes. What the data set or the loader raises itself is left alone."""
+    """Owns one pass over a loader. If a process of the loader died, ends the other ones and raises `DataLoaderFailure`; the
+    next pass starts new processes. Errors of the data set or the loader itself are raised unchanged."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
-        self._live: Any = live_iterator(loader)  # whose processes persist from one pass to the next
+        self._live: Any = live_iterator(loader)  # its processes persist from one pass to the next
         self._live = self._guarded(lambda: iter(loader))
         _delay_reports()
 
@@ -67,21 +67,21 @@ class LoaderIterator:
                 if broken is None:
                     raise
                 cause = error
-        told = "; ".join(_described(process) for process in _dead(broken))
+        reason = "; ".join(_described(process) for process in _dead(broken))
         if live_iterator(self._loader) is broken:
             forget_iterator(self._loader)
         _end(broken)
-        raise DataLoaderFailure(told) from cause
+        raise DataLoaderFailure(reason) from cause
 
 
 def _dead(iterator: Any) -> list[Any]:
-    """The processes of an iterator that did not end by themselves."""
+    """Return the processes of an iterator that were killed or exited with an error."""
     return [process for process in processes_of(iterator) if process.exitcode not in (None, 0)]
 
 
 def _broken(error: Exception) -> Any:
-    """The torch iterator that an exception came through, if a process of it died. A process that is being killed closes
-    its connections, on which batches come, some milliseconds before it is dead."""
+    """Return the torch iterator in the exception's traceback of which a process died, or None. A process that is being
+    killed closes the connections for its batches some milliseconds before it is dead, so this waits for it."""
     for iterator in _iterators_in(error.__traceback__):
         until = time.monotonic() + DYING_S
         while processes_of(iterator):
@@ -102,8 +102,8 @@ def _described(process: Any) -> str:
 
 
 def _end(iterator: Any) -> None:
-    """Ends what is left of a broken iterator. Locks that the dead process held may never be free again, and torch's own
-    end of an iterator can wait for one of them, so it gets a thread of its own."""
+    """End the remaining processes of a broken iterator. The dead process may have held locks that nobody releases, and
+    torch's own cleanup can wait for one of them, so the cleanup runs in a thread."""
     for process in processes_of(iterator):
         process.kill()
     ender = threading.Thread(target=end_processes, args=(iterator,), name="raysgd-loader-end", daemon=True)
@@ -112,7 +112,7 @@ def _end(iterator: Any) -> None:
 
 
 def _iterators_in(trace: TracebackType | None) -> Iterator[Any]:
-    """The iterators of torch that an exception came through. Iterables of the user's can have loaders inside them."""
+    """Yield the torch iterators in a traceback. A user's iterable can have loaders inside it."""
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == torch_loader.__file__:
             yield trace.tb_frame.f_locals.get("self")
@@ -120,8 +120,8 @@ def _iterators_in(trace: TracebackType | None) -> Iterator[Any]:
 
 
 def _delay_reports() -> None:
-    """Wraps torch's handler of SIGCHLD, once it is there. A death that it may not report where the main thread is now
-    is found when the loader is asked for its next batch."""
+    """Wrap torch's SIGCHLD handler once it is installed. A death that it must not report where the main thread is now is
+    found when the loader is asked for its next batch."""
     handler: Any = signal.getsignal(signal.SIGCHLD)
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or not is_loaders_signal_handler(handler):
@@ -138,7 +138,7 @@ def _delay_reports() -> None:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Is a loader at work here that lost a process?"""
+    """Return whether a loader that has lost a process is running in this frame or in one of its callers."""
     while frame is not None:
         if frame.f_code.co_filename == torch_loader.__file__ and _dead(frame.f_locals.get("self")):
             return True

@@ -1,4 +1,4 @@
-"""How batches reach the device: from pinned memory, on a stream of their own, one batch ahead of the work."""
+"""Bring batches to the device. On CUDA, copy the next one from pinned memory on a stream of its own. Worker."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class DeviceCarrier(Carrier):
 
 
 class CudaCarrier(DeviceCarrier):
-    """Copies beside the running work. `streams` is torch.cuda, or a double of it.
+    """Copies the next batch while the device works on the current one. `streams` is `torch.cuda`, or a test's substitute.
 
-    Only tensors in plain containers go ahead; things of other types have a `.to` of their own, which is called when
-    the batch is needed, since what it allocates cannot be told to the stream that uses it.
+    Only tensors in plain containers are copied in advance. For objects of other types, their own `.to` is called when the
+    batch is needed, because the memory that it allocates cannot be registered with the stream that uses it.
     """
 
     ahead = True
@@ -52,7 +52,7 @@ class CudaCarrier(DeviceCarrier):
         working.wait_event(event)
 
         def claim(tensor: torch.Tensor) -> torch.Tensor:
-            tensor.record_stream(working)  # allocated on the other stream: not to be given out again before use here
+            tensor.record_stream(working)  # it was allocated on the other stream, which must not reuse its memory yet
             return tensor
 
         return super().arrived(_each_tensor(copied, claim))
@@ -64,7 +64,7 @@ def make_carrier(device: torch.device, *, channels_last: bool) -> Carrier:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy from pageable memory would wait for the device."""
+    """Return the tensor in pinned memory, because a copy from pageable memory would wait for the device."""
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
 
 
@@ -74,7 +74,7 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _each_tensor(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with its tensors changed, in plain containers at any depth; anything else stays as it is."""
+    """Return the batch with `change` applied to its tensors, at any depth of plain containers. Keep all other objects."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if type(batch) is dict:

@@ -50,15 +50,15 @@ def unit_size(loader: DataLoader[Any]) -> int:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` of every part of the loader that has it."""
+    """Call `set_epoch(epoch)` on every part of the loader that has it."""
     for part in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))):
-        teller = getattr(part, "set_epoch", None)
-        if callable(teller):
-            teller(epoch)
+        method = getattr(part, "set_epoch", None)
+        if callable(method):
+            method(epoch)
 
 
 def epoch_order(loader: DataLoader[Any]) -> Order:
-    """Return the order of the user's sampler for all ranks. A DistributedSampler is copied for a world of one rank.
+    """Return the order of the user's sampler for all ranks. A DistributedSampler is replaced by one for a single rank.
 
     A DataLoader draws a seed for its processes before it reads its sampler. This function does so, too, so that a plain
     loop from the same random state has the same order.
@@ -162,5 +162,7 @@ def evened(order: Order, world_size: int, offset: int) -> Order:
     if left == 0:
         return order
     tail = [index for batch in units[-left:] for index in batch]
-    pieces = [part for part in SamplingPlan(total=len(tail), step_size=len(tail), world_size=world_size).parts(0)]
-    return [*units[:-left], *([tail[p.start : p.stop] for p in pieces] if len(tail) >= world_size else units[-left:])]
+    if len(tail) < world_size:
+        return order
+    parts = SamplingPlan(total=len(tail), step_size=len(tail), world_size=world_size).parts(0)
+    return [*units[:-left], *(tail[part.start : part.stop] for part in parts)]

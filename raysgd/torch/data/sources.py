@@ -1,4 +1,4 @@
-"""Where a rank's batches come from, in an epoch that can be dealt anew to another world at any border."""
+"""Sources of one rank's batches. After a change of the group, the rest of an epoch is divided among the new ranks. Worker."""
 
 from __future__ import annotations
 
@@ -33,13 +33,39 @@ from raysgd.torch.foreign import end_processes, live_iterator
 from raysgd.training.feed import Drawn
 from raysgd.training.position import Position
 
-__all__ = ["LiveSource", "PlannedSource", "RowSource", "Source", "StreamSource", "close"]
+__all__ = ["BatchSource", "LiveSource", "PlannedSource", "RowSource", "StreamSource", "close"]
 
 
-class PlannedSource:
-    """A map-style loader. Every sample once per epoch, over any number of resizes.
+class BatchSource:
+    """What all sources have in common. By default the length of an epoch is not known, nothing happens when an epoch begins,
+    and the position is the only state."""
 
-    Owns the epoch's order; the offset is the caller's, since only committed batches count.
+    loader: Any
+    counts_samples = False
+
+    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
+        """Prepare a new epoch."""
+
+    def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+        """Return this rank's part of the rest of the epoch."""
+        raise NotImplementedError
+
+    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
+        """Return how many more batches the epoch has for every rank, or None if that is not known."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Return what another process needs, in addition to the position, to continue this epoch."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take the state of a source in another process."""
+
+
+class PlannedSource(BatchSource):
+    """A map-style loader. Every sample is used once per epoch, over any number of resizes.
+
+    Owns the epoch's order. The caller owns the offset, because only committed batches count.
     """
 
     def __init__(self, loader: DataLoader[Any], *, pad: bool, global_batch: int | None = None) -> None:
@@ -53,8 +79,8 @@ class PlannedSource:
         self._open: tuple[RankInfo, int, Iterator[Drawn]] | None = None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
-        """A new epoch: its order is rank 0's, from the user's own sampler. Every rank asks its own, so that their random
-        states stay in step and any of them can become rank 0."""
+        """Take the new epoch's order from rank 0's sampler. Every rank still draws an order from its own sampler, so that
+        their random states stay equal and any of them can become rank 0."""
         set_epoch(self.loader, epoch)
         order = epoch_order(self.loader)
         if shared and rank_info.world_size > 1 and not isinstance(order, range):
@@ -62,19 +88,19 @@ class PlannedSource:
         self.order = order
 
     def state(self) -> dict[str, Any]:
-        """What another process needs to deal the rest of this epoch, and the next ones, in the same order."""
+        """Return the order of this epoch, and the generators' states for the next ones."""
         order = None if isinstance(self.order, range) else self.order
         return {"order": order, "generators": [source.get_state() for source in random_sources(self.loader)]}
 
     def load(self, state: dict[str, Any]) -> None:
         order = state.get("order")
-        self.order = range(len(self.loader.sampler)) if order is None else order  # type: ignore[arg-type]
+        self.order = range(len(self.loader.sampler)) if order is None else order
         self._open = None
         for source, saved in zip(random_sources(self.loader), state.get("generators", ()), strict=False):
             source.set_state(saved)
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """This rank's part of the rest of the epoch; the running iterator where the last call stopped at `offset`."""
+        """Return this rank's part of the rest of the epoch: the last call's iterator, if that stopped at `offset`."""
         if self._open is not None and self._open[:2] == (rank_info, offset):
             return self._open[2]
         fresh = self._generate(rank_info, offset)
@@ -86,17 +112,16 @@ class PlannedSource:
             self.order = evened(self.order, rank_info.world_size, offset)
         self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset)
         try:
-            for (after, share), batch in zip(self._picker.steps(), LoaderIterator(self._twin), strict=True):
+            for (after, part), batch in zip(self._picker.steps(), LoaderIterator(self._twin), strict=True):
                 assert self._open is not None
                 self._open = (rank_info, after, self._open[2])
-                yield Drawn(batch, after, share.fresh)
+                yield Drawn(batch, after, part.fresh)
         except (Exception, DataLoaderFailure):
-            self._open = None  # a generator that raised has no more batches, and the epoch has
+            self._open = None  # a generator that raised has no more batches, but the epoch has
             raise
         self._open = None
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
-        """How many more batches the epoch has for every rank."""
         return self._plan(rank_info).steps_left(offset)
 
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
@@ -111,14 +136,13 @@ class PlannedSource:
         )
 
 
-class LiveSource:
+class LiveSource(BatchSource):
     """Anything that is iterated: an IterableDataset's loader, a list of batches, a generator, a user's own sharding.
 
-    Its position is its own live iterator's. When `together`, an epoch ends on all ranks with the shortest share. After a
-    `DataLoaderFailure` the stream is begun again as it was begun before, and the batches that it gave then are skipped.
+    Its live iterator has the position, which another process cannot take over. With `together`, the epoch ends on all ranks
+    when one of them has no more batches. After a `DataLoaderFailure`, the stream begins again from the same random states,
+    and the batches that it has returned before are skipped.
     """
-
-    counts_samples = False
 
     def __init__(self, loader: Iterable[Any], *, shard: bool, together: bool, keep: int = 1) -> None:
         self.loader, self._shard, self._together = loader, shard, together
@@ -135,10 +159,10 @@ class LiveSource:
         self._kept.clear()
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """What was drawn before a peer was lost, and not committed, has its turn again."""
+        """Yield first what was drawn before a worker failed, but was not committed."""
         if self._live is None:
             self._live = self._opened(rank_info)
-        vote = self._vote if self._together and rank_info.world_size > 1 else _mine
+        vote = self._vote if self._together and rank_info.world_size > 1 else bool
         again = [drawn for drawn in self._kept if drawn.offset > offset]
         while True:
             offset += 1
@@ -146,7 +170,7 @@ class LiveSource:
                 drawn = again.pop(0)
             else:
                 drawn = Drawn(self._next(), offset)
-                self._kept.append(drawn)  # before the vote, which a lost peer may break
+                self._kept.append(drawn)  # before the vote, which fails if a peer has failed
             if not vote(drawn.batch is not _END):
                 self._live = None
                 self._kept.clear()
@@ -154,7 +178,7 @@ class LiveSource:
             yield drawn
 
     def _opened(self, rank_info: RankInfo) -> Iterator[Any]:
-        """A new iterator; of an epoch that was begun before, behind the batches that it has given."""
+        """Return a new iterator. If the epoch has begun already, it continues after the batches that were returned."""
         sources = [torch.default_generator]
         if isinstance(self.loader, DataLoader):
             sources += random_sources(self.loader)
@@ -181,18 +205,8 @@ class LiveSource:
         self._given += 1
         return batch
 
-    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
-        """Return None: the length is not known."""
-
-    def state(self) -> dict[str, Any]:
-        """A live iterator's place cannot travel."""
-        return {}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Another process's place means nothing here: this rank's own stream goes on."""
-
     def _vote(self, mine: bool) -> bool:
-        """Do all ranks have another batch? Over gloo, so that a GPU never waits for the answer."""
+        """Return whether all ranks have another batch. The vote uses gloo, so that a GPU never waits for the answer."""
         if self._votes is None or self._votes[0] is not dist.group.WORLD:
             group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
             self._votes = (dist.group.WORLD, group)
@@ -201,26 +215,12 @@ class LiveSource:
         return bool(answer.item())
 
 
-class StreamSource:
-    """A `raysgd.data.Dataset` passed to one call: its stream is dealt by position, so it survives resizes too."""
-
-    counts_samples = False
+class StreamSource(BatchSource):
+    """A `raysgd.data.Dataset` that was passed to one call. Its stream is divided by position, so it survives resizes, too.
+    It has no epochs."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = self.loader = dataset
-
-    def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
-        """A stream has no epochs."""
-
-    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
-        """Return None: the length is not known."""
-
-    def state(self) -> dict[str, Any]:
-        """There is no state other than the position."""
-        return {}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Nothing to take."""
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         self._dataset.set_num_shards(rank_info.world_size)
@@ -231,17 +231,18 @@ class StreamSource:
 
 
 def _joined(items: tuple[Any, ...]) -> Any:
-    """Rows (1, ...) are concatenated, as v1 did; anything else becomes a batch the way a DataLoader does it."""
+    """Concatenate rows of shape (1, ...), as RaySGD did. Collate anything else as a DataLoader does."""
     if all(isinstance(item, torch.Tensor) and item.dim() > 0 and item.shape[0] == 1 for item in items):
         return torch.cat(items)
     return torch.utils.data.default_collate(list(items))
 
 
-class RowSource:
-    """A Ray Dataset: its rows are dealt by their place in its stream, which is read once for all ranks. `rows` reads
-    them; `own_call`: for that call only, else call after call.
+class RowSource(BatchSource):
+    """A Ray Dataset. Its rows are divided by their position in its stream, which is read once for all ranks.
 
-    Owns the number of the pass that is open, which names it for all ranks alike. The place in it is the position's.
+    Owns the number of the current pass, by which all ranks identify it. The position in the pass is in `position`. `rows`
+    reads the rows, `own_call` is whether the data set is for one call only, `step` is the number of rows of all ranks in a
+    step (None: `batch_size` on each rank), and `keep` is how many batches can be uncommitted.
     """
 
     counts_samples = True
@@ -265,9 +266,6 @@ class RowSource:
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         self._number = (self._number[0], epoch + 1)
 
-    def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
-        """Return None: the length is not known."""
-
     def state(self) -> dict[str, Any]:
         return {"number": self._number}
 
@@ -275,7 +273,6 @@ class RowSource:
         self._number = tuple(state.get("number", self._number))
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """This rank's part of the rest of the pass."""
         step = self._step or (self._data.batch_size or 1) * rank_info.world_size
         step = max(step, rank_info.world_size)
         place: dict[str, Any] = {"call": self._position.call, "number": self._number, "start": offset}
@@ -284,7 +281,7 @@ class RowSource:
 
 
 def _tensors(batch: Any) -> Any:
-    """Numbers with a point in torch's own default type, as models have them."""
+    """Return the columns as tensors; floating-point ones have torch's default type, as models have."""
     if isinstance(batch, dict):
         return {name: _tensors(column) for name, column in batch.items()}
     if isinstance(batch, tuple):
@@ -293,14 +290,9 @@ def _tensors(batch: Any) -> Any:
     return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
 
-Source = PlannedSource | LiveSource | StreamSource | RowSource
 _END = object()
 
 
-def _mine(answer: bool) -> bool:
-    return answer
-
-
-def close(source: Source | None) -> None:
-    """Ends loader processes that persist over epochs."""
+def close(source: BatchSource | None) -> None:
+    """End loader processes that persist from one epoch to the next."""
     end_processes(live_iterator(getattr(source, "_twin", None)))

@@ -1,4 +1,4 @@
-"""Where `self.log` of a LightningModule writes while raysgd trains it."""
+"""What `self.log` of a LightningModule does while raysgd trains the module. Worker."""
 
 from __future__ import annotations
 
@@ -13,55 +13,57 @@ from torch import nn
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 
-__all__ = ["Logbook"]
+__all__ = ["LoggedValues"]
 
 
-class Logbook:
-    """Keeps what was logged: in a batch, outside of batches, and metric objects, computed at the end.
+class LoggedValues:
+    """Owns what a module logs in one call of the trainer: values of the current batch, values outside of batches, and
+    metric objects, which are computed at the end.
 
-    The names in `log` are Lightning's. When and where a figure shows (`on_step`, `prog_bar`, `logger`) is not
-    the module's business here: everything is reported by the trainer's call, as a mean weighted by samples.
+    `log` has the parameters of Lightning's `self.log`. Those that say when and where a value is shown (`on_step`,
+    `prog_bar`, `logger`) have no effect: the trainer's call reports every value as a mean weighted by samples.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._paths = {id(part): path for path, part in module.named_modules() if _is_metric(part)}
-        self._parts = {path: part for path, part in module.named_modules() if id(part) in self._paths}
+        self._metrics = {path: part for path, part in module.named_modules() if id(part) in self._paths}
         self._batch: dict[str, Any] | None = None
         self._samples: int | None = None
         self._logged_metrics: dict[str, str] = {}
-        self.figures: dict[str, Any] = {}
-        self.rank = 0
+        self._outside_batches: dict[str, Any] = {}
+        self._rank = 0
 
-    def open(self, rank: int) -> None:
-        """A call of the trainer begins."""
-        self.rank, self.figures, self._batch = rank, {}, None
+    def begin_call(self, rank: int) -> None:
+        self._rank, self._outside_batches, self._batch = rank, {}, None
 
-    def open_batch(self) -> None:
+    def begin_batch(self) -> None:
         self._batch, self._samples = {}, None
 
-    def close_batch(self, measured: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch's figures: those `measured` by the loop, and those logged. A logged batch_size counts."""
-        figures = {**measured, **(self._batch or {})}
+    def end_batch(self, measured: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the batch's values: those that the loop `measured`, and those that were logged. A logged `batch_size`
+        replaces the number of samples."""
+        values = {**measured, **(self._batch or {})}
         if self._samples is not None:
-            figures[NUM_SAMPLES] = self._samples
+            values[NUM_SAMPLES] = self._samples
         self._batch = None
-        return figures
+        return values
 
-    def settle(self) -> dict[str, Any]:
-        """Computes and resets the logged metric objects; returns all but the batches' figures.
+    def computed(self) -> dict[str, Any]:
+        """Compute and reset the logged metric objects. Return their values, and those that were logged outside of batches.
 
-        Every rank calls it at the same places. One without a batch has logged nothing: names are agreed on.
+        Every rank must call this at the same points. A rank that had no batch has logged nothing, so the ranks exchange
+        the names first.
         """
-        if self._parts and dist.is_initialized() and dist.get_world_size() > 1:
-            told: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(told, self._logged_metrics)
-            self._logged_metrics = {name: path for each in reversed(told) for name, path in each.items()}
+        if self._metrics and dist.is_initialized() and dist.get_world_size() > 1:
+            by_rank: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(by_rank, self._logged_metrics)
+            self._logged_metrics = {name: path for each in reversed(by_rank) for name, path in each.items()}
         for name, path in sorted(self._logged_metrics.items()):
-            self.figures[name] = self._parts[path].compute()
+            self._outside_batches[name] = self._metrics[path].compute()
         for path in set(self._logged_metrics.values()):
-            self._parts[path].reset()
+            self._metrics[path].reset()
         self._logged_metrics = {}
-        return self.figures
+        return self._outside_batches
 
     def log(
         self,
@@ -80,50 +82,52 @@ class Logbook:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """What `self.log` is while a module is trained here."""
+        """Replace `self.log` of the module."""
         if reduce_fx not in ("mean", "avg", torch.mean):
             raise ConfigError(
-                f"self.log({name!r}, reduce_fx={reduce_fx!r}) is not supported: figures are averaged ('mean')"
+                f"self.log({name!r}, reduce_fx={reduce_fx!r}) is not supported: raysgd averages logged values, so use "
+                "reduce_fx='mean', or log a TorchMetrics object that reduces its values itself"
             )
-        if rank_zero_only and self.rank != 0:
+        if rank_zero_only and self._rank != 0:
             return
         if _is_metric(value):
             self._log_metric(name, value, metric_attribute)
             return
-        figure = _figure(name, value)
+        scalar = _scalar(name, value)
         if self._batch is None:
-            self.figures[name] = figure
+            self._outside_batches[name] = scalar
             return
-        self._batch[name] = figure
+        self._batch[name] = scalar
         if batch_size is not None:
             if self._samples not in (None, batch_size):
                 raise ConfigError(
-                    f"self.log({name!r}, batch_size={batch_size}): the same batch was logged with batch_size="
-                    f"{self._samples}, and a batch has one number of samples"
+                    f"self.log({name!r}, batch_size={batch_size}): an earlier call for this batch had batch_size="
+                    f"{self._samples}; pass the same batch_size in all calls for one batch"
                 )
             self._samples = batch_size
 
     def _log_metric(self, name: str, metric: Any, attribute: str | None) -> None:
         path = attribute or self._paths.get(id(metric), "")
-        if path not in self._parts:
+        if path not in self._metrics:
             raise ConfigError(
-                f"self.log({name!r}, {type(metric).__name__}) needs a metric that is an attribute of the "
-                "module since its __init__ or setup"
+                f"self.log({name!r}, {type(metric).__name__}): this metric is not an attribute of the module; assign it to "
+                "one in the module's __init__ or setup"
             )
         self._logged_metrics[name] = path
 
 
 def _is_metric(value: Any) -> bool:
-    """A TorchMetrics object, known by what is done with it: this library does not need the package."""
+    """Return whether this is a TorchMetrics object. It is recognized by its methods, because raysgd does not require the
+    package."""
     return isinstance(value, nn.Module) and all(
         callable(getattr(value, each, None)) for each in ("compute", "reset", "update")
     )
 
 
-def _figure(name: str, value: Any) -> Any:
+def _scalar(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().clone()
     if isinstance(value, Number):
         return value
     shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    raise ConfigError(f"self.log({name!r}, ...) takes a number, a tensor of one element or a metric, got {shown}")
+    raise ConfigError(f"self.log({name!r}, ...) takes a number, a tensor with one element or a metric; got {shown}")

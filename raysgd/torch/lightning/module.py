@@ -1,4 +1,4 @@
-"""Makes a LightningModule from its class and the config; says what of Lightning has no counterpart here."""
+"""Create a LightningModule from its class and the config, and refuse what raysgd does not support. Worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 PACKAGES = ("lightning", "pytorch_lightning")
-# A module that overrides these would be passed over in silence; the script decides what happens there.
+# raysgd does not call these hooks, so a module that overrides one of them would not do what its author expects.
 UNSUPPORTED = (
     "configure_callbacks",
     "configure_sharded_model",
@@ -43,38 +43,39 @@ UNSUPPORTED = (
 
 
 def lightning_base(module_cls: Any) -> type:
-    """The LightningModule that this class is made from: of `lightning`, or of `pytorch_lightning`."""
+    """Return the LightningModule class that this class inherits from: that of `lightning`, or of `pytorch_lightning`."""
     if not isinstance(module_cls, type):
         given = (
             f"an object of type {type(module_cls).__name__}" if isinstance(module_cls, nn.Module) else repr(module_cls)
         )
         raise ConfigError(
-            f"from_ptl takes a LightningModule class (not an object, each worker makes its own), got {given}"
+            f"from_ptl takes a LightningModule class, because each worker creates its own object; got {given}"
         )
     for each in module_cls.__mro__:
         if each.__name__ == "LightningModule" and each.__module__.split(".")[0] in PACKAGES:
             break
     else:
         raise ConfigError(
-            f"from_ptl takes a subclass of LightningModule, got {module_cls.__name__}. "
-            "The package is an extra: pip install 'raysgd[lightning]'"
+            f"from_ptl takes a subclass of LightningModule, got {module_cls.__name__}. To install Lightning: "
+            "pip install 'raysgd[lightning]'"
         )
     package = each.__module__.split(".")[0]
     version = str(getattr(sys.modules[package], "__version__", "2"))
     if int(version.split(".")[0]) < 2:
-        raise ConfigError(f"from_ptl needs {package} 2.1 or newer, got {version}")
+        raise ConfigError(f"from_ptl needs {package} 2.1 or newer, and {version} is installed: upgrade it")
     return each
 
 
 def optimizer_wrapper(base: type) -> Callable[[Any], Any]:
-    """LightningOptimizer, of the package that the module is from."""
+    """Return LightningOptimizer of the package that the module's class comes from."""
     root = base.__module__.rsplit(".core", 1)[0]
     wrapper: Callable[[Any], Any] = import_module(f"{root}.core.optimizer").LightningOptimizer
     return wrapper
 
 
 def construct(module_cls: type, config: Mapping[str, Any]) -> Any:
-    """A module. Its `__init__` gets the whole config as `config` if it takes that; else the keys it names."""
+    """Return a module. If its `__init__` has a parameter `config`, it gets the complete config, and otherwise the keys that are
+    its parameters."""
     parameters = list(inspect.signature(module_cls).parameters.values())
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     given = {"config": config} if "config" in names else {name: config[name] for name in names if name in config}
@@ -82,14 +83,14 @@ def construct(module_cls: type, config: Mapping[str, Any]) -> Any:
     missing = [name for name in needed if name not in given]
     if missing:
         raise ConfigError(
-            f"{module_cls.__name__}.__init__ needs {missing}, and the trainer's config has only "
-            f"{sorted(config)}: put them there, or take `config` as a parameter"
+            f"{module_cls.__name__}.__init__ needs {missing}, and the trainer's config has only {sorted(config)}: add them to the "
+            "config, or give __init__ a parameter `config`"
         )
     return module_cls(**given)
 
 
 def overrides(module: Any, base: type, hook: str) -> bool:
-    """Has the module a hook of its own?"""
+    """Return whether the module overrides this hook."""
     own = getattr(type(module), hook, None)
     return own is not None and own is not getattr(base, hook, None)
 
@@ -98,15 +99,17 @@ def refuse_unsupported(module: Any, base: type, settings: TorchSettings) -> None
     name = type(module).__name__
     for needed in ("training_step", "configure_optimizers"):
         if not overrides(module, base, needed):
-            raise ConfigError(f"{name} has no {needed}: there is nothing to train it with")
+            raise ConfigError(f"{name} has no {needed}, and raysgd cannot train it without one: define it")
     found = [hook for hook in UNSUPPORTED if overrides(module, base, hook)]
     if found:
         raise ConfigError(
-            f"{name} overrides {', '.join(found)}, which raysgd does not call: move that work to "
-            "on_train_epoch_end or on_validation_epoch_end, or into the script around trainer.train()"
+            f"{name} overrides {', '.join(found)}, which raysgd does not call: move that code to on_train_epoch_end or "
+            "on_validation_epoch_end, or to the script that calls trainer.train()"
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise ConfigError(f"{name}.training_step(dataloader_iter) is not supported: take (batch, batch_idx)")
+        raise ConfigError(
+            f"{name}.training_step(dataloader_iter) is not supported: define training_step(batch, batch_idx)"
+        )
     _refuse_options(settings, automatic=module.automatic_optimization)
 
 
@@ -118,37 +121,39 @@ def _refuse_options(settings: TorchSettings, *, automatic: bool) -> None:
         raise ConfigError("parallel='fsdp' is not supported with from_ptl: use 'ddp'")
     if options.accumulate > 1:
         raise ConfigError(
-            f"accumulate={options.accumulate} is not supported with from_ptl: use larger batches, or "
-            "accumulate in the module with automatic_optimization = False"
+            f"accumulate={options.accumulate} is not supported with from_ptl: use larger batches, or accumulate gradients in "
+            "the module with automatic_optimization = False"
         )
     if options.clip_norm is not None and options.clip_value is not None:
         raise ConfigError("clip_norm and clip_value together are not supported with from_ptl: pass one")
     for name in ("clip_norm", "clip_value", "comm_hook"):
         if not automatic and getattr(options, name) is not None:
             raise ConfigError(
-                f"{name} is not supported with automatic_optimization = False: leave it to the module's "
-                "training_step, with self.clip_gradients for instance"
+                f"{name} is not supported with automatic_optimization = False: do it in the module's training_step, for "
+                "example with self.clip_gradients"
             )
 
 
 def takes_index(step: Callable[..., Any]) -> bool:
-    """Is a step written as (batch, batch_idx), or as (batch) alone?"""
+    """Return whether a step takes (batch, batch_idx), and not only (batch)."""
     parameters = inspect.signature(step).parameters.values()
     places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     return len(places) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
 
 
 def one_loader(given: Any, name: str) -> Any:
-    """A loader from what a module gives or a user passes; several are not supported."""
+    """Return the loader from what a module returned or the user passed. Raise ConfigError for several loaders."""
     if hasattr(given, "prepare_data") and hasattr(given, "train_dataloader"):
         raise ConfigError(
-            f"{name} is a {type(given).__name__}: data modules are not supported. Pass its loaders, or "
-            "let the module's own prepare_data, setup and train_dataloader call it"
+            f"{name} is a {type(given).__name__}: data modules are not supported. Pass its loaders, or call it in the "
+            "module's own prepare_data, setup and train_dataloader"
         )
     several = list(given.values()) if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else None
     if several is None or not several or not all(hasattr(each, "dataset") for each in several):
         if isinstance(given, dict) or hasattr(given, "flattened"):
-            raise ConfigError(f"{name} gives several loaders ({type(given).__name__}), and raysgd takes one")
+            raise ConfigError(
+                f"{name} gives several loaders ({type(given).__name__}), and raysgd takes one: join the data sets"
+            )
         return given
     if len(several) > 1:
         raise ConfigError(f"{name} gives {len(several)} loaders, and raysgd takes one: join the data sets")

@@ -1,4 +1,4 @@
-"""A LightningModule as a training operator: its steps, its hooks and its optimizers in raysgd's loop."""
+"""A LightningModule as a training operator: raysgd's loop calls its steps, hooks and optimizers. Worker."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from raysgd.core.meters import AverageMeterCollection
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.torch.gradients import samples_in
 from raysgd.torch.lightning import module as modules
-from raysgd.torch.lightning.logging import Logbook
+from raysgd.torch.lightning.logging import LoggedValues
 from raysgd.torch.lightning.schedulers import Schedules, read_configuration
-from raysgd.torch.lightning.trainer_stub import StepServices, TrainerStandIn
+from raysgd.torch.lightning.trainer_stub import StepServices, TrainerStub
 from raysgd.torch.operator import TrainingOperator
 
 __all__ = ["LightningOperator", "operator_from_lightning"]
@@ -27,7 +27,7 @@ __all__ = ["LightningOperator", "operator_from_lightning"]
 def operator_from_lightning(
     module_cls: Any, train_dataloader: Any = None, val_dataloader: Any = None
 ) -> type[LightningOperator]:
-    """A `LightningOperator` subclass for this module class; without loaders, the module's own are used."""
+    """Return a `LightningOperator` subclass for this module class. Without loaders, the module's own are used."""
     modules.lightning_base(module_cls)
     loaders = {
         "train_dataloader": modules.one_loader(train_dataloader, "train_dataloader"),
@@ -45,7 +45,7 @@ class LightningOperator(TrainingOperator):
             on_train_batch_start, training_step, backward and step with their hooks, on_train_batch_end
         schedulers, on_train_epoch_end
 
-    Owns the module, what it logs and when its schedulers step. The trainer's `ddp_args` go before those here.
+    Owns the module, the values that it logs, and its schedulers. The trainer's `ddp_args` override those of this class.
     """
 
     module_cls: ClassVar[type]
@@ -56,10 +56,10 @@ class LightningOperator(TrainingOperator):
         self._base = modules.lightning_base(self.module_cls)
         self.module = module = modules.construct(self.module_cls, config)
         modules.refuse_unsupported(module, self._base, self._settings)
-        self._stand_in = module.trainer = TrainerStandIn(module, self._rank_info, self._settings.options)
+        self._stub = module.trainer = TrainerStub(module, self._rank_info, self._settings.options)
         self._epoch, self._batch_idx = -1, 0
-        self._open = False  # is there an epoch whose end has not been told?
-        self._greeted: int | None = None  # the epoch whose start this very process has told the module
+        self._open = False  # whether an epoch has begun for which on_train_epoch_end was not called
+        self._announced: int | None = None  # the epoch for which this process has called on_train_epoch_start
         self._started = False
         self._prepare_data()
         module.setup("fit")
@@ -71,16 +71,16 @@ class LightningOperator(TrainingOperator):
         self._schedules = Schedules(module, schedules, self.device)
         ddp_args = {**self.ddp_args, **self._settings.options.ddp_args}
         self.register(models=module, optimizers=optimizers, ddp_args=ddp_args)
-        # Not through `register`: a schedule knows when it steps, whatever the trainer's scheduler_step_freq.
+        # Not through `register`, because the module says when its schedulers step, and not scheduler_step_freq.
         self._parts.schedulers = [schedule.scheduler for schedule in schedules]
         self.register_data(
             train_loader=self._loader("train_dataloader"), validation_loader=self._loader("val_dataloader")
         )
-        self._equip(optimizers)
+        self._attach_stub(optimizers)
         module.on_fit_start()
 
     def _prepare_data(self) -> None:
-        """The first worker of each machine does it, the others wait."""
+        """Call the module's prepare_data on the first worker of each machine, while the others wait."""
         per_node = getattr(self.module, "prepare_data_per_node", True)
         if self.local_rank == 0 and (per_node or self.world_rank == 0):
             self.module.prepare_data()
@@ -93,25 +93,16 @@ class LightningOperator(TrainingOperator):
             given = modules.one_loader(getattr(self.module, name)(), f"{type(self.module).__name__}.{name}")
         return given
 
-    def _equip(self, optimizers: list[Any]) -> None:
+    def _attach_stub(self, optimizers: list[Any]) -> None:
         module, wrapped = self.module, self._parts.wrapped[0]
-        self._book = Logbook(module)
+        self._logged = LoggedValues(module)
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
         average = self._ddp is not None and not module.automatic_optimization
         services = StepServices(
             module, self._precision, optimizers, modules.optimizer_wrapper(self._base), average=average
         )
         self._services = services
-        self._stand_in.equip(services, optimizers, self._schedules.all)
-        self._has = {
-            hook: modules.overrides(module, self._base, hook)
-            for hook in (
-                "validation_step",
-                "on_before_batch_transfer",
-                "transfer_batch_to_device",
-                "on_after_batch_transfer",
-            )
-        }
+        self._stub.attach(services, optimizers, self._schedules.all)
         self._indexed = modules.takes_index(module.training_step), modules.takes_index(module.validation_step)
 
     def _configure_ddp(
@@ -136,7 +127,7 @@ class LightningOperator(TrainingOperator):
                 module.on_train_start()
             for batch in iterator:
                 self._enter_epoch(getattr(iterator, "epoch", epoch_idx + 1) - 1)
-                self._book.open_batch()
+                self._logged.begin_batch()
                 batch, batch_idx = self._transferred(batch), self._batch_idx
                 if module.on_train_batch_start(batch, batch_idx) == -1:
                     if not hasattr(iterator, "end_epoch"):
@@ -148,16 +139,16 @@ class LightningOperator(TrainingOperator):
                 )
                 self.global_step += 1
                 self._batch_idx += 1
-                self._stand_in.global_step = self.global_step
+                self._stub.global_step = self.global_step
                 self._schedules.step("step", self._batch_idx)
                 module.on_train_batch_end(self._outputs, batch, batch_idx)
-                self._count(iterator, self._book.close_batch(measured), meter)
+                self._count(iterator, self._logged.end_batch(measured), meter)
             if getattr(iterator, "between_epochs", True):
                 self._close_epoch()
             return self._report()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """One training step of the module and all that belongs to it; its loss is reported as train_loss."""
+        """Run one training step of the module with its hooks. Report its loss as train_loss."""
         self._outputs: dict[str, Any] = {}
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[0] else (batch,)
         if self.module.automatic_optimization:
@@ -167,7 +158,7 @@ class LightningOperator(TrainingOperator):
         return _measured("train_loss", self._outputs, batch)
 
     def _optimize(self, arguments: tuple[Any, ...]) -> None:
-        """Automatic optimization: the optimizer calls the closure, once or (L-BFGS) several times."""
+        """Step with automatic optimization: the optimizer calls the closure once, or several times (L-BFGS)."""
         module, optimizer = self.module, self._parts.optimizers[0]
         epoch, batch_idx = self._epoch, self._batch_idx
         ran = False
@@ -188,12 +179,12 @@ class LightningOperator(TrainingOperator):
         module.optimizer_step(epoch, batch_idx, self._services._lightning_optimizers[0], closure)
         if not ran:
             raise ConfigError(
-                f"{type(module).__name__}.optimizer_step did not call its closure: pass it on, "
-                "optimizer.step(closure=optimizer_closure), or call it"
+                f"{type(module).__name__}.optimizer_step did not call its closure: call "
+                "optimizer.step(closure=optimizer_closure), or optimizer_closure() itself"
             )
 
     def _loss(self, output: Any) -> Any:
-        """What to go back from; None leaves the batch out, which only a single worker may."""
+        """Return the loss for the backward pass, or None to skip the batch, which is possible with a single worker only."""
         if output is None and self._ddp is None:
             return None
         loss = output.get("loss") if isinstance(output, dict) else output
@@ -210,7 +201,7 @@ class LightningOperator(TrainingOperator):
                 return self.module.training_step(*arguments)
             if self.module.automatic_optimization:
                 return self._ddp(*arguments)
-            # Backward passes happen inside the step, where DDP cannot see their end: `StepServices` averages.
+            # The backward passes are inside the step, so DDP cannot know when they end: `StepServices` averages.
             with self._ddp.no_sync():
                 output = self._ddp(*arguments)
             self._ddp.require_forward_param_sync = True
@@ -219,57 +210,57 @@ class LightningOperator(TrainingOperator):
     # -- epochs ---------------------------------------------------------------------------------------
 
     def _enter_epoch(self, epoch: int) -> None:
-        """Before each batch: is it the first of an epoch, for everybody or for this process?"""
+        """Begin and end epochs before a batch. The batch can be the first one of its epoch, or the first one in this process."""
         if self._open and epoch != self._epoch:
             self._close_epoch()
         if not self._open:
             self._epoch, self._batch_idx, self._open = epoch, 0, True
-        self._stand_in.current_epoch = self._epoch
-        self._greet()
+        self._stub.current_epoch = self._epoch
+        self._announce_epoch()
 
-    def _greet(self) -> None:
-        if self._greeted != self._epoch:
-            self._greeted = self._epoch
+    def _announce_epoch(self) -> None:
+        if self._announced != self._epoch:
+            self._announced = self._epoch
             self.module.on_train_epoch_start()
 
     def _close_epoch(self) -> None:
         if not self._open:
             return
-        self._greet()
-        self._open, self._greeted = False, None
+        self._announce_epoch()
+        self._open, self._announced = False, None
         count = self._epoch + 1
         self._schedules.step("epoch", count)
         self.module.on_train_epoch_end()
-        self._schedules.await_monitors(count)
-        self._schedules.offer(self._report())
+        self._schedules.end_epoch(count)
+        self._schedules.step_plateaus(self._report())
 
     # -- validation -----------------------------------------------------------------------------------
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         module = self.module
-        if not self._has["validation_step"]:
+        if not modules.overrides(module, self._base, "validation_step"):
             raise ConfigError(f"validate() needs a validation_step in {type(module).__name__}")
         self._meter = meter = AverageMeterCollection()
         with self._attached("validating"), torch.no_grad(), _evaluating(module):
             module.on_validation_start()
             module.on_validation_epoch_start()
             for batch_idx, batch in enumerate(val_iterator):
-                self._book.open_batch()
+                self._logged.begin_batch()
                 batch = self._transferred(batch)
                 module.on_validation_batch_start(batch, batch_idx)
                 measured = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
                 module.on_validation_batch_end(self._outputs, batch, batch_idx)
-                self._count(val_iterator, self._book.close_batch(measured), meter)
+                self._count(val_iterator, self._logged.end_batch(measured), meter)
             if getattr(val_iterator, "stopped", False):
-                return dict(meter.summary())  # a peer is lost: it will all be done again
+                return dict(meter.summary())  # a worker has failed, and the validation will be repeated
             module.on_validation_epoch_end()
             report = self._report()
             module.on_validation_end()
-        self._schedules.offer(report)
+        self._schedules.step_plateaus(report)
         return report
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """One validation step; a loss that it returns is reported as val_loss."""
+        """Run one validation step of the module. Report a loss that it returns as val_loss."""
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[1] else (batch,)
         with self.timers.record("eval_fwd"), self.autocast():
             self._outputs = self.module.validation_step(*arguments)
@@ -279,34 +270,32 @@ class LightningOperator(TrainingOperator):
 
     @contextlib.contextmanager
     def _attached(self, phase: str) -> Iterator[None]:
-        """While a call runs, `self.log` writes here; between calls the module is as its class made it."""
-        stand_in = self._stand_in
-        stand_in.rank_info, stand_in.global_step = self._rank_info, self.global_step
-        self._book.open(self.world_rank)
+        """Replace `self.log` during a call. Between calls, the module is as its class made it."""
+        stub = self._stub
+        stub.rank_info, stub.global_step = self._rank_info, self.global_step
+        self._logged.begin_call(self.world_rank)
         inner: list[Any] = [each for each in self.module.modules() if isinstance(each, self._base)]
         for each in inner:
-            each.log = self._book.log
-        setattr(stand_in, phase, True)
+            each.log = self._logged.log
+        setattr(stub, phase, True)
         try:
             yield
         finally:
-            setattr(stand_in, phase, False)
+            setattr(stub, phase, False)
             for each in inner:
                 del each.log
 
     def _transferred(self, batch: Any) -> Any:
-        """The batch is on the device already; a module's own transfer hooks see it there."""
-        if self._has["on_before_batch_transfer"]:
-            batch = self.module.on_before_batch_transfer(batch, 0)
-        if self._has["transfer_batch_to_device"]:
-            batch = self.module.transfer_batch_to_device(batch, self.device, 0)
-        if self._has["on_after_batch_transfer"]:
-            batch = self.module.on_after_batch_transfer(batch, 0)
-        return batch
+        """Return the batch after the module's own transfer hooks, which get it when it is on the device already."""
+        module = self.module
+        batch = module.on_before_batch_transfer(batch, 0)
+        if modules.overrides(module, self._base, "transfer_batch_to_device"):
+            batch = module.transfer_batch_to_device(batch, self.device, 0)
+        return module.on_after_batch_transfer(batch, 0)
 
     def _report(self) -> dict[str, Any]:
-        report = {**self._meter.summary(), **self._book.settle()}
-        self._stand_in.callback_metrics.update(report)
+        report = {**self._meter.summary(), **self._logged.computed()}
+        self._stub.callback_metrics.update(report)
         return report
 
     # -- state ----------------------------------------------------------------------------------------
@@ -327,16 +316,16 @@ class LightningOperator(TrainingOperator):
             return
         _check_state(state_dict, schedules=len(self._schedules.all))
         if state_dict["epoch"] != self._epoch:
-            self._greeted = None  # another epoch: its start has not been told in this process
+            self._announced = None  # this process has not called on_train_epoch_start for that epoch
         self._epoch, self._batch_idx, self._open = (state_dict[name] for name in ("epoch", "batch_idx", "open"))
-        self._stand_in.current_epoch = max(self._epoch, 0)
+        self._stub.current_epoch = max(self._epoch, 0)
         for schedule, due in zip(self._schedules.all, state_dict["due"], strict=True):
             schedule.due = due
         self.module.on_load_checkpoint(state_dict["module"])
 
 
 def _check_state(state: Any, *, schedules: int) -> None:
-    """Raise CheckpointError unless this is what `state_dict` returns. What the module adds is for the module to check."""
+    """Raise CheckpointError unless `state_dict` can return this. The module checks what it has added itself."""
     kinds = {"epoch": int, "batch_idx": int, "open": bool, "due": list, "module": dict}
     if not isinstance(state, dict) or not all(type(state.get(name)) is kind for name, kind in kinds.items()):
         raise CheckpointError("the operator's state is not that of a LightningModule")
@@ -345,7 +334,7 @@ def _check_state(state: Any, *, schedules: int) -> None:
 
 
 class _TrainingStep(nn.Module):
-    """What DDP wraps: it averages the gradients of its forward, so the training step is the forward."""
+    """The module that DDP wraps. Its forward is the training step, because DDP averages the gradients of what its forward did."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -357,7 +346,7 @@ class _TrainingStep(nn.Module):
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode; afterwards every part is in the mode it was in, so that frozen parts stay so."""
+    """Set eval mode, and restore the mode of each submodule afterwards, so that frozen ones stay in eval mode."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -368,7 +357,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _outputs(output: Any) -> dict[str, Any]:
-    """A step's answer as the dictionary that batch hooks get, without the graph."""
+    """Return a step's result as the dictionary that batch hooks get, without the autograd graph."""
     if output is None:
         return {}
     if isinstance(output, torch.Tensor):
@@ -379,7 +368,7 @@ def _outputs(output: Any) -> dict[str, Any]:
 
 
 def _measured(name: str, outputs: dict[str, Any], batch: Any) -> dict[str, Any]:
-    """What a batch reports if the module logs nothing."""
+    """Return what is reported for a batch if the module logs nothing."""
     measured: dict[str, Any] = {NUM_SAMPLES: samples_in(batch)}
     loss = outputs.get("loss")
     if isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1):

@@ -1,4 +1,4 @@
-"""What a module's `configure_optimizers` may answer, brought into one shape."""
+"""Read what a module's `configure_optimizers` returns, and step its learning-rate schedulers. Worker."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "redu
 
 @dataclass
 class Schedule:
-    """A learning-rate scheduler, and when it steps: each `frequency` epochs or batches.
+    """A learning-rate scheduler, which steps every `frequency` epochs or batches.
 
-    A `plateau` steps when its monitor is known; `due` marks one that waits for it since an epoch ended.
+    A `plateau` scheduler steps when the value that it monitors has been reported. `due` is whether it must still step for
+    the last epoch.
     """
 
     scheduler: Any
@@ -33,12 +34,12 @@ class Schedule:
     plateau: bool = False
     due: bool = False
 
-    def falls_on(self, interval: str, count: int) -> bool:
+    def steps_after(self, interval: str, count: int) -> bool:
         return self.interval == interval and count % self.frequency == 0
 
 
 class Schedules:
-    """Steps a module's schedulers at their times. In manual optimization the module does that itself."""
+    """Steps a module's schedulers. With manual optimization, the module steps them itself."""
 
     def __init__(self, module: Any, schedules: list[Schedule], device: torch.device) -> None:
         self.all, self._module, self._device = schedules, module, device
@@ -47,28 +48,28 @@ class Schedules:
         self._plateaus = [each for each in schedules if each.plateau] if automatic else []
 
     def step(self, interval: str, count: int) -> None:
-        """After the `count`-th batch of an epoch, or the `count`-th epoch."""
+        """Step the schedulers that are due after batch number `count` of an epoch, or after epoch number `count`."""
         for schedule in self._regular:
-            if schedule.falls_on(interval, count):
+            if schedule.steps_after(interval, count):
                 self._module.lr_scheduler_step(schedule.scheduler, None)
 
-    def await_monitors(self, epochs: int) -> None:
-        """An epoch is over: those that follow a figure step as soon as a report has it."""
+    def end_epoch(self, epochs: int) -> None:
+        """Mark the plateau schedulers that are due. They step as soon as a report contains the value that they monitor."""
         for schedule in self._plateaus:
             if schedule.due and schedule.strict:
                 raise ConfigError(
-                    f"{type(schedule.scheduler).__name__} waits for {schedule.monitor!r} since the last "
-                    "epoch: log it in training_step, or in validation_step and call validate() after train()"
+                    f"{type(schedule.scheduler).__name__} needs {schedule.monitor!r}, which was not reported for the last epoch: "
+                    "log it in training_step, or log it in validation_step and call validate() after each train()"
                 )
-            schedule.due = schedule.falls_on("epoch", epochs)
+            schedule.due = schedule.steps_after("epoch", epochs)
 
-    def offer(self, report: Mapping[str, Any]) -> None:
-        """Steps those that wait for a figure that is in this report on any rank; on all by the same mean."""
+    def step_plateaus(self, report: Mapping[str, Any]) -> None:
+        """Step the due plateau schedulers whose value is in the report of any rank, on all ranks with the same mean."""
         if not self._plateaus:
             return
         weight = float(report[NUM_SAMPLES])
-        known = [report.get(each.monitor or "") for each in self._plateaus]
-        sums = [[0.0, 0.0] if figure is None else [float(figure) * weight, weight] for figure in known]
+        values = [report.get(each.monitor or "") for each in self._plateaus]
+        sums = [[0.0, 0.0] if value is None else [float(value) * weight, weight] for value in values]
         table = torch.tensor(sums, dtype=torch.float64, device=self._device)
         if dist.is_initialized():
             dist.all_reduce(table)
@@ -79,11 +80,12 @@ class Schedules:
 
 
 def read_configuration(configured: Any, *, automatic: bool) -> tuple[list[Any], list[Schedule]]:
-    """Optimizers and schedules, from one optimizer, several, (optimizers, schedulers), or dictionaries."""
+    """Return the optimizers and schedules. `configured` is an optimizer, a list of them, (optimizers, schedulers), or one or
+    more dictionaries."""
     if _is_optimizer(configured) or isinstance(configured, Mapping):
         configured = [configured]
     if not isinstance(configured, (list, tuple)) or not configured:
-        raise _unknown(configured)
+        raise _invalid(configured)
     optimizers: list[Any]
     schedulers: list[Any]
     if all(isinstance(each, Mapping) for each in configured):
@@ -93,12 +95,11 @@ def read_configuration(configured: Any, *, automatic: bool) -> tuple[list[Any], 
     else:
         optimizers, schedulers = list(configured), []
     if not optimizers or not all(_is_optimizer(each) for each in optimizers):
-        raise _unknown(configured)
+        raise _invalid(configured)
     if automatic and len(optimizers) > 1:
         raise ConfigError(
-            f"configure_optimizers gives {len(optimizers)} optimizers, and automatic optimization "
-            "steps only one: set self.automatic_optimization = False in the module's __init__, and step them "
-            "in training_step"
+            f"configure_optimizers returned {len(optimizers)} optimizers, and automatic optimization steps only one: set "
+            "self.automatic_optimization = False in the module's __init__, and step them in training_step"
         )
     return optimizers, [_schedule(each, automatic=automatic) for each in schedulers]
 
@@ -114,11 +115,11 @@ def _listed(value: Any) -> list[Any]:
 def _from_mappings(given: list[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
     optimizers, schedulers = [], []
     for each in given:
-        foreign = sorted(each.keys() - {"optimizer", "lr_scheduler", "monitor"})
-        if foreign or "optimizer" not in each:
+        unknown = sorted(each.keys() - {"optimizer", "lr_scheduler", "monitor"})
+        if unknown or "optimizer" not in each:
             raise ConfigError(
-                "a dictionary from configure_optimizers has the key 'optimizer', and may have 'lr_scheduler' "
-                f"and 'monitor'; got {sorted(each)}"
+                "a dictionary from configure_optimizers must have the key 'optimizer', and can have 'lr_scheduler' and "
+                f"'monitor'; got {sorted(each)}"
             )
         optimizers.append(each["optimizer"])
         scheduler = each.get("lr_scheduler")
@@ -130,20 +131,21 @@ def _from_mappings(given: list[Mapping[str, Any]]) -> tuple[list[Any], list[Any]
 
 def _schedule(given: Any, *, automatic: bool) -> Schedule:
     options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-    foreign = sorted(options.keys() - set(KEYS))
-    if foreign or "scheduler" not in options:
+    unknown = sorted(options.keys() - set(KEYS))
+    if unknown or "scheduler" not in options:
         raise ConfigError(
-            f"an lr_scheduler dictionary has the key 'scheduler' and of {KEYS[1:]} any; got {sorted(options)}"
+            f"an lr_scheduler dictionary must have the key 'scheduler', and can have {', '.join(KEYS[1:])}; got "
+            f"{sorted(options)}"
         )
     options.pop("name", None)
     plateau = options.pop("reduce_on_plateau", isinstance(options["scheduler"], ReduceLROnPlateau))
     schedule = Schedule(**options, plateau=bool(plateau))
     if not hasattr(schedule.scheduler, "state_dict") or not hasattr(schedule.scheduler, "step"):
-        raise ConfigError(f"a learning-rate scheduler has step() and state_dict(), got {schedule.scheduler!r}")
+        raise ConfigError(f"a learning-rate scheduler must have step() and state_dict(), got {schedule.scheduler!r}")
     if schedule.interval not in ("epoch", "step"):
-        raise ConfigError(f"an lr_scheduler's interval is 'epoch' or 'step', got {schedule.interval!r}")
+        raise ConfigError(f"an lr_scheduler's interval must be 'epoch' or 'step', got {schedule.interval!r}")
     if not isinstance(schedule.frequency, int) or schedule.frequency < 1:
-        raise ConfigError(f"an lr_scheduler's frequency is a whole number above 0, got {schedule.frequency!r}")
+        raise ConfigError(f"an lr_scheduler's frequency must be an integer of at least 1, got {schedule.frequency!r}")
     if schedule.plateau and automatic:
         _check_plateau(schedule)
     return schedule
@@ -157,13 +159,13 @@ def _check_plateau(schedule: Schedule) -> None:
         )
     if schedule.interval == "step":
         raise ConfigError(
-            f"{name} with interval='step' is not supported: a monitored figure is that of an epoch "
-            "or a validation. Use interval='epoch', or automatic_optimization = False and step it yourself"
+            f"{name} with interval='step' is not supported, because the value that it monitors belongs to an epoch or a "
+            "validation: use interval='epoch', or set automatic_optimization = False and step it yourself"
         )
 
 
-def _unknown(configured: Any) -> ConfigError:
+def _invalid(configured: Any) -> ConfigError:
     return ConfigError(
-        f"configure_optimizers gave {configured!r}. It may give an optimizer, a list of them, "
-        "([optimizers], [schedulers]), or dictionaries {'optimizer': ..., 'lr_scheduler': ...}"
+        f"configure_optimizers returned {configured!r}. It can return an optimizer, a list of them, ([optimizers], "
+        "[schedulers]), or dictionaries {'optimizer': ..., 'lr_scheduler': ...}"
     )

@@ -1,4 +1,4 @@
-"""What a LightningModule finds behind `self.trainer`: a small, honest stand-in for Lightning's Trainer."""
+"""What a LightningModule has as `self.trainer`: a substitute for Lightning's Trainer with the attributes that it needs. Worker."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from raysgd.torch.lightning.schedulers import Schedule
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.precision import Precision
 
-__all__ = ["StepServices", "TrainerStandIn"]
+__all__ = ["StepServices", "TrainerStub"]
 
 
 class StepServices:
-    """The backward pass and the optimizer's step, with the module's hooks around them.
+    """Runs the backward pass and the optimizer's step, with the module's hooks around them.
 
-    Serves Lightning's `manual_backward`, `optimizers`, `clip_gradients` and `all_gather`, and so is named.
+    Lightning's `manual_backward`, `optimizers`, `clip_gradients` and `all_gather` call it as the trainer's `strategy`, so its
+    methods have the names of Lightning's Strategy.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class StepServices:
         module.on_after_backward()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """The closure makes the gradients, if they are not there yet; the hooks see them unscaled."""
+        """Step the optimizer. Its closure computes the gradients if the module has not done that. Hooks get them unscaled."""
         module = self.lightning_module
 
         def closed() -> Any:
@@ -85,23 +86,23 @@ class StepServices:
         if not dist.is_initialized():
             return tensor
         if sync_grads:
-            raise ConfigError("self.all_gather(sync_grads=True) is not supported: gather without gradients")
+            raise ConfigError("self.all_gather(sync_grads=True) is not supported: pass sync_grads=False")
         gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, tensor.contiguous(), group=group)
         return torch.stack(gathered) if len(gathered) > 1 else tensor
 
 
-class TrainerStandIn:
-    """Says where training stands, and what LightningModule's methods ask for. Anything else raises by name.
+class TrainerStub:
+    """Has the counters of training, and what LightningModule's methods read. Any other attribute raises an error that names it.
 
-    Owns nothing of training: the operator writes the numbers in here.
+    It owns no state of training: the operator updates its counters.
     """
 
     training = validating = False
     testing = predicting = sanity_checking = barebones = False
     accumulate_grad_batches = 1
     logger = progress_bar_callback = datamodule = None
-    _results = None  # what self.log asks for first; outside of a call there is none, and it says so
+    _results = None  # Lightning's self.log reads it first, and raises its own error outside of a call
 
     def __init__(self, module: Any, rank_info: RankInfo, options: TrainingOptions) -> None:
         self.lightning_module = self.model = module
@@ -116,7 +117,7 @@ class TrainerStandIn:
         self.lr_scheduler_configs: list[Schedule] = []
         self.callback_metrics: dict[str, Any] = {}
 
-    def equip(self, services: StepServices, optimizers: list[Any], schedules: list[Schedule]) -> None:
+    def attach(self, services: StepServices, optimizers: list[Any], schedules: list[Schedule]) -> None:
         self.strategy = self.precision_plugin = services
         self.optimizers, self.lr_scheduler_configs = optimizers, schedules
 
@@ -147,42 +148,41 @@ class TrainerStandIn:
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         raise ConfigError(
-            "self.trainer.should_stop is not supported: raysgd trains one epoch for each trainer.train(), "
-            "so log what decides, and stop calling it"
+            "self.trainer.should_stop is not supported: raysgd trains one epoch for each trainer.train(). Log the value that "
+            "decides, and let the script stop calling trainer.train()"
         )
 
     def __getattr__(self, name: str) -> Any:
         known = sorted(each for each in {*vars(self), *dir(type(self))} if not each.startswith("_"))
         raise AttributeError(
-            f"self.trainer.{name} is not known here: raysgd trains this module, not Lightning's Trainer, "
-            "and how many epochs come is up to the script. Pass what you need in the config. "
-            f"Known are {', '.join(known)}"
+            f"self.trainer.{name} does not exist: raysgd trains this module, without Lightning's Trainer, and the script decides "
+            f"how many epochs it trains. Pass what you need in the config. Available are {', '.join(known)}"
         )
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """The mean over all ranks, in one message per kind of number; a gradient that no rank has stays None.
+    """Average the gradients over all ranks, with one all-reduce per device and dtype. A gradient that no rank has stays None.
 
-    Averaging again what was averaged changes nothing, so it may follow every backward pass.
+    Averaging gradients twice changes nothing, so this can be called after every backward pass.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    kinds: dict[Any, list[nn.Parameter]] = {}
+    groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    for (device, dtype), alike in kinds.items():
-        _average_alike(alike, torch.tensor([each.grad is not None for each in alike], device=device, dtype=dtype))
+        groups.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for (device, dtype), group in groups.items():
+        _average_group(group, torch.tensor([each.grad is not None for each in group], device=device, dtype=dtype))
 
 
 @torch.no_grad()
-def _average_alike(parameters: list[nn.Parameter], exist: torch.Tensor) -> None:
-    pieces = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
-    message = torch.cat([exist, *pieces])
-    dist.all_reduce(message)
-    mean = message[len(parameters) :] / dist.get_world_size()
-    pieces = list(torch.split(mean, [each.numel() for each in parameters]))
-    for parameter, known, piece in zip(parameters, message[: len(parameters)].tolist(), pieces, strict=True):
+def _average_group(parameters: list[nn.Parameter], has_gradient: torch.Tensor) -> None:
+    flat = [torch.zeros_like(each).flatten() if each.grad is None else each.grad.flatten() for each in parameters]
+    buffer = torch.cat([has_gradient, *flat])
+    dist.all_reduce(buffer)
+    mean = buffer[len(parameters) :] / dist.get_world_size()
+    flat = list(torch.split(mean, [each.numel() for each in parameters]))
+    for parameter, any_rank_has, gradient in zip(parameters, buffer[: len(parameters)].tolist(), flat, strict=True):
         if parameter.grad is not None:
-            parameter.grad.copy_(piece.view_as(parameter))
-        elif known:
-            parameter.grad = piece.view_as(parameter).clone()
+            parameter.grad.copy_(gradient.view_as(parameter))
+        elif any_rank_has:
+            parameter.grad = gradient.view_as(parameter).clone()
