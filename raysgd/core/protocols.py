@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from raysgd.core.progress import Control, Progress
 from raysgd.core.ranks import RankInfo
 
-__all__ = ["Backend", "Call", "Replica", "ReplicaFactory"]
+__all__ = ["Call", "ProcessGroupBackend", "Replica", "ReplicaFactory"]
 
 
-class Backend(Protocol):
+class ProcessGroupBackend(Protocol):
     """Connects the ranks of a generation. The object on the driver plans; its pickled copies join and leave.
 
     in_place: whether a process can leave one generation and join the next. (TensorFlow's cannot.)

@@ -27,7 +27,7 @@ from raysgd.core.messages import FunctionReport
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.core.progress import Progress, most_advanced
-from raysgd.core.protocols import Backend, Call
+from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import CTRL_C_S, FanOut, Job, RunningCall
 from raysgd.engine.call_lock import CallLock, Claim
@@ -40,7 +40,7 @@ from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError
-from raysgd.workers.worker_group import WorkerGroup
+from raysgd.workers.worker_group import WorkerGroupProtocol
 
 __all__ = ["Engine", "Job", "PartialResults"]
 
@@ -58,8 +58,8 @@ class Engine:
 
     def __init__(
         self,
-        group: WorkerGroup,
-        backend: Backend,
+        group: WorkerGroupProtocol,
+        backend: ProcessGroupBackend,
         factory: Any,
         *,
         hook: Callable[[], Any] | None = None,
@@ -398,7 +398,7 @@ class Engine:
         raise out_of_step_error(seen.detail, at)
 
 
-def _packed(group: WorkerGroup, *values: Any) -> list[Any]:
+def _packed(group: WorkerGroupProtocol, *values: Any) -> list[Any]:
     """Return what the user gave, ready for the workers. Stop the group if that cannot be pickled: nothing else would."""
     try:
         return [group.pack(value) for value in values]

@@ -11,7 +11,7 @@ from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import OutOfStepError, RemoteTraceback, ResourceError, TrainingFailedError, WorkerStartError
-from raysgd.workers.worker_group import WorkerGroup
+from raysgd.workers.worker_group import WorkerGroupProtocol
 
 __all__ = [
     "failed_error",
@@ -56,7 +56,7 @@ def unfinished_error(stories: Sequence[str]) -> WorkerStartError:
     return WorkerStartError("\n".join([*stories, advice]))
 
 
-def no_room_error(group: WorkerGroup, missing: int, target: int, limit_s: float) -> ResourceError:
+def no_room_error(group: WorkerGroupProtocol, missing: int, target: int, limit_s: float) -> ResourceError:
     """Return the error about workers for which the cluster had no room in time."""
     return ResourceError(
         f"the cluster had no room for {missing} of {target} workers within {limit_s:g} s: they need "
@@ -66,7 +66,7 @@ def no_room_error(group: WorkerGroup, missing: int, target: int, limit_s: float)
     )
 
 
-def warn_no_room(group: WorkerGroup, missing: int, waited_s: float, limit_s: float) -> bool:
+def warn_no_room(group: WorkerGroupProtocol, missing: int, waited_s: float, limit_s: float) -> bool:
     """Log what workers wait for, unless the wait has only begun. Return whether it was logged."""
     if waited_s < QUIET_S:
         return False

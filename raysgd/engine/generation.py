@@ -15,7 +15,7 @@ from raysgd.config import Limits
 from raysgd.core.messages import Interrupt
 from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import most_advanced
-from raysgd.core.protocols import Backend
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
@@ -35,7 +35,9 @@ class Generation:
     """Owns the generation's number, whether its process group is up, and what a worker needs to be set up: the user's
     packed hook and replica factory. Never decides which workers form a generation, or why a new one is needed."""
 
-    def __init__(self, table: WorkerTable, backend: Backend, limits: Limits, *, factory: Any, hook: Any) -> None:
+    def __init__(
+        self, table: WorkerTable, backend: ProcessGroupBackend, limits: Limits, *, factory: Any, hook: Any
+    ) -> None:
         self._table, self._backend, self._limits = table, backend, limits
         self._factory, self._hook = factory, hook
         self._number = 0

@@ -25,7 +25,7 @@ from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
-from raysgd.workers.worker_group import WorkerGroup
+from raysgd.workers.worker_group import WorkerGroupProtocol
 
 __all__ = ["SILENT_S", "WorkerInfo", "WorkerTable"]
 
@@ -89,7 +89,7 @@ class WorkerTable:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: WorkerGroupProtocol,
         *,
         silent_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,

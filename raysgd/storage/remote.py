@@ -19,7 +19,7 @@ from typing import Any
 
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import folders
-from raysgd.storage.folders import MARKER, Entry
+from raysgd.storage.folders import MARKER, FileEntry
 from raysgd.storage.masking import cause_of, mask, mask_message, split_query, without_secrets
 
 __all__ = ["MARKER", "Uri", "delete", "mirror", "names", "probe", "read_folder", "upload", "write", "write_folder"]
@@ -232,7 +232,7 @@ def read_folder(uri: Uri, target: Path) -> bool:
     return all(entry.digest is not None for entry in listed.values())
 
 
-def _listed(uri: Uri) -> dict[str, Entry]:
+def _listed(uri: Uri) -> dict[str, FileEntry]:
     try:
         content = (uri / MARKER).read_bytes()
     except CheckpointError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from raysgd.core.protocols import Backend
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import ConfigError
 from raysgd.torch.exchange import Exchange
 from raysgd.torch.options import TrainingOptions
@@ -31,7 +31,7 @@ class Strategy:
     check          raises an error for options that the strategy does not support
     """
 
-    make_backend: Callable[..., Backend]
+    make_backend: Callable[..., ProcessGroupBackend]
     make_exchange: Callable[[], Exchange] = Exchange
     wraps: bool = True
     check: Callable[..., None] = _accept_all
@@ -80,7 +80,7 @@ def _horovod(options: TrainingOptions, horovod_args: Any) -> Strategy:
     )
 
 
-def _horovod_backend(**given: Any) -> Backend:
+def _horovod_backend(**given: Any) -> ProcessGroupBackend:
     from raysgd.horovod.backend import HorovodBackend
 
     return HorovodBackend(**given)

@@ -17,7 +17,7 @@ from typing import Any
 
 from raysgd.core.connection import ControlAddress
 from raysgd.core.outcomes import Failed, Ok, Outcome
-from raysgd.core.protocols import Backend
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import described
 from raysgd.storage.durable import own_folder
 from raysgd.workers.control_client import ControlClient
@@ -34,7 +34,7 @@ class WorkerActor:
     """One worker process. Its methods run one at a time on the main thread, which data loaders, signal handlers and user
     code require; so `max_concurrency` must be 1."""
 
-    def __init__(self, worker: str, address: ControlAddress, backend: Backend) -> None:
+    def __init__(self, worker: str, address: ControlAddress, backend: ProcessGroupBackend) -> None:
         import ray
 
         node = ray.get_runtime_context().get_node_id()

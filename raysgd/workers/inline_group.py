@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd.core.messages import FunctionReport, Message, ProgressReport, StartDealer
 from raysgd.core.progress import Control, Progress
-from raysgd.core.protocols import Backend
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.ray_data.reader import RowReader, local_row_reader
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
@@ -24,7 +24,7 @@ class InlineGroup:
 
     elastic = False
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: ProcessGroupBackend) -> None:
         self.listener: Callable[[Event], None] = lambda event: None
         self._worker = "inline"
         self._control = Control(self._publish)

@@ -20,7 +20,7 @@ from raysgd.config import WorkerResources
 from raysgd.core.messages import KillProcess, Message, StartDealer
 from raysgd.core.outcomes import Failed, Outcome
 from raysgd.core.policy import OUT_OF_STEP
-from raysgd.core.protocols import Backend
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import NotActiveError
 from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader, start_dealer
 from raysgd.ray_data.splits import no_room_for_data
@@ -67,7 +67,7 @@ class RayGroup:
 
     elastic = True
 
-    def __init__(self, backend: Backend, resources: WorkerResources) -> None:
+    def __init__(self, backend: ProcessGroupBackend, resources: WorkerResources) -> None:
         import ray
 
         cluster.ensure_cluster()

@@ -15,7 +15,7 @@ from typing import Any
 from raysgd.core.hang import collective_name, is_user_frame
 from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome
 from raysgd.core.progress import Control, Progress
-from raysgd.core.protocols import Backend, Call, Replica, ReplicaFactory
+from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import described, shown, text_of
 from raysgd.workers.blob import Blob, unpickled
@@ -47,7 +47,7 @@ class ReplicaHost:
     waiting for it. `remote` is False if outcomes do not leave this process.
     """
 
-    def __init__(self, backend: Backend, control: Control, *, remote: bool = True) -> None:
+    def __init__(self, backend: ProcessGroupBackend, control: Control, *, remote: bool = True) -> None:
         self._backend = backend
         self._control = control
         self._remote = remote

@@ -10,10 +10,10 @@ from raysgd.core.messages import Message
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import Event
 
-__all__ = ["WorkerGroup"]
+__all__ = ["WorkerGroupProtocol"]
 
 
-class WorkerGroup(Protocol):
+class WorkerGroupProtocol(Protocol):
     """Starts workers, sends them calls and messages, and returns what happened as events. Decides nothing.
 
     The engine calls all methods, on the thread of the trainer's call. `elastic` is False for a group that can neither

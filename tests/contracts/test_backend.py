@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.protocols import Backend
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend, assign_ranks
 
 JOIN_S, COLLECTIVE_S = 30.0, 90.0
@@ -38,7 +38,7 @@ class Answer:
     seconds: float = 0.0
 
 
-def serve(backend: Backend, add: Callable[[int, float], float], orders: Connection) -> None:
+def serve(backend: ProcessGroupBackend, add: Callable[[int, float], float], orders: Connection) -> None:
     """Do what the driver asks for, one thing at a time on the main thread, and abort beside it."""
     waiting: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
 
@@ -101,19 +101,19 @@ def add_tensorflow(size: int, value: float) -> float:
 # -- the implementations ------------------------------------------------------------------------------
 
 
-def gloo() -> Backend:
+def gloo() -> ProcessGroupBackend:
     from raysgd.torch.process_group import TorchBackend
 
     return TorchBackend("gloo", join_s=JOIN_S, collective_s=COLLECTIVE_S)
 
 
-def horovod() -> Backend:
+def horovod() -> ProcessGroupBackend:
     from raysgd.horovod.backend import HorovodBackend
 
     return HorovodBackend(join_s=JOIN_S, collective_s=COLLECTIVE_S)
 
 
-def tensorflow() -> Backend:
+def tensorflow() -> ProcessGroupBackend:
     pytest.importorskip("tensorflow")
     from raysgd.tf.process_group import TensorFlowBackend
 
@@ -124,7 +124,7 @@ def tensorflow() -> Backend:
 class Kind:
     """An implementation, and a collective with which its ranks add numbers."""
 
-    make: Callable[[], Backend]
+    make: Callable[[], ProcessGroupBackend]
     add: Callable[[int, float], float]
     size: int = 2
 
@@ -140,7 +140,7 @@ KINDS = {
 class Rank:
     """One rank's process."""
 
-    def __init__(self, backend: Backend, kind: Kind) -> None:
+    def __init__(self, backend: ProcessGroupBackend, kind: Kind) -> None:
         context = multiprocessing.get_context("spawn")
         self._orders, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(backend, kind.add, theirs), daemon=True)

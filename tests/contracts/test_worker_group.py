@@ -20,7 +20,7 @@ from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.ray_group import RayGroup
-from raysgd.workers.worker_group import WorkerGroup
+from raysgd.workers.worker_group import WorkerGroupProtocol
 from tests.simulation.checker import Checker
 from tests.simulation.group import SimGroup
 from tests.simulation.scenario import plan_for
@@ -92,7 +92,7 @@ class Subject:
     size = 2
     settle_s = 0.0
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroupProtocol) -> None:
         self.group = group
         self.workers: list[str] = []
         self.arrivals: list[WorkerStarted] = []
@@ -537,7 +537,7 @@ def test_demand_says_what_is_needed_and_what_is_free(shared: Subject) -> None:
 
 @pytest.mark.parametrize("kind", [RayGroup, InlineGroup, SimGroup])
 def test_every_method_of_the_protocol_exists_with_its_parameters(kind: type[Any]) -> None:
-    for name, method in inspect.getmembers(WorkerGroup, inspect.isfunction):
+    for name, method in inspect.getmembers(WorkerGroupProtocol, inspect.isfunction):
         if not name.startswith("_"):
             expected, found = inspect.signature(method), inspect.signature(getattr(kind, name))
             assert list(found.parameters) == list(expected.parameters), name

@@ -190,7 +190,7 @@ class Worker(Process):
 
 
 class SimGroup:
-    """The protocol of `raysgd.workers.worker_group.WorkerGroup`."""
+    """The protocol of `raysgd.workers.worker_group.WorkerGroupProtocol`."""
 
     elastic = True
 

@@ -123,7 +123,7 @@ class Rendezvous:
 
 
 class SimBackend:
-    """The protocol of `raysgd.core.protocols.Backend`. One on the driver, which plans; one in each worker, which joins."""
+    """The protocol of `raysgd.core.protocols.ProcessGroupBackend`. One on the driver, which plans; one in each worker, which joins."""
 
     needs_offers = True  # gloo's does not, TensorFlow's does: one more moment at which a worker can fail
 
