@@ -41,7 +41,7 @@ def test_classification(outcomes: list, kind: str, reason: str) -> None:
 
 def situation(**facts: object) -> Situation:
     usual = dict(
-        survivors=2, ready=0, starting=0, free=0, target=3, min_workers=1, in_place=True,
+        survivors=2, ready=0, starting=0, free=0, target=3, min_workers=1,
         failures=1, max_failures=3, attempts=0, max_attempts=10, gathered=True,
     )  # fmt: skip
     return Situation(**{**usual, **facts})

@@ -122,7 +122,7 @@ def test_nobody_is_waited_for_longer_than_the_limit(scene: Scene, caplog: pytest
     scene.after(START_S + 1)
     assert scene.replacements.starting == 0
     assert scene.places.dismissed == ["w1"]
-    assert "did not come up within 100 s" in caplog.text
+    assert "did not start within 100 s" in caplog.text
 
 
 def test_the_second_one_is_doubted_later(scene: Scene) -> None:

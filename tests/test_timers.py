@@ -45,7 +45,7 @@ def test_the_window_forgets_the_oldest():
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_window_holds_something(size):
-    with pytest.raises(ValueError, match=f"not {size}"):
+    with pytest.raises(ValueError, match=f"at least 1, got {size}"):
         TimerStat(window_size=size)
 
 

@@ -95,7 +95,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Rejected:
-    """The driver has no use for this connection, and closes it: the save that it names has ended. The worker does not try
+    """The driver refuses this connection and closes it, because the save that it names has ended. The worker does not try
     again."""
 
     reason: str
@@ -121,14 +121,15 @@ class ProgressReport:
 
 @dataclass(frozen=True)
 class PreemptionNotice:
-    """A worker sends this when it received SIGTERM, because its machine will be stopped. The engine moves its work to other
-    workers at the next batch boundary."""
+    """A worker sends this when it has received SIGTERM, because its machine will be stopped. The engine moves its work to
+    other workers at the next batch boundary."""
 
 
 @dataclass(frozen=True)
 class BoundaryAnswer:
-    """A worker answers `ProposeBoundary` with this. `accepted`: it will stop there. `begun` is the step that it has begun,
-    -1 if it has not begun that call. When all ranks accept, `ConfirmBoundary` follows, otherwise another proposal."""
+    """A worker answers `ProposeBoundary` with this. `accepted` is True if it will stop there. `begun` is the step that it
+    has begun, -1 if it has not begun that call. If all ranks accept, `ConfirmBoundary` follows, otherwise another
+    proposal."""
 
     round: int
     accepted: bool
@@ -172,7 +173,7 @@ class ConfirmBoundary:
 
 @dataclass(frozen=True)
 class StackRequest:
-    """The driver's watchdog asks where a worker is. `StackReport` follows, unless the whole process is stopped."""
+    """The driver's watchdog asks where a worker is. `StackReport` follows, unless the process is stopped."""
 
     round: int
 
@@ -194,8 +195,8 @@ class Bye:
 
 @dataclass(frozen=True)
 class SnapshotUpload:
-    """Rank 0 sends this when a snapshot is due. Body: the whole state. `call` and `partial` as in `ProgressReport`. The
-    driver keeps the newest one, for the case that all workers fail."""
+    """Rank 0 sends this when a snapshot is due. Body: the full state. `call` and `partial` are those of `ProgressReport`. The
+    driver keeps the newest snapshot, in case all workers fail."""
 
     progress: Progress
     call: int
@@ -217,7 +218,7 @@ class FunctionReport:
 
 @dataclass(frozen=True)
 class StartDealer:
-    """Each rank sends this when it registers a Ray Dataset. Body: the pickled data set. The driver starts one actor of this
+    """Each rank sends this when it registers a Ray Dataset. Body: the pickled dataset. The driver starts one actor of this
     name, from which all ranks read."""
 
     name: str
@@ -225,7 +226,7 @@ class StartDealer:
 
 @dataclass(frozen=True)
 class Received:
-    """The driver has a whole message of a bulk connection."""
+    """The driver has received a message on a bulk connection, with its body."""
 
 
 # -- checkpoint connections ---------------------------------------------------------------------------
@@ -233,7 +234,8 @@ class Received:
 
 @dataclass(frozen=True)
 class CheckpointDraft:
-    """The driver made a file for this connection alone, which begins with `mark`, in hexadecimal. `CheckpointRoute` follows."""
+    """The driver has created a file for this connection alone. It begins with the bytes that `mark` has in hexadecimal, by
+    which the worker recognizes it. `CheckpointRoute` follows."""
 
     mark: str
     path: str
@@ -241,8 +243,8 @@ class CheckpointDraft:
 
 @dataclass(frozen=True)
 class CheckpointRoute:
-    """The worker writes the driver's file itself, since it sees it (`in_file`): `CheckpointWritten` follows. Or it sends the
-    bytes: `CheckpointPiece` follows."""
+    """The worker says how it will send the checkpoint. With `in_file` it has found the driver's file on a shared disk and
+    writes it itself: `CheckpointWritten` follows. Otherwise it sends the bytes: `CheckpointPiece` follows."""
 
     in_file: bool
 
@@ -254,7 +256,7 @@ class CheckpointPiece:
 
 @dataclass(frozen=True)
 class CheckpointWritten:
-    """The worker has written `size` bytes to the driver's file: a sign of progress."""
+    """The worker reports progress: it has written `size` bytes to the driver's file so far."""
 
     size: int
 
@@ -262,7 +264,7 @@ class CheckpointWritten:
 @dataclass(frozen=True)
 class CheckpointComplete:
     """The worker has written everything. The driver compares size and digest with its file, and gives the file its name. The
-    digest is that of everything sent, or, of a file that the worker wrote itself, that of the file's last 4096 bytes."""
+    digest covers all bytes that were sent; if the worker wrote the file itself, only the file's last 4096 bytes."""
 
     size: int
     digest: str
@@ -316,7 +318,7 @@ def encode(message: Message) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return Python's number for one of NumPy's, which counts and metrics may be."""
+    """Return a NumPy number as a Python number, because counts and metrics can be NumPy numbers."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be part of a control message")
@@ -326,13 +328,13 @@ def decode(data: bytes | bytearray) -> Message:
     """Return the message. Raise MessageError for an unknown type, and for fields that are missing, unknown or of another
     type than the class says."""
     try:
-        said = json.loads(data)
-        if not isinstance(said, dict):
+        content = json.loads(data)
+        if not isinstance(content, dict):
             raise MessageError("it is not a JSON object")
-        kind = TYPES.get(str(said.pop("type", None)))
+        kind = TYPES.get(str(content.pop("type", None)))
         if kind is None:
             raise MessageError("its type is unknown")
-        message: Message = _built(kind, said)
+        message: Message = _built(kind, content)
     except (ValueError, RecursionError) as error:
         why = str(error) if isinstance(error, MessageError) else f"{type(error).__name__}: {error}"
         raise MessageError(f"not a raysgd control message: {why}") from None

@@ -1,5 +1,4 @@
-"""The list behind `trainer.recoveries`: each change of the workers, for the user, the log and the limit on failures.
-Driver."""
+"""Record each change of the workers, for `trainer.recoveries`, the log and the limit on failures. Driver."""
 
 from __future__ import annotations
 

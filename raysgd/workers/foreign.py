@@ -1,4 +1,4 @@
-"""All private names of Ray that raysgd uses. Both.
+"""Wrap all private names of Ray that raysgd uses. Both.
 
 Checked with Ray 2.60. `tests/test_foreign.py` calls every function here, and names the first private name that a new version
 of Ray no longer has.
@@ -13,7 +13,7 @@ __all__ = ["address_of_this_machine", "draining_nodes", "free_resources_by_node"
 
 
 def address_of_this_machine() -> str:
-    """Return the address of the cluster that was last started on this machine, "" if there is none. Its Ray may have ended."""
+    """Return the address of the cluster that was last started on this machine, which may have ended, "" if there is none."""
     from ray._private.utils import read_ray_address
 
     return str(read_ray_address() or "")

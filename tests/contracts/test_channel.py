@@ -291,7 +291,7 @@ class Stepping:
 def test_a_stop_that_was_agreed_on_before_the_work_began_is_kept(desk: Desk) -> None:
     """The driver asks as soon as the call is sent; the main thread may still be fetching its arguments."""
     client = desk.client()
-    host = ReplicaHost(SingleWorkerBackend(), client.control)
+    host = ReplicaHost(SingleWorkerBackend(), client.control, remote=False)
     host.perform("build", {"factory": Stepping, "rank_info": None})
     desk.next(WorkerStarted)
     client.begin(7)
@@ -451,7 +451,7 @@ def test_a_bulk_connection_that_has_ended_meanwhile_is_opened_again(desk: Desk) 
 def test_a_forked_process_reports_over_a_connection_of_its_own(desk: Desk) -> None:
     client = desk.client()
     client.deliver(REPORT, b"parent")
-    with client._bulk_free:  # another thread may be sending at that moment
+    with client._bulk_lock:  # another thread may be sending at that moment
         child = os.fork()
         if child == 0:
             try:

@@ -64,15 +64,15 @@ class SimClient(ControlClient):
     def __init__(self, worker: Worker) -> None:
         self._worker_process, self._worker = worker, worker.name
         self._abort, self._open = worker.backend.abort, True
-        self._room: Any = SimpleNamespace(select=lambda timeout: True)  # the driver always reads
+        self._writable: Any = SimpleNamespace(select=lambda timeout: True)  # the driver always reads
         self.generation = self.call = -1
-        self._turning = threading.Lock()
+        self._call_lock = threading.Lock()
         self.control = Control(self._publish, clock=worker.world.clock, changed=Condition(worker))  # type: ignore[arg-type]
 
     def receive(self, message: Message) -> None:
         self._worker_process.strike("message")
         if self._worker_process.alive:
-            self._obey(message)
+            self._handle(message)
 
     def notice(self) -> None:
         self.control.notice = True
