@@ -1,4 +1,4 @@
-"""The Ray actor: a replica host on the process's main thread, and the control client on its own thread. Worker."""
+"""Define the Ray actor: a replica host on the main thread, and the control client on its own thread. Worker."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from raysgd.core.outcomes import Failed, Ok, Outcome
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import described
 from raysgd.storage.durable import own_folder
+from raysgd.workers.blob import unpickled
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.replica_host import ReplicaHost
 
 __all__ = ["WorkerActor"]
 
 PR_SET_PDEATHSIG = 1
-# The driver makes Ray end a worker that it dismissed, which takes milliseconds. But Ray may not be running any more.
+# The driver makes Ray end a worker that it dismissed, which takes milliseconds, unless Ray is no longer running.
 LEAVE_S = 3.0
 
 
@@ -62,7 +63,7 @@ class WorkerActor:
         """Perform a call whose Ray reference the user holds. Return its value, or raise its error."""
         outcome = self._host.perform(verb, arguments)
         if isinstance(outcome, Ok):
-            return outcome.value
+            return unpickled(outcome.value)
         if not isinstance(outcome, Failed):
             raise RuntimeError(f"the call was interrupted: {outcome}")
         if not isinstance(outcome.error, Exception):  # Ray handles KeyboardInterrupt, for example, in its own way
@@ -78,8 +79,8 @@ class WorkerActor:
 
 
 def _share_temporary_folder() -> None:
-    """Let data-loader processes keep the sockets of `multiprocessing` in one folder of this worker's. Otherwise each of
-    them creates its own, which Python does not remove if that process is killed."""
+    """Let data-loader processes keep the sockets of `multiprocessing` in one folder of this worker. Otherwise each of them
+    creates its own folder, which Python does not remove if that process is killed."""
     process = multiprocessing.current_process()
     process._config = _SharedSettings(process._config)  # type: ignore[attr-defined]
 
