@@ -346,7 +346,7 @@ def test_no_such_bucket(s3: str) -> None:
 
 
 def test_an_unknown_store() -> None:
-    with pytest.raises(ConfigError, match="nothing://a/b: fsspec does not know this kind of storage"):
+    with pytest.raises(ConfigError, match="nothing://a/b: fsspec does not support this kind of storage"):
         locations.read("nothing://a/b")
 
 

@@ -161,7 +161,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path, kind: str, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     SPECIAL[kind](Path("x").absolute() if kind != "socket" else Path("x"))
     before = {name: os.lstat(name).st_mode for name in os.listdir()}
-    with pytest.raises(ConfigError, match="name a folder"), locations.draft_folder(tmp_path / "x"):
+    with pytest.raises(ConfigError, match="pass the path of a folder"), locations.draft_folder(tmp_path / "x"):
         pass
     assert {name: os.lstat(name).st_mode for name in os.listdir()} == before
 

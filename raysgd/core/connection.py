@@ -1,9 +1,8 @@
 """Connect to the driver, and send and receive complete messages over a socket in blocking mode. Both.
 
-A connection starts with the driver's token, as TOKEN_BYTES raw bytes; the driver reads and parses nothing before that is
-verified. Then messages follow: the length of a header and of a body, the header (a message of `messages` as JSON), and the
-body, raw bytes that may be empty. Nothing is pickled or unpickled here.
-"""
+A connection starts with the driver's token, as TOKEN_BYTES raw bytes; the driver reads and parses nothing before that
+is verified. Then messages follow: the length of a header and of a body, the header (a message of `messages` as JSON),
+and the body, raw bytes that may be empty. Nothing is pickled or unpickled here."""
 
 from __future__ import annotations
 
@@ -130,8 +129,8 @@ def send(connection: socket.socket, message: Message, body: bytes | bytearray | 
 
 
 def send_now(connection: socket.socket, message: Message) -> None:
-    """Send a message on a non-blocking socket. Raise BlockingIOError when the kernel has no room for all of it: the other
-    end has not read for a long time, and the connection cannot be used any more."""
+    """Send a message on a non-blocking socket. Raise BlockingIOError when the kernel has no room for all of it: the
+    other end has not read for a long time, and the connection cannot be used any more."""
     frame = framed(message)
     if connection.send(frame) < len(frame):
         raise BlockingIOError("only a part of the message could be sent")
@@ -146,7 +145,8 @@ def sizes(prefix: bytes | bytearray) -> tuple[int, int]:
 
 
 def receive_message(connection: socket.socket) -> tuple[Message, int]:
-    """Return the next message and the size of its body, which follows. Raise ConnectionError when the connection ends."""
+    """Return the next message and the size of its body, which follows. Raise ConnectionError when the connection
+    ends."""
     header, body = sizes(_exactly(connection, PREFIX.size))
     return decode(_exactly(connection, header)), body
 
@@ -187,8 +187,8 @@ def receive_some(connection: socket.socket, room: memoryview) -> int:
 
 
 def detect_unreachable(connection: socket.socket, limit_s: float) -> None:
-    """Enable TCP keepalive, so that reading raises TimeoutError when the other machine has not responded for `limit_s`. Its
-    kernel responds even if the process is stopped or busy. Options that this system lacks are skipped."""
+    """Enable TCP keepalive, so that reading raises TimeoutError when the other machine has not responded for `limit_s`.
+    Its kernel responds even if the process is stopped or busy. Options that this system lacks are skipped."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limit_s = max(limit_s, 1.0)
     every = max(int(limit_s / 5), 1)
@@ -204,8 +204,8 @@ def detect_unreachable(connection: socket.socket, limit_s: float) -> None:
 
 
 def as_timeout(error: OSError) -> OSError:
-    """Return a TimeoutError for errors that mean an unreachable machine, and other errors as they are. (If a machine in the
-    same network is switched off, the error is "no route to host".)"""
+    """Return a TimeoutError for errors that mean an unreachable machine, and other errors as they are. (If a machine in
+    the same network is switched off, the error is "no route to host".)"""
     return TimeoutError(str(error)) if error.errno in UNREACHABLE else error
 
 

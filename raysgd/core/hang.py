@@ -105,16 +105,16 @@ def is_user_frame(frame: str) -> bool:
 def blocking_ranks(
     reports: Mapping[str, RankReport], *, still_s: float = 0.0, others_failed: bool = False
 ) -> list[str]:
-    """Return the ranks that block the others: those that do not answer, or, if all answer, those outside any collective.
-    There has been no progress for `still_s`.
+    """Return the ranks that block the others: those that do not answer, or, if all answer, those outside any
+    collective. There has been no progress for `still_s`.
 
     A rank that does not answer, but sent something in the second half of that time, does not count yet, because on an
     overloaded machine a process can be silent for seconds. Neither does a rank that stopped sending well after another
     one, which may be the cause. Both count later if they stay silent.
 
     Return an empty list if all ranks are in a collective, or none is: then nothing shows which one blocks the others.
-    With `others_failed`, the ranks that waited for these have failed already, so every rank outside a collective counts.
-    """
+    With `others_failed`, the ranks that waited for these have failed already, so every rank outside a collective
+    counts."""
     frozen = [worker for worker, report in reports.items() if report.stack is None]
     if frozen:
         longest = max(reports[worker].silent_s for worker in frozen)

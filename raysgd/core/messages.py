@@ -1,10 +1,10 @@
 """Define every message between the driver and its workers. Both.
 
-A message is a frozen dataclass. On a connection it is a JSON object with the name of its class as `type` and its fields;
-some are followed by a body of raw bytes. `connection` describes how they are framed.
+A message is a frozen dataclass. On a connection it is a JSON object with the name of its class as `type` and its
+fields; some are followed by a body of raw bytes. `connection` describes how they are framed.
 
-Every connection starts with the token, then with one of `Hello`, `OpenBulk` and `OpenCheckpoint`, which the driver answers
-with `Admitted` or `Rejected`:
+Every connection starts with the token, then with one of `Hello`, `OpenBulk` and `OpenCheckpoint`, which the driver
+answers with `Admitted` or `Rejected`:
 
     Hello            the control connection of a worker, for as long as it lives
     OpenBulk         carries what is large or must not be lost: snapshots, reports of training functions
@@ -65,8 +65,8 @@ class MessageError(ValueError):
 
 @dataclass(frozen=True)
 class Hello:
-    """A worker sends this when its process has started. The group reports it to the engine as `WorkerStarted`, and the end of
-    the connection as `WorkerEnded`."""
+    """A worker sends this when its process has started. The group reports it to the engine as `WorkerStarted`, and the
+    end of the connection as `WorkerEnded`."""
 
     worker: str
     node: str
@@ -83,7 +83,8 @@ class OpenBulk:
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """The worker that writes a checkpoint sends this. `save` is the secret name of one save. `CheckpointDraft` follows."""
+    """The worker that writes a checkpoint sends this. `save` is the secret name of one save. `CheckpointDraft`
+    follows."""
 
     save: str
 
@@ -95,8 +96,8 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Rejected:
-    """The driver refuses this connection and closes it, because the save that it names has ended. The worker does not try
-    again."""
+    """The driver refuses this connection and closes it, because the save that it names has ended. The worker does not
+    try again."""
 
     reason: str
 
@@ -106,13 +107,15 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Alive:
-    """A worker sends this every second, from a thread beside the training thread. A process that is stopped does not."""
+    """A worker sends this every second, from a thread beside the training thread. A process that is stopped does
+    not."""
 
 
 @dataclass(frozen=True)
 class ProgressReport:
     """The training thread sends this after a batch, a few times a second at most. `call` is the call that made the
-    progress, `partial` its metrics so far. The driver uses it for progress bars, for boundaries, and when the worker fails."""
+    progress, `partial` its metrics so far. The driver uses it for progress bars, for boundaries, and when the worker
+    fails."""
 
     call: int
     progress: Progress
@@ -121,14 +124,14 @@ class ProgressReport:
 
 @dataclass(frozen=True)
 class PreemptionNotice:
-    """A worker sends this when it has received SIGTERM, because its machine will be stopped. The engine moves its work to
-    other workers at the next batch boundary."""
+    """A worker sends this when it has received SIGTERM, because its machine will be stopped. The engine moves its work
+    to other workers at the next batch boundary."""
 
 
 @dataclass(frozen=True)
 class BoundaryAnswer:
-    """A worker answers `ProposeBoundary` with this. `accepted` is True if it will stop there. `begun` is the step that it
-    has begun, -1 if it has not begun that call. If all ranks accept, `ConfirmBoundary` follows, otherwise another
+    """A worker answers `ProposeBoundary` with this. `accepted` is True if it will stop there. `begun` is the step that
+    it has begun, -1 if it has not begun that call. If all ranks accept, `ConfirmBoundary` follows, otherwise another
     proposal."""
 
     round: int
@@ -138,7 +141,8 @@ class BoundaryAnswer:
 
 @dataclass(frozen=True)
 class StackReport:
-    """A worker answers `StackRequest` with this: the training thread's stack (innermost frame first), phase and batch."""
+    """A worker answers `StackRequest` with this: the training thread's stack (innermost frame first), phase and
+    batch."""
 
     round: int
     frames: tuple[str, ...]
@@ -151,8 +155,8 @@ class StackReport:
 
 @dataclass(frozen=True)
 class Interrupt:
-    """The driver sends this when a rank of the generation failed. Its peers leave their collective call and end the running
-    call. Workers of a later generation ignore it."""
+    """The driver sends this when a rank of the generation failed. Its peers leave their collective call and end the
+    running call. Workers of a later generation ignore it."""
 
     generation: int
 
@@ -195,8 +199,8 @@ class Bye:
 
 @dataclass(frozen=True)
 class SnapshotUpload:
-    """Rank 0 sends this when a snapshot is due. Body: the full state. `call` and `partial` are those of `ProgressReport`. The
-    driver keeps the newest snapshot, in case all workers fail."""
+    """Rank 0 sends this when a snapshot is due. Body: the full state. `call` and `partial` are those of
+    `ProgressReport`. The driver keeps the newest snapshot, in case all workers fail."""
 
     progress: Progress
     call: int
@@ -205,8 +209,8 @@ class SnapshotUpload:
 
 @dataclass(frozen=True)
 class FunctionReport:
-    """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint"). Body: the pickled metrics,
-    `metrics_size` bytes, then the checkpoint, if there is one. The driver drops those of earlier attempts."""
+    """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint"). Body: the pickled
+    metrics, `metrics_size` bytes, then the checkpoint, if there is one. The driver drops those of earlier attempts."""
 
     kind: Literal["report", "checkpoint"]
     run: int
@@ -218,8 +222,8 @@ class FunctionReport:
 
 @dataclass(frozen=True)
 class StartDealer:
-    """Each rank sends this when it registers a Ray Dataset. Body: the pickled dataset. The driver starts one actor of this
-    name, from which all ranks read."""
+    """Each rank sends this when it registers a Ray Dataset. Body: the pickled dataset. The driver starts one actor of
+    this name, from which all ranks read."""
 
     name: str
 
@@ -234,8 +238,8 @@ class Received:
 
 @dataclass(frozen=True)
 class CheckpointDraft:
-    """The driver has created a file for this connection alone. It begins with the bytes that `mark` has in hexadecimal, by
-    which the worker recognizes it. `CheckpointRoute` follows."""
+    """The driver has created a file for this connection alone. It begins with the bytes that `mark` has in hexadecimal,
+    by which the worker recognizes it. `CheckpointRoute` follows."""
 
     mark: str
     path: str
@@ -243,8 +247,8 @@ class CheckpointDraft:
 
 @dataclass(frozen=True)
 class CheckpointRoute:
-    """The worker says how it will send the checkpoint. With `in_file` it has found the driver's file on a shared disk and
-    writes it itself: `CheckpointWritten` follows. Otherwise it sends the bytes: `CheckpointPiece` follows."""
+    """The worker says how it will send the checkpoint. With `in_file` it has found the driver's file on a shared disk
+    and writes it itself: `CheckpointWritten` follows. Otherwise it sends the bytes: `CheckpointPiece` follows."""
 
     in_file: bool
 
@@ -263,8 +267,9 @@ class CheckpointWritten:
 
 @dataclass(frozen=True)
 class CheckpointComplete:
-    """The worker has written everything. The driver compares size and digest with its file, and gives the file its name. The
-    digest covers all bytes that were sent; if the worker wrote the file itself, only the file's last 4096 bytes."""
+    """The worker has written everything. The driver compares size and digest with its file, and gives the file its
+    name. The digest covers all bytes that were sent; if the worker wrote the file itself, only the file's last 4096
+    bytes."""
 
     size: int
     digest: str
@@ -325,8 +330,8 @@ def _plain(value: Any) -> Any:
 
 
 def decode(data: bytes | bytearray) -> Message:
-    """Return the message. Raise MessageError for an unknown type, and for fields that are missing, unknown or of another
-    type than the class says."""
+    """Return the message. Raise MessageError for an unknown type, and for fields that are missing, unknown or of
+    another type than the class says."""
     try:
         content = json.loads(data)
         if not isinstance(content, dict):

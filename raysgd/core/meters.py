@@ -86,9 +86,9 @@ class AverageMeterCollection:
     """Meters by metric name, with the count of batches and samples.
 
     Owns the sums of one worker, and never communicates with other workers. Values that are not numbers (text,
-    dictionaries, None, arrays) are not averaged: the latest one is reported. If a metric is sometimes a number, only its
-    numbers count. Metrics named `batch_count` or `num_samples` are not reported, because the collection reports its own.
-    """
+    dictionaries, None, arrays) are not averaged: the latest one is reported. If a metric is sometimes a number, only
+    its numbers count. Metrics named `batch_count` or `num_samples` are not reported, because the collection reports its
+    own."""
 
     def __init__(self) -> None:
         self.batch_count = 0
@@ -137,9 +137,8 @@ class AverageMeterCollection:
     def state(self) -> dict[str, Any]:
         """Return what can be summed over workers, as plain numbers.
 
-        `{"batch_count": int, "num_samples": number, "metrics": {name: {"weight", "sum", "last"}}}`, where the last three
-        are floats. Values that are not numbers are only in `summary`.
-        """
+        `{"batch_count": int, "num_samples": number, "metrics": {name: {"weight", "sum", "last"}}}`, where the last
+        three are floats. Values that are not numbers are only in `summary`."""
         metrics = {
             name: {"weight": float(meter.count), "sum": float(meter.sum), "last": float(meter.val)}
             for name, meter in self._meters.items()

@@ -36,7 +36,8 @@ Result = dict[str, Any]
 
 
 def check_metrics(result: Mapping[Any, Any], *, of: str) -> None:
-    """Raise an error for a metric that could not be averaged, sent, shown or stored later. `of` says what returned it."""
+    """Raise an error for a metric that could not be averaged, sent, shown or stored later. `of` says what returned
+    it."""
     for name, value in result.items():
         try:
             check_metric(name, value)
@@ -123,9 +124,8 @@ def _mean(pairs: Sequence[tuple[Any, float]]) -> Any:
 def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
     """Merge the results of one part of a call over its ranks.
 
-    `num_samples` is summed. `epoch` and `batch_count` are the maximum. Other numbers are means weighted by samples, over
-    the ranks that have them. Anything else is the first rank's. `epoch` comes first.
-    """
+    `num_samples` is summed. `epoch` and `batch_count` are the maximum. Other numbers are means weighted by samples,
+    over the ranks that have them. Anything else is the first rank's. `epoch` comes first."""
     rows = [{key: plain(value) for key, value in result.items()} for result in results if result]
     if not rows:
         return {}

@@ -57,8 +57,8 @@ class Failed:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The rank is alive but had to stop, because a peer failed or the driver asked it to. `value` is its partial result.
-    `reason` is set if this rank itself is the cause."""
+    """The rank is alive but had to stop, because a peer failed or the driver asked it to. `value` is its partial
+    result. `reason` is set if this rank itself is the cause."""
 
     value: Any = None
     cause: str = ""

@@ -34,8 +34,8 @@ OUT_OF_STEP = "out of step"
 class Recovery:
     """One change of the workers, as users see it in `trainer.recoveries`.
 
-    reason          "worker death", "node loss", "hang", "network", "data loader" or "out of step"; for a planned change,
-                    "preemption", "growth", "shrink" or "restart"
+    reason          "worker death", "node loss", "hang", "network", "data loader" or "out of step"; for a planned
+                    change, "preemption", "growth", "shrink" or "restart"
     lost_ranks      the ranks that failed or left
     in_place        True if survivors continued with their state, False if new processes started from a snapshot
     batches_redone  how many committed batches were trained again
@@ -61,8 +61,8 @@ class Observation:
     """What the outcomes of one call on one generation mean.
 
     kind            "done": all ranks finished. "user_error": the user's code raised an error. "broken": workers, the network
-                    or a data loader failed. "paused": all ranks stopped because they were asked to. "out_of_step": the ranks
-                    did not make the same collective calls, which is an error in the user's code
+                    or a data loader failed. "paused": all ranks stopped because they were asked to. "out_of_step": the
+                    ranks did not make the same collective calls, which is an error in the user's code
     failed_workers  the workers that failed, in rank order
     culprit         the worker whose code raised the error, or whose data loader failed
     reason, detail  those of the `Recovery` that follows
@@ -116,7 +116,8 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
     -   a rank is in a call beyond the last call of a rank that has finished
     -   two ranks are in their n-th call, and the calls differ
     -   two ranks began the same batch after different numbers of calls
-    -   two ranks are at the same line in the same batch, and one of them has made more calls in it than in the batch before
+    -   two ranks are at the same line in the same batch, and one of them has made more calls in it than in the batch
+        before
     -   with `again` (no worker failed, for the second time at this place): the ranks are at different lines
     """
     ranks = list(enumerate(outcomes.values()))

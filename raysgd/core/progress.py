@@ -52,7 +52,8 @@ class Progress:
 
 
 def most_advanced(progress: dict[str, Progress]) -> str:
-    """Return the worker whose state the others take. If several are equal, return the first, which has the lowest rank."""
+    """Return the worker whose state the others take. If several are equal, return the first, which has the lowest
+    rank."""
     return max(progress, key=lambda worker: progress[worker].order)
 
 

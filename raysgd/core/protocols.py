@@ -23,15 +23,16 @@ class ProcessGroupBackend(Protocol):
     needs_offers: bool
 
     def offer(self) -> dict[str, Any]:
-        """Worker, main thread, before `plan`: return what the driver needs from this worker, such as an address with a port
-        that it holds, or the GPUs that it has. `join` follows, or another `offer`."""
+        """Worker, main thread, before `plan`: return what the driver needs from this worker, such as an address with a
+        port that it holds, or the GPUs that it has. `join` follows, or another `offer`."""
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """Driver: open a new rendezvous, and return what each rank needs to find it. The old one is closed. `offers` are in
-        the order of ranks, and empty unless `needs_offers`. Without ranks, only close the old one."""
+        """Driver: open a new rendezvous, and return what each rank needs to find it. The old one is closed. `offers`
+        are in the order of ranks, and empty unless `needs_offers`. Without ranks, only close the old one."""
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
-        """Worker, main thread: form the process group with the others. Raise an error if they do not connect in time."""
+        """Worker, main thread: form the process group with the others. Raise an error if they do not connect in
+        time."""
 
     def leave(self) -> None:
         """Worker, main thread: leave the process group. Never raises, and never waits for a peer."""
@@ -40,7 +41,8 @@ class ProcessGroupBackend(Protocol):
         """Worker, control thread: make a collective that is waiting fail now."""
 
     def collectives(self) -> int:
-        """Worker: return how many collective calls this rank has begun in this generation, -1 if they are not counted."""
+        """Worker: return how many collective calls this rank has begun in this generation, -1 if they are not
+        counted."""
 
     def is_interruption(self, error: BaseException) -> bool:
         """Worker: return whether this error means that a peer or the network failed."""

@@ -33,8 +33,8 @@ class SnapshotStore:
         self._lock = threading.Lock()
 
     def offer(self, snapshot: Snapshot) -> bool:
-        """Keep this snapshot, unless there is a newer one: uploads of an old generation can be late. Return whether it was
-        kept."""
+        """Keep this snapshot, unless there is a newer one: uploads of an old generation can be late. Return whether it
+        was kept."""
         with self._lock:
             if self._latest is not None and self._latest.progress.order > snapshot.progress.order:
                 return False

@@ -31,10 +31,9 @@ class Job:
     repeat   it starts over on the new generation (validation, reading state)
     keep     the survivors' answers are the result (user functions that should not run twice)
 
-    `prepare` is called whenever the call is fanned out, and returns arguments to add to it. `lead` is how many steps ahead
-    of all ranks a planned stop is first proposed. `hurry_s` is how long ranks may continue after one of them has stopped
-    for a planned change; with None, all stop at the same step.
-    """
+    `prepare` is called whenever the call is fanned out, and returns arguments to add to it. `lead` is how many steps
+    ahead of all ranks a planned stop is first proposed. `hurry_s` is how long ranks may continue after one of them has
+    stopped for a planned change; with None, all stop at the same step."""
 
     call: Call
     again: Literal["resume", "repeat", "keep"] = "repeat"
@@ -84,8 +83,8 @@ class FanOut:
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
-        """Return each worker's outcome, in rank order. Workers that had not answered when a user's error ended the call have
-        none."""
+        """Return each worker's outcome, in rank order. Workers that had not answered when a user's error ended the call
+        have none."""
         return {worker: self._outcomes[worker] for worker in self._workers if worker in self._outcomes}
 
     @property
@@ -94,8 +93,8 @@ class FanOut:
         return self._table.clock() if self._troubled_at is None else self._troubled_at
 
     def run(self, call: Call) -> None:
-        """Make the call. An error that is raised here (Ctrl-C, a cancelled call, a callback's error) ends it at the next
-        batch."""
+        """Make the call. An error that is raised here (Ctrl-C, a cancelled call, a callback's error) ends it at the
+        next batch."""
         try:
             for worker in self._workers:
                 self._table.begin_run(worker, call.name)
@@ -139,8 +138,8 @@ class FanOut:
                 self._generation.interrupt(self._workers)
 
     def _hurry(self) -> None:
-        """Interrupt the ranks that are still running `hurry_s` after another one has stopped. They may be waiting for that
-        rank in a collective, which only its time limit would end."""
+        """Interrupt the ranks that are still running `hurry_s` after another one has stopped. They may be waiting for
+        that rank in a collective, which only its time limit would end."""
         stopped = [o for o in self._outcomes.values() if isinstance(o, Interrupted) and o.asked]
         if self._job.hurry_s is None or not stopped or self._hurried:
             return
@@ -150,7 +149,8 @@ class FanOut:
             self._generation.interrupt(self._workers)
 
     def _user_error_waited(self) -> bool:
-        """Return whether peers that are busy outside any collective have had enough time to end, after a user's error."""
+        """Return whether peers that are busy outside any collective have had enough time to end, after a user's
+        error."""
         failed = any(isinstance(outcome, Failed) for outcome in self._outcomes.values())
         return failed and self._troubled_at is not None and self._table.clock() - self._troubled_at > USER_ERROR_S
 

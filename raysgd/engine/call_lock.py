@@ -32,8 +32,8 @@ class CallLock:
 
 @dataclass(eq=False)
 class Claim:
-    """One call of one thread, as a context manager. (`contextlib.contextmanager` would set attributes of the exceptions that
-    pass through it, which some exception classes refuse.)"""
+    """One call of one thread, as a context manager. (`contextlib.contextmanager` would set attributes of the exceptions
+    that pass through it, which some exception classes refuse.)"""
 
     held: dict[str, Claim]
     call: str

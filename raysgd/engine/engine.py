@@ -106,8 +106,8 @@ class Engine:
             raise
 
     def stop(self, *, force: bool = False) -> None:
-        """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began. A call that is running
-        in another thread ends with an error."""
+        """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began. A call that is
+        running in another thread ends with an error."""
         if self._ended:
             return
         self._end_call_elsewhere()
@@ -192,16 +192,16 @@ class Engine:
         return list(self._log.recoveries)
 
     def state_changed_by_hand(self, *, replaced: bool = False) -> None:
-        """Note that the user has changed the state, so that the newest snapshot lacks the change. With `replaced`, drop the
-        snapshot, because nothing in it is valid any more."""
+        """Note that the user has changed the state, so that the newest snapshot lacks the change. With `replaced`, drop
+        the snapshot, because nothing in it is valid any more."""
         self._snapshot_is_stale = True
         if replaced:
             self._table.snapshots.forget()
 
     @contextmanager
     def state_replaced_by_hand(self) -> Iterator[None]:
-        """Drop the newest snapshot before the workers load another state, because they may send a snapshot of that state
-        meanwhile. Restore it if loading fails."""
+        """Drop the newest snapshot before the workers load another state, because they may send a snapshot of that
+        state meanwhile. Restore it if loading fails."""
         kept = self._table.snapshots.latest()
         self.state_changed_by_hand(replaced=True)
         try:
@@ -242,7 +242,8 @@ class Engine:
         return self.group.pack(value)
 
     def reference(self, rank: int, call: Call) -> Any:
-        """Return a Ray reference to a call on one rank, for the user to wait for. The user handles its failures, too."""
+        """Return a Ray reference to a call on one rank, for the user to wait for. The user handles its failures,
+        too."""
         return self.group.reference(self._table.members()[rank], "run", {"call": call})
 
     def run(self, job: Job) -> list[PartialResults]:
@@ -303,8 +304,8 @@ class Engine:
             raise
 
     def _wants_boundary(self, job: Job) -> bool:
-        """Look for leaving workers in every call, which also detects that Ray no longer answers. Training cannot continue
-        without Ray. Other calls raise the error only once for each outage, so that `save` works after it."""
+        """Look for leaving workers in every call, which also detects that Ray no longer answers. Training cannot
+        continue without Ray. Other calls raise the error only once for each outage, so that `save` works after it."""
         try:
             self._membership.look_for_leavers()
             self._outage_raised = False
@@ -350,8 +351,8 @@ class Engine:
         return seen
 
     def _restore(self, seen: Observation, call: RunningCall, *, since: float | None = None) -> Snapshot | None:
-        """Make a planned change, and recover if it or anything else has broken the generation. The group is up afterwards.
-        Return the snapshot that training continues from, or None if survivors continue in place."""
+        """Make a planned change, and recover if it or anything else has broken the generation. The group is up
+        afterwards. Return the snapshot that training continues from, or None if survivors continue in place."""
         since, world = self._table.clock() if since is None else since, self.world_size
         if seen.kind == "paused":
             since = self._table.clock()
@@ -363,8 +364,8 @@ class Engine:
     def _network_or_out_of_step(
         self, seen: Observation, outcomes: Mapping[str, Outcome], before: Progress | None
     ) -> Observation:
-        """Return what an apparent network fault means. A second one at the same place may mean that the ranks are out of
-        step."""
+        """Return what an apparent network fault means. A second one at the same place may mean that the ranks are out
+        of step."""
         again = before is not None and self.progress.order <= before.order
         detail = different_calls(outcomes, again=again)
         return Observation("out_of_step", reason=OUT_OF_STEP, detail=detail) if detail else seen
@@ -377,8 +378,8 @@ class Engine:
         raise_user_error(outcome, self._table[seen.culprit])
 
     def _raise_out_of_step(self, seen: Observation, since: float) -> NoReturn:
-        """Raise the error about ranks that are out of step. As after any user's error, workers that are alive stay, and the
-        next call begins without the others."""
+        """Raise the error about ranks that are out of step. As after any user's error, workers that are alive stay, and
+        the next call begins without the others."""
         at, before = self.progress, self.world_size
         self._generation.end()
         failed = self._table.failed()
@@ -402,8 +403,8 @@ class Engine:
 
 
 def _packed(group: WorkerGroupProtocol, *values: Any) -> list[Any]:
-    """Return the user's objects in the form in which they are sent. If one cannot be pickled, stop the group, because the
-    engine does not exist yet."""
+    """Return the user's objects in the form in which they are sent. If one cannot be pickled, stop the group, because
+    the engine does not exist yet."""
     try:
         return [group.pack(value) for value in values]
     except BaseException:

@@ -110,8 +110,8 @@ class Generation:
     # -- forming --------------------------------------------------------------------------------------
 
     def form(self, workers: Sequence[str], *, state: Any = None) -> bool:
-        """Try once to form a generation of exactly these workers, ranked in this order. Workers that are set up here load
-        `state`, if there is one. Raise the error of the user's code if set-up raises one."""
+        """Try once to form a generation of exactly these workers, ranked in this order. Workers that are set up here
+        load `state`, if there is one. Raise the error of the user's code if set-up raises one."""
         self._up = False
         self._up = self._form(workers, state)
         return self._up
@@ -154,8 +154,8 @@ class Generation:
         return self.load(behind, outcome.value)
 
     def load(self, workers: Sequence[str], state: Any) -> bool:
-        """Let workers load a state. Return False if one has failed. Raise the error of the user's `load_state_dict` if it
-        raises one."""
+        """Let workers load a state. Return False if one has failed. Raise the error of the user's `load_state_dict` if
+        it raises one."""
         outcomes = self._ask(workers, "load", {"data": state}, self._limits.setup_s)
         for worker, outcome in outcomes.items():  # if the others fail now, each of these can pass the state on
             self._table.set_holds_state(worker, isinstance(outcome, Ok))
@@ -181,8 +181,9 @@ class Generation:
         return self._all_ok(outcomes)
 
     def _raise_unfinished(self, outcomes: dict[str, Outcome]) -> None:
-        """Raise an error if user code does not end while workers are set up, because a second attempt would take as long. A
-        process that does not answer may be stopped: after the first generation, it counts as a failed worker instead."""
+        """Raise an error if user code does not end while workers are set up, because a second attempt would take as
+        long. A process that does not answer may be stopped: after the first generation, it counts as a failed worker
+        instead."""
         hanging = {w: o for w, o in outcomes.items() if isinstance(o, WorkerFailed) and o.reason == "hang"}
         stories = [story for worker in hanging if (story := self._table[worker].unfinished)]
         if hanging and not stories and not self._has_formed:

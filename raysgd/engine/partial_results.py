@@ -32,8 +32,8 @@ class PartialResults:
 
 
 def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *, call: int) -> list[PartialResults]:
-    """Return the results that still count in a call that continues from a snapshot: parts that ended before it, and, of the
-    part in which it was taken, what the snapshot itself contains."""
+    """Return the results that still count in a call that continues from a snapshot: parts that ended before it, and, of
+    the part in which it was taken, what the snapshot itself contains."""
     if snapshot.call != call:
         return []
     if snapshot.partial is None:

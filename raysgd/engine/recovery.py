@@ -31,9 +31,8 @@ LOOK_S = 0.25
 class RecoveryLoop:
     """Carries out what `policy.decide` decides, until the group is up. Owns nothing between two recoveries.
 
-    Each pass starts with the workers that are there now, so that a further failure during the recovery only means another
-    pass.
-    """
+    Each pass starts with the workers that are there now, so that a further failure during the recovery only means
+    another pass."""
 
     def __init__(
         self,
@@ -83,8 +82,8 @@ class RecoveryLoop:
         return case.revived
 
     def _rejoin(self, case: _Case, survivors: list[str]) -> None:
-        """Try once to form a generation. If that fails although no worker has failed, dismiss the replacements, because the
-        network between them may be broken."""
+        """Try once to form a generation. If that fails although no worker has failed, dismiss the replacements, because
+        the network between them may be broken."""
         joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
         formed = False
         try:
@@ -129,8 +128,8 @@ class RecoveryLoop:
             logger.warning("%s in %s: failed rank(s) %s (%s)", seen.reason, where, ranks, seen.detail)
 
     def _survivors(self, case: _Case) -> list[str]:
-        """Return the members that can continue in place. With a backend whose processes cannot rejoin, there are none: their
-        state is saved as a snapshot."""
+        """Return the members that can continue in place. With a backend whose processes cannot rejoin, there are none:
+        their state is saved as a snapshot."""
         survivors = self._table.members()
         if survivors and not self._in_place:
             progress = {worker: self._table[worker].progress for worker in survivors}
@@ -143,8 +142,8 @@ class RecoveryLoop:
         return survivors
 
     def _replace_all(self, left: int) -> None:
-        """Start new processes for all workers. The places of those that were dismissed are free, even if Ray does not show
-        this yet."""
+        """Start new processes for all workers. The places of those that were dismissed are free, even if Ray does not
+        show this yet."""
         places = min(self._membership.target, max(left, self._table.group.capacity()))
         wanted = places - self._replacements.ready - self._replacements.starting
         if wanted > 0:
@@ -170,8 +169,8 @@ class RecoveryLoop:
         )
 
     def _revive(self, joining: list[str], call: int) -> Snapshot:
-        """Return the snapshot that new processes start from when no member is left: the newest one, or an empty one if they
-        all take the initial state of the first of them."""
+        """Return the snapshot that new processes start from when no member is left: the newest one, or an empty one if
+        they all take the initial state of the first of them."""
         snapshot = self._table.snapshots.latest() or Snapshot()
         holders = {w: self._table[w].progress for w in joining if self._table[w].holds_state}
         if holders and holders[most_advanced(holders)].order >= snapshot.progress.order:

@@ -26,7 +26,8 @@ class RecoveryLog:
         return sum(recovery.reason not in PLANNED for recovery in self.recoveries[count:])
 
     def record(self, recovery: Recovery, *, continues: bool = True) -> None:
-        """Add a recovery to the list, and report it. With `continues` the call continues, otherwise an error ends it."""
+        """Add a recovery to the list, and report it. With `continues` the call continues, otherwise an error ends
+        it."""
         self.recoveries.append(recovery)
         before, after = recovery.world_size_before, recovery.world_size_after
         if continues:

@@ -65,7 +65,8 @@ class Replacements:
         return self._unfinished
 
     def gathered(self) -> bool:
-        """Return whether some are ready, and no more will be soon. One change for several workers is better than several."""
+        """Return whether some are ready, and no more will be soon. One change for several workers is better than
+        several."""
         waited = self._table.clock() - self._ready_at
         enough = GATHER_S if self._in_place else GATHER_ALL_S
         return bool(self._ready) and (self.starting == 0 or waited > enough)
@@ -73,8 +74,8 @@ class Replacements:
     # -- starting -------------------------------------------------------------------------------------
 
     def look(self, missing: int) -> None:
-        """Start missing workers that fit into the cluster, with a pause between attempts, and follow up on those that are
-        starting."""
+        """Start missing workers that fit into the cluster, with a pause between attempts, and follow up on those that
+        are starting."""
         self.tick()
         now = self._table.clock()
         wanted = missing - self.starting - self.ready
@@ -125,9 +126,9 @@ class Replacements:
             self._overdue[worker] = self._launched.pop(worker)
 
     def _is_overdue(self, since: float) -> bool:
-        """Return whether to start a second one. Ray can forget an actor that was starting on a node that failed. So if one
-        is overdue although there is room for another, a second one is started, and the first that is up is used. The limit
-        doubles each time, because the machine may just be slow."""
+        """Return whether to start a second one. Ray can forget an actor that was starting on a node that failed. So if
+        one is overdue although there is room for another, a second one is started, and the first that is up is used.
+        The limit doubles each time, because the machine may just be slow."""
         overdue = self._table.clock() - since > self._overdue_s and self._table.group.room() > 0
         if overdue:
             self._overdue_s = min(self._overdue_s * 2, self._start_s)

@@ -15,8 +15,8 @@ logger = logging.getLogger("raysgd")
 
 
 class Watchdog:
-    """Watches one running call on `workers`. Owns the stacks that it asked for. Kills the ranks that block the others, or
-    all ranks if it cannot tell which ones do."""
+    """Watches one running call on `workers`. Owns the stacks that it asked for. Kills the ranks that block the others,
+    or all ranks if it cannot tell which ones do."""
 
     def __init__(self, table: WorkerTable, workers: Sequence[str], limit_s: float) -> None:
         self._table, self._workers, self._limit_s = table, workers, limit_s
@@ -26,8 +26,8 @@ class Watchdog:
         self._stacks: dict[str, StackReport] = {}
 
     def tick(self, running: Sequence[str], *, others_failed: bool = False) -> None:
-        """Log or kill ranks that have made no progress for too long. With `others_failed`, ranks that waited for the running
-        ones have failed already."""
+        """Log or kill ranks that have made no progress for too long. With `others_failed`, ranks that waited for the
+        running ones have failed already."""
         now = self._table.clock()
         self._collect()
         quiet = self._quiet(running, now)

@@ -85,9 +85,8 @@ class KillReason:
 class WorkerTable:
     """Owns what is known about each worker, the workers' replies and answers, and the newest snapshot.
 
-    Events change it in `pump`; a new generation, a call, a kill and a dismissal change it through the methods below. Never
-    decides what to do about a failure.
-    """
+    Events change it in `pump`; a new generation, a call, a kill and a dismissal change it through the methods below.
+    Never decides what to do about a failure."""
 
     def __init__(
         self,
@@ -273,8 +272,8 @@ class WorkerTable:
             self.kill(worker, "hang", describe_unfinished(self._report(worker, None), verb, self._silent_s))
 
     def _end_late(self, late: Iterable[str], verb: str, limit_s: float) -> None:
-        """Kill the workers that do not even send "alive", or all of them if all do. Workers that were killed before but whose
-        exit was never reported count as failed."""
+        """Kill the workers that do not even send "alive", or all of them if all do. Workers that were killed before but
+        whose exit was never reported count as failed."""
         remaining = []
         for worker in late:
             if self._workers[worker].killed_for is None:
@@ -286,8 +285,8 @@ class WorkerTable:
             self.kill(worker, "hang", story)
 
     def stuck(self, workers: Sequence[str], verb: str, limit_s: float) -> dict[str, str]:
-        """Return, for each of these workers that is still busy, what it did not finish in time, and where it is. Workers that
-        block the others come first."""
+        """Return, for each of these workers that is still busy, what it did not finish in time, and where it is.
+        Workers that block the others come first."""
         stacks = self._stacks(workers)
         reports = {w: self._report(w, stacks.get(w)) for w in workers if self._workers[w].busy is not None}
         blocking = blocking_ranks(reports) or list(reports)
@@ -332,8 +331,8 @@ class WorkerTable:
         return next(self._numbers)
 
     def take_answers(self, kind: type[AnswerT], number: int) -> list[tuple[str, AnswerT]]:
-        """Remove and return the answers to one request that have arrived, with their workers. Answers to older requests of
-        the same type stay, because another waiter may still want them."""
+        """Remove and return the answers to one request that have arrived, with their workers. Answers to older requests
+        of the same type stay, because another waiter may still want them."""
         taken = [
             (worker, answer) for worker, answer in self._answers if isinstance(answer, kind) and answer.round == number
         ]
@@ -342,8 +341,8 @@ class WorkerTable:
         return taken
 
     def pump(self, timeout: float) -> int:
-        """Process what has happened, and wait up to `timeout` for the first event. Return the number of events. A cancelled
-        call ends here, because every wait of the engine calls this."""
+        """Process what has happened, and wait up to `timeout` for the first event. Return the number of events. A
+        cancelled call ends here, because every wait of the engine calls this."""
         self._inbox.extend(self.group.poll(0.0 if self._inbox else timeout))
         count = len(self._inbox)
         while self._inbox:  # one by one, so that an error in between (a callback's, Ctrl-C) does not lose the others

@@ -1,9 +1,8 @@
 """List the files of a checkpoint's folder with their sizes and digests, and verify a folder against its list. Both.
 
-The list, `.raysgd-folder.json`, is written last. The files that it lists must be there and unchanged; other files in the
-folder are ignored. It detects damage, but it is not a signature. Links are followed only to files in the same folder: a
-link cannot make a user copy another user's file.
-"""
+The list, `.raysgd-folder.json`, is written last. The files that it lists must exist and be unchanged; other files in
+the folder are ignored. The list detects damage, but it is not a signature. Links are followed only to files in the same
+folder, so that a link cannot make a user copy another user's file."""
 
 from __future__ import annotations
 
@@ -138,7 +137,8 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a regular file, without following a link or waiting for a FIFO's writer if one has taken its place."""
+    """Open a regular file. If a link or a FIFO has taken its place, raise an error instead of following or waiting for
+    it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -157,12 +157,12 @@ def read_plain(path: Path) -> bytes:
 
 
 def dump_json(content: Mapping[str, Any]) -> bytes:
-    """Return JSON that contains the digest of its other content."""
+    """Return this content as JSON, with a digest of it."""
     return json.dumps({**content, "digest": json_digest(content)}).encode()
 
 
 def parse_json(data: bytes, where: Any) -> tuple[dict[str, Any], bool]:
-    """Return what `dump_json` was given, and whether there was a digest, which older versions did not write."""
+    """Return the content that `dump_json` wrote, and whether it had a digest, which older versions did not write."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -176,7 +176,7 @@ def parse_json(data: bytes, where: Any) -> tuple[dict[str, Any], bool]:
 
 
 def json_digest(content: Mapping[str, Any]) -> str:
-    """Return a digest of the content, independent of how the JSON is formatted."""
+    """Return a digest of the content, which does not depend on how the JSON is formatted."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -189,7 +189,7 @@ def dump_list(entries: Mapping[str, FileEntry]) -> bytes:
 def parse_list(data: bytes, where: Any) -> dict[str, FileEntry]:
     """Return the entries of a stored list. Raise CheckpointError if it is damaged."""
     if len(data) > MOST_LIST_BYTES:
-        raise CheckpointError(f"{where} is damaged: it has {len(data)} bytes, and a list has at most {MOST_LIST_BYTES}")
+        raise CheckpointError(f"{where} is damaged: it has {len(data)} bytes, and a list may have {MOST_LIST_BYTES}")
     content, sealed = parse_json(data, where)
     files, digests = content.get("files"), content.get("digests", {})
     known = sealed or content.keys() <= OLDER_KEYS
@@ -206,7 +206,7 @@ def parse_list(data: bytes, where: Any) -> dict[str, FileEntry]:
 
 
 def is_name(name: str) -> bool:
-    """Return whether this is the name of a file in a folder, and not of the list."""
+    """Return whether this can be the name of a file in a folder, other than the list."""
     path = PurePosixPath(name)
     try:
         sizes = [len(os.fsencode(part)) for part in path.parts]
@@ -268,14 +268,15 @@ def check_list(where: Any, names: Any, listed: Mapping[str, FileEntry] | None) -
 
 def _changed(where: Any, name: str, how: str) -> NoReturn:
     raise CheckpointError(
-        f"{where}: {name} {how}: it is damaged, or was changed after the checkpoint was stored. Use another copy, or an "
-        f"older checkpoint. If you changed it on purpose, copy the folder without {MARKER}, and use "
+        f"{where}: {name} {how}: the file is damaged, or was changed after the checkpoint was stored. Use another copy, or "
+        f"an older checkpoint. If you changed it on purpose, copy the folder without {MARKER}, and use "
         "Checkpoint.from_directory(copy)"
     )
 
 
 def verify(folder: Path) -> None:
-    """Raise CheckpointError if a file that the folder lists is missing or was changed. A folder without a list passes."""
+    """Raise CheckpointError if a file that the folder lists is missing or was changed. A folder without a list
+    passes."""
     listed = read_list(folder)
     if listed is not None:
         found = {each.name: each.path for each in walk(folder) if not each.is_dir}

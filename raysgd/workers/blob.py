@@ -28,7 +28,8 @@ class Blob:
 
 
 class PickledObject(Blob):
-    """A user's object as bytes: an operator class or a function, pickled once for all workers, or what a call returned."""
+    """A user's object as bytes: an operator class or a function, pickled once for all workers, or what a call
+    returned."""
 
 
 def unpickled(value: Any) -> Any:

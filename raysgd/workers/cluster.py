@@ -113,8 +113,8 @@ def _given_address() -> str:
 
 
 def _running_here() -> str:
-    """Return the address of the cluster that this machine belongs to, or "local". After a crash of Ray, its address is still
-    stored, and connecting to it would take minutes to fail. So probe it first."""
+    """Return the address of the cluster that this machine belongs to, or "local". After a crash of Ray, its address is
+    still stored, and connecting to it would take minutes to fail. So probe it first."""
     address = foreign.address_of_this_machine()
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
@@ -222,8 +222,8 @@ def capacity(resources: WorkerResources) -> int:
 
 
 def within(limit_s: float, ask: Callable[[], T]) -> T | None:
-    """Return what `ask` returns, or None if it fails or takes longer. If Ray has ended, its functions take a minute or never
-    return."""
+    """Return what `ask` returns, or None if it fails or takes longer. If Ray has ended, its functions take a minute or
+    never return."""
     found: list[T] = []
 
     def run() -> None:
@@ -239,8 +239,8 @@ def within(limit_s: float, ask: Callable[[], T]) -> T | None:
 
 
 def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -> None:
-    """Wait until these actors have ended and `room` more workers fit again, for at most 2.5 s. Once the actors have ended,
-    the wait is short, because other programs may take that room before this process sees it."""
+    """Wait until these actors have ended and `room` more workers fit again, for at most 2.5 s. Once the actors have
+    ended, the wait is short, because other programs may take that room before this process sees it."""
     import ray
 
     def wait() -> None:

@@ -1,8 +1,7 @@
 """Serve the worker's end of the control channel: send heartbeats and progress, carry out stop requests. Worker.
 
-The client is a thread with blocking sockets beside the training thread. asyncio would add nothing, because there is only
-one connection to read, and each thread sends its own messages.
-"""
+The client is a thread with blocking sockets beside the training thread. asyncio would add nothing, because there is
+only one connection to read, and each thread sends its own messages."""
 
 from __future__ import annotations
 
@@ -60,8 +59,9 @@ LONGEST_TEXT, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
 
 
 class ControlClient:
-    """Owns the worker's control connection, the thread that reads it, the `Control` of the training thread, and one bulk
-    connection, which is opened when it is first needed. Knows how to abort a collective, and nothing else of training."""
+    """Owns the worker's control connection, the thread that reads it, the `Control` of the training thread, and one
+    bulk connection, which is opened when it is first needed. Knows how to abort a collective, and nothing else of
+    training."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class ControlClient:
         threading.Thread(target=self._listen, name="raysgd-control", daemon=True).start()
 
     def begin(self, call: int) -> None:
-        """Begin a call. Requests for earlier calls no longer apply. Requests for this one apply from now on, because all
-        ranks may agree on a boundary before its work has begun."""
+        """Begin a call. Requests for earlier calls no longer apply. Requests for this one apply from now on, because
+        all ranks may agree on a boundary before its work has begun."""
         with self._call_lock:
             self.control.withdraw()
             self.call = call
@@ -130,8 +130,8 @@ class ControlClient:
         self._bulk, self._bulk_lock = None, threading.Lock()
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
-        """Send progress, unless the driver does not read at the moment: training must not wait for it, and a later message
-        will replace this one."""
+        """Send progress, unless the driver does not read at the moment: training must not wait for it, and a later
+        message will replace this one."""
         if self._writable.select(0):
             self._send(ProgressReport(self.call, progress, brief(partial)))
 
@@ -216,7 +216,8 @@ def _is_idle(connection: socket.socket) -> bool:
 
 
 def brief(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the part of a result that progress messages contain: its counts, and numbers and short strings up to 64 kB.
+    """Return the part of a result that progress messages contain: its counts, and numbers and short strings up to 64
+    kB.
 
     Everything else (long strings, tables, more metrics than that) reaches the driver with the call's result.
     """

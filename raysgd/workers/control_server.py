@@ -77,17 +77,16 @@ class _Peer:
 
 
 class ControlServer:
-    """Owns the listening socket, all connections of workers, and the control thread. Turns what workers send into events,
-    and decides nothing.
+    """Owns the listening socket, all connections of workers, and the control thread. Turns what workers send into
+    events, and decides nothing.
 
-    The control thread runs an asyncio loop: it authenticates every connection, and reads the control connections. A bulk
-    connection gets a thread of its own once it is admitted, and a checkpoint's connection goes to its receiver, so
+    The control thread runs an asyncio loop: it authenticates every connection, and reads the control connections. A
+    bulk connection gets a thread of its own once it is admitted, and a checkpoint's connection goes to its receiver, so
     that no transfer delays a heartbeat.
 
-    When a process ends, so does its control connection, which is a `WorkerEnded` event within milliseconds, usually before
-    Ray reports the end. A connection also ends if the other machine acknowledges nothing for `unreachable_s`. Whatever one
-    connection sends, an error ends only that connection.
-    """
+    When a process ends, so does its control connection, which is a `WorkerEnded` event within milliseconds, usually
+    before Ray reports the end. A connection also ends if the other machine acknowledges nothing for `unreachable_s`.
+    Whatever one connection sends, an error ends only that connection."""
 
     def __init__(self, events: queue.SimpleQueue[Event], host: str) -> None:
         self.token = secrets.token_hex(TOKEN_BYTES // 2)
@@ -118,8 +117,8 @@ class ControlServer:
     # -- any thread -----------------------------------------------------------------------------------
 
     def send(self, worker: str, message: Message) -> bool:
-        """Send a message to a worker without blocking. Return False if it has no connection, which is or will be reported as
-        a `WorkerEnded` event."""
+        """Send a message to a worker without blocking. Return False if it has no connection, which is or will be
+        reported as a `WorkerEnded` event."""
         peer = self._workers.get(worker)
         if peer is None:
             return False
@@ -149,8 +148,8 @@ class ControlServer:
                 send_now(peer.connection, Bye())
 
     def expect_checkpoint(self, take: Callable[[socket.socket], None]) -> str:
-        """Return the name of a new save. The control thread calls `take` with every connection that names it. `take` owns the
-        connection, which is in blocking mode, but must not block itself."""
+        """Return the name of a new save. The control thread calls `take` with every connection that names it. `take`
+        owns the connection, which is in blocking mode, but must not block itself."""
         save = secrets.token_hex(TOKEN_BYTES // 2)
         with self._expecting:
             self._expected[save] = take
@@ -194,8 +193,8 @@ class ControlServer:
         self._loop.call_later(1.0, self._summarize)
 
     def _accept(self) -> None:
-        """Accept one connection. The loop serves all others before it accepts the next one, so that a worker that has sent
-        its first message is admitted before newer connections take its place."""
+        """Accept one connection. The loop serves all others before it accepts the next one, so that a worker that has
+        sent its first message is admitted before newer connections take its place."""
         try:
             connection, address = self._listener.accept()
         except OSError as error:
@@ -221,8 +220,8 @@ class ControlServer:
             self._refuse(oldest, f"more than {UNADMITTED_AT_MOST} connections were waiting to be admitted")
 
     def _pause_accepting(self, error: OSError) -> None:
-        """Stop accepting connections for a while. The waiting connection stays in the kernel's queue, so the listener would
-        be ready again at once."""
+        """Stop accepting connections for a while. The waiting connection stays in the kernel's queue, so the listener
+        would be ready again at once."""
         if not self._short_of_resources:
             logger.warning("cannot accept connections of workers (%s): trying again every %g s", error, ACCEPT_PAUSE_S)
         self._short_of_resources = True
@@ -275,8 +274,8 @@ class ControlServer:
             peer.deadline.cancel()
 
     async def _first_message(self, peer: _Peer) -> Message:
-        """Admit the connection, and return its first message. Nothing behind the token is read before the token is complete
-        and verified."""
+        """Admit the connection, and return its first message. Nothing behind the token is read before the token is
+        complete and verified."""
         token = await self._exactly(peer, TOKEN_BYTES)
         if not hmac.compare_digest(token, self.token.encode()):
             raise ValueError("it does not have this trainer's token")
@@ -311,8 +310,8 @@ class ControlServer:
         return decode(await self._exactly(peer, header))
 
     async def _exactly(self, peer: _Peer, size: int) -> bytes:
-        """Return the next `size` bytes. (asyncio's StreamReader would read ahead: past the token, and into what follows the
-        first message of a connection that is handed over.)"""
+        """Return the next `size` bytes. (asyncio's StreamReader would read ahead: past the token, and into what follows
+        the first message of a connection that is handed over.)"""
         data = bytearray()
         while len(data) < size:
             try:

@@ -19,8 +19,8 @@ RAY_SETTING, RAY_DEFAULT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
 
 
 def gcs_limit_s() -> float:
-    """Return the time limit for answers of the GCS: half of the time after which Ray ends this process, so that there is
-    time left for `save()`."""
+    """Return the time limit for answers of the GCS: half of the time after which Ray ends this process, so that there
+    is time left for `save()`."""
     return float(os.environ.get(RAY_SETTING, RAY_DEFAULT_S)) / 2
 
 

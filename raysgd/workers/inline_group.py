@@ -18,8 +18,8 @@ __all__ = ["InlineGroup"]
 
 
 class InlineGroup:
-    """Owns the worker, which runs each call inside `submit`. Progress goes directly to `listener`, because `poll` cannot be
-    called meanwhile. The interface is that of `RayGroup`."""
+    """Owns the worker, which runs each call inside `submit`. Progress goes directly to `listener`, because `poll`
+    cannot be called meanwhile. The interface is that of `RayGroup`."""
 
     elastic = False
 

@@ -60,8 +60,8 @@ class _Handle:
 class RayGroup:
     """Owns the actor handles, the control server and one queue of events. Decides nothing.
 
-    Each worker is an actor with its own resources, because a placement group could not be resized. So growing never moves a
-    survivor."""
+    Each worker is an actor with its own resources, because a placement group could not be resized. So growing never
+    moves a survivor."""
 
     elastic = True
 
@@ -160,8 +160,8 @@ class RayGroup:
             self._events.put(CallEnded(worker, call, Failed(error, str(error))))
 
     def poll(self, timeout: float) -> list[Event]:
-        """Return what has happened, and wait up to `timeout` for the first event. A worker's end is reported once. An error
-        here (no room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
+        """Return what has happened, and wait up to `timeout` for the first event. A worker's end is reported once. An
+        error here (no room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
         with contextlib.suppress(queue.Empty):
             self._arrived.append(self._events.get(timeout=timeout if not self._arrived else 0.0))
             while True:
@@ -174,8 +174,8 @@ class RayGroup:
         return ready
 
     def _explained(self, event: Event) -> Event:
-        """Return the event, with the cause from the process's standard error if gloo ended the process because a peer sent
-        data of an unexpected size."""
+        """Return the event, with the cause from the process's standard error if gloo ended the process because a peer
+        sent data of an unexpected size."""
         if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
         handle = self._handles[event.worker]
@@ -278,8 +278,8 @@ class RayGroup:
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
-        """Wait, on exit, until Ray shows that the resources of workers that were dismissed meanwhile are free, because the
-        next line of the user's script may need them."""
+        """Wait, on exit, until Ray shows that the resources of workers that were dismissed meanwhile are free, because
+        the next line of the user's script may need them."""
         held = {worker: h.actor for worker, h in self._handles.items() if h.node and not h.ended}
         room = cluster.within(ANSWER_S, self.room) if held and self._resources.as_dict() else None
         yield

@@ -110,8 +110,8 @@ class ReplicaHost:
         return self._replica.run
 
     def _sendable(self, value: Any) -> Any:
-        """Return what the replica returned, in the form in which it is sent to the driver. It is pickled here, because a
-        value that Ray could not pickle would look like a worker failure."""
+        """Return what the replica returned, in the form in which it is sent to the driver. It is pickled here, because
+        a value that Ray could not pickle would look like a worker failure."""
         if isinstance(value, memoryview):
             return Blob(value)
         if not self._remote:
@@ -184,8 +184,8 @@ def _opened(value: Any) -> Any:
 
 
 def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:
-    """Return the error that the driver raises after `sys.exit()` on a worker, because SystemExit itself would end the user's
-    script."""
+    """Return the error that the driver raises after `sys.exit()` on a worker, because SystemExit itself would end the
+    user's script."""
     where = "a new worker" if rank is None else f"rank {rank}"
     name, place = _users_frame(error)
     raised = RuntimeError(

@@ -26,9 +26,8 @@ __all__ = ["dumps", "is_local", "pack"]
 def pack(value: Any) -> PickledObject | None:
     """Return the user's object as bytes that any node can read.
 
-    Modules that are not installed (files beside the script) are pickled with their content. Raise a TypeError that names
-    the object if something in it cannot be pickled.
-    """
+    Modules that are not installed (files beside the script) are pickled with their content. Raise a TypeError that
+    names the object if something in it cannot be pickled."""
     if value is None:
         return None
     try:
@@ -42,9 +41,9 @@ def pack(value: Any) -> PickledObject | None:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle with cloudpickle, and pickle modules that have a class of their own by name, which cloudpickle cannot do. torch
-    has such a config module, and cloudpickle includes it with a function that uses the names `torch.distributed` and
-    `config`."""
+    """Pickle with cloudpickle, and pickle modules that have a class of their own by name, which cloudpickle cannot do.
+    torch has such a config module, and cloudpickle includes it with a function that uses the names `torch.distributed`
+    and `config`."""
     from ray import cloudpickle
 
     base: Any = cloudpickle.CloudPickler

@@ -16,9 +16,9 @@ __all__ = ["WorkerGroupProtocol"]
 class WorkerGroupProtocol(Protocol):
     """Starts workers, sends them calls and messages, and returns what happened as events. Decides nothing.
 
-    The engine calls all methods, on the thread of the trainer's call. `elastic` is False for a group whose worker cannot
-    fail and which cannot grow. `listener` receives events that happen inside `submit`, before `poll` could return them.
-    """
+    The engine calls all methods, on the thread of the trainer's call. `elastic` is False for a group whose worker
+    cannot fail and which cannot grow. `listener` receives events that happen inside `submit`, before `poll` could
+    return them."""
 
     elastic: bool
     listener: Callable[[Event], None]
@@ -30,8 +30,8 @@ class WorkerGroupProtocol(Protocol):
         """Start a call and return its number, which its `CallEnded` event also has."""
 
     def poll(self, timeout: float) -> list[Event]:
-        """Return what has happened, and wait up to `timeout` for the first event. The failure of a worker is reported only
-        once."""
+        """Return what has happened, and wait up to `timeout` for the first event. The failure of a worker is reported
+        only once."""
 
     def send(self, worker: str, message: Message) -> bool:
         """Send a message alongside the running call. Return False if the worker cannot be reached."""
@@ -55,8 +55,8 @@ class WorkerGroupProtocol(Protocol):
         """Return a user's object in the form in which it is sent as an argument."""
 
     def checkpoint_server(self) -> ControlServer | None:
-        """Return the server that the workers send checkpoints to, or None if the worker is this process, which writes the
-        file itself."""
+        """Return the server that the workers send checkpoints to, or None if the worker is this process, which writes
+        the file itself."""
 
     def room(self) -> int:
         """Return how many more workers fit into the cluster now."""

@@ -85,7 +85,7 @@ def test_plot(tmp_path: Path) -> None:
 
 def test_plot_of_what_is_not_there() -> None:
     pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match=r"nothing to plot of accuracy.*are train_loss|accuracy"):
+    with pytest.raises(ValueError, match=r"nothing to plot for accuracy.*are train_loss|accuracy"):
         filled(result()).plot("accuracy")
     with pytest.raises(ValueError, match="measured are none yet"):
         History().plot()

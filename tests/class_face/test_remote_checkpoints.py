@@ -68,7 +68,7 @@ def test_what_is_no_place_is_told_with_what_is(wrong: Any) -> None:
 
 
 def test_a_directory_is_no_file_to_save_to(tmp_path: Path) -> None:
-    with inline() as trainer, pytest.raises(IsADirectoryError, match="a checkpoint is a file, name one"):
+    with inline() as trainer, pytest.raises(IsADirectoryError, match="a checkpoint is a file: pass the path of a file"):
         trainer.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
