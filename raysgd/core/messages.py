@@ -60,11 +60,16 @@ class MessageError(ValueError):
     """What was received is not a message of this module."""
 
 
+@dataclass(frozen=True)
+class Message:
+    """The base class of all messages."""
+
+
 # -- the first message of a connection, and its answer ------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Hello:
+class Hello(Message):
     """A worker sends this when its process has started. The group reports it to the engine as `WorkerStarted`, and the
     end of the connection as `WorkerEnded`."""
 
@@ -74,7 +79,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class OpenBulk:
+class OpenBulk(Message):
     """A worker sends this before its first snapshot or report. The connection stays open: `SnapshotUpload`,
     `FunctionReport` and `StartDealer` follow, and the driver answers each with `Received`."""
 
@@ -82,7 +87,7 @@ class OpenBulk:
 
 
 @dataclass(frozen=True)
-class OpenCheckpoint:
+class OpenCheckpoint(Message):
     """The worker that writes a checkpoint sends this. `save` is the secret name of one save. `CheckpointDraft`
     follows."""
 
@@ -90,12 +95,12 @@ class OpenCheckpoint:
 
 
 @dataclass(frozen=True)
-class Admitted:
+class Admitted(Message):
     """The driver accepted a connection's first message."""
 
 
 @dataclass(frozen=True)
-class Rejected:
+class Rejected(Message):
     """The driver refuses this connection and closes it, because the save that it names has ended. The worker does not
     try again."""
 
@@ -106,13 +111,13 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Alive:
+class Alive(Message):
     """A worker sends this every second, from a thread beside the training thread. A process that is stopped does
     not."""
 
 
 @dataclass(frozen=True)
-class ProgressReport:
+class ProgressReport(Message):
     """The training thread sends this after a batch, a few times a second at most. `call` is the call that made the
     progress, `partial` its metrics so far. The driver uses it for progress bars, for boundaries, and when the worker
     fails."""
@@ -123,13 +128,13 @@ class ProgressReport:
 
 
 @dataclass(frozen=True)
-class PreemptionNotice:
+class PreemptionNotice(Message):
     """A worker sends this when it has received SIGTERM, because its machine will be stopped. The engine moves its work
     to other workers at the next batch boundary."""
 
 
 @dataclass(frozen=True)
-class BoundaryAnswer:
+class BoundaryAnswer(Message):
     """A worker answers `ProposeBoundary` with this. `accepted` is True if it will stop there. `begun` is the step that
     it has begun, -1 if it has not begun that call. If all ranks accept, `ConfirmBoundary` follows, otherwise another
     proposal."""
@@ -140,7 +145,7 @@ class BoundaryAnswer:
 
 
 @dataclass(frozen=True)
-class StackReport:
+class StackReport(Message):
     """A worker answers `StackRequest` with this: the training thread's stack (innermost frame first), phase and
     batch."""
 
@@ -154,7 +159,7 @@ class StackReport:
 
 
 @dataclass(frozen=True)
-class Interrupt:
+class Interrupt(Message):
     """The driver sends this when a rank of the generation failed. Its peers leave their collective call and end the
     running call. Workers of a later generation ignore it."""
 
@@ -162,7 +167,7 @@ class Interrupt:
 
 
 @dataclass(frozen=True)
-class ProposeBoundary:
+class ProposeBoundary(Message):
     """The driver asks every rank to stop after `step` of this call, for a planned change. `BoundaryAnswer` follows."""
 
     round: int
@@ -171,26 +176,26 @@ class ProposeBoundary:
 
 
 @dataclass(frozen=True)
-class ConfirmBoundary:
+class ConfirmBoundary(Message):
     """The driver sends this when all ranks accepted the boundary. Ranks that wait there end their call."""
 
 
 @dataclass(frozen=True)
-class StackRequest:
+class StackRequest(Message):
     """The driver's watchdog asks where a worker is. `StackReport` follows, unless the process is stopped."""
 
     round: int
 
 
 @dataclass(frozen=True)
-class KillProcess:
+class KillProcess(Message):
     """The driver asks a worker to kill a process on the same machine: a worker that hangs."""
 
     pid: int
 
 
 @dataclass(frozen=True)
-class Bye:
+class Bye(Message):
     """The driver does not need this worker any more. The worker ends itself if Ray does not end it."""
 
 
@@ -198,7 +203,7 @@ class Bye:
 
 
 @dataclass(frozen=True)
-class SnapshotUpload:
+class SnapshotUpload(Message):
     """Rank 0 sends this when a snapshot is due. Body: the full state. `call` and `partial` are those of
     `ProgressReport`. The driver keeps the newest snapshot, in case all workers fail."""
 
@@ -208,7 +213,7 @@ class SnapshotUpload:
 
 
 @dataclass(frozen=True)
-class FunctionReport:
+class FunctionReport(Message):
     """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint"). Body: the pickled
     metrics, `metrics_size` bytes, then the checkpoint, if there is one. The driver drops those of earlier attempts."""
 
@@ -221,7 +226,7 @@ class FunctionReport:
 
 
 @dataclass(frozen=True)
-class StartDealer:
+class StartDealer(Message):
     """Each rank sends this when it registers a Ray Dataset. Body: the pickled dataset. The driver starts one actor of
     this name, from which all ranks read."""
 
@@ -229,7 +234,7 @@ class StartDealer:
 
 
 @dataclass(frozen=True)
-class Received:
+class Received(Message):
     """The driver has received a message on a bulk connection, with its body."""
 
 
@@ -237,7 +242,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class CheckpointDraft:
+class CheckpointDraft(Message):
     """The driver has created a file for this connection alone. It begins with the bytes that `mark` has in hexadecimal,
     by which the worker recognizes it. `CheckpointRoute` follows."""
 
@@ -246,7 +251,7 @@ class CheckpointDraft:
 
 
 @dataclass(frozen=True)
-class CheckpointRoute:
+class CheckpointRoute(Message):
     """The worker says how it will send the checkpoint. With `in_file` it has found the driver's file on a shared disk
     and writes it itself: `CheckpointWritten` follows. Otherwise it sends the bytes: `CheckpointPiece` follows."""
 
@@ -254,19 +259,19 @@ class CheckpointRoute:
 
 
 @dataclass(frozen=True)
-class CheckpointPiece:
+class CheckpointPiece(Message):
     """The worker sends the next part of the checkpoint. Body: its bytes."""
 
 
 @dataclass(frozen=True)
-class CheckpointWritten:
+class CheckpointWritten(Message):
     """The worker reports progress: it has written `size` bytes to the driver's file so far."""
 
     size: int
 
 
 @dataclass(frozen=True)
-class CheckpointComplete:
+class CheckpointComplete(Message):
     """The worker has written everything. The driver compares size and digest with its file, and gives the file its
     name. The digest covers all bytes that were sent; if the worker wrote the file itself, only the file's last 4096
     bytes."""
@@ -276,41 +281,13 @@ class CheckpointComplete:
 
 
 @dataclass(frozen=True)
-class CheckpointFailed:
+class CheckpointFailed(Message):
     """The worker could not write the checkpoint, for this reason. Nothing follows."""
 
     error: str
 
 
-Message = (
-    Hello
-    | OpenBulk
-    | OpenCheckpoint
-    | Admitted
-    | Rejected
-    | Alive
-    | ProgressReport
-    | PreemptionNotice
-    | BoundaryAnswer
-    | StackReport
-    | Interrupt
-    | ProposeBoundary
-    | ConfirmBoundary
-    | StackRequest
-    | KillProcess
-    | Bye
-    | SnapshotUpload
-    | FunctionReport
-    | StartDealer
-    | Received
-    | CheckpointDraft
-    | CheckpointRoute
-    | CheckpointPiece
-    | CheckpointWritten
-    | CheckpointComplete
-    | CheckpointFailed
-)
-TYPES: dict[str, Callable[..., Message]] = {each.__name__: each for each in get_args(Message)}
+TYPES: dict[str, Callable[..., Message]] = {each.__name__: each for each in Message.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:

@@ -60,9 +60,9 @@ class Recovery:
 class Observation:
     """What the outcomes of one call on one generation mean.
 
-    kind            "done": all ranks finished. "user_error": the user's code raised an error. "broken": workers, the network
-                    or a data loader failed. "paused": all ranks stopped because they were asked to. "out_of_step": the
-                    ranks did not make the same collective calls, which is an error in the user's code
+    kind            "done": all ranks finished. "user_error": the user's code raised an error. "broken": workers, the
+                    network or a data loader failed. "paused": all ranks stopped because they were asked to.
+                    "out_of_step": the ranks did not make the same collective calls, an error in the user's code
     failed_workers  the workers that failed, in rank order
     culprit         the worker whose code raised the error, or whose data loader failed
     reason, detail  those of the `Recovery` that follows

@@ -65,14 +65,6 @@ Deliverer = Callable[["FunctionReport | StartDealer", Any], None]
 Publisher = Callable[[Progress, dict[str, Any] | None], None]
 
 
-def _ignore_progress(progress: Progress, partial: dict[str, Any] | None) -> None:
-    """Do nothing with progress, for a replica without a driver."""
-
-
-def _ignore_message(message: FunctionReport | StartDealer, body: Any) -> None:
-    """Do nothing with a message, for a replica without a driver."""
-
-
 class Control:
     """Connects a worker's training thread with its control thread.
 
@@ -90,7 +82,7 @@ class Control:
 
     def __init__(
         self,
-        publish: Publisher = _ignore_progress,
+        publish: Publisher = lambda progress, partial: None,
         *,
         interval_s: float = MIN_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
@@ -102,7 +94,7 @@ class Control:
         self.phase = "idle"
         self.batch = 0
         self.upload: Uploader | None = None
-        self.deliver: Deliverer = _ignore_message
+        self.deliver: Deliverer = lambda message, body: None
         self.on_interrupt: Callable[[], None] = lambda: None
         self.collectives: Callable[[], int] = lambda: -1
         self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_STEPS)

@@ -152,9 +152,6 @@ class ReplicaHost:
     def _leave(self) -> None:
         self._backend.leave()
 
-    def _apply(self, function: Callable[[], Any]) -> Any:
-        return function()
-
     def _state(self) -> Blob:
         assert self._replica is not None
         return Blob(self._replica.state())
