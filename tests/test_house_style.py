@@ -1,4 +1,4 @@
-"""Functions are short. A cohesive class, or a file with one subject, may be as long as it needs to be."""
+"""Functions are short. A cohesive class, or a file about one subject, may be as long as it needs to be."""
 
 import ast
 from collections.abc import Iterator

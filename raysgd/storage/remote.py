@@ -125,13 +125,13 @@ def _limited(uri: Uri, work: Callable[[Any], None]) -> None:
     none."""
     from fsspec.callbacks import Callback
 
-    class Progress(Callback):  # type: ignore[misc]
+    class LastProgress(Callback):  # type: ignore[misc]
         at = time.monotonic()
 
         def call(self, *args: Any, **kwargs: Any) -> None:
             self.at = time.monotonic()
 
-    progress, done = Progress(), Future[None]()
+    progress, done = LastProgress(), Future[None]()
 
     def run() -> None:
         try:

@@ -161,7 +161,7 @@ def _write_tensors(tensors: dict[str, Any], folder: str) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    class Writer(FileSystemWriter):
+    class _ShardWriter(FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
             try:
                 return super().write_data(plan, planner)
@@ -172,7 +172,7 @@ def _write_tensors(tensors: dict[str, Any], folder: str) -> None:
                 raise found from None  # torch's writer raises another error because of it
 
     try:
-        save(tensors, storage_writer=Writer(folder), no_dist=not dist.is_initialized())
+        save(tensors, storage_writer=_ShardWriter(folder), no_dist=not dist.is_initialized())
     except CheckpointException as failed:  # not an Exception; all ranks raise the same one
         rank, error = min((rank, wrapped[0]) for rank, wrapped in failed.failures.items())
         where = f"rank {rank} could not write its part of the checkpoint"
