@@ -26,5 +26,12 @@ def too_long(path: Path) -> Iterator[str]:
             yield f"{path}:{node.lineno} {node.name} has {lines_of_code(node)} lines; the limit is {limit}"
 
 
+def test_modules_say_where_they_run() -> None:
+    for package in ("callbacks", "core", "engine", "storage", "workers"):
+        for path in sorted((ROOT / "raysgd" / package).glob("*.py")):
+            first = path.read_text(encoding="utf-8").partition("\n")[0].removesuffix('"""')
+            assert first.endswith(("Driver.", "Worker.", "Both.")), f"{path}: end the first line with where it runs"
+
+
 def test_sizes() -> None:
     assert not [finding for path in FILES for finding in too_long(path)]

@@ -1,6 +1,7 @@
 """In the engine, each object is the only writer of its own state: other objects call its methods."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,19 @@ def violations(source: str, own: tuple[str, ...] = ()) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_only_the_owner_writes_its_state(path: Path) -> None:
     assert not violations(path.read_text(encoding="utf-8"), OWN.get(path.name, ()))
+
+
+def test_the_documented_objects_are_classes_of_the_engine() -> None:
+    page = (ENGINE.parent.parent / "docs" / "structure.md").read_text(encoding="utf-8")
+    table = page.partition("## The engine's objects")[2].partition("\n## ")[0]
+    named = set(re.findall(r"(?m)^\| `(\w+)` \|", table))
+    defined = {
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert named and named <= defined
 
 
 @pytest.mark.parametrize(

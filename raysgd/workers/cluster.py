@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from raysgd.config import WorkerResources
 from raysgd.errors import ClusterError, ConfigError
 from raysgd.workers import foreign
-from raysgd.workers.gcs import ask
+from raysgd.workers.gcs import GcsQuery, ask
 
 __all__ = [
     "alive_nodes",
@@ -221,21 +221,14 @@ def capacity(resources: WorkerResources) -> int:
     return sum(resources.fits(total) for total in alive_nodes().values())
 
 
-def within(limit_s: float, ask: Callable[[], T]) -> T | None:
-    """Return what `ask` returns, or None if it fails or takes longer. If Ray has ended, its functions take a minute or
-    never return."""
-    found: list[T] = []
-
-    def run() -> None:
-        try:
-            found.append(ask())
-        except Exception as error:
-            logger.debug("Ray did not answer: %s", error)
-
-    thread = threading.Thread(target=run, name="raysgd-ask", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return found[0] if found else None
+def within(limit_s: float, call: Callable[[], T]) -> T | None:
+    """Return what a call of Ray's functions returns, or None if it fails or takes longer. If Ray has ended, its functions
+    take a minute or never return."""
+    try:
+        return GcsQuery(call).result(limit_s)
+    except Exception as error:
+        logger.debug("Ray did not answer: %s", error)
+        return None
 
 
 def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -> None:
