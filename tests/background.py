@@ -1,13 +1,14 @@
 """Run the scripts that tests check (pages, examples, benchmarks) in the background, at a low priority.
 
-A test that looks at a script says so, and asks for what came of it:
+A test names its script in a mark, and gets a function that returns the script's outcome:
 
     @pytest.mark.script("quickstart.py", run=run)   # run(background, "quickstart.py"), and the test's own parameters
     def test_quickstart(outcome):
         assert "done" in outcome()
 
-Most other tests wait for processes more than they compute. So there is room behind them for one script at a time, at a
-low priority; when only tests of scripts are left (they come last), there is room for two."""
+Most other tests spend more time waiting for processes than computing. So one script at a time can run during them. When only
+tests of scripts are left (they come last), two scripts run at a time.
+"""
 
 import os
 import secrets

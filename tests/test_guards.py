@@ -76,7 +76,7 @@ def test_other_threads_connections_and_the_process_of_multiprocessing_are_no_lea
     before = Inventory.take()
     locked = multiprocessing.get_context("spawn").Lock()  # starts the process that deletes leaked locks
     with (
-        thread(daemon=True, name="somebody's"),
+        thread(daemon=True, name="another library"),
         socket.socket() as client,
         socket.create_server(("127.0.0.1", 0)) as own,
     ):

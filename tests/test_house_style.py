@@ -13,10 +13,10 @@ LONGEST, LONGEST_IN_TESTS = 40, 60  # a test may hold a table
 def lines_of_code(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Return the lines of the body. Neither a docstring nor a signature that shows each argument counts."""
     first = node.body[0]
-    whole = (node.end_lineno or first.lineno) - first.lineno + 1
+    lines = (node.end_lineno or first.lineno) - first.lineno + 1
     if ast.get_docstring(node) is not None and first.end_lineno is not None:
-        whole -= first.end_lineno - first.lineno + 1
-    return whole
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
 
 
 def too_long(path: Path) -> Iterator[str]:

@@ -191,14 +191,14 @@ def test_a_tensor_that_changes_later_counts_with_its_old_value():
 
 def test_states_are_plain_numbers_that_can_be_summed():
     batches = [(random.Random(k).random(), k % 5) for k in range(40)]
-    whole = collected(*batches, ("text", 1), name="m").state()
+    total_state = collected(*batches, ("text", 1), name="m").state()
     parts = [collected(*batches[:13]).state(), collected(*batches[13:], ("text", 1)).state()]
-    assert whole["batch_count"] == sum(part["batch_count"] for part in parts) == 41
-    assert whole["num_samples"] == sum(part["num_samples"] for part in parts) == 81
+    assert total_state["batch_count"] == sum(part["batch_count"] for part in parts) == 41
+    assert total_state["num_samples"] == sum(part["num_samples"] for part in parts) == 81
     for key in ("weight", "sum"):
         total = sum(part["metrics"]["m"][key] for part in parts)
-        assert total == pytest.approx(whole["metrics"]["m"][key], rel=1e-12)
-    assert whole["metrics"]["m"]["last"] == batches[-1][0]
+        assert total == pytest.approx(total_state["metrics"]["m"][key], rel=1e-12)
+    assert total_state["metrics"]["m"]["last"] == batches[-1][0]
 
 
 @pytest.mark.parametrize("value", [1, np.float32(1), torch.tensor(1), DeviceTensor(1)])

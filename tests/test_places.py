@@ -156,7 +156,7 @@ def test_a_folder_without_its_list_does_not_exist(root: str, files: Path) -> Non
 
 @each_remote
 @pytest.mark.parametrize(
-    ("listed", "says"),
+    ("listed", "message"),
     [
         (b"{", "damaged"),
         (b"[]", "damaged"),
@@ -166,10 +166,10 @@ def test_a_folder_without_its_list_does_not_exist(root: str, files: Path) -> Non
         (b'{"files": {"a": 3}}', "a has 1 bytes and was stored with 3"),
     ],
 )
-def test_a_folder_that_was_changed_is_refused(root: str, listed: bytes, says: str) -> None:
+def test_a_folder_that_was_changed_is_refused(root: str, listed: bytes, message: str) -> None:
     locations.write(f"{root}/folder/a", b"1")
     locations.write(f"{root}/folder/{remote.MARKER}", listed)
-    with pytest.raises(CheckpointError, match=says), locations.folder(place(f"{root}/folder")):
+    with pytest.raises(CheckpointError, match=message), locations.folder(place(f"{root}/folder")):
         pass
 
 
@@ -371,14 +371,14 @@ except ImportError as error:
 """
 
 
-@pytest.mark.parametrize(("package", "says"), [("fsspec", "pip install 'raysgd[storage]'"), ("s3fs", "s3fs")])
-def test_a_missing_package_is_named_and_local_paths_need_no_package(tmp_path: Path, package: str, says: str) -> None:
+@pytest.mark.parametrize(("package", "message"), [("fsspec", "pip install 'raysgd[storage]'"), ("s3fs", "s3fs")])
+def test_a_missing_package_is_named_and_local_paths_need_no_package(tmp_path: Path, package: str, message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, package, str(tmp_path)], capture_output=True, text=True, timeout=120
     )
     first, second = done.stdout.splitlines() or [done.stderr, ""]
     assert first == "local is fine"
-    assert "s3://bucket/a" in second and says in second
+    assert "s3://bucket/a" in second and message in second
 
 
 def test_the_home_directory_and_file_uris(monkeypatch: pytest.MonkeyPatch) -> None:

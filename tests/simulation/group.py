@@ -138,14 +138,14 @@ class Worker(Process):
         if not self.alive:
             return
         super().die()
-        self.world.note("%s dies (%s)", self.name, why)
+        self.world.note("%s ends (%s)", self.name, why)
         group = self.backend.group
         if group is not None:
             self.world.at(self.world.between(0.0, 0.002), lambda: group.leave(self, silently=silently))
         notice_s = self.world.between(0.5, 2.0) if silently else 0.0
-        gone = WorkerEnded(self.name, why, "network" if silently else "worker death")
-        self._to_driver.send(partial(self._group.emit, gone), at_least_s=notice_s)
-        late = WorkerEnded(self.name, "Ray says that the actor died")
+        event = WorkerEnded(self.name, why, "network" if silently else "worker death")
+        self._to_driver.send(partial(self._group.emit, event), at_least_s=notice_s)
+        late = WorkerEnded(self.name, "Ray reports that the actor died")
         self.world.at(self.world.between(0.05, 3.0), partial(self._group.emit, late))
         self.world.at(self.world.between(0.0, 0.3), lambda: self.node.workers.pop(self, None))
 

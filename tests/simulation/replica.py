@@ -118,12 +118,12 @@ class SimReplica:
         group = worker.backend.group
         if group is None:
             raise NetworkError("the process group was aborted")
-        everybody = group.collective(worker, given, worker.backend.collective_s)
+        contributions = group.collective(worker, given, worker.backend.collective_s)
         worker.point("reduced")
         self.steps.append((self._position.epoch, before, after))
         self._position.applied += 1
         feed.stepped()
-        worker.checker.applied(worker, group, self.steps, everybody)
+        worker.checker.applied(worker, group, self.steps, contributions)
         worker.point("applied")
 
     def validate(self, call: int) -> Any:
