@@ -1,4 +1,4 @@
-"""Private names of other libraries are used in one file for each framework, and the installed versions have them."""
+"""Private names of other libraries are used in one file for each framework, and the installed versions still have them."""
 
 import ast
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from raysgd.workers import foreign as ray_foreign
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [path for path in (ROOT / "raysgd").rglob("*.py") if (ROOT / "raysgd" / "operators") not in path.parents]
 
-# Names that begin with an underscore but are documented, or belong to Python itself.
+# What begins with an underscore and is documented all the same, or is Python's own.
 PUBLIC = {"_fields", "_exit", "_current_frames", "_replace", "_asdict"}
 # The names in a checkpoint's pickle are part of the file format; fsspec's file systems are made to be extended.
 ELSEWHERE = {

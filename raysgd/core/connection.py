@@ -21,7 +21,6 @@ from typing import TypeVar
 from raysgd.core.messages import Admitted, Message, Rejected, decode, encode
 
 __all__ = [
-    "LARGEST_HEADER",
     "PIECE",
     "PREFIX",
     "TOKEN_BYTES",
@@ -34,7 +33,6 @@ __all__ = [
     "framed",
     "receive",
     "receive_body",
-    "receive_into",
     "receive_message",
     "receive_some",
     "send",

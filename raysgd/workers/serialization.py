@@ -20,7 +20,7 @@ from typing import Any
 
 from raysgd.workers.blob import PickledObject
 
-__all__ = ["dumps", "is_local", "pack"]
+__all__ = ["dumps", "pack"]
 
 
 def pack(value: Any) -> PickledObject | None:
@@ -65,7 +65,7 @@ def _by_value() -> Iterator[None]:
 
     registered = []
     for module in list(sys.modules.values()):
-        if is_local(module) and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+        if _is_local(module) and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
             registered.append(module)
     try:
@@ -75,7 +75,7 @@ def _by_value() -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def is_local(module: ModuleType) -> bool:
+def _is_local(module: ModuleType) -> bool:
     """Return whether a module is the user's own: not built in, not installed, and not part of raysgd."""
     name = getattr(module, "__name__", "")
     if not isinstance(module, ModuleType) or name == "__main__" or name.partition(".")[0] == "raysgd":
