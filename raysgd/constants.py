@@ -11,9 +11,10 @@ BATCH_SIZE = "*batch_size"
 USE_FP16 = "__use_fp16__"
 NUM_STEPS = "__num_steps__"
 
-# Key of the trainer's config for when the learning rate schedulers step, and its values. With "manual", the user's code
-# steps them.
+# A name of RaySGD, for scripts that import it. raysgd does not use it.
 SCHEDULER_STEP = "scheduler_step"
+
+# Values of the argument `scheduler_step_freq`: when learning rate schedulers step. With "manual", the user's code does it.
 SCHEDULER_STEP_BATCH = "batch"
 SCHEDULER_STEP_EPOCH = "epoch"
 SCHEDULER_STEP_MANUAL = "manual"
