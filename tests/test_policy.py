@@ -1,7 +1,7 @@
 """What a set of outcomes means, and what to do about it, as tables, because both functions are pure."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, WorkerFailed
@@ -146,6 +146,7 @@ def test_at_the_second_time_different_lines_are_enough() -> None:
     assert different_calls(same, again=True) == "", "the network or a machine has failed"
 
 
+@settings(deadline=None)
 @given(
     st.permutations(
         [
