@@ -1,18 +1,20 @@
-"""The words that operators, results and `info` dictionaries share. No framework is imported here."""
+"""Keys and values of results, operator configs and `info` dictionaries. Imports no framework. Both."""
 
 # Keys of result dictionaries.
 NUM_SAMPLES = "num_samples"
 BATCH_COUNT = "batch_count"
 
-# Key of the operator's config: the batch size over all workers. The trainer gives every worker its part.
+# Key of the operator's config: the batch size of all workers together. Each worker gets its part of it.
 BATCH_SIZE = "*batch_size"
 
 # Keys of the `info` dictionary that a training step receives.
 USE_FP16 = "__use_fp16__"
 NUM_STEPS = "__num_steps__"
 
-# Who steps the learning rate schedulers, and when.
+# A name of RaySGD, for scripts that import it. raysgd does not use it.
 SCHEDULER_STEP = "scheduler_step"
+
+# Values of the argument `scheduler_step_freq`: when learning rate schedulers step. With "manual", the user's code does it.
 SCHEDULER_STEP_BATCH = "batch"
 SCHEDULER_STEP_EPOCH = "epoch"
 SCHEDULER_STEP_MANUAL = "manual"

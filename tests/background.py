@@ -1,13 +1,13 @@
-"""Scripts that tests look at (pages, examples, benchmarks) run behind the other tests, from the first one on.
+"""Run the scripts that tests check (pages, examples, benchmarks) in the background, at a low priority.
 
-A test that looks at a script says so, and asks for what came of it:
+A test names its script in a mark, and gets a function that returns the script's outcome:
 
     @pytest.mark.script("quickstart.py", run=run)   # run(background, "quickstart.py"), and the test's own parameters
     def test_quickstart(outcome):
         assert "done" in outcome()
 
-Most other tests wait for processes more than they compute. So there is room behind them for one script at a time, at a low
-priority; when only tests of scripts are left (they come last), there is room for two.
+Most other tests spend more time waiting for processes than computing. So one script at a time can run during them. When only
+tests of scripts are left (they come last), two scripts run at a time.
 """
 
 import os
@@ -27,11 +27,12 @@ import pytest
 
 __all__ = ["Background", "Lane", "turn"]
 
-# A ninth of what the tests in front get where both want a core: little, and yet enough for Ray's own deadlines.
+# If both need a core, scripts get a ninth of what the tests get, which is enough for Ray's own deadlines.
 BEHIND = ("nice", "-n", "10")
-# Behind tests that compute, a script takes long. One that hangs is noticed by its test, which pytest gives its own limit.
+# A script takes long while tests compute. If it hangs, its test detects that, because pytest gives it a limit of its
+# own.
 LIMIT_S = 7200 if os.environ.get("RAYSGD_SOAK") else 900
-# A cluster for those scripts that do not care whose they use: starting one takes longer than most of them.
+# A cluster for all scripts that do not need their own, because starting one takes longer than most scripts.
 CLUSTER = """
 import sys, ray
 ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
@@ -41,13 +42,13 @@ sys.stdin.read()
 
 
 class Background:
-    """Where scripts run, at a low priority."""
+    """Runs scripts at a low priority. Owns their folder and their cluster."""
 
     def __init__(self) -> None:
         self._made = tempfile.TemporaryDirectory(prefix="scripts-")
         self._cluster: subprocess.Popen[str] | None = None
-        self._environment = dict(os.environ)  # as it is now: what a test in front changes for itself is not for scripts
-        # Newer Rays let nobody into a cluster without its token; older ones look at neither.
+        self._environment = dict(os.environ)  # a copy, because scripts must not see what tests change later
+        # Newer versions of Ray require a cluster's token; older ones ignore both variables.
         self._token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self._one_at_a_time = threading.Lock()
 
@@ -57,7 +58,8 @@ class Background:
     def run(
         self, *command: str, connected: bool = False, folder: Path | None = None, **extra: str
     ) -> subprocess.CompletedProcess[str]:
-        """A Python program to its end; `connected`: with the cluster of the scripts, and none of its own."""
+        """Run a Python program to its end. With `connected`, it uses the scripts' cluster and starts none of its
+        own."""
         environment = {**self._environment, **extra}
         if connected:
             with self._one_at_a_time:
@@ -92,12 +94,12 @@ class Background:
 
     def close(self) -> None:
         if self._cluster is not None:
-            self._cluster.communicate()  # it ends with its input
+            self._cluster.communicate()  # it ends when its input ends
         self._made.cleanup()
 
 
 class Lane:
-    """The jobs of a session, in the order of their tests. Owns their futures, and one thread or two."""
+    """Runs the jobs of a session, in the order of their tests. Owns their futures, and one or two threads."""
 
     def __init__(self, items: list[pytest.Item], background: Background) -> None:
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -117,30 +119,30 @@ class Lane:
         self._waiting.append((future, lambda: run(background, *arguments, **named)))
 
     def widen(self, threads: int) -> None:
-        """So many at a time from here on."""
+        """Run this many jobs at a time from now on."""
         while self._waiting and len(self._threads) < threads:
             self._threads.append(threading.Thread(target=self._work, name="scripts", daemon=True))
             self._threads[-1].start()
 
     def outcome(self, item: pytest.Item) -> Any:
-        """What the job returned, or its error."""
+        """Return what the job returned, or raise its error."""
         self.widen(2)
         return self._outcomes[item.nodeid].result()
 
     def close(self) -> None:
-        """What has not begun never does."""
+        """Drop the jobs that have not begun."""
         self._waiting.clear()
         self._closing.set()
         for thread in self._threads:
             thread.join()
 
     def _work(self) -> None:
-        """Run jobs until none is left. The thread stays until `close`, because Linux would then count the processes that it
-        started as another thread's, and the guard in `tests/guards.py` tells them by their thread."""
+        """Run jobs until none is left. The thread stays until `close`, because Linux would then count the processes
+        that it started as another thread's, and the guard in `tests/guards.py` recognizes them by their thread."""
         while self._waiting:
             try:
                 future, job = self._waiting.popleft()
-            except IndexError:  # the other thread was faster
+            except IndexError:  # the other thread has taken the last job
                 break
             try:
                 future.set_result(job())
@@ -150,6 +152,7 @@ class Lane:
 
 
 def turn(item: pytest.Item) -> tuple[bool, bool]:
-    """By which tests are sorted: those of scripts last, and of these the ones with faults, which are better off with less beside them."""
+    """Return the key that sorts tests: tests of scripts come last, and of these, the ones with faults, because less
+    runs at the same time then."""
     script = item.get_closest_marker("script") is not None
     return script, script and item.get_closest_marker("elastic") is not None

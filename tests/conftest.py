@@ -1,4 +1,4 @@
-"""What every test shares: a quiet environment, one small Ray cluster on demand, and skips that say why."""
+"""Fixtures and hooks of all tests: a quiet environment, one small Ray cluster on demand, and skips with reasons."""
 
 import importlib.util
 import logging
@@ -22,14 +22,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 GUARD = pytest.StashKey[Guard]()
 
-# All clusters of a test run keep their files here, and the address file through which `ray.init()` finds a running cluster
-# is here too (in every Ray from 2.9 on). A developer's own cluster has these elsewhere, so neither can find the other.
-# Directly in /tmp, because the paths of Ray's sockets must stay under about 100 bytes.
+# All clusters of a test run keep their files here, and the address file through which `ray.init()` finds a running
+# cluster is here too (in every Ray from 2.9 on). A developer's own cluster has these elsewhere, so neither can find the
+# other. Directly in /tmp, because the paths of Ray's sockets must stay under about 100 bytes.
 RAY_FOLDER = tempfile.mkdtemp(prefix="raysgd-", dir="/tmp" if os.path.isdir("/tmp") else None)
 
-# Before anything imports ray: its workers inherit this. They do not make way for scripts behind the tests, as Ray would
-# have it (see background.py). Two threads' worth of maths per worker would only make a small machine slower, and a test
-# must never end up on somebody's real cluster. Newer Rays write a token into the home folder unless they are given one.
+# These are set before ray is imported, because its workers inherit them. Workers keep the tests' priority, which Ray
+# would lower to that of the scripts in background.py. More than one thread of arithmetic per worker would slow down a
+# small machine, a test must never use a real cluster, and newer versions of Ray write a token into the home folder
+# unless they get one.
 os.environ.update(
     RAY_ADDRESS="local",
     RAY_TMPDIR=RAY_FOLDER,
@@ -46,7 +47,7 @@ os.environ.update(
 
 @pytest.fixture(scope="session")
 def forked_workers(lane: Lane) -> Iterator[ForkServer | None]:
-    """The process that Ray's workers are forks of, or None if RAYSGD_FORKED_WORKERS=0."""
+    """Start the server whose forks become Ray's workers, unless RAYSGD_FORKED_WORKERS is 0."""
     if os.environ.get("RAYSGD_FORKED_WORKERS") == "0":
         yield None
         return
@@ -57,7 +58,7 @@ def forked_workers(lane: Lane) -> Iterator[ForkServer | None]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(forked_workers: ForkServer | None) -> Iterator[None]:
-    """One local cluster for all tests that ask for it; its 8 CPUs are logical, whatever the machine has."""
+    """Start one local cluster for all tests that ask for it, with 8 logical CPUs on any machine."""
     import ray
 
     with forked_workers.used_by_ray() if forked_workers is not None else nullcontext():
@@ -68,7 +69,7 @@ def ray_cluster(forked_workers: ForkServer | None) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
-    """From the first test on, the scripts that later tests look at run behind the others."""
+    """Run the scripts that later tests check, beginning with the first test, at a lower priority."""
     background = Background()
     lane = Lane(request.session.items, background)
     lane.widen(1)
@@ -82,7 +83,8 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves an environment variable, a thread, a process or a listening socket behind.
 
     pytest sets up fixtures of wider scope before this one, and this one before the test's other fixtures. So what a
-    module's trainer or the session's cluster holds is no leak, and the test's own fixtures have ended when it looks."""
+    module's trainer or the session's cluster holds is no leak, and the test's own fixtures have ended before the
+    check."""
     guard = request.config.stash[GUARD]
     guard.begin()
     yield
@@ -93,13 +95,13 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def outcome(request: pytest.FixtureRequest, lane: Lane) -> Callable[[], Any]:
-    """Waits for the script of this test (`@pytest.mark.script`); what came of it."""
+    """Return a function that waits for this test's script (`@pytest.mark.script`) and returns its outcome."""
     return lambda: lane.outcome(request.node)
 
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """A bucket on a real S3 server (moto's) in this process, at a port that was bound; `s3://...` goes there."""
+    """Start an S3 server (moto) in this process, to which `s3://` goes, and return the URI of a bucket."""
     server_module = pytest.importorskip("moto.server")
     s3fs = pytest.importorskip("s3fs")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -116,14 +118,14 @@ def s3() -> Iterator[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the guard for fixtures of all scopes: those of the session do not see the hooks of this file."""
+    """Register the guard as a plugin, because the hooks of this file are not called for fixtures of the session."""
     config.stash[GUARD] = Guard()
     config.pluginmanager.register(config.stash[GUARD])
 
 
 def pytest_unconfigure() -> None:
-    """Remove what the run's clusters left, after all of them have been shut down. A process of theirs may still be writing its
-    last log line, so one removal may not be enough."""
+    """Remove the files of the run's clusters, which have been shut down. A process may still be writing its last log
+    line, so one removal may not be enough."""
     for _ in range(20):
         shutil.rmtree(RAY_FOLDER, ignore_errors=True)
         if not os.path.exists(RAY_FOLDER):

@@ -29,10 +29,10 @@ import pytest
 __all__ = ["Guard", "Inventory"]
 
 PATIENCE_S = 15.0
-# pytest writes the first one for each phase of each test. The others are set by libraries when they are imported or used for
-# the first time, in whichever test that is: TensorFlow with Keras, torch's compiler, W&B (whose service process ends with
-# this one), and Ray (which also has many with a prefix of its own). A rank sets the one of gloo for its process, which in some
-# tests is this one.
+# pytest writes the first one for each phase of each test. The others are set by libraries when they are imported or
+# used for the first time, in whichever test that is: TensorFlow with Keras, torch's compiler, W&B (whose service
+# process ends with this one), and Ray (which also has many with a prefix of its own). A rank sets the one of gloo for
+# its process, which in some tests is this one.
 NO_LEAK = {
     "PYTEST_CURRENT_TEST",
     "ENABLE_RUNTIME_UPTIME_TELEMETRY",
@@ -56,8 +56,8 @@ SERVER = "raysgd-control"
 
 @dataclass(frozen=True)
 class Inventory:
-    """What there is at one moment. Threads of one name and listening sockets are only counted, because a trainer of wider scope
-    may replace its own."""
+    """What exists at one moment. Threads of one name and listening sockets are only counted, because a trainer of wider
+    scope may replace its own."""
 
     environment: dict[str, str]
     threads: frozenset[threading.Thread]
@@ -85,7 +85,7 @@ class Inventory:
         )
 
     def leaks(self, *, patience_s: float = PATIENCE_S) -> list[str]:
-        """Return a description of everything that is there now and was not when this inventory was taken."""
+        """Return a description of everything that exists now and did not when this inventory was taken."""
         found = self._found()
         deadline = time.monotonic() + patience_s
         if found:
@@ -155,8 +155,8 @@ class Guard:
 
 
 def _children() -> Iterator[int]:
-    """Yield the processes that this one started, without those of `tests/background.py` and of `multiprocessing` itself, which
-    outlive a test. Linux lists them by the thread that started them; elsewhere none are found."""
+    """Yield the processes that this one started, without those of `tests/background.py` and of `multiprocessing`
+    itself, which outlive a test. Linux lists them by the thread that started them; elsewhere none are found."""
     others = {thread.native_id for thread in threading.enumerate() if thread.name == "scripts"}
     lasting = {
         multiprocessing.resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The values that older code and stored results rely on."""
+"""Constants have the values that older code and stored results rely on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = {"NCCL_TIMEOUT_S": 1800, "SGD_PLACEMENT_GROUP_TIMEOUT_S": 100}
 
 @pytest.mark.parametrize("module", [raysgd.constants, raysgd.torch.constants])
 @pytest.mark.parametrize(("name", "value"), VALUES.items())
-def test_value(module, name, value):
+def test_values(module, name, value):
     assert getattr(module, name) == value
 
 
@@ -44,7 +44,7 @@ def test_limits_follow_the_environment(monkeypatch, name, default):
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "0", "1.5", "inf"])
-def test_a_bad_limit_names_the_variable(monkeypatch, text):
+def test_an_error_about_a_limit_names_the_variable(monkeypatch, text):
     monkeypatch.setenv("NCCL_TIMEOUT_S", text)
     with pytest.raises(ValueError, match="NCCL_TIMEOUT_S is '" + text):
         _ = raysgd.torch.constants.NCCL_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""What is written to a durable file is on the disk at `sync`, and an error on the way there is told."""
+"""A durable file is on the disk after `sync`, which also raises errors of the thread that flushes."""
 
 import os
 import random
@@ -25,7 +25,7 @@ def written(file: DurableFile, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1_000, 10_000, 12_345, 100_000])
-def test_what_is_written_is_there(tmp_path: Path, at_once: int) -> None:
+def test_the_file_has_what_was_written(tmp_path: Path, at_once: int) -> None:
     with DurableFile(tmp_path / "a") as file:
         for start in range(0, len(DATA), at_once):
             written(file, DATA[start : start + at_once])
@@ -33,7 +33,7 @@ def test_what_is_written_is_there(tmp_path: Path, at_once: int) -> None:
     assert (tmp_path / "a").read_bytes() == DATA
 
 
-def test_the_disk_is_busy_while_more_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_continues_while_a_thread_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     first = threading.Event()
 
@@ -45,26 +45,26 @@ def test_the_disk_is_busy_while_more_is_written(tmp_path: Path, monkeypatch: pyt
     with DurableFile(tmp_path / "a") as file:
         written(file, DATA[:9_000])
         assert sizes == [] and file._thread is None, "a small file needs no thread"
-        written(file, DATA[9_000:])  # does not wait for the piece that is on its way
+        written(file, DATA[9_000:])  # does not wait for the piece that is being flushed
         first.set()
         file.sync()
     assert len(sizes) == 1 and sizes[0] >= 10_000
 
 
-def test_an_error_on_the_way_is_told_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_flushing_thread_is_raised_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(descriptor: int) -> None:
-        raise OSError("the disk is gone")
+        raise OSError("the disk has failed")
 
     monkeypatch.setattr(durable, "_to_disk", broken)
     target = tmp_path / "model.pt"
     target.write_bytes(b"old")
-    with pytest.raises(OSError, match="the disk is gone"):
-        locations.write(target, DATA[:10_000])  # one piece: no later one can tell
+    with pytest.raises(OSError, match="the disk has failed"):
+        locations.write(target, DATA[:10_000])  # only one piece, so no later write can raise the error
     assert target.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["model.pt"]
 
 
-def test_the_interpreters_end_begins_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_is_started_while_the_interpreter_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Ending:
         def submit(self, *_: object) -> None:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
@@ -77,12 +77,12 @@ def test_the_interpreters_end_begins_no_threads(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "a").read_bytes() == DATA
 
 
-def test_its_descriptor_stays_its_own_while_the_disk_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_descriptor_is_closed_only_after_the_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
 
     def slow(descriptor: int) -> None:
         threading.Event().wait(0.2)
-        os.fstat(descriptor)  # an error, if it was closed meanwhile
+        os.fstat(descriptor)  # raises an error if it was closed meanwhile
         ended.append(descriptor)
 
     monkeypatch.setattr(durable, "_to_disk", slow)
@@ -93,7 +93,7 @@ def test_its_descriptor_stays_its_own_while_the_disk_is_busy(tmp_path: Path, mon
     assert ended[:1] == [descriptor]
 
 
-def test_it_can_begin_again(tmp_path: Path) -> None:
+def test_a_restart_discards_what_was_written(tmp_path: Path) -> None:
     with DurableFile(tmp_path / "a") as file:
         written(file, DATA[::-1])
         file.restart()
@@ -102,8 +102,8 @@ def test_it_can_begin_again(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == DATA[:30_000]
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no advice about its memory")
-def test_what_is_on_the_disk_leaves_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
+def test_flushed_data_leaves_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     advised: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, start, length, advice: advised.append((start, length)))
     with DurableFile(tmp_path / "a") as file:
@@ -117,7 +117,7 @@ def test_what_is_on_the_disk_leaves_the_memory(tmp_path: Path, monkeypatch: pyte
         written(file, DATA[:10_000])
         written(file, DATA[:9_000])
         file.sync()
-    assert advised == [(0, 10_000), (10_000, 9_000)], "the end too"
+    assert advised == [(0, 10_000), (10_000, 9_000)], "the end leaves it, too"
     advised.clear()
     locations.write(tmp_path / "c", DATA[:9_000])
-    assert advised == [], "a small file may stay"
+    assert advised == [], "a small file stays"

@@ -1,4 +1,4 @@
-"""A file imports what is below it, never above, and siblings only where shown: see docs/structure.md."""
+"""A file imports only files of lower layers, and those of its own layer that the table allows (docs/structure.md)."""
 
 import ast
 import sys
@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = [p for p in (ROOT / "raysgd").rglob("*.py") if (ROOT / "raysgd" / "operators") not in p.parents]
 FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 
-# The longest entry that covers a file decides, so "torch/trainer" is not among the bodies. Package __init__
-# files gather names for the user, and nothing below may lean on them.
+# The longest entry that matches a file decides its layer. The __init__ files of packages collect names for users, so no
+# file of a lower layer may import them.
 FLOORS = {
     "0": "errors config constants version core",
     "1a": "storage callbacks data ray_data/columns",
@@ -30,8 +30,8 @@ FLOORS = {
 }
 FLOOR_OF = {unit: floor for floor, units in FLOORS.items() for unit in units.split()}
 
-# Who may import whom on one floor, beside files of one folder. All of floor 0 may import its own ground.
-GROUND = {"errors", "config", "constants", "version"}
+# Which imports are allowed within one layer, apart from those within one entry. All of layer 0 may import SHARED.
+SHARED = {"errors", "config", "constants", "version"}
 SIBLINGS = {
     "callbacks": {"storage"},
     "data": {"ray_data/columns"},
@@ -61,7 +61,7 @@ SIBLINGS = {
     "training/trainer_base": {"training/call_runner"},
 }
 
-# Where a package from outside may be imported; the operators are bodies of the user's kind.
+# Where each package of other projects may be imported.
 HOMES = {
     "ray": {"workers", "ray_data", "callbacks/ray_metrics", "tune", "compat"},
     "torch": {"torch", "horovod", "train", "operators"},
@@ -72,7 +72,7 @@ HOMES = {
 
 
 def name_of(path: Path) -> str:
-    """`raysgd/torch/data/sources.py` is `torch/data/sources`."""
+    """Return the name of a file: `torch/data/sources` for `raysgd/torch/data/sources.py`."""
     relative = path.relative_to(ROOT).with_suffix("")
     return "/".join(relative.parts if relative.parts[0] == "operators" else relative.parts[1:])
 
@@ -80,15 +80,15 @@ def name_of(path: Path) -> str:
 NAMES = {name_of(path) for path in FILES}
 
 
-def unit_of(name: str) -> str:
-    """The longest entry of the table that covers this file."""
+def entry_of(name: str) -> str:
+    """Return the longest entry of the table that matches this file."""
     covering = [unit for unit in FLOOR_OF if name == unit or name.startswith(unit + "/")]
-    assert covering, f"{name}.py stands on no floor: give it one here and in docs/structure.md"
+    assert covering, f"{name}.py is in no layer: add it here and in docs/structure.md"
     return max(covering, key=len)
 
 
 def target(module: str) -> str:
-    """The file behind a dotted name: `torch/operator`, or `torch/__init__` for `raysgd.torch`."""
+    """Return the name of a module's file: `torch/operator`, or `torch/__init__` for `raysgd.torch`."""
     name = "/".join(module.split(".")[1:])
     return name if name in NAMES else f"{name}/__init__".lstrip("/")
 
@@ -98,7 +98,8 @@ def only_for_types(node: ast.AST) -> TypeGuard[ast.If]:
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names of all that the file imports, also inside functions, but not for type checkers alone."""
+    """Return the names of the modules that the file imports, also in functions, except for those for type checkers
+    only."""
     package = ".".join(["raysgd", *name_of(path).split("/")[:-1]])
     found: set[str] = set()
     todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
@@ -120,29 +121,29 @@ def inside(path: Path) -> set[str]:
 
 
 def may_import(importer: str, imported: str) -> bool:
-    upper, lower = unit_of(importer), unit_of(imported)
+    upper, lower = entry_of(importer), entry_of(imported)
     if FLOOR_OF[upper] != FLOOR_OF[lower]:
         return FLOOR_OF[upper] > FLOOR_OF[lower]
-    return upper == lower or lower in GROUND or lower in SIBLINGS.get(upper, set())
+    return upper == lower or lower in SHARED or lower in SIBLINGS.get(upper, set())
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_point_down(path: Path) -> None:
     wrong = sorted(name for name in inside(path) if not may_import(name_of(path), name))
-    assert not wrong, f"{name_of(path)} (floor {FLOOR_OF[unit_of(name_of(path))]}) must not import {wrong}"
+    assert not wrong, f"{name_of(path)} (layer {FLOOR_OF[entry_of(name_of(path))]}) must not import {wrong}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_packages_from_outside_stay_at_home(path: Path) -> None:
+def test_other_packages_are_imported_only_where_the_table_allows(path: Path) -> None:
     name = name_of(path)
     outside = {module.split(".")[0] for module in imports(path)} - {"raysgd"}
     away = sorted(p for p in outside if p in HOMES and not any(f"{name}/".startswith(f"{home}/") for home in HOMES[p]))
-    assert not away, f"{name_of(path)} must not import {away}; they are at home in {[HOMES[p] for p in away]}"
-    if FLOOR_OF[unit_of(name_of(path))] == "0":
-        assert outside <= sys.stdlib_module_names, f"floor 0 is standard library only: {name_of(path)}"
+    assert not away, f"{name_of(path)} must not import {away}; only these may: {[HOMES[p] for p in away]}"
+    if FLOOR_OF[entry_of(name_of(path))] == "0":
+        assert outside <= sys.stdlib_module_names, f"layer 0 may import only the standard library: {name_of(path)}"
 
 
-def test_no_circles() -> None:
-    """Also between files of one folder, which the floors leave free."""
+def test_no_import_cycles() -> None:
+    """Cycles are not allowed between files of one layer either."""
     graph = {name_of(path): {n for n in inside(path) if not n.endswith("__init__")} for path in FILES}
-    assert list(TopologicalSorter(graph).static_order())  # raises CycleError and names the circle
+    assert list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle

@@ -1,4 +1,4 @@
-"""The guard against leaks finds each kind of them, and allows what ends by itself."""
+"""The guard detects each kind of leak, and allows what ends by itself."""
 
 import multiprocessing
 import os
@@ -55,16 +55,16 @@ LEAKS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS)
-def test_a_leak_is_named(leak: Callable[[], Any]) -> None:
+def test_a_leak_is_described(leak: Callable[[], Any]) -> None:
     before = Inventory.take()
     with leak() as expected:
         (found,) = before.leaks(patience_s=0.05)
         assert expected in found
-        assert before.including(before).leaks() == [], "what a fixture of wider scope holds is none"
+        assert before.including(before).leaks() == [], "what a fixture of wider scope holds is no leak"
     assert before.leaks() == []
 
 
-def test_what_ends_by_itself_is_no_leak() -> None:
+def test_a_thread_that_ends_by_itself_is_no_leak() -> None:
     before = Inventory.take()
     threading.Timer(0.1, lambda: None).start()
     sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.1)"])
@@ -72,11 +72,11 @@ def test_what_ends_by_itself_is_no_leak() -> None:
     sleeping.wait()
 
 
-def test_threads_of_others_connections_and_multiprocessings_own_process_are_no_leaks() -> None:
+def test_other_threads_connections_and_the_process_of_multiprocessing_are_no_leaks() -> None:
     before = Inventory.take()
-    locked = multiprocessing.get_context("spawn").Lock()  # starts the process that removes forgotten locks
+    locked = multiprocessing.get_context("spawn").Lock()  # starts the process that deletes leaked locks
     with (
-        thread(daemon=True, name="somebody's"),
+        thread(daemon=True, name="another library"),
         socket.socket() as client,
         socket.create_server(("127.0.0.1", 0)) as own,
     ):

@@ -1,4 +1,4 @@
-"""Who is to blame when nothing moves."""
+"""Which ranks block the others when a call makes no progress."""
 
 from pathlib import Path
 
@@ -13,15 +13,15 @@ WAITS = (
     "/u/op.py:3 train_batch",
 )
 GATHERS = ("/x/torch/distributed/distributed_c10d.py:4 all_gather", "/u/op.py:3 train_batch")
-BUSY = ("/u/op.py:9 sleep_for_ever", "/u/op.py:3 train_batch", "/x/torch/autograd/graph.py:824 _engine_run_backward")
+BUSY = ("/u/op.py:9 sleep_forever", "/u/op.py:3 train_batch", "/x/torch/autograd/graph.py:824 _engine_run_backward")
 
 CASES = {
     "one does not answer": ([WAITS, None, WAITS], [1]),
     "two do not answer": ([None, WAITS, None], [0, 2]),
     "one is outside": ([GATHERS, WAITS, BUSY], [2]),
     "all wait": ([WAITS, GATHERS], []),
-    "nobody waits": ([BUSY, BUSY], []),
-    "silence outweighs being busy": ([BUSY, None, WAITS], [1]),
+    "no rank waits": ([BUSY, BUSY], []),
+    "silence counts before being busy": ([BUSY, None, WAITS], [1]),
 }
 
 
@@ -30,7 +30,7 @@ def reports(stacks: list) -> dict[str, RankReport]:
 
 
 @pytest.mark.parametrize(("stacks", "blocking"), CASES.values(), ids=CASES)
-def test_culprits(stacks: list, blocking: list[int]) -> None:
+def test_ranks_that_block_the_others(stacks: list, blocking: list[int]) -> None:
     assert blocking_ranks(reports(stacks)) == [str(rank) for rank in blocking]
 
 
@@ -44,25 +44,27 @@ def test_culprits(stacks: list, blocking: list[int]) -> None:
         ((9.6, 5.1, 0.2), ["0"]),
     ],
     ids=[
-        "one waits for the first, and was late",
-        "two stopped",
+        "one waits for the first",
+        "two are stopped",
         "a short silence",
         "half of the time",
         "one after the other",
     ],
 )
-def test_a_short_silence_is_nobodys_fault(silent: tuple[float, ...], blocking: list[str]) -> None:
-    said = {str(rank): RankReport(rank, stack=WAITS if s < 2.5 else None, silent_s=s) for rank, s in enumerate(silent)}
-    assert blocking_ranks(said, still_s=10.0) == blocking
+def test_a_short_silence_does_not_count(silent: tuple[float, ...], blocking: list[str]) -> None:
+    reported = {
+        str(rank): RankReport(rank, stack=WAITS if s < 2.5 else None, silent_s=s) for rank, s in enumerate(silent)
+    }
+    assert blocking_ranks(reported, still_s=10.0) == blocking
 
 
-def test_the_last_one_running_is_to_blame_when_the_others_gave_up_on_it() -> None:
+def test_the_last_running_rank_blocks_when_the_others_have_failed() -> None:
     assert blocking_ranks(reports([BUSY])) == []
     assert blocking_ranks(reports([BUSY]), others_failed=True) == ["0"]
     assert blocking_ranks(reports([WAITS]), others_failed=True) == []
 
 
-def test_only_the_inner_frames_say_where_a_rank_stands() -> None:
+def test_only_the_innermost_frames_count() -> None:
     assert is_in_collective(WAITS) and is_in_collective(GATHERS)
     assert is_in_collective(("/x/torch/distributed/c10d_logger.py:83 wrapper", *GATHERS))
     assert not is_in_collective(("/u/hook.py:1 a_hook_in_the_backward_pass", *WAITS))
@@ -70,11 +72,11 @@ def test_only_the_inner_frames_say_where_a_rank_stands() -> None:
     assert not is_in_collective(())
 
 
-def test_a_report_reads_well() -> None:
+def test_a_description_has_rank_node_phase_and_stack() -> None:
     line = describe_rank(RankReport(rank=3, node="abc", phase="a batch", batch=17, stack=BUSY))
-    assert line.startswith("rank 3 on abc, in a batch, batch 17, at\n") and "sleep_for_ever" in line
+    assert line.startswith("rank 3 on abc, in a batch, batch 17, at\n") and "sleep_forever" in line
     assert "does not answer" in describe_rank(RankReport(rank=1))
 
 
-def test_frames_of_the_library_are_told_from_the_users() -> None:
+def test_the_librarys_own_frames_are_recognized() -> None:
     assert str(Path(raysgd.__file__).resolve().parent) == PACKAGE

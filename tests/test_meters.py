@@ -1,4 +1,4 @@
-"""Averages are weighted, exact, and do not wait for a device."""
+"""Averages are weighted and exact, and do not wait for a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raysgd.core.meters import AverageMeter, AverageMeterCollection
 
 
 class DeviceTensor:
-    """Behaves as a one-element tensor on an accelerator, and counts the waits that reading it costs."""
+    """Behaves like a one-element tensor on an accelerator, and counts how often it is read."""
 
     is_cpu = False
     reads = 0
@@ -91,7 +91,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("value", OTHERS.values(), ids=OTHERS.keys())
-def test_what_is_no_number_is_kept_as_it_is(value):
+def test_a_value_that_is_not_a_number_is_kept_unchanged(value):
     summary = collected(("earlier", 1), (value, 2)).summary()
     assert summary == {"batch_count": 2, "num_samples": 3, "m": value}
 
@@ -104,7 +104,7 @@ def test_an_array_is_kept_without_its_graph(array):
 
 
 @pytest.mark.parametrize("values", [(None, 2.0, 4.0), (2.0, None, 4.0), (2.0, 4.0, None)])
-def test_a_metric_that_is_sometimes_missing_is_averaged_where_it_is(values):
+def test_a_metric_that_is_sometimes_missing_is_averaged_over_the_others(values):
     summary = collected(*((value, 1) for value in values)).summary()
     assert summary == {"batch_count": 3, "num_samples": 3, "m": 3.0, "last_m": 4.0}
 
@@ -125,7 +125,7 @@ def test_nan_is_kept():
 
 
 @pytest.mark.parametrize("empty", [math.nan, torch.tensor(math.nan), DeviceTensor(math.nan)])
-def test_a_batch_without_samples_does_not_spoil_the_mean(empty):
+def test_a_batch_without_samples_does_not_change_the_mean(empty):
     summary = collected((2.0, 4), (empty, 0)).summary()
     assert (summary["batch_count"], summary["num_samples"], summary["m"]) == (2, 4, 2.0)
     assert math.isnan(collected((1.0, 0)).summary()["m"])
@@ -139,7 +139,7 @@ def test_the_weight_may_be_any_number(n):
 
 
 @pytest.mark.parametrize("n", [-1, math.nan, math.inf, "4", None])
-def test_a_bad_weight_is_refused_and_changes_nothing(n):
+def test_an_invalid_weight_is_refused_and_changes_nothing(n):
     meters = collected((1.0, 2))
     with pytest.raises(ValueError, match="number of samples"):
         meters.update({"m": 5.0}, n=n)
@@ -153,7 +153,7 @@ def test_metrics_must_be_a_dict():
     assert meters.summary() == {"batch_count": 0, "num_samples": 0}
 
 
-def test_the_counts_and_the_users_own_last_come_first():
+def test_counts_and_a_users_last_metric_take_precedence():
     meters = AverageMeterCollection()
     meters.update({"num_samples": 99, "batch_count": "x", "loss": 1.0, "last_loss": 5.0}, n=2)
     assert meters.summary() == {
@@ -165,7 +165,7 @@ def test_the_counts_and_the_users_own_last_come_first():
     }
 
 
-def test_a_device_is_not_waited_for_at_each_update():
+def test_an_update_does_not_wait_for_the_device():
     DeviceTensor.reads = 0
     meters = AverageMeterCollection()
     for step in range(100):
@@ -173,14 +173,14 @@ def test_a_device_is_not_waited_for_at_each_update():
     assert DeviceTensor.reads == 0
     assert meters.summary()["loss"] == 49.5
     assert meters.summary()["last_loss"] == 99.0
-    assert DeviceTensor.reads == 101  # each once, and the last again
+    assert DeviceTensor.reads == 101  # each once, and the last one again
     for step in range(2000):
         meters.update({"loss": DeviceTensor(float(step))}, n=2)
     assert len(meters._meters["loss"]._waiting) < 512
     assert meters.summary()["loss"] == (4950 + 1999000) / 2100
 
 
-def test_a_tensor_that_changes_later_is_counted_as_it_was():
+def test_a_tensor_that_changes_later_counts_with_its_old_value():
     running, device = torch.tensor(1.0), DeviceTensor(1.0)
     meters = AverageMeterCollection()
     meters.update({"a": running, "b": device})
@@ -189,16 +189,16 @@ def test_a_tensor_that_changes_later_is_counted_as_it_was():
     assert (meters.summary()["a"], meters.summary()["b"]) == (1.0, 1.0)
 
 
-def test_state_is_plain_and_adds_up_to_the_whole():
+def test_states_are_plain_numbers_that_can_be_summed():
     batches = [(random.Random(k).random(), k % 5) for k in range(40)]
-    whole = collected(*batches, ("text", 1), name="m").state()
+    total_state = collected(*batches, ("text", 1), name="m").state()
     parts = [collected(*batches[:13]).state(), collected(*batches[13:], ("text", 1)).state()]
-    assert whole["batch_count"] == sum(part["batch_count"] for part in parts) == 41
-    assert whole["num_samples"] == sum(part["num_samples"] for part in parts) == 81
+    assert total_state["batch_count"] == sum(part["batch_count"] for part in parts) == 41
+    assert total_state["num_samples"] == sum(part["num_samples"] for part in parts) == 81
     for key in ("weight", "sum"):
         total = sum(part["metrics"]["m"][key] for part in parts)
-        assert total == pytest.approx(whole["metrics"]["m"][key], rel=1e-12)
-    assert whole["metrics"]["m"]["last"] == batches[-1][0]
+        assert total == pytest.approx(total_state["metrics"]["m"][key], rel=1e-12)
+    assert total_state["metrics"]["m"]["last"] == batches[-1][0]
 
 
 @pytest.mark.parametrize("value", [1, np.float32(1), torch.tensor(1), DeviceTensor(1)])
@@ -212,7 +212,7 @@ def test_state_holds_floats(value):
     assert {type(figure) for figure in state["metrics"]["m"].values()} == {float}
 
 
-def test_a_collection_can_be_pickled_and_goes_on():
+def test_a_collection_can_be_pickled_and_updated_afterwards():
     meters = pickle.loads(pickle.dumps(collected((1.0, 1))))
     meters.update({"m": 3.0})
     assert meters.summary()["m"] == 2.0

@@ -1,4 +1,4 @@
-"""Merging what ranks and pieces measured: any split of the same work gives the same figures."""
+"""Merging the results of ranks and parts: any split of the same work gives the same values."""
 
 import math
 from decimal import Decimal
@@ -44,7 +44,7 @@ def test_merge_ranks(rows: list[dict[str, Any]], key: str, expected: Any) -> Non
     assert merge_ranks(rows)[key] == expected
 
 
-def test_a_nan_is_news_wherever_it_was_measured() -> None:
+def test_one_nan_makes_the_mean_nan() -> None:
     for position in range(3):
         rows = [row(4, loss=1.0) for _ in range(3)]
         rows[position] = row(4, loss=NAN)
@@ -52,7 +52,7 @@ def test_a_nan_is_news_wherever_it_was_measured() -> None:
         assert math.isnan(merge_parts(rows)["loss"])
 
 
-def test_no_rows_give_an_empty_result() -> None:
+def test_without_results_the_merged_result_is_empty() -> None:
     assert merge_ranks([]) == merge_ranks([{}, {}]) == merge_parts([]) == merge_parts([{}]) == {}
 
 
@@ -62,7 +62,7 @@ def test_counts_come_first_and_the_rest_keeps_its_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "key", "expected"),
+    ("parts", "key", "expected"),
     [
         ([row(10, loss=1.0), row(30, loss=2.0)], "loss", 1.75),
         ([row(10, batches=2), row(30, batches=3)], "batch_count", 5),
@@ -75,11 +75,11 @@ def test_counts_come_first_and_the_rest_keeps_its_order() -> None:
         ([{"own": 1.0}, {"own": 3.0}], "own", 2.0),
     ],
 )
-def test_merge_parts(pieces: list[dict[str, Any]], key: str, expected: Any) -> None:
-    assert merge_parts(pieces)[key] == expected
+def test_merge_parts(parts: list[dict[str, Any]], key: str, expected: Any) -> None:
+    assert merge_parts(parts)[key] == expected
 
 
-def test_what_came_in_is_left_alone() -> None:
+def test_merging_does_not_change_its_arguments() -> None:
     rows = [row(1, loss=1.0, more={"x": 1}), row(2, loss=2.0)]
     before = [dict(each) for each in rows]
     merge_parts([merge_ranks(rows)])
@@ -95,16 +95,16 @@ BATCHES = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(BATCHES)
-def test_any_split_over_parts_and_ranks_gives_the_same_figures(
+def test_any_split_over_parts_and_ranks_gives_the_same_values(
     batches: list[tuple[int, float, int, int]],
 ) -> None:
-    """Each batch (samples, loss) was done in some piece, on some rank."""
+    """Each batch (samples, loss) belongs to some part and some rank."""
     meters: dict[int, dict[int, AverageMeterCollection]] = {}
-    for samples, loss, piece, rank in batches:
-        meter = meters.setdefault(piece, {}).setdefault(rank, AverageMeterCollection())
+    for samples, loss, part, rank in batches:
+        meter = meters.setdefault(part, {}).setdefault(rank, AverageMeterCollection())
         meter.update({"loss": loss}, n=samples)
-    pieces = [merge_ranks([meter.summary() for meter in ranks.values()]) for ranks in meters.values()]
-    merged = merge_parts(pieces)
+    parts = [merge_ranks([meter.summary() for meter in ranks.values()]) for ranks in meters.values()]
+    merged = merge_parts(parts)
 
     total = sum(samples for samples, *_ in batches)
     assert merged["num_samples"] == total
@@ -132,11 +132,11 @@ def test_numpy_and_torch_scalars_are_numbers() -> None:
 
 
 class Table:
-    """Looks like a table of one cell, and is no number."""
+    """Has the shape of a single number, but is not a number."""
 
     shape = (1, 1)
 
 
 @pytest.mark.parametrize("value", [True, 3, 2.5, None, "1", b"1", {"shape": 1}, [1.0], Table(), object()])
-def test_other_values_stay_what_they_are(value: Any) -> None:
+def test_other_values_are_unchanged(value: Any) -> None:
     assert plain(value) is value

@@ -1,4 +1,4 @@
-"""One suite for every kind of storage: what lies there is complete, whoever was killed while writing it."""
+"""One suite for every kind of storage: an object is complete, even if its writer was killed."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ fsspec = pytest.importorskip("fsspec")
 from fsspec.implementations.local import LocalFileSystem  # noqa: E402
 
 
-class Shelf(LocalFileSystem):  # type: ignore[misc]
+class NotAtomicFileSystem(LocalFileSystem):  # type: ignore[misc]
     """A store that shows a file while it is being written, as sftp or hdfs do."""
 
     protocol = "shelf"
@@ -31,7 +31,7 @@ class Shelf(LocalFileSystem):  # type: ignore[misc]
         return super()._strip_protocol(str(path).removeprefix("shelf://"))
 
 
-fsspec.register_implementation("shelf", Shelf, clobber=True)
+fsspec.register_implementation("shelf", NotAtomicFileSystem, clobber=True)
 
 KINDS = ("path", "file", "memory", "shelf", "s3")
 REMOTE = KINDS[2:]
@@ -39,7 +39,7 @@ REMOTE = KINDS[2:]
 
 @pytest.fixture
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A fresh place of the kind that the test names."""
+    """Return a new place of the kind that the test names."""
     kind = request.param
     if kind == "s3":
         return f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}"
@@ -63,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @every
 @pytest.mark.parametrize("data", [b"", b"1" * 10, memoryview(b"abc"), bytearray(b"abc")])
-def test_what_is_written_is_read(root: str, data: Any) -> None:
+def test_the_content_is_read_back(root: str, data: Any) -> None:
     where = locations.write(f"{root}/some/new/folder/a b.pt", data)
     assert locations.read(str(where)) == bytes(data)
     assert where.name == "a b.pt"
@@ -73,14 +73,14 @@ def test_what_is_written_is_read(root: str, data: Any) -> None:
 
 
 @every
-def test_writing_again_replaces(root: str) -> None:
+def test_writing_again_replaces_the_content(root: str) -> None:
     for data in (b"first and longer", b"second"):
         locations.write(f"{root}/a", data)
     assert locations.read(f"{root}/a") == b"second"
 
 
 @every
-def test_a_draft_is_seen_when_it_is_kept(root: str) -> None:
+def test_a_draft_is_visible_only_after_keep(root: str) -> None:
     draft = locations.Draft(f"{root}/a")
     draft.file.write(b"void")
     draft.file.restart()
@@ -102,7 +102,7 @@ def test_a_draft_that_is_dropped_leaves_nothing(root: str) -> None:
 
 @every
 def test_a_folder_is_stored_and_read(root: str) -> None:
-    for _ in range(2):  # the second time over the first
+    for _ in range(2):  # the second one replaces the first
         with locations.draft_folder(f"{root}/folder") as draft:
             (draft / "weights.bin").write_bytes(b"123")
             (draft / "sub").mkdir()
@@ -116,7 +116,7 @@ def test_a_folder_is_stored_and_read(root: str) -> None:
 
 
 @every
-def test_a_folder_that_fails_is_not_there(root: str) -> None:
+def test_a_folder_whose_writing_fails_does_not_exist(root: str) -> None:
     with pytest.raises(OSError, match="no space"), locations.draft_folder(f"{root}/folder") as draft:
         (draft / "weights.bin").write_bytes(b"1")
         raise OSError("no space left on device")
@@ -135,7 +135,7 @@ def test_delete(root: str) -> None:
 
 
 @every
-def test_what_is_not_there_says_where(root: str) -> None:
+def test_an_error_about_a_missing_object_has_its_place(root: str) -> None:
     assert locations.names(place(f"{root}/absent")) == []
     assert not place(f"{root}/absent").exists()
     with pytest.raises(CheckpointError, match="there is no checkpoint at") as caught:
@@ -144,8 +144,8 @@ def test_what_is_not_there_says_where(root: str) -> None:
 
 
 @each_remote
-def test_a_folder_without_its_list_is_none(root: str, files: Path) -> None:
-    remote.mirror(Uri(f"{root}/folder"), files)  # what a crash before the last object leaves
+def test_a_folder_without_its_list_does_not_exist(root: str, files: Path) -> None:
+    remote.mirror(Uri(f"{root}/folder"), files)  # as after a crash before the last object
     where = place(f"{root}/folder")
     assert not where.exists()
     with pytest.raises(CheckpointError, match="never finished"), locations.folder(where):
@@ -156,7 +156,7 @@ def test_a_folder_without_its_list_is_none(root: str, files: Path) -> None:
 
 @each_remote
 @pytest.mark.parametrize(
-    ("listed", "says"),
+    ("listed", "message"),
     [
         (b"{", "damaged"),
         (b"[]", "damaged"),
@@ -166,14 +166,14 @@ def test_a_folder_without_its_list_is_none(root: str, files: Path) -> None:
         (b'{"files": {"a": 3}}', "a has 1 bytes and was stored with 3"),
     ],
 )
-def test_a_folder_that_was_tampered_with(root: str, listed: bytes, says: str) -> None:
+def test_a_folder_that_was_changed_is_refused(root: str, listed: bytes, message: str) -> None:
     locations.write(f"{root}/folder/a", b"1")
     locations.write(f"{root}/folder/{remote.MARKER}", listed)
-    with pytest.raises(CheckpointError, match=says), locations.folder(place(f"{root}/folder")):
+    with pytest.raises(CheckpointError, match=message), locations.folder(place(f"{root}/folder")):
         pass
 
 
-def test_a_store_that_shows_half_files_gets_them_under_another_name(
+def test_a_store_that_is_not_atomic_gets_objects_under_a_temporary_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locations.write(f"shelf://{tmp_path}/a", b"old")
@@ -182,24 +182,24 @@ def test_a_store_that_shows_half_files_gets_them_under_another_name(
         Path(path).write_bytes(value[: len(value) // 2])
         raise OSError("the connection broke")
 
-    monkeypatch.setattr(Shelf, "pipe_file", half)
+    monkeypatch.setattr(NotAtomicFileSystem, "pipe_file", half)
     with pytest.raises(CheckpointError, match="the connection broke"):
         locations.write(f"shelf://{tmp_path}/a", b"new and longer")
     assert os.listdir(tmp_path) == ["a"]
     assert locations.read(f"shelf://{tmp_path}/a") == b"old"
 
 
-def test_logs_that_cannot_be_copied_are_a_warning(s3: str, files: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_that_cannot_be_copied_cause_a_warning(s3: str, files: Path, caplog: pytest.LogCaptureFixture) -> None:
     where = Uri(f"{s3}/{uuid.uuid4().hex}")
     locations.copy_logs(files, where)
     assert locations.read(where / "sub/weights.bin") == b"123"
-    locations.copy_logs(files, files.parent)  # a run on this machine has them where they are
+    locations.copy_logs(files, files.parent)  # for a run on this machine, nothing is copied
     assert caplog.messages == []
     locations.copy_logs(files, Uri("s3://no-such-bucket/logs"))
     assert [str(files) in message and "no-such-bucket" in message for message in caplog.messages] == [True]
 
 
-# -- a kill in the middle of writing ------------------------------------------------------------------
+# -- a writer that is killed ---------------------------------------------------------------------------
 
 KILLED = """
 import os, signal, sys
@@ -260,17 +260,17 @@ def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
 def test_a_writer_that_is_killed_leaves_no_folder_on_s3(s3: str, cut: str) -> None:
     where = Uri(f"{s3}/{uuid.uuid4().hex}")
     killed(REMOTE_CUTS[cut], str(where))
-    assert locations.names(where), "some files had arrived"
+    assert locations.names(where), "some files were uploaded"
     assert not where.exists()
     with pytest.raises(CheckpointError, match="never finished"), locations.folder(where):
         pass
 
 
-def test_a_store_that_takes_nothing_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_store_ends_the_save_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "STALLED_S", 0.3)
     stuck = threading.Event()
-    monkeypatch.setattr(Shelf, "pipe_file", lambda *_, **__: stuck.wait(20))
-    monkeypatch.setattr(Shelf, "put_file", lambda *_, **__: stuck.wait(20))
+    monkeypatch.setattr(NotAtomicFileSystem, "pipe_file", lambda *_, **__: stuck.wait(20))
+    monkeypatch.setattr(NotAtomicFileSystem, "put_file", lambda *_, **__: stuck.wait(20))
     writers: list[Callable[[], Any]] = [
         lambda: locations.write(f"shelf://{tmp_path}/a", b"1"),
         lambda: locations.Draft(f"shelf://{tmp_path}/a").keep(),
@@ -282,7 +282,7 @@ def test_a_store_that_takes_nothing_is_not_waited_for_for_ever(tmp_path: Path, m
     assert locations.names(place(f"shelf://{tmp_path}")) == []
 
 
-def test_a_store_that_is_slow_has_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_store_has_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "STALLED_S", 1.0)
 
     def slowly(self: Any, source: str, target: str, callback: Any, **_: Any) -> None:
@@ -291,7 +291,7 @@ def test_a_store_that_is_slow_has_time(tmp_path: Path, monkeypatch: pytest.Monke
             callback.relative_update(1)
         Path(target).write_bytes(Path(source).read_bytes())
 
-    monkeypatch.setattr(Shelf, "put_file", slowly)
+    monkeypatch.setattr(NotAtomicFileSystem, "put_file", slowly)
     draft = locations.Draft(f"shelf://{tmp_path}/a")
     draft.file.write(b"1")
     draft.keep()
@@ -315,12 +315,12 @@ def test_a_store_that_is_slow_has_time(tmp_path: Path, monkeypatch: pytest.Monke
         ("C:/a", Path("C:/a")),
     ],
 )
-def test_paths_and_uris_are_told_apart(given: Any, means: Place) -> None:
+def test_paths_and_uris_are_distinguished(given: Any, means: Place) -> None:
     assert place(given) == means
 
 
 @pytest.mark.parametrize("wrong", [None, "", 5, b"a", ["a"]])
-def test_what_is_no_place(wrong: Any) -> None:
+def test_an_invalid_place_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="a path, or a URI") as caught:
         place(wrong)
     assert repr(wrong) in str(caught.value)
@@ -336,17 +336,17 @@ def test_the_parts_of_a_uri() -> None:
 # -- stores that cannot be used -----------------------------------------------------------------------
 
 
-def test_no_such_bucket(s3: str) -> None:
+def test_a_missing_bucket(s3: str) -> None:
     tries: list[Callable[[Uri], Any]] = [lambda uri: locations.write(uri, b"1"), remote.probe]
     for tried in tries:
         with pytest.raises(CheckpointError, match=r"s3://no-such-bucket/a.* cannot be written"):
             tried(Uri("s3://no-such-bucket/a"))
     remote.probe(Uri(f"{s3}/fresh"))
-    assert locations.names(Uri(f"{s3}/fresh")) == [], "the probe leaves nothing"
+    assert locations.names(Uri(f"{s3}/fresh")) == [], "the probe deletes its object"
 
 
-def test_an_unknown_store() -> None:
-    with pytest.raises(ConfigError, match="nothing://a/b: fsspec does not know this kind of storage"):
+def test_an_unsupported_store() -> None:
+    with pytest.raises(ConfigError, match="nothing://a/b: fsspec does not support this kind of storage"):
         locations.read("nothing://a/b")
 
 
@@ -371,17 +371,17 @@ except ImportError as error:
 """
 
 
-@pytest.mark.parametrize(("package", "says"), [("fsspec", "pip install 'raysgd[storage]'"), ("s3fs", "s3fs")])
-def test_a_missing_package_is_named_and_local_paths_need_none(tmp_path: Path, package: str, says: str) -> None:
+@pytest.mark.parametrize(("package", "message"), [("fsspec", "pip install 'raysgd[storage]'"), ("s3fs", "s3fs")])
+def test_a_missing_package_is_named_and_local_paths_need_no_package(tmp_path: Path, package: str, message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED, package, str(tmp_path)], capture_output=True, text=True, timeout=120
     )
     first, second = done.stdout.splitlines() or [done.stderr, ""]
     assert first == "local is fine"
-    assert "s3://bucket/a" in second and says in second
+    assert "s3://bucket/a" in second and message in second
 
 
-def test_the_home_directory_and_file_uris_mean_what_they_do_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_directory_and_file_uris(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     for text in (
         "~/a b",
@@ -397,7 +397,7 @@ def test_the_home_directory_and_file_uris_mean_what_they_do_elsewhere(monkeypatc
         place("file://elsewhere/a")
 
 
-def test_a_draft_for_a_uri_is_its_owners_only() -> None:
+def test_only_the_owner_can_read_the_draft_for_a_uri() -> None:
     draft = locations.Draft(f"memory://{uuid.uuid4().hex}/a")
     assert draft.temporary.stat().st_mode & 0o777 == 0o600
     draft.drop()

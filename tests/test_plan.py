@@ -1,4 +1,4 @@
-"""An epoch is dealt exactly once, over any schedule of resizes."""
+"""Each sample of an epoch is used exactly once, over any schedule of resizes."""
 
 from collections import Counter
 
@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
 
-# (steps taken, size of the world that took them)
+# (number of steps, world size during these steps)
 SCHEDULE = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 7)), min_size=1, max_size=6)
 
 
-def dealt(total: int, size: int, schedule: list[tuple[int, int]], *, pad: bool = True) -> list[list[RankPart]]:
-    """Every step of an epoch: each stage of the schedule does so many, and the last world does the rest."""
+def all_steps(total: int, size: int, schedule: list[tuple[int, int]], *, pad: bool = True) -> list[list[RankPart]]:
+    """Return every step of an epoch. Each stage of the schedule makes that many steps, and the last one makes the
+    rest."""
     steps, offset = [], 0
     for stage, (count, world) in enumerate(schedule):
         plan = SamplingPlan(total=total, step_size=size * world, world_size=world, pad=pad)
@@ -30,33 +31,33 @@ def units(parts: list[RankPart]) -> list[int]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 200), st.integers(1, 9), SCHEDULE, st.booleans())
-def test_each_unit_exactly_once_over_any_resizes(
+def test_each_unit_is_used_exactly_once_over_any_resizes(
     total: int, size: int, schedule: list[tuple[int, int]], pad: bool
 ) -> None:
-    steps = dealt(total, size, schedule, pad=pad)
+    steps = all_steps(total, size, schedule, pad=pad)
     fresh = Counter(unit for parts in steps for unit in units([s for s in parts if s.fresh]))
     assert fresh == Counter(range(total))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 200), st.integers(1, 9), SCHEDULE)
-def test_training_gives_every_rank_something_in_every_step(
+def test_in_training_every_rank_has_a_part_of_every_step(
     total: int, size: int, schedule: list[tuple[int, int]]
 ) -> None:
-    for parts in dealt(total, size, schedule):
+    for parts in all_steps(total, size, schedule):
         sizes = [part.stop - part.start for part in parts]
         assert min(sizes) >= 1
         assert max(sizes) - min(sizes) <= 1
         fresh = units([part for part in parts if part.fresh])
         repeated = units([part for part in parts if not part.fresh])
-        assert not repeated or len(fresh) < len(parts), "a repeat although there was enough to go round"
-        assert set(repeated) <= set(fresh), "what is repeated belongs to the same step"
+        assert not repeated or len(fresh) < len(parts), "a unit was repeated although there were enough"
+        assert set(repeated) <= set(fresh), "repeated units are of the same step"
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 200), st.integers(1, 9), SCHEDULE)
 def test_validation_repeats_nothing(total: int, size: int, schedule: list[tuple[int, int]]) -> None:
-    steps = dealt(total, size, schedule, pad=False)
+    steps = all_steps(total, size, schedule, pad=False)
     assert units([part for parts in steps for part in parts]) == list(range(total))
 
 
@@ -81,7 +82,7 @@ def test_validation_repeats_nothing(total: int, size: int, schedule: list[tuple[
         (SamplingPlan(total=0, step_size=4, world_size=2), 0, []),
     ],
 )
-def test_shares(plan: SamplingPlan, offset: int, expected: list[tuple[int, int, bool]]) -> None:
+def test_parts(plan: SamplingPlan, offset: int, expected: list[tuple[int, int, bool]]) -> None:
     assert [(part.start, part.stop, part.fresh) for part in plan.parts(offset)] == expected
 
 
@@ -104,6 +105,6 @@ def test_steps_left(total: int, step: int, drop_last: bool, offset: int, left: i
     assert [len(list(plan.parts_of(rank, offset))) for rank in range(2)] == [left, left]
 
 
-def test_one_rank_sees_its_own_shares_of_every_step() -> None:
+def test_the_parts_of_one_rank() -> None:
     plan = SamplingPlan(total=10, step_size=4, world_size=2)
     assert list(plan.parts_of(1, 0)) == [plan.parts(offset)[1] for offset in (0, 4, 8)]

@@ -1,4 +1,4 @@
-"""Progress sorts ranks; the control desk stops them all at one batch."""
+"""Progress sorts ranks, and `Control` stops them all at one batch."""
 
 import random
 import threading
@@ -24,7 +24,7 @@ def test_the_most_advanced_is_the_source(ranks: list[Progress], first: int) -> N
     assert most_advanced({str(rank): progress for rank, progress in enumerate(ranks)}) == str(first)
 
 
-def test_nothing_asked_nothing_stops() -> None:
+def test_without_a_request_no_rank_stops() -> None:
     control = Control()
     assert all(control.begin(step) for step in range(1, 100))
 
@@ -36,7 +36,7 @@ def test_a_proposal_that_comes_too_late_is_refused() -> None:
     assert control.propose(5)
 
 
-def test_an_interruption_stops_whoever_waits_at_a_border() -> None:
+def test_an_interruption_stops_a_rank_that_waits_at_a_boundary() -> None:
     control = Control()
     control.propose(3)
     answers: list[bool] = []
@@ -49,7 +49,7 @@ def test_an_interruption_stops_whoever_waits_at_a_border() -> None:
     assert answers == [False] and control.begun == 3
 
 
-def test_a_withdrawn_stop_lets_go_on() -> None:
+def test_after_a_withdrawn_stop_the_rank_continues() -> None:
     control = Control()
     control.propose(3)
     answers: list[bool] = []
@@ -60,7 +60,7 @@ def test_a_withdrawn_stop_lets_go_on() -> None:
     assert answers == [True] and control.begin(5)
 
 
-def test_a_new_generation_forgets_old_signs() -> None:
+def test_a_new_generation_drops_old_requests() -> None:
     control = Control()
     control.interrupt()
     assert not control.begin(1)
@@ -69,8 +69,9 @@ def test_a_new_generation_forgets_old_signs() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ranks_that_run_apart_stop_at_one_step(seed: int) -> None:
-    """The two-phase agreement, with threads for ranks: refused proposals move on, and all end at the same step."""
+def test_ranks_at_different_steps_stop_at_the_same_one(seed: int) -> None:
+    """The two-phase agreement, with threads as ranks: after refusals the boundary moves on, and all stop at the same
+    step."""
     chance = random.Random(seed)
     controls = [Control() for _ in range(3)]
     stopped: list[int] = [0, 0, 0]
@@ -101,15 +102,15 @@ def test_ranks_that_run_apart_stop_at_one_step(seed: int) -> None:
 
 
 def test_progress_messages_are_throttled() -> None:
-    told: list[Progress] = []
-    control = Control(lambda progress, partial: told.append(progress), interval_s=30)
+    published: list[Progress] = []
+    control = Control(lambda progress, partial: published.append(progress), interval_s=30)
     assert control.due()
     control.report(Progress(step=1))
-    assert not control.due() and told == [Progress(step=1)] and control.progress.step == 1
+    assert not control.due() and published == [Progress(step=1)] and control.progress.step == 1
 
 
 @pytest.mark.parametrize(("ranks", "interval_s"), [(1, 0.1), (4, 0.1), (16, 0.4), (1000, 0.5)])
-def test_the_driver_hears_no_more_of_many(ranks: int, interval_s: float) -> None:
+def test_many_ranks_report_less_often(ranks: int, interval_s: float) -> None:
     now = [100.0]
     control = Control(clock=lambda: now[0])
     control.set_world_size(ranks)
@@ -120,13 +121,13 @@ def test_the_driver_hears_no_more_of_many(ranks: int, interval_s: float) -> None
     assert control.due()
 
 
-def test_the_keeper_keeps_the_newest() -> None:
-    keeper = SnapshotStore()
-    assert keeper.latest() is None
-    assert keeper.offer(Snapshot(b"new", Progress(step=5)))
-    assert not keeper.offer(Snapshot(b"late", Progress(step=4)))
-    assert keeper.offer(Snapshot(b"same", Progress(step=5)))
-    latest = keeper.latest()
+def test_the_store_keeps_the_newest_snapshot() -> None:
+    store = SnapshotStore()
+    assert store.latest() is None
+    assert store.offer(Snapshot(b"new", Progress(step=5)))
+    assert not store.offer(Snapshot(b"late", Progress(step=4)))
+    assert store.offer(Snapshot(b"same", Progress(step=5)))
+    latest = store.latest()
     assert latest is not None and latest.data == b"same"
-    keeper.forget()
-    assert keeper.latest() is None
+    store.forget()
+    assert store.latest() is None

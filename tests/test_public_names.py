@@ -1,7 +1,9 @@
-"""What is promised can be imported: `__all__` everywhere, and RaySGD v1's names where it had them."""
+"""Public names can be imported, are unique, and those of RaySGD v1 are where they were."""
 
+import ast
 import importlib
 import pkgutil
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 import raysgd
 from raysgd import constants
 
-# Packages that a checkout may lack without being broken: they are extras.
+# Optional packages, without which the tests pass.
 OPTIONAL = {"tensorflow", "keras", "tf_keras", "horovod", "lightning", "torchmetrics", "pandas"}
 
 V1_NAMES = {
@@ -45,12 +47,12 @@ MODULES = sorted(module.name for module in WALK)
 
 
 def missing_extra(error: ImportError) -> str:
-    """The absent optional package behind an import error, or nothing if it is about something else."""
+    """Return the name of the optional package that an import error is about, or "" if it is about something else."""
     name = (getattr(error.__cause__, "name", None) or error.name or "").split(".")[0]
     return name if name in OPTIONAL else ""
 
 
-def load(name: str) -> ModuleType:
+def imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -59,8 +61,8 @@ def load(name: str) -> ModuleType:
         raise
 
 
-def is_there(module: ModuleType, name: str) -> bool:
-    """A name whose framework is absent counts as there if it says which extra to install."""
+def exists(module: ModuleType, name: str) -> bool:
+    """Return whether a name exists. If its framework is not installed, the error must say which extra to install."""
     try:
         return hasattr(module, name)
     except ImportError as error:
@@ -68,19 +70,19 @@ def is_there(module: ModuleType, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["raysgd", *MODULES])
-def test_all_is_true(name: str) -> None:
-    module = load(name)
+def test_names_in_all_exist(name: str) -> None:
+    module = imported(name)
     names = getattr(module, "__all__", [])
-    assert len(names) == len(set(names)), f"{name}.__all__ says a name twice"
-    absent = [public for public in names if not is_there(module, public)]
-    assert not absent, f"{name}.__all__ promises {absent}"
+    assert len(names) == len(set(names)), f"{name}.__all__ has a name twice"
+    absent = [public for public in names if not exists(module, public)]
+    assert not absent, f"{name}.__all__ has names that do not exist: {absent}"
     assert set(names) <= set(dir(module)), "dir() must show what can be imported"
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in V1_NAMES.items() for n in names.split()])
 def test_v1_names(module: str, name: str) -> None:
     try:
-        assert getattr(load(module), name) is not None
+        assert getattr(imported(module), name) is not None
     except ImportError as error:
         if not (missing := missing_extra(error)):
             raise
@@ -89,10 +91,25 @@ def test_v1_names(module: str, name: str) -> None:
 
 @pytest.mark.parametrize("module", CONSTANTS)
 def test_v1_constants(module: str) -> None:
-    found = {name: getattr(load(module), name) for name in CONSTANTS[module]}
+    found = {name: getattr(imported(module), name) for name in CONSTANTS[module]}
     assert found == CONSTANTS[module]
 
 
 def test_packages_state_their_names() -> None:
     assert {"TorchTrainer", "TrainingOperator", "TrainingOptions"} <= set(raysgd.__all__)
     assert constants.BATCH_SIZE.startswith("*")
+
+
+# RaySGD's and Ray Train's users import these names from more than one package.
+DEFINED_TWICE = {"HorovodTrainer", "TorchTrainer", "TrainingOperator"}
+
+
+def test_a_public_class_name_is_defined_once() -> None:
+    places: dict[str, list[str]] = {}
+    library = Path(raysgd.__file__).resolve().parent
+    for path in sorted(library.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(library)))
+    twice = {name: files for name, files in places.items() if len(files) > 1 and name not in DEFINED_TWICE}
+    assert not twice, f"these class names are defined more than once: {twice}"

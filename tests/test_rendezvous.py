@@ -1,4 +1,4 @@
-"""Who has which rank."""
+"""Ranks are assigned in order, and counted within nodes."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_ranks(nodes: list[str], local_ranks: list[int], local_sizes: list[int],
     }
 
 
-def test_a_group_of_one_meets_nobody() -> None:
+def test_a_single_worker_needs_no_rendezvous() -> None:
     backend = SingleWorkerBackend()
     assert backend.in_place
     assert backend.plan(assign_ranks(["here"])) == [{}]

@@ -19,7 +19,7 @@ def explode(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_crash_in_the_middle_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     target = tmp_path / "model.pt"
     locations.write(target, b"old")
     with monkeypatch.context() as patch:
@@ -27,10 +27,10 @@ def test_a_crash_in_the_middle_leaves_the_old_file(tmp_path: Path, monkeypatch: 
         with pytest.raises(OSError, match="no space"):
             locations.write(target, b"new and longer")
     assert target.read_bytes() == b"old"
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"], "nothing half-written stays behind"
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"], "no draft is left"
 
 
-def test_an_interruption_leaves_the_old_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def ctrl_c(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -55,12 +55,12 @@ def test_ctrl_c_while_a_draft_is_made_leaves_none(tmp_path: Path, monkeypatch: p
             locations.Draft(tmp_path / "a")
     assert os.listdir(tmp_path) == [], "the error's traceback may keep the draft for long"
     assert caught.value.__traceback__ is not None
-    locations.Draft(tmp_path / "a")  # and Ctrl-C before the caller has it
+    locations.Draft(tmp_path / "a")  # as if Ctrl-C came before the caller has it
     gc.collect()
     assert os.listdir(tmp_path) == []
 
 
-def test_it_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (order.append("sync"), sync(fd))[1])
@@ -70,13 +70,13 @@ def test_it_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("data", [b"", b"1" * 10, memoryview(b"abc"), bytearray(b"abc")])
-def test_what_is_written_is_read(tmp_path: Path, data: Any) -> None:
+def test_the_content_is_read_back(tmp_path: Path, data: Any) -> None:
     target = locations.write(str(tmp_path / "some" / "new" / "folder" / "a.pt"), data)
     assert target == tmp_path / "some" / "new" / "folder" / "a.pt"
     assert locations.read(target) == bytes(data)
 
 
-def test_others_may_read_it_as_the_umask_says(tmp_path: Path) -> None:
+def test_the_umask_decides_who_may_read_the_file(tmp_path: Path) -> None:
     old = os.umask(0o022)
     try:
         target = locations.write(tmp_path / "a.pt", b"1")
@@ -92,19 +92,19 @@ def test_a_directory_is_not_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-@pytest.mark.parametrize(("name", "says"), [("missing.pt", "there is no checkpoint at"), ("", "is a directory")])
-def test_reading_what_is_no_file(tmp_path: Path, name: str, says: str) -> None:
-    with pytest.raises(CheckpointError, match=says) as caught:
+@pytest.mark.parametrize(("name", "message"), [("missing.pt", "there is no checkpoint at"), ("", "is a directory")])
+def test_reading_something_that_is_not_a_file(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
         locations.read(tmp_path / name)
     assert str(tmp_path) in str(caught.value)
 
 
-# -- links are followed, and what is no file is left alone ---------------------------------------------
+# -- links are followed, and special files are refused ------------------------------------------------
 
 
 @pytest.mark.parametrize("old", [b"old", None], ids=["there", "dangling"])
 @pytest.mark.parametrize("absolute", [True, False])
-def test_a_link_stays_and_its_file_is_written(tmp_path: Path, old: bytes | None, absolute: bool) -> None:
+def test_a_link_is_kept_and_its_target_is_written(tmp_path: Path, old: bytes | None, absolute: bool) -> None:
     aim = tmp_path / "elsewhere" / "real.pt"
     (tmp_path / "links").mkdir()
     if old is not None:
@@ -119,7 +119,7 @@ def test_a_link_stays_and_its_file_is_written(tmp_path: Path, old: bytes | None,
     assert os.listdir(aim.parent) == ["real.pt"] and sorted(os.listdir(link.parent)) == ["first", "second"]
 
 
-def test_a_failure_leaves_the_link_and_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_the_link_and_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "real").write_bytes(b"old")
     (tmp_path / "link").symlink_to("real")
     with monkeypatch.context() as patch:
@@ -146,7 +146,7 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_what_is_no_file_is_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_pipes_and_directories_are_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's name must be short
     SPECIAL[kind](Path("x").absolute() if kind != "socket" else Path("x"))
     before = {name: os.lstat(name).st_mode for name in os.listdir()}
@@ -157,17 +157,17 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "link to a pipe", "link to a device"])
-def test_what_is_no_folder_is_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_and_pipes_are_refused_as_folders(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     SPECIAL[kind](Path("x").absolute() if kind != "socket" else Path("x"))
     before = {name: os.lstat(name).st_mode for name in os.listdir()}
-    with pytest.raises(ConfigError, match="name a folder"), locations.draft_folder(tmp_path / "x"):
+    with pytest.raises(ConfigError, match="pass the path of a folder"), locations.draft_folder(tmp_path / "x"):
         pass
     assert {name: os.lstat(name).st_mode for name in os.listdir()} == before
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_link_to_a_folder_stays_and_the_folder_is_written(tmp_path: Path, there: bool) -> None:
+def test_a_link_to_a_folder_is_kept_and_the_folder_is_written(tmp_path: Path, there: bool) -> None:
     if there:
         (tmp_path / "real").mkdir()
         (tmp_path / "real" / "old").write_bytes(b"old")

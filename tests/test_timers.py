@@ -1,4 +1,4 @@
-"""Stop-watches: figures over a window, and a switch."""
+"""Timers: statistics over a window, and a switch for all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pushed(*seconds: float, window_size: int = 10) -> TimerStat:
     ("name", "value"),
     [("mean", 2.5), ("median", 2.0), ("sum", 10.0), ("max", 5.0), ("first", 2.0), ("last", 1.0), ("size", 4)],
 )
-def test_figures(name, value):
+def test_statistics(name, value):
     assert getattr(pushed(2.0, 5.0, 2.0, 1.0), name) == value
 
 
@@ -29,12 +29,12 @@ def test_figures(name, value):
     ("name", "value"),
     [("sum", 0.0), ("first", None), ("last", None), ("size", 0), ("mean_throughput", 0.0)],
 )
-def test_figures_of_nothing(name, value):
+def test_statistics_without_runs(name, value):
     assert getattr(TimerStat(), name) == value
 
 
 @pytest.mark.parametrize("name", ["mean", "median", "max", "mean_units_processed"])
-def test_figures_of_nothing_that_do_not_exist(name):
+def test_means_without_runs_are_nan(name):
     assert math.isnan(getattr(TimerStat(), name))
 
 
@@ -44,8 +44,8 @@ def test_the_window_forgets_the_oldest():
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_a_window_holds_something(size):
-    with pytest.raises(ValueError, match=f"not {size}"):
+def test_the_window_size_is_checked(size):
+    with pytest.raises(ValueError, match=f"at least 1, got {size}"):
         TimerStat(window_size=size)
 
 
@@ -57,7 +57,7 @@ def test_throughput_is_units_over_seconds():
     assert timer.mean_throughput == 10
 
 
-def test_a_block_is_measured_also_when_it_raises():
+def test_a_block_is_measured_also_if_it_raises_an_error():
     timer = TimerStat()
     with pytest.raises(KeyError), timer:
         time.sleep(0.02)
@@ -76,7 +76,7 @@ def test_a_running_timer_refuses_a_nested_block():
     assert timer.size == 1
 
 
-def test_reset_forgets():
+def test_reset_forgets_all_runs():
     timer = pushed(1.0)
     timer.push_units_processed(4)
     timer.reset()

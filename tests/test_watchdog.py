@@ -1,4 +1,4 @@
-"""The watchdog of one call: when it asks for stacks, which ranks it kills, and for which it waits."""
+"""The watchdog of one call asks for stacks, kills the ranks that block the others, and waits for late answers."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ LIMIT_S = 10.0
 
 
 class Silent:
-    """A group whose workers never answer; `silent` has for how long each has sent nothing."""
+    """A group whose workers never answer. `silent` says for how long each has sent nothing."""
 
     def __init__(self, silent: dict[str, float]) -> None:
         self.silent_for = silent.__getitem__
@@ -35,21 +35,21 @@ class Silent:
         ({"a": 2.6}, []),
         ({"a": 5.1}, ["a"]),
     ],
-    ids=["both stopped", "one waits, and was late", "a short silence at the limit", "half of the limit"],
+    ids=["both are stopped", "one is stopped", "a short silence", "silent for half of the limit"],
 )
-def test_who_is_killed_at_the_limit(silent: dict[str, float], killed: list[str]) -> None:
+def test_ranks_that_block_the_others_are_killed_at_the_limit(silent: dict[str, float], killed: list[str]) -> None:
     now = [1000.0]
     group: Any = Silent(silent)
     table = WorkerTable(group, clock=lambda: now[0])
     table.launch(len(silent))
     now[0] += LIMIT_S + 1
     watchdog = Watchdog(table, list(silent), LIMIT_S)
-    for _ in range(2):  # asks, then judges
+    for _ in range(2):  # the first asks for stacks, the second one decides
         watchdog.tick(list(silent))
     assert sorted(group.killed) == killed
 
 
-def test_answers_to_another_request_are_left_for_whoever_made_it() -> None:
+def test_answers_to_another_request_are_not_taken() -> None:
     """A replacement whose set-up takes too long is asked for its stack while the watchdog waits for stacks."""
     now, events = [1000.0], list[Event]()
     group: Any = Silent({"a": 0.0, "b": 0.0})

@@ -1,4 +1,4 @@
-"""The callback protocol: six methods, all of them optional, and the values that they are called with. Both."""
+"""Define the callback protocol: six optional methods, and the values that they are called with. Both."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Underway:
-    """The progress of one worker in the running call, with that worker's metrics so far. `worker` is empty in the first
-    one, which announces the call."""
+    """The progress of one worker in the running call, with that worker's metrics so far. The first one of a call
+    announces the call, and has an empty `worker`."""
 
     kind: Kind
     worker: str
@@ -48,9 +48,9 @@ class Underway:
 class CallResult:
     """The result of one call of `train` or `validate`, or one round of a function's reports.
 
-    epoch       the epoch of the result; None if a function does not report one
-    step        batches trained since the start of training (of a function: its reports)
-    metrics     merged over all workers; of a function's reports, rank 0's
+    epoch       the epoch of the result; None if a training function does not report one
+    step        batches trained since the start of training; for a training function, the number of its reports
+    metrics     the metrics merged over all workers; for a training function, those of rank 0
     by_worker   each rank's own metrics, in rank order
     seconds     how long it took
     traces      profiler traces of each rank, as {file name: bytes}
@@ -78,7 +78,7 @@ class Callback:
             def on_result(self, result):
                 self.lowest = min(self.lowest, result.metrics.get("train_loss", math.inf))
 
-    The order is: start; then, for each call, progress and recoveries until its result or its error; then the end.
+    The order is: the start; for each call, progress and recoveries, and then its result or its error; the end.
 
     An error in a callback is logged with its traceback, and training continues. In a class with
     `stops_training = True` it ends the call instead, and the trainer's caller gets it.

@@ -1,4 +1,4 @@
-"""Calls several callbacks. An error in one of them is logged, unless that callback may stop training. Driver."""
+"""Call several callbacks. An error in one of them is logged, unless that callback may stop training. Driver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CallbackList:
 
     @property
     def on_workers(self) -> list[Any]:
-        """Return what the callbacks want the workers to do."""
+        """Return the settings of what the workers do for the callbacks."""
         return [callback.on_workers for callback in self._all if callback.on_workers is not None]
 
     def start(self, run: Run) -> None:
@@ -55,7 +55,7 @@ class CallbackList:
         self._forget_stop()
         for name, count in self._failures.items():
             if count > 1:
-                logger.error("%s raised %d times; the first is above", name, count)
+                logger.error("%s raised %d errors; the first one was logged above", name, count)
         self._failures.clear()
 
     def raise_stop(self) -> None:
@@ -73,7 +73,7 @@ class CallbackList:
     def _forget_stop(self) -> None:
         stop, self._stop = self._stop, None
         if stop is not None:
-            logger.error("a callback with stops_training raised when no call was left to stop", exc_info=stop)
+            logger.error("a callback with stops_training raised an error when no call was left to stop", exc_info=stop)
 
     def _failed(self, callback: Callback, hook: str, error: Exception) -> None:
         if callback.stops_training and self._stop is None:
@@ -82,7 +82,7 @@ class CallbackList:
         name = f"{type(callback).__name__}.{hook}"
         self._failures[name] += 1
         if self._failures[name] == 1:
-            logger.error("the callback %s raised; training continues", name, exc_info=error)
+            logger.error("the callback %s raised an error; training continues", name, exc_info=error)
 
 
 def check_callbacks(callbacks: Any, adapt: Callable[[Any], Any] = lambda given: given) -> list[Callback]:
@@ -95,9 +95,11 @@ def check_callbacks(callbacks: Any, adapt: Callable[[Any], Any] = lambda given: 
     found = []
     for given in callbacks:
         if isinstance(given, type):
-            raise ConfigError(f"callbacks must be objects, got the class {given.__name__}: write {given.__name__}()")
+            raise ConfigError(f"callbacks must be objects, got the class {given.__name__}: pass {given.__name__}()")
         callback = adapt(given)
         if not isinstance(callback, Callback):
-            raise ConfigError(f"callbacks must be Callback objects (or TrainingCallback, as in v1), got {given!r}")
+            raise ConfigError(
+                f"callbacks must be raysgd.callbacks.Callback objects (or TrainingCallback, as in v1), got {given!r}"
+            )
         found.append(callback)
     return found

@@ -1,4 +1,4 @@
-"""A callback that writes results as comma-separated values. Driver."""
+"""Write results as comma-separated values. Driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directories on this machine in which callbacks write. Driver."""
+"""Choose and create the directories on this machine in which callbacks write. Driver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ RESULTS = "ray_results"
 
 
 def create_folder(given: str | os.PathLike[str] | None, prefix: str) -> Path:
-    """Create a directory below ~/ray_results and return it; without a name, a new one that is named after the time."""
+    """Create a directory below ~/ray_results and return it. Without a name, create a new one with the time in its
+    name."""
     home = Path.home() / RESULTS
     if given is None:
         return create_new_folder(home, f"{prefix}_{timestamp()}")
@@ -28,7 +29,8 @@ def create_folder(given: str | os.PathLike[str] | None, prefix: str) -> Path:
 
 
 def create_new_folder(home: Path, name: str) -> Path:
-    """Create the directory `name` in `home` and return it; if it exists, `name_2`, `name_3` and so on."""
+    """Create the directory `name` in `home` and return it. If it exists, create `name_2`, `name_3` and so on
+    instead."""
     for candidate in numbered(name):
         try:
             (home / candidate).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A callback that keeps every result of a trainer as a table, and plots it. Driver."""
+"""Keep every result of a trainer as a table, and plot it. Driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.errors import ConfigError, text_of
 __all__ = ["History"]
 
 MAX_SHOWN = 10
-# Numbers that say how much was done, not how well. They are plotted only if they are asked for.
+# Numbers that measure the amount of work and not its quality. They are plotted only on request.
 COUNTS = ("epoch", "step", "world_size", "seconds", "batch_count", "num_samples", "skipped_steps")
 
 
@@ -71,8 +71,8 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         return pandas.DataFrame(self.rows, columns=self._columns(self._rows))
 
     def plot(self, metrics: str | Sequence[str] | None = None, *, path: str | Path | None = None) -> Any:
-        """Return a matplotlib figure (extra: callbacks) of these metrics, or of all numbers but counts, over the epochs
-        (over `step` if there are none). `path` also saves it."""
+        """Return a matplotlib figure (extra: callbacks) of these metrics, by default of all numbers except counts, over
+        the epochs, or over `step` if there are none. With `path`, also save it."""
         plotting = import_extra("matplotlib.figure", user="history.plot()")
         rows = [scalars(row) for row in self._rows]
         names = _plotted([metrics] if isinstance(metrics, str) else list(metrics or ()), rows)
@@ -138,15 +138,14 @@ def _plotted(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[
     missing = [name for name in names if name not in measured]
     if missing or not names:
         raise ConfigError(
-            f"there is nothing to plot of {', '.join(missing) or 'this history'}: "
+            f"there is nothing to plot for {', '.join(missing) or 'this history'}: "
             f"the numbers that were measured are {', '.join(measured) or 'none yet'}"
         )
     return names
 
 
 def _notebook_figure(figure: Any) -> Any:
-    """Return a figure class that notebooks display. It does not use pyplot, whose global list would keep each
-    figure."""
+    """Return a figure class that notebooks can display. (pyplot would keep each figure in a global list.)"""
 
     def image(self: Any) -> bytes:
         file = io.BytesIO()

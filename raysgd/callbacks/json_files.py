@@ -1,4 +1,4 @@
-"""Callbacks that write results as JSON: one line per result, or one list as in v1. Driver."""
+"""Write results as JSON: one line per result, or one list as in v1. Driver."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JsonLinesCallback(Callback):
 
 
 def _end_last_line(path: Path) -> None:
-    """Complete or remove the last line, because the process that wrote it may have been killed in the middle."""
+    """Complete or remove the last line, because the process that wrote it may have been killed while writing it."""
     written = path.read_bytes() if path.is_file() else b""
     if not written or written.endswith(b"\n"):
         return
@@ -54,7 +54,7 @@ def _end_last_line(path: Path) -> None:
 
 class JsonLoggerCallback(Callback):
     """Writes `results.json` as v1 did: a list with one entry per result, which is a list of the results of the workers
-    in `workers_to_log` (None: all). Writes the whole file each time, so prefer JsonLinesCallback for long runs."""
+    in `workers_to_log` (None: all). Writes the entire file each time, so prefer JsonLinesCallback for long runs."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class JsonLoggerCallback(Callback):
 
     @property
     def log_path(self) -> Path | None:
-        """Return the file; None before the first run."""
+        """Return the path of the file, or None before the first run."""
         return self._path
 
     def on_start(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""A callback that logs results to MLflow. Driver."""
+"""Log results to MLflow. Driver."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class MLflowCallback(Callback):
         try:
             if self._save_artifact and self._folder.exists():
                 for path in sorted(self._folder.iterdir()):
-                    if path.name not in OWN:  # the store itself must not be copied into the store
+                    if path.name not in OWN:  # the store must not be copied into itself
                         client.log_artifact(self.run_id, str(path))
         finally:
             client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")

@@ -1,4 +1,4 @@
-"""A callback that shows one progress bar for all workers: epoch, batches, samples per second, loss. Driver."""
+"""Show one progress bar for all workers: epoch, batches, samples per second, training loss. Driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ProgressBar"]
 
 class ProgressBar(Callback):
     """Owns one tqdm bar at a time, in a terminal or in a notebook. Counts batches, of which all ranks have the same
-    number; for a training function, its reports.
+    number, or the reports of a training function.
 
     `TorchTrainer(use_tqdm=True)` and `TFTrainer(use_tqdm=True)` create one.
     """

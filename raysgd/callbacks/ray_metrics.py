@@ -1,4 +1,4 @@
-"""A callback that reports the progress of training on Ray's metrics endpoint. Driver."""
+"""Report the progress of training on Ray's metrics endpoint. Driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A callback that writes TensorBoard event files, with neither torch nor TensorFlow. Driver."""
+"""Write TensorBoard event files, without torch or TensorFlow. Driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A callback that stores the workers' Torch profiler traces in the log folder, for TensorBoard. Driver."""
+"""Store the workers' Torch profiler traces in the log folder, for TensorBoard. Driver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run
-from raysgd.callbacks.writers import check_ranks
+from raysgd.callbacks.writers import check_ranks, is_integer
 from raysgd.errors import ConfigError
 
 __all__ = ["ProfilerSettings", "TorchProfilerCallback"]
@@ -33,7 +33,7 @@ class ProfilerSettings:
     def __post_init__(self) -> None:
         for name, least in {"wait": 0, "warmup": 0, "active": 1, "calls": 1}.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_integer(value, least):
                 raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 

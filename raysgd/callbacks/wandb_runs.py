@@ -1,4 +1,4 @@
-"""A callback that logs results to Weights & Biases. Driver."""
+"""Log results to Weights & Biases. Driver."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WandbCallback(Callback):
             mode=self._mode,
             dir=str(folder),
             config=for_json(run.config),
-            reinit="create_new",  # does not touch a run that the script has started
+            reinit="create_new",  # so that a run that the script has started is left alone
             **self._init,
         )
         self.run.define_metric("*", step_metric="step")

@@ -1,4 +1,4 @@
-"""What the callbacks that write results share: rows, scalars, JSON values, ranks and optional packages. Driver."""
+"""Provide what callbacks that write results need: rows, scalars, JSON values, ranks, optional packages. Driver."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ __all__ = [
     "flat",
     "for_json",
     "import_extra",
+    "is_integer",
     "row_of",
     "scalars",
     "scalars_of_report",
@@ -86,9 +87,14 @@ def row_of(result: CallResult) -> dict[str, Any]:
     return {**{name: getattr(result, name) for name in ROW_FIELDS}, **metrics}
 
 
+def is_integer(value: Any, least: int) -> bool:
+    """Return whether this is an integer, and not a bool, of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def check_rank(rank: int) -> int:
     """Return the rank that a callback logs. Raise `ConfigError` if it is not a rank."""
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+    if not is_integer(rank, 0):
         raise ConfigError(f"worker_to_log must be one rank (0, 1, ...), got {rank!r}")
     return rank
 
@@ -98,8 +104,7 @@ def check_ranks(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
     if given is None:
         return None
     ranks = (given,) if isinstance(given, int) else tuple(given)
-    wrong = [rank for rank in ranks if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0]
-    if wrong or not ranks:
+    if not ranks or not all(is_integer(rank, 0) for rank in ranks):
         raise ConfigError(f"workers_to_log must be a rank, a list of ranks, or None for all ranks, got {given!r}")
     return ranks
 

@@ -1,9 +1,8 @@
-"""Connect to the driver, and send and receive whole messages over a socket in blocking mode. Both.
+"""Connect to the driver, and send and receive complete messages over a socket in blocking mode. Both.
 
-A connection starts with the driver's token, as TOKEN_BYTES raw bytes; the driver reads and parses nothing before that is
-verified. Then messages follow: the length of a header and of a body, the header (a message of `messages` as JSON), and the
-body, raw bytes that may be empty. Nothing is pickled or unpickled here.
-"""
+A connection starts with the driver's token, as TOKEN_BYTES raw bytes; the driver reads and parses nothing before that
+is verified. Then messages follow: the length of a header and of a body, the header (a message of `messages` as JSON),
+and the body, raw bytes that may be empty. Nothing is pickled or unpickled here."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ from typing import TypeVar
 from raysgd.core.messages import Admitted, Message, Rejected, decode, encode
 
 __all__ = [
-    "LARGEST_HEADER",
     "PIECE",
     "PREFIX",
     "TOKEN_BYTES",
@@ -35,7 +33,6 @@ __all__ = [
     "framed",
     "receive",
     "receive_body",
-    "receive_into",
     "receive_message",
     "receive_some",
     "send",
@@ -71,7 +68,7 @@ class ControlAddress:
 
 
 class RejectedError(ConnectionError):
-    """The driver admitted this client, and has no use for the connection."""
+    """Raised when the driver knows this client but refuses the connection, because the save that it names has ended."""
 
 
 def connect(
@@ -130,8 +127,8 @@ def send(connection: socket.socket, message: Message, body: bytes | bytearray | 
 
 
 def send_now(connection: socket.socket, message: Message) -> None:
-    """Send a message on a non-blocking socket. Raise BlockingIOError when the kernel has no room for all of it: the other
-    end has not read for a long time, and the connection cannot be used any more."""
+    """Send a message on a non-blocking socket. Raise BlockingIOError when the kernel has no room for all of it: the
+    other end has not read for a long time, and the connection cannot be used any more."""
     frame = framed(message)
     if connection.send(frame) < len(frame):
         raise BlockingIOError("only a part of the message could be sent")
@@ -146,7 +143,8 @@ def sizes(prefix: bytes | bytearray) -> tuple[int, int]:
 
 
 def receive_message(connection: socket.socket) -> tuple[Message, int]:
-    """Return the next message and the size of its body, which follows. Raise ConnectionError when the connection ends."""
+    """Return the next message and the size of its body, which follows. Raise ConnectionError when the connection
+    ends."""
     header, body = sizes(_exactly(connection, PREFIX.size))
     return decode(_exactly(connection, header)), body
 
@@ -164,7 +162,7 @@ def receive_body(connection: socket.socket, size: int) -> Body:
     body = _room(size)
     receive_into(connection, memoryview(body))
     if isinstance(body, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        body.madvise(mmap.MADV_DONTNEED)  # the system may put it out of memory until somebody reads it
+        body.madvise(mmap.MADV_DONTNEED)  # the system may keep it only in the file until it is read
     return body
 
 
@@ -175,7 +173,8 @@ def receive_into(connection: socket.socket, room: memoryview) -> None:
 
 
 def receive_some(connection: socket.socket, room: memoryview) -> int:
-    """Fill a part of the buffer, and return the size of that part. Raise TimeoutError when the other machine is gone."""
+    """Fill a part of the buffer, and return the size of that part. Raise TimeoutError if the other machine does not
+    respond."""
     try:
         count = connection.recv_into(room)
     except OSError as error:
@@ -186,8 +185,8 @@ def receive_some(connection: socket.socket, room: memoryview) -> int:
 
 
 def detect_unreachable(connection: socket.socket, limit_s: float) -> None:
-    """Let the kernel ask the other machine's kernel all the time whether it is reachable: reading raises TimeoutError when
-    it is not. The kernel answers for a process that is stopped or busy. What a system cannot set is left as it is."""
+    """Enable TCP keepalive, so that reading raises TimeoutError when the other machine has not responded for `limit_s`.
+    Its kernel responds even if the process is stopped or busy. Options that this system lacks are skipped."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limit_s = max(limit_s, 1.0)
     every = max(int(limit_s / 5), 1)
@@ -203,7 +202,8 @@ def detect_unreachable(connection: socket.socket, limit_s: float) -> None:
 
 
 def as_timeout(error: OSError) -> OSError:
-    """Return what the kernel's error means: a machine of the same network that is switched off is "no route to host"."""
+    """Return a TimeoutError for errors that mean an unreachable machine, and other errors as they are. (If a machine in
+    the same network is switched off, the error is "no route to host".)"""
     return TimeoutError(str(error)) if error.errno in UNREACHABLE else error
 
 
@@ -214,8 +214,8 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
 
 
 def _room(size: int) -> Body:
-    """Return room for a body. A large one (a whole state) is a temporary file without a name, so that a driver on a small
-    machine need not have the memory for it."""
+    """Return a buffer for a body. A large one (a full state) is a temporary file without a name, so that a driver on a
+    small machine does not need the memory for it."""
     if size < LARGE or not hasattr(os, "posix_fallocate"):
         return bytearray(size)
     try:
@@ -223,5 +223,5 @@ def _room(size: int) -> Body:
             os.posix_fallocate(file.fileno(), 0, size)  # now, because a full disk could not be reported later
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
-        logger.info("%d bytes are kept in memory, because no temporary file can hold them: %s", size, error)
+        logger.info("keeping %d bytes in memory, because no temporary file can hold them: %s", size, error)
         return bytearray(size)

@@ -1,4 +1,4 @@
-"""Which rank blocks the others when a call makes no progress. Pure: it evaluates reports that others requested. Both."""
+"""Find the ranks that block the others when a call makes no progress. Pure: evaluates reports of the ranks. Both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = [
     "is_user_frame",
 ]
 
-# Frames of a rank that waits for its peers: (end of the file's path, function; "" for any function).
+# Frames of a rank that is waiting for its peers: (end of the file's path, function; "" for any function).
 COLLECTIVE_FRAMES = (
     ("torch/autograd/graph.py", "_engine_run_backward"),
     ("torch/distributed/distributed_c10d.py", ""),
@@ -27,18 +27,28 @@ COLLECTIVE_FRAMES = (
     ("tensorflow/python/eager/execute.py", "quick_execute"),
     ("tensorflow/python/ops/gen_collective_ops.py", ""),
 )
-# Frames of these packages can be further inside than the collective (logging and timing wrappers). If code of others
-# is (a hook in the backward pass), the rank is in that code.
+# A collective's frame can call other functions of these packages (logging and timing wrappers). If it calls any other
+# code (a hook in the backward pass), the rank is busy in that code.
 FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
+# Calls between two ranks, which not all ranks must make.
+POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "monitored_barrier")
 PACKAGE, RAY = str(Path(__file__).resolve().parent.parent), "-packages/ray/"
-# Workers that fell silent within this time of each other did so together: each one sends "alive" every second.
+# Each worker sends "alive" every second. Workers whose last messages are this close together stopped sending together.
 TOGETHER_S = 2.5
+MOST_FRAMES = 20
+
+# The part of the user's code that a verb calls, for messages.
+USERS_PART = {
+    "prepare": "the initialization hook",
+    "build": "its set-up (importing the class, `__init__`, `setup`)",
+    "warm": "its set-up (the initialization hook, importing the class, `__init__`, `setup`)",
+}
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank reported when the driver asked where it is. `stack` is None if it did not answer; it has sent nothing
-    for `silent_s`."""
+    """What one rank reported when the driver asked where it is. `stack` is None if it did not answer. `silent_s` is how
+    long it has sent nothing."""
 
     rank: int | None
     node: str = ""
@@ -51,17 +61,12 @@ class RankReport:
 def is_in_collective(stack: Sequence[str]) -> bool:
     """Return whether a stack is in a collective call. Frames are "path:line function" lines, innermost first."""
     for frame in stack:
-        place, _, function = frame.rpartition(" ")
-        path = place.rpartition(":")[0].replace("\\", "/")
-        if any(path.endswith(end) and name in ("", function) for end, name in COLLECTIVE_FRAMES):
+        path, function = _path_and_function(frame)
+        if _is_collective(path, function):
             return True
         if not any(framework in path for framework in FRAMEWORKS):
             return False
     return False
-
-
-# Calls between two ranks only. They need not be the same on all ranks.
-BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "monitored_barrier")
 
 
 def collective_name(stack: Sequence[str]) -> str:
@@ -71,15 +76,23 @@ def collective_name(stack: Sequence[str]) -> str:
         return ""
     found = ""
     for frame in stack:  # the outermost function of the library that a user calls: all_gather_object, not all_gather
-        place, _, function = frame.rpartition(" ")
-        path = place.rpartition(":")[0].replace("\\", "/")
+        path, function = _path_and_function(frame)
         if path.endswith("torch/distributed/distributed_c10d.py"):
             found = function
-        elif any(path.endswith(end) and name in ("", function) for end, name in COLLECTIVE_FRAMES):
-            found = found or "backward" if function == "_engine_run_backward" else found or function
+        elif _is_collective(path, function):
+            found = found or ("backward" if function == "_engine_run_backward" else function)
         elif is_user_frame(frame):
             break
-    return "" if found in BETWEEN_TWO else found
+    return "" if found in POINT_TO_POINT else found
+
+
+def _path_and_function(frame: str) -> tuple[str, str]:
+    place, _, function = frame.rpartition(" ")
+    return place.rpartition(":")[0].replace("\\", "/"), function
+
+
+def _is_collective(path: str, function: str) -> bool:
+    return any(path.endswith(end) and name in ("", function) for end, name in COLLECTIVE_FRAMES)
 
 
 def is_user_frame(frame: str) -> bool:
@@ -92,16 +105,16 @@ def is_user_frame(frame: str) -> bool:
 def blocking_ranks(
     reports: Mapping[str, RankReport], *, still_s: float = 0.0, others_failed: bool = False
 ) -> list[str]:
-    """Return the ranks that block the others: those that do not answer, or, if all answer, those outside any collective.
-    `still_s` is for how long there has been no progress.
+    """Return the ranks that block the others: those that do not answer, or, if all answer, those outside any
+    collective. There has been no progress for `still_s`.
 
-    A rank that does not answer, but sent something in the second half of that time, does not count yet: on an overloaded
-    machine a process can be silent for seconds. Nor does a rank that fell silent well after another one, because that
-    one may be the cause. It counts later if it stays silent.
+    A rank that does not answer, but sent something in the second half of that time, does not count yet, because on an
+    overloaded machine a process can be silent for seconds. Neither does a rank that stopped sending well after another
+    one, which may be the cause. Both count later if they stay silent.
 
     Return an empty list if all ranks are in a collective, or none is: then nothing shows which one blocks the others.
-    With `others_failed`, ranks that waited for these have failed already, so all that are outside a collective count.
-    """
+    With `others_failed`, the ranks that waited for these have failed already, so every rank outside a collective
+    counts."""
     frozen = [worker for worker, report in reports.items() if report.stack is None]
     if frozen:
         longest = max(reports[worker].silent_s for worker in frozen)
@@ -116,15 +129,6 @@ def describe_rank(report: RankReport) -> str:
     if report.stack is None:
         return f"{where}: does not answer (its process is stopped, or its machine has failed)"
     return "\n    ".join([f"{where}, at", *report.stack[:6]])
-
-
-# What part of the user's code a verb calls, for messages.
-USERS_PART = {
-    "prepare": "the initialization hook",
-    "build": "its set-up (importing the class, `__init__`, `setup`)",
-    "warm": "its set-up (the initialization hook, importing the class, `__init__`, `setup`)",
-}
-MOST_FRAMES = 20
 
 
 def describe_unfinished(report: RankReport, verb: str, limit_s: float) -> str:

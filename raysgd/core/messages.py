@@ -1,10 +1,10 @@
 """Define every message between the driver and its workers. Both.
 
-A message is a frozen dataclass. On a connection it is a JSON object with the name of its class as `type` and its fields;
-some are followed by a body of raw bytes. `connection` describes how they are framed.
+A message is a frozen dataclass. On a connection it is a JSON object with the name of its class as `type` and its
+fields; some are followed by a body of raw bytes. `connection` describes how they are framed.
 
-Every connection starts with the token, then with one of `Hello`, `OpenBulk` and `OpenCheckpoint`, which the driver answers
-with `Admitted` or `Rejected`:
+Every connection starts with the token, then with one of `Hello`, `OpenBulk` and `OpenCheckpoint`, which the driver
+answers with `Admitted` or `Rejected`:
 
     Hello            the control connection of a worker, for as long as it lives
     OpenBulk         carries what is large or must not be lost: snapshots, reports of training functions
@@ -60,13 +60,18 @@ class MessageError(ValueError):
     """What was received is not a message of this module."""
 
 
+@dataclass(frozen=True)
+class Message:
+    """The base class of all messages."""
+
+
 # -- the first message of a connection, and its answer ------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Hello:
-    """A worker sends this when its process has started. The group reports it to the engine as `WorkerStarted`, and the end of
-    the connection as `WorkerEnded`."""
+class Hello(Message):
+    """A worker sends this when its process has started. The group reports it to the engine as `WorkerStarted`, and the
+    end of the connection as `WorkerEnded`."""
 
     worker: str
     node: str
@@ -74,7 +79,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class OpenBulk:
+class OpenBulk(Message):
     """A worker sends this before its first snapshot or report. The connection stays open: `SnapshotUpload`,
     `FunctionReport` and `StartDealer` follow, and the driver answers each with `Received`."""
 
@@ -82,21 +87,22 @@ class OpenBulk:
 
 
 @dataclass(frozen=True)
-class OpenCheckpoint:
-    """The worker that writes a checkpoint sends this. `save` is the secret name of one save. `CheckpointDraft` follows."""
+class OpenCheckpoint(Message):
+    """The worker that writes a checkpoint sends this. `save` is the secret name of one save. `CheckpointDraft`
+    follows."""
 
     save: str
 
 
 @dataclass(frozen=True)
-class Admitted:
+class Admitted(Message):
     """The driver accepted a connection's first message."""
 
 
 @dataclass(frozen=True)
-class Rejected:
-    """The driver has no use for this connection, and closes it: the save that it names has ended. The worker does not try
-    again."""
+class Rejected(Message):
+    """The driver refuses this connection and closes it, because the save that it names has ended. The worker does not
+    try again."""
 
     reason: str
 
@@ -105,14 +111,16 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Alive:
-    """A worker sends this every second, from a thread beside the training thread. A process that is stopped does not."""
+class Alive(Message):
+    """A worker sends this every second, from a thread beside the training thread. A process that is stopped does
+    not."""
 
 
 @dataclass(frozen=True)
-class ProgressReport:
+class ProgressReport(Message):
     """The training thread sends this after a batch, a few times a second at most. `call` is the call that made the
-    progress, `partial` its metrics so far. The driver uses it for progress bars, for boundaries, and when the worker fails."""
+    progress, `partial` its metrics so far. The driver uses it for progress bars, for boundaries, and when the worker
+    fails."""
 
     call: int
     progress: Progress
@@ -120,15 +128,16 @@ class ProgressReport:
 
 
 @dataclass(frozen=True)
-class PreemptionNotice:
-    """A worker sends this when it received SIGTERM, because its machine will be stopped. The engine moves its work to other
-    workers at the next batch boundary."""
+class PreemptionNotice(Message):
+    """A worker sends this when it has received SIGTERM, because its machine will be stopped. The engine moves its work
+    to other workers at the next batch boundary."""
 
 
 @dataclass(frozen=True)
-class BoundaryAnswer:
-    """A worker answers `ProposeBoundary` with this. `accepted`: it will stop there. `begun` is the step that it has begun,
-    -1 if it has not begun that call. When all ranks accept, `ConfirmBoundary` follows, otherwise another proposal."""
+class BoundaryAnswer(Message):
+    """A worker answers `ProposeBoundary` with this. `accepted` is True if it will stop there. `begun` is the step that
+    it has begun, -1 if it has not begun that call. If all ranks accept, `ConfirmBoundary` follows, otherwise another
+    proposal."""
 
     round: int
     accepted: bool
@@ -136,8 +145,9 @@ class BoundaryAnswer:
 
 
 @dataclass(frozen=True)
-class StackReport:
-    """A worker answers `StackRequest` with this: the training thread's stack (innermost frame first), phase and batch."""
+class StackReport(Message):
+    """A worker answers `StackRequest` with this: the training thread's stack (innermost frame first), phase and
+    batch."""
 
     round: int
     frames: tuple[str, ...]
@@ -149,15 +159,15 @@ class StackReport:
 
 
 @dataclass(frozen=True)
-class Interrupt:
-    """The driver sends this when a rank of the generation failed. Its peers leave their collective call and end the running
-    call. Workers of a later generation ignore it."""
+class Interrupt(Message):
+    """The driver sends this when a rank of the generation failed. Its peers leave their collective call and end the
+    running call. Workers of a later generation ignore it."""
 
     generation: int
 
 
 @dataclass(frozen=True)
-class ProposeBoundary:
+class ProposeBoundary(Message):
     """The driver asks every rank to stop after `step` of this call, for a planned change. `BoundaryAnswer` follows."""
 
     round: int
@@ -166,26 +176,26 @@ class ProposeBoundary:
 
 
 @dataclass(frozen=True)
-class ConfirmBoundary:
+class ConfirmBoundary(Message):
     """The driver sends this when all ranks accepted the boundary. Ranks that wait there end their call."""
 
 
 @dataclass(frozen=True)
-class StackRequest:
-    """The driver's watchdog asks where a worker is. `StackReport` follows, unless the whole process is stopped."""
+class StackRequest(Message):
+    """The driver's watchdog asks where a worker is. `StackReport` follows, unless the process is stopped."""
 
     round: int
 
 
 @dataclass(frozen=True)
-class KillProcess:
+class KillProcess(Message):
     """The driver asks a worker to kill a process on the same machine: a worker that hangs."""
 
     pid: int
 
 
 @dataclass(frozen=True)
-class Bye:
+class Bye(Message):
     """The driver does not need this worker any more. The worker ends itself if Ray does not end it."""
 
 
@@ -193,9 +203,9 @@ class Bye:
 
 
 @dataclass(frozen=True)
-class SnapshotUpload:
-    """Rank 0 sends this when a snapshot is due. Body: the whole state. `call` and `partial` as in `ProgressReport`. The
-    driver keeps the newest one, for the case that all workers fail."""
+class SnapshotUpload(Message):
+    """Rank 0 sends this when a snapshot is due. Body: the full state. `call` and `partial` are those of
+    `ProgressReport`. The driver keeps the newest snapshot, in case all workers fail."""
 
     progress: Progress
     call: int
@@ -203,9 +213,9 @@ class SnapshotUpload:
 
 
 @dataclass(frozen=True)
-class FunctionReport:
-    """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint"). Body: the pickled metrics,
-    `metrics_size` bytes, then the checkpoint, if there is one. The driver drops those of earlier attempts."""
+class FunctionReport(Message):
+    """A rank sends this in `train.report` ("report") and `train.save_checkpoint` ("checkpoint"). Body: the pickled
+    metrics, `metrics_size` bytes, then the checkpoint, if there is one. The driver drops those of earlier attempts."""
 
     kind: Literal["report", "checkpoint"]
     run: int
@@ -216,94 +226,68 @@ class FunctionReport:
 
 
 @dataclass(frozen=True)
-class StartDealer:
-    """Each rank sends this when it registers a Ray Dataset. Body: the pickled data set. The driver starts one actor of this
-    name, from which all ranks read."""
+class StartDealer(Message):
+    """Each rank sends this when it registers a Ray Dataset. Body: the pickled dataset. The driver starts one actor of
+    this name, from which all ranks read."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Received:
-    """The driver has a whole message of a bulk connection."""
+class Received(Message):
+    """The driver has received a message on a bulk connection, with its body."""
 
 
 # -- checkpoint connections ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class CheckpointDraft:
-    """The driver made a file for this connection alone, which begins with `mark`, in hexadecimal. `CheckpointRoute` follows."""
+class CheckpointDraft(Message):
+    """The driver has created a file for this connection alone. It begins with the bytes that `mark` has in hexadecimal,
+    by which the worker recognizes it. `CheckpointRoute` follows."""
 
     mark: str
     path: str
 
 
 @dataclass(frozen=True)
-class CheckpointRoute:
-    """The worker writes the driver's file itself, since it sees it (`in_file`): `CheckpointWritten` follows. Or it sends the
-    bytes: `CheckpointPiece` follows."""
+class CheckpointRoute(Message):
+    """The worker says how it will send the checkpoint. With `in_file` it has found the driver's file on a shared disk
+    and writes it itself: `CheckpointWritten` follows. Otherwise it sends the bytes: `CheckpointPiece` follows."""
 
     in_file: bool
 
 
 @dataclass(frozen=True)
-class CheckpointPiece:
+class CheckpointPiece(Message):
     """The worker sends the next part of the checkpoint. Body: its bytes."""
 
 
 @dataclass(frozen=True)
-class CheckpointWritten:
-    """The worker has written `size` bytes to the driver's file: a sign of progress."""
+class CheckpointWritten(Message):
+    """The worker reports progress: it has written `size` bytes to the driver's file so far."""
 
     size: int
 
 
 @dataclass(frozen=True)
-class CheckpointComplete:
-    """The worker has written everything. The driver compares size and digest with its file, and gives the file its name. The
-    digest is that of everything sent, or, of a file that the worker wrote itself, that of the file's last 4096 bytes."""
+class CheckpointComplete(Message):
+    """The worker has written everything. The driver compares size and digest with its file, and gives the file its
+    name. The digest covers all bytes that were sent; if the worker wrote the file itself, only the file's last 4096
+    bytes."""
 
     size: int
     digest: str
 
 
 @dataclass(frozen=True)
-class CheckpointFailed:
+class CheckpointFailed(Message):
     """The worker could not write the checkpoint, for this reason. Nothing follows."""
 
     error: str
 
 
-Message = (
-    Hello
-    | OpenBulk
-    | OpenCheckpoint
-    | Admitted
-    | Rejected
-    | Alive
-    | ProgressReport
-    | PreemptionNotice
-    | BoundaryAnswer
-    | StackReport
-    | Interrupt
-    | ProposeBoundary
-    | ConfirmBoundary
-    | StackRequest
-    | KillProcess
-    | Bye
-    | SnapshotUpload
-    | FunctionReport
-    | StartDealer
-    | Received
-    | CheckpointDraft
-    | CheckpointRoute
-    | CheckpointPiece
-    | CheckpointWritten
-    | CheckpointComplete
-    | CheckpointFailed
-)
-TYPES: dict[str, Callable[..., Message]] = {each.__name__: each for each in get_args(Message)}
+TYPES: dict[str, Callable[..., Message]] = {each.__name__: each for each in Message.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:
@@ -316,23 +300,23 @@ def encode(message: Message) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return Python's number for one of NumPy's, which counts and metrics may be."""
+    """Return a NumPy number as a Python number, because counts and metrics can be NumPy numbers."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be part of a control message")
 
 
 def decode(data: bytes | bytearray) -> Message:
-    """Return the message. Raise MessageError for an unknown type, and for fields that are missing, unknown or of another
-    type than the class says."""
+    """Return the message. Raise MessageError for an unknown type, and for fields that are missing, unknown or of
+    another type than the class says."""
     try:
-        said = json.loads(data)
-        if not isinstance(said, dict):
+        content = json.loads(data)
+        if not isinstance(content, dict):
             raise MessageError("it is not a JSON object")
-        kind = TYPES.get(str(said.pop("type", None)))
+        kind = TYPES.get(str(content.pop("type", None)))
         if kind is None:
             raise MessageError("its type is unknown")
-        message: Message = _built(kind, said)
+        message: Message = _built(kind, content)
     except (ValueError, RecursionError) as error:
         why = str(error) if isinstance(error, MessageError) else f"{type(error).__name__}: {error}"
         raise MessageError(f"not a raysgd control message: {why}") from None

@@ -1,4 +1,4 @@
-"""Averages of what training steps report, weighted by samples. Standard library only."""
+"""Average what training steps report, weighted by samples. Standard library only. Both."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.metrics import check_metric, is_in_range, out_of_range
 from raysgd.errors import shown
 
-# Weights beyond this are no counts of samples: a float could not tell them from their neighbours.
+# A float cannot represent every integer above this, so a larger weight is treated as a float.
 _MOST_SAMPLES = 1 << 53
 _TEXT = (str, bytes)
-# One wait for the device per so many updates bounds what is kept there.
+# At most this many numbers wait on the device before they are read.
 _MAX_WAITING = 512
 
 
 class AverageMeter:
     """The weighted mean of one number over many updates, and the latest number.
 
-    A number on an accelerator is copied there, and read only when a result is asked for (or when 512 of
-    them wait), so that `update` does not stall the device's queue.
+    A number on an accelerator is copied on its device, and read only when a result is asked for (or when 512 numbers
+    wait), so that `update` does not stall the device's queue.
     """
 
     __slots__ = ("_last", "_sum", "_waiting", "count")
@@ -36,7 +36,7 @@ class AverageMeter:
         self._waiting: list[tuple[Any, float]] = []
 
     def update(self, val: Any, n: float = 1) -> None:
-        """Count `val`, a number or a one-element tensor, with weight `n`."""
+        """Add `val`, a number or a one-element tensor, with weight `n`."""
         number = _number(val)
         if number is None:
             raise TypeError(
@@ -47,26 +47,26 @@ class AverageMeter:
 
     @property
     def val(self) -> float:
-        """The latest number; NaN before the first."""
+        """Return the latest number, NaN if there is none."""
         self._settle()
         return self._last  # type: ignore[no-any-return]
 
     @property
     def sum(self) -> float:
-        """The sum of all numbers, each times its weight."""
+        """Return the sum of all numbers, each times its weight."""
         self._settle()
         return self._sum
 
     @property
     def avg(self) -> float:
-        """The weighted mean; NaN while there is no weight."""
+        """Return the weighted mean, NaN if the weights add up to 0."""
         return self.sum / self.count if self.count else math.nan
 
     def _add(self, number: Any, n: float) -> None:
         self.count += n
         self._last = number
         if not n:
-            return  # the mean over an empty batch is NaN: with no weight it must not spoil the sum
+            return  # the mean over an empty batch is NaN, which must not get into the sum
         if isinstance(number, (float, int)):
             self._sum += float(number) * n
             return
@@ -85,10 +85,10 @@ class AverageMeter:
 class AverageMeterCollection:
     """Meters by metric name, with the count of batches and samples.
 
-    Owns the sums of one worker; never talks to other workers. What is not a number (text, a dictionary, None,
-    an array) is not averaged: the latest one is reported. In a metric that is sometimes a number, only the
-    numbers count. `batch_count` and `num_samples` are its own: a metric of that name is not reported.
-    """
+    Owns the sums of one worker, and never communicates with other workers. Values that are not numbers (text,
+    dictionaries, None, arrays) are not averaged: the latest one is reported. If a metric is sometimes a number, only
+    its numbers count. Metrics named `batch_count` or `num_samples` are not reported, because the collection reports its
+    own."""
 
     def __init__(self) -> None:
         self.batch_count = 0
@@ -97,7 +97,7 @@ class AverageMeterCollection:
         self._others: dict[str, Any] = {}
 
     def update(self, metrics: Mapping[str, Any], n: float = 1) -> None:
-        """Count one batch of `n` samples that measured `metrics`. Runs once per step, so it is kept cheap."""
+        """Add the metrics of one batch of `n` samples. This runs once per step, so it is kept fast."""
         if type(n) is not int or not 0 < n < _MOST_SAMPLES:
             n = _weight(n)
         try:
@@ -120,13 +120,13 @@ class AverageMeterCollection:
                 self._update_one(name, value, n)
 
     def summary(self) -> dict[str, Any]:
-        """`batch_count`, `num_samples`, and for each metric `m` its mean and, as `last_m`, the latest."""
+        """Return `batch_count`, `num_samples`, and for each metric `m` its mean and, as `last_m`, its latest value."""
         result: dict[str, Any] = {BATCH_COUNT: self.batch_count, NUM_SAMPLES: self.num_samples}
         reserved = set(result)
         for name, meter in self._meters.items():
             if name not in reserved:
                 result[name] = meter.avg
-                # A metric that is itself called last_something is the user's word and goes first.
+                # If the user has a metric of this name, that one is reported.
                 if f"last_{name}" not in self._meters:
                     result[f"last_{name}"] = meter.val
         for name, value in self._others.items():
@@ -135,11 +135,10 @@ class AverageMeterCollection:
         return result
 
     def state(self) -> dict[str, Any]:
-        """What can be added up over workers, as plain numbers.
+        """Return what can be summed over workers, as plain numbers.
 
-        `{"batch_count": int, "num_samples": number, "metrics": {name: {"weight", "sum", "last"}}}`, the three
-        as floats. Values that are not numbers are not in it; `summary` has them.
-        """
+        `{"batch_count": int, "num_samples": number, "metrics": {name: {"weight", "sum", "last"}}}`, where the last
+        three are floats. Values that are not numbers are only in `summary`."""
         metrics = {
             name: {"weight": float(meter.count), "sum": float(meter.sum), "last": float(meter.val)}
             for name, meter in self._meters.items()
@@ -149,7 +148,7 @@ class AverageMeterCollection:
     def _update_one(self, name: str, value: Any, n: float) -> None:
         number = _number(value, name)
         if name not in self._meters and name not in self._others:
-            check_metric(name, value)  # once: later batches return the same kind of thing
+            check_metric(name, value)  # only once, because later batches return the same kind of value
         if number is None:
             self._others[name] = value.detach() if _is_tensor(value) else value
             return
@@ -163,7 +162,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _number(value: Any, name: Any = None) -> Any:
-    """Return a Python number; or a copy of a one-element tensor, still on its device; or None for all else."""
+    """Return a Python number, or a copy of a one-element tensor on its device, or None for anything else."""
     if type(value) in (float, bool):
         return value
     if _is_tensor(value):
@@ -172,15 +171,15 @@ def _number(value: Any, name: Any = None) -> Any:
         if getattr(value, "is_meta", False):
             raise ValueError(f"{_named(name)} is a tensor on the device 'meta', which holds no data: return its value")
         if not value.is_cpu:
-            return value.detach().clone()  # a copy: the step may write into its tensor, or into what it views
+            return value.detach().clone()  # a copy, because the step may write to its tensor later
     try:
         if hasattr(value, "item"):
             value = value.item()
-        # float("3") would work, yet text is not a measurement
+        # float("3") would succeed, but text is not a measurement
         number = value if isinstance(value, (float, int)) else None if isinstance(value, _TEXT) else float(value)
     except OverflowError:
         raise out_of_range(_named(name), value) from None
-    except Exception:  # an array of several elements, None, or whatever an object of the user's makes of the question
+    except Exception:  # an array of several elements, None, or a user's object that raises an error
         return None
     if isinstance(number, int) and not is_in_range(number):
         raise out_of_range(_named(name), number)
@@ -192,7 +191,7 @@ def _named(name: Any) -> str:
 
 
 def _weight(n: Any) -> float:
-    """Return `n` as a Python number that can weigh a mean."""
+    """Return `n` as a Python number that can be a weight. Raise ValueError if it cannot."""
     try:
         number = n.item() if hasattr(n, "item") else n
     except Exception:  # an array of several elements

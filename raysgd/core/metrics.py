@@ -1,4 +1,4 @@
-"""Merges what the ranks measured into one dictionary. Pure; any split of the same work gives the same values. Both.
+"""Merge what the ranks measured into one dictionary. Pure: any split of the same work gives the same values. Both.
 
 One rank's result of one part of a call is a dict: `num_samples`, `batch_count`, metrics, `last_` metrics.
 `merge_ranks` merges the ranks' results of one part; `merge_parts` merges the parts of a call that was interrupted.
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from numbers import Rational, Real
 from typing import Any
 
+from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.errors import shown
 
 __all__ = [
@@ -26,10 +27,8 @@ __all__ = [
     "plain",
 ]
 
-SAMPLES = "num_samples"
-BATCHES = "batch_count"
 SKIPPED = "skipped_steps"
-# Part of a result that users never see: how many samples all ranks together have committed, if the plan knows it.
+# A key that users never see: how many samples all ranks together have committed, if the sampling plan knows it.
 COMMITTED = "__committed__"
 LARGEST = sys.float_info.max
 DEEPEST = 100
@@ -37,7 +36,8 @@ Result = dict[str, Any]
 
 
 def check_metrics(result: Mapping[Any, Any], *, of: str) -> None:
-    """Raise an error for a metric that could not be averaged, sent, shown or stored later. `of` names what returned it."""
+    """Raise an error for a metric that could not be averaged, sent, shown or stored later. `of` says what returned
+    it."""
     for name, value in result.items():
         try:
             check_metric(name, value)
@@ -62,7 +62,7 @@ def check_metric(name: Any, value: Any) -> None:
 
 def is_in_range(number: Any) -> bool:
     """Return whether a float can hold a number of this size."""
-    return bool(-LARGEST <= number <= LARGEST)  # exact: Python compares whole numbers and floats as they are
+    return bool(-LARGEST <= number <= LARGEST)  # exact, because Python compares integers and floats without rounding
 
 
 def out_of_range(what: str, number: Any) -> ValueError:
@@ -85,7 +85,7 @@ def _check_nested(name: str, value: Any, seen: set[int], depth: int) -> None:
             raise out_of_range(f"a number in the metric {name!r}", inner)
         if isinstance(inner, (Mapping, list, tuple)) and id(inner) not in seen:
             _check_nested(name, inner, seen, depth + 1)
-            seen.add(id(inner))  # only now: a value that contains itself is found by its depth
+            seen.add(id(inner))  # only now, so that a value that contains itself reaches the limit of depth
 
 
 def plain(value: Any) -> Any:
@@ -107,7 +107,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _weight(result: Mapping[str, Any]) -> float:
-    samples: Any = result.get(SAMPLES)
+    samples: Any = result.get(NUM_SAMPLES)
     return float(samples) if _is_number(samples) and samples == samples else 1.0
 
 
@@ -124,9 +124,8 @@ def _mean(pairs: Sequence[tuple[Any, float]]) -> Any:
 def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
     """Merge the results of one part of a call over its ranks.
 
-    `num_samples` is summed. `epoch` and `batch_count` are the maximum. Other numbers are means weighted by samples, over
-    the ranks that have them. Anything else is the first rank's. `epoch` comes first.
-    """
+    `num_samples` is summed. `epoch` and `batch_count` are the maximum. Other numbers are means weighted by samples,
+    over the ranks that have them. Anything else is the first rank's. `epoch` comes first."""
     rows = [{key: plain(value) for key, value in result.items()} for result in results if result]
     if not rows:
         return {}
@@ -136,9 +135,9 @@ def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
         numbers = [(row[key], _weight(row)) for row in holders if _is_number(row[key])]
         if len(numbers) < len(holders):
             merged[key] = holders[0][key]
-        elif key == SAMPLES:
+        elif key == NUM_SAMPLES:
             merged[key] = sum(value for value, _ in numbers)
-        elif key in ("epoch", BATCHES, SKIPPED, COMMITTED):
+        elif key in ("epoch", BATCH_COUNT, SKIPPED, COMMITTED):
             merged[key] = max(value for value, _ in numbers)
         else:
             merged[key] = _mean(numbers)
@@ -149,7 +148,7 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
     """Merge the parts of one call, given in order: sum the counts, weight means by samples, and take the last part's
     `last_` metrics."""
     rows = [dict(part) for part in parts if part]
-    busy = [row for row in rows if row.get(BATCHES) or row.get(SAMPLES)] or rows
+    busy = [row for row in rows if row.get(BATCH_COUNT) or row.get(NUM_SAMPLES)] or rows
     if not busy:
         return {}
     merged: Result = {}
@@ -158,7 +157,7 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
         numbers = [(row[key], _weight(row)) for row in holders if _is_number(row[key])]
         if len(numbers) < len(holders) or key.startswith("last_") or key == "epoch":
             merged[key] = holders[-1][key]
-        elif key in (SAMPLES, BATCHES, SKIPPED):
+        elif key in (NUM_SAMPLES, BATCH_COUNT, SKIPPED):
             merged[key] = sum(value for value, _ in numbers)
         else:
             merged[key] = _mean(numbers)
@@ -171,11 +170,11 @@ def count_committed_samples(result: Result, parts: Sequence[Mapping[str, Any]]) 
     A report in other units (tokens, say) has a larger number, which is kept.
     """
     committed = max((part.get(COMMITTED) or 0 for part in parts), default=0)
-    if len(parts) > 1 and _is_number(result.get(SAMPLES)) and committed > result[SAMPLES]:
-        result = {**result, SAMPLES: committed}
+    if len(parts) > 1 and _is_number(result.get(NUM_SAMPLES)) and committed > result[NUM_SAMPLES]:
+        result = {**result, NUM_SAMPLES: committed}
     return result
 
 
 def _ordered(result: Result) -> Result:
-    head = [key for key in ("epoch", BATCHES, SAMPLES) if key in result]
+    head = [key for key in ("epoch", BATCH_COUNT, NUM_SAMPLES) if key in result]
     return {key: result[key] for key in [*head, *(key for key in result if key not in head)]}

@@ -1,4 +1,4 @@
-"""What one rank returns for one call: a value, with the rank's progress. Both."""
+"""Define the outcomes of one call on one rank: a value or an error, with the rank's progress. Both."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Failed:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The rank is alive but had to stop, because a peer failed or the driver asked it to. `value` is its partial result;
-    `reason` is set if the cause lies in this rank itself."""
+    """The rank is alive but had to stop, because a peer failed or the driver asked it to. `value` is its partial
+    result. `reason` is set if this rank itself is the cause."""
 
     value: Any = None
     cause: str = ""
@@ -79,7 +79,7 @@ class WorkerFailed:
 
 
 class DataLoaderFailure(BaseException):
-    """A process of a data loader died. The rank is alive, and continues with a new loader.
+    """A process of a data loader ended unexpectedly. The rank is alive, and continues with a new loader.
 
     This is not an Exception, so that user code that catches the errors of its batches does not catch it.
     """

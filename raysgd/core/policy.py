@@ -1,6 +1,6 @@
-"""What a set of outcomes means, and what to do about it. Pure: no clock, no Ray, no logger. Driver.
+"""Decide what a set of outcomes means, and what to do about it. Pure: no clock, no Ray, no logger. Driver.
 
-`classify` returns what happened; `decide` returns what to do. Both get everything they need as values.
+`classify` returns what happened, and `decide` returns what to do. Both get everything they need as values.
 """
 
 from __future__ import annotations
@@ -27,24 +27,22 @@ __all__ = [
     "different_calls",
 ]
 
-Reason = Literal[
-    "worker death",
-    "node loss",
-    "hang",
-    "network",
-    "data loader",
-    "preemption",
-    "growth",
-    "shrink",
-    "restart",
-    "out of step",
-]
 OUT_OF_STEP = "out of step"
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """One change of membership, as the user sees it in `trainer.recoveries`."""
+    """One change of the workers, as users see it in `trainer.recoveries`.
+
+    reason          "worker death", "node loss", "hang", "network", "data loader" or "out of step"; for a planned
+                    change, "preemption", "growth", "shrink" or "restart"
+    lost_ranks      the ranks that failed or left
+    in_place        True if survivors continued with their state, False if new processes started from a snapshot
+    batches_redone  how many committed batches were trained again
+    seconds         how long the change took
+    epoch, batch    where training was
+    detail          the cause, with its evidence
+    """
 
     reason: str
     lost_ranks: tuple[int, ...]
@@ -62,10 +60,12 @@ class Recovery:
 class Observation:
     """What the outcomes of one call on one generation mean.
 
-    kind: "done" all ranks finished; "user_error" the user's code raised; "broken" workers, the network or a data loader
-    failed; "paused" all ranks stopped because they were asked to; "out_of_step" the ranks did not make the same
-    collective calls, which is an error in the user's code. `failed_workers` are the failed workers, `culprit` is the worker whose
-    code raised or whose data loader failed.
+    kind            "done": all ranks finished. "user_error": the user's code raised an error. "broken": workers, the
+                    network or a data loader failed. "paused": all ranks stopped because they were asked to.
+                    "out_of_step": the ranks did not make the same collective calls, an error in the user's code
+    failed_workers  the workers that failed, in rank order
+    culprit         the worker whose code raised the error, or whose data loader failed
+    reason, detail  those of the `Recovery` that follows
     """
 
     kind: Literal["done", "user_error", "broken", "paused", "out_of_step"]
@@ -110,11 +110,15 @@ def classify(outcomes: Mapping[str, Outcome]) -> Observation:
 def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> str:
     """Return the evidence that the ranks did not make the same collective calls, "" if there is none.
 
-    Every rank's n-th call must be the same one. So each of these is proof: the backend received data of an unexpected
-    size; a rank is in a call beyond the last one of a rank that has finished; two ranks are in their n-th call, and the
-    calls differ; two ranks began the same batch after different numbers of calls; two ranks are at the same line in the
-    same batch, and one of them has made more calls in it than in the batch before. With `again` (no worker failed, and
-    it is the second time at this place), different lines of the user's code are enough.
+    Every rank's n-th call must be the same one. So each of these is proof:
+
+    -   the backend received data of an unexpected size
+    -   a rank is in a call beyond the last call of a rank that has finished
+    -   two ranks are in their n-th call, and the calls differ
+    -   two ranks began the same batch after different numbers of calls
+    -   two ranks are at the same line in the same batch, and one of them has made more calls in it than in the batch
+        before
+    -   with `again` (no worker failed, for the second time at this place): the ranks are at different lines
     """
     ranks = list(enumerate(outcomes.values()))
     mismatched = [f"rank {r}: {o.cause}" for r, o in ranks if isinstance(o, WorkerFailed) and o.reason == OUT_OF_STEP]
@@ -180,7 +184,6 @@ class Situation:
     free: int
     target: int
     min_workers: int
-    in_place: bool
     failures: int
     max_failures: int
     attempts: int

@@ -1,4 +1,4 @@
-"""The progress of a rank, and the object through which a running call learns that it should stop. Both.
+"""Track the progress of a rank, and tell a running call when it should stop. Both.
 
 A batch is committed when the optimizer's step for it has been applied. Ranks of one generation can differ by one step,
 because one rank may have finished its all-reduce before a peer of another rank failed.
@@ -21,10 +21,15 @@ __all__ = ["Control", "Progress", "most_advanced"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What one rank has committed. `step` never starts over; `batches`, `expected` and `finished` are those of the
-    running call.
+    """What one rank has committed.
 
-    `expected` is how many batches the call will have, if that is known (0 otherwise).
+    step      batches since the start of training
+    batches   batches in the running call
+    expected  how many batches the running call will have, 0 if that is unknown
+    finished  whether the running call has trained all its batches
+    phase     what the rank is doing, for messages
+    applied   optimizer steps since the start of training
+    loads     how often the user has loaded a state
     """
 
     step: int = 0
@@ -47,7 +52,8 @@ class Progress:
 
 
 def most_advanced(progress: dict[str, Progress]) -> str:
-    """Return the worker whose state the others take: the first one (the lowest rank) of several equal ones."""
+    """Return the worker whose state the others take. If several are equal, return the first, which has the lowest
+    rank."""
     return max(progress, key=lambda worker: progress[worker].order)
 
 
@@ -59,20 +65,12 @@ Deliverer = Callable[["FunctionReport | StartDealer", Any], None]
 Publisher = Callable[[Progress, dict[str, Any] | None], None]
 
 
-def _ignore_progress(progress: Progress, partial: dict[str, Any] | None) -> None:
-    """Do nothing with progress, for a replica without a driver."""
-
-
-def _ignore_message(message: FunctionReport | StartDealer, body: Any) -> None:
-    """Do nothing with a message, for a replica without a driver."""
-
-
 class Control:
     """Connects a worker's training thread with its control thread.
 
     Owns the stop requests of one worker, its phase (for reports of hangs) and the last published progress. `upload`
-    sends a snapshot to the driver, if there is a driver that wants it. `deliver` sends a message that must not get
-    lost, and returns when the driver has received it. `on_interrupt` is called on the control thread. `begun_after`
+    sends a snapshot to the driver; it is None if the driver takes no snapshots. `deliver` sends a message that must not
+    get lost, and returns when the driver has received it. `on_interrupt` is called on the control thread. `begun_after`
     holds, for the newest steps, how many collective calls (`collectives`) had been made when each began. Never blocks
     the control thread, and costs the training thread one attribute read per batch while there is no request.
 
@@ -84,7 +82,7 @@ class Control:
 
     def __init__(
         self,
-        publish: Publisher = _ignore_progress,
+        publish: Publisher = lambda progress, partial: None,
         *,
         interval_s: float = MIN_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
@@ -96,7 +94,7 @@ class Control:
         self.phase = "idle"
         self.batch = 0
         self.upload: Uploader | None = None
-        self.deliver: Deliverer = _ignore_message
+        self.deliver: Deliverer = lambda message, body: None
         self.on_interrupt: Callable[[], None] = lambda: None
         self.collectives: Callable[[], int] = lambda: -1
         self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_STEPS)
@@ -150,7 +148,7 @@ class Control:
     # -- the training thread's side -------------------------------------------------------------------
 
     def begin(self, step: int) -> bool:
-        """Note that the batch with this step number begins. Return False if it must not: then leave the loop."""
+        """Note that the batch with this step number begins. Return False if it must not begin: then leave the loop."""
         self.begun_after.append((step, self.collectives()))
         self.begun = step
         if not self.attention:

@@ -1,4 +1,4 @@
-"""What the engine works with: a backend that connects ranks, and a replica that does their work. Both."""
+"""Define what the engine works with: a backend that connects ranks, and a replica that does their work. Both."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from typing import Any, Protocol
 from raysgd.core.progress import Control, Progress
 from raysgd.core.ranks import RankInfo
 
-__all__ = ["Backend", "Call", "Replica", "ReplicaFactory"]
+__all__ = ["Call", "ProcessGroupBackend", "Replica", "ReplicaFactory"]
 
 
-class Backend(Protocol):
+class ProcessGroupBackend(Protocol):
     """Connects the ranks of a generation. The object on the driver plans; its pickled copies join and leave.
 
-    in_place: whether a process can leave one generation and join the next. (TensorFlow's cannot.)
-    needs_offers: whether `plan` needs something from each worker, which is then asked for its `offer` first.
+    in_place      whether a process can leave one generation and join the next (with TensorFlow, it cannot)
+    needs_offers  whether `plan` needs something from each worker, which is then asked for its `offer` first
     """
 
     in_place: bool
     needs_offers: bool
 
     def offer(self) -> dict[str, Any]:
-        """Worker, main thread, before `plan`: return what the driver needs from this worker, such as an address with a port
-        that it holds, or the GPUs that it has. `join` follows, or another `offer`."""
+        """Worker, main thread, before `plan`: return what the driver needs from this worker, such as an address with a
+        port that it holds, or the GPUs that it has. `join` follows, or another `offer`."""
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """Driver: open a new rendezvous, and return what each rank needs to find it. The old one is closed. `offers` are in
-        the order of ranks, and empty unless `needs_offers`. Without ranks, only close the old one."""
+        """Driver: open a new rendezvous, and return what each rank needs to find it. The old one is closed. `offers`
+        are in the order of ranks, and empty unless `needs_offers`. Without ranks, only close the old one."""
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
-        """Worker, main thread: form the process group with the others. Raise if they do not come within the limit."""
+        """Worker, main thread: form the process group with the others. Raise an error if they do not connect in
+        time."""
 
     def leave(self) -> None:
         """Worker, main thread: leave the process group. Never raises, and never waits for a peer."""
@@ -40,7 +41,7 @@ class Backend(Protocol):
         """Worker, control thread: make a collective that is waiting fail now."""
 
     def collectives(self) -> int:
-        """Worker: return how many collective calls this rank has begun in this generation; -1 if they are not
+        """Worker: return how many collective calls this rank has begun in this generation, -1 if they are not
         counted."""
 
     def is_interruption(self, error: BaseException) -> bool:
@@ -57,7 +58,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The method's name, for the phase of progress and for messages."""
+        """Return the method's name, for the phase of progress and for messages."""
         return self.method.__name__
 
 

@@ -1,4 +1,4 @@
-"""Which worker has which rank in a generation. Pure: a backend connects the ranks. Both."""
+"""Assign ranks to the workers of a generation. Pure: a backend connects the ranks. Both."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RankInfo:
 
 
 def assign_ranks(nodes: Sequence[str], *, generation: int = 0) -> list[RankInfo]:
-    """Return ranks in the order of the nodes given (survivors first, in their old order); local ranks count within a
-    node.
+    """Return ranks in the order of the nodes that are given (survivors first, in their old order). Local ranks count
+    the workers of one node.
 
     >>> [(r.world_rank, r.local_rank, r.node_rank) for r in assign_ranks(["a", "b", "a"])]
     [(0, 0, 0), (1, 0, 1), (2, 1, 0)]

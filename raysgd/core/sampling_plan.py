@@ -1,7 +1,7 @@
-"""Which rank takes which part of an epoch. Pure arithmetic on positions. Both.
+"""Divide an epoch among the ranks, step by step. Pure arithmetic on positions. Both.
 
-An epoch is a sequence of units (sample indices, or whole batches if the user has a batch sampler). What is committed
-is always a prefix of that sequence: `offset` units. One step takes the next `step_size` units and divides them among
+An epoch is a sequence of units (sample indices, or batches if the user has a batch sampler). What is committed is
+always a prefix of that sequence: `offset` units. One step takes the next `step_size` units and divides them among
 the ranks. So at every batch boundary the rest of the epoch can be divided among any other number of ranks.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["RankPart", "SamplingPlan"]
 
 
 class RankPart(NamedTuple):
-    """One rank's units of one step: order[start:stop]. `fresh` is False if another rank has them, too."""
+    """One rank's units of one step: order[start:stop]. `fresh` is False if another rank has the same units."""
 
     start: int
     stop: int
@@ -70,12 +70,12 @@ class SamplingPlan:
         """Yield one rank's parts from `offset` to the end of the epoch, one for each step."""
         base, extra = divmod(self.step_size, self.world_size)
         size = base + (rank < extra)
-        whole = max(self.total - offset, 0) // self.step_size if size else 0
-        # Nearly all steps are full ones, which are alike; this is faster than `parts`, and runs once for each batch.
+        full_steps = max(self.total - offset, 0) // self.step_size if size else 0
+        # This runs once for each batch. Nearly all steps are full ones, for which it is faster than `parts`.
         first = offset + rank * base + min(rank, extra)
-        for start in range(first, first + whole * self.step_size, self.step_size):
+        for start in range(first, first + full_steps * self.step_size, self.step_size):
             yield RankPart(start, start + size)
-        offset += whole * self.step_size
+        offset += full_steps * self.step_size
         for _ in range(self.steps_left(offset)):
             yield self.parts(offset)[rank]
             offset = self.offset_after(offset)

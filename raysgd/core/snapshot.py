@@ -1,4 +1,4 @@
-"""Committed state that the driver keeps: new processes start from it if no worker has survived. Driver."""
+"""Keep the newest committed state on the driver. New processes start from it if no worker has survived. Driver."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class SnapshotStore:
         self._lock = threading.Lock()
 
     def offer(self, snapshot: Snapshot) -> bool:
-        """Keep this snapshot unless a newer one is there, because uploads of an old generation can be late. Return whether
-        it was kept."""
+        """Keep this snapshot, unless there is a newer one: uploads of an old generation can be late. Return whether it
+        was kept."""
         with self._lock:
             if self._latest is not None and self._latest.progress.order > snapshot.progress.order:
                 return False

@@ -1,4 +1,4 @@
-"""Stop-watches for named parts of a step. Standard library only."""
+"""Measure how long the parts of a training step take. Standard library only. Both."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from types import TracebackType
 
 
 class TimerStat:
-    """The durations of the last `window_size` runs of a `with` block.
+    """Measures the durations of the last `window_size` runs of a `with` block. Only one thread at a time may use it.
 
-    One thread at a time may use it, and not within its own block:
-        timer = TimerStat()
-        with timer:
-            batch = next(batches)
-            timer.push_units_processed(len(batch))
-        timer.mean, timer.mean_throughput
+    timer = TimerStat()
+    with timer:
+        batch = next(batches)
+        timer.push_units_processed(len(batch))
+    timer.mean, timer.mean_throughput
     """
 
     def __init__(self, window_size: int = 10) -> None:
         if window_size < 1:
-            raise ValueError(f"window_size is how many runs to remember, at least 1, not {window_size!r}")
+            raise ValueError(f"window_size, the number of runs to remember, must be at least 1, got {window_size!r}")
         self._samples: deque[float] = deque(maxlen=window_size)
         self._units: deque[float] = deque(maxlen=window_size)
         self._started_at: float | None = None
@@ -46,11 +45,11 @@ class TimerStat:
         self._samples.append(time_delta)
 
     def push_units_processed(self, n: float) -> None:
-        """Say how much work one run did."""
+        """Record how much work one run did."""
         self._units.append(n)
 
     def reset(self) -> None:
-        """Forget all runs; one that is under way still counts when it ends."""
+        """Forget all runs that have ended. A run that has not ended yet still counts."""
         self._samples.clear()
         self._units.clear()
 
@@ -72,12 +71,12 @@ class TimerStat:
 
     @property
     def first(self) -> float | None:
-        """The oldest duration in the window; None when there is none."""
+        """Return the oldest duration in the window, or None if there is none."""
         return self._samples[0] if self._samples else None
 
     @property
     def last(self) -> float | None:
-        """The newest duration; None when there is none."""
+        """Return the newest duration, or None if there is none."""
         return self._samples[-1] if self._samples else None
 
     @property
@@ -90,7 +89,7 @@ class TimerStat:
 
     @property
     def mean_throughput(self) -> float:
-        """Units per second over the window; 0 while no time was measured."""
+        """Return the units per second over the window, 0 if no time was measured."""
         seconds = self.sum
         return math.fsum(self._units) / seconds if seconds else 0.0
 
@@ -99,7 +98,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class TimerCollection:
-    """Timers by name, which can be switched off as a whole: `record` then hands out an empty block."""
+    """Owns timers by name, which can be switched off together: `record` then returns a context that does nothing."""
 
     def __init__(self) -> None:
         self._timers: dict[str, TimerStat] = {}
@@ -116,7 +115,7 @@ class TimerCollection:
             timer.reset()
 
     def record(self, key: str) -> AbstractContextManager[TimerStat | None]:
-        """The block to time: `with timers.record("fwd"): ...`."""
+        """Return the context to time a block with: `with timers.record("fwd"): ...`."""
         if not self._enabled:
             return _NOTHING
         if key not in self._timers:
@@ -124,7 +123,7 @@ class TimerCollection:
         return self._timers[key]
 
     def stats(self, mean: bool = True, last: bool = False) -> dict[str, float]:
-        """`mean_<key>_s` and, if asked for, `last_<key>_s` of every timer that ran since the last reset."""
+        """Return `mean_<key>_s`, and `last_<key>_s` if `last` is set, of each timer that ran since the last reset."""
         result: dict[str, float] = {}
         for key, timer in self._timers.items():
             if mean and timer.last is not None:

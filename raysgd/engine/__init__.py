@@ -1,6 +1,6 @@
-"""Keeps a group of workers running: calls them, and recovers when some fail. Driver.
+"""Keep a group of workers running: call them, and recover when some fail. Driver.
 
-Each object owns its own state; the others call its methods. From the top down:
+Each object owns its own state, and the others call its methods. From the top down:
 
 engine.py           the loop of a call: fan out, classify, then return, change the members or recover
 recovery.py         from a broken generation to one that is up, or to an error
@@ -14,5 +14,5 @@ worker_table.py     what the driver knows about each worker, and calls that they
 recovery_log.py     the list behind `trainer.recoveries`
 partial_results.py  what each part of an interrupted call measured
 failure.py          the errors that end a call
-call_lock.py            only one thread at a time calls the engine
+call_lock.py        only one thread at a time calls the engine
 """

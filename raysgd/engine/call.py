@@ -1,5 +1,4 @@
-"""One user call: what to do when workers fail in it, and one fan-out of it over the current generation.
-Driver."""
+"""Define one user call, what a worker failure means for it, and one fan-out of it over all ranks. Driver."""
 
 from __future__ import annotations
 
@@ -26,21 +25,22 @@ CTRL_C_S = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """One user call. `again` says what a failed worker means for it:
+    """One user call. `again` says what happens to it after a worker failure:
 
-    resume   continue where the committed work ends (training)
-    repeat   start over on the new generation (validation, reading state)
+    resume   it continues where the committed work ends (training)
+    repeat   it starts over on the new generation (validation, reading state)
     keep     the survivors' answers are the result (user functions that should not run twice)
 
-    `prepare` is called whenever the call is fanned out, and returns arguments to add to it.
-    """
+    `prepare` is called whenever the call is fanned out, and returns arguments to add to it. `lead` is how many steps
+    ahead of all ranks a planned stop is first proposed. `hurry_s` is how long ranks may continue after one of them has
+    stopped for a planned change; with None, all stop at the same step."""
 
     call: Call
     again: Literal["resume", "repeat", "keep"] = "repeat"
     max_failures: int = 3
-    lead: int = 2  # how many steps ahead of all ranks a planned stop is first proposed
+    lead: int = 2
     prepare: Callable[[], Mapping[str, Any]] = dict
-    hurry_s: float | None = None  # how long ranks may continue after one stopped there; None: all stop at the same step
+    hurry_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class FanOut:
     """One call on all members of the generation, until each has an outcome. Owns the calls that have not ended, the
     boundary at which they are to stop, and their watchdog.
 
-    When a rank fails, its peers are interrupted. `wants_boundary` is asked several times a second whether all ranks
-    should stop for a planned change. With `job.hurry_s`, ranks need not pass the same boundaries: so long after one of
-    them stopped as asked, the others are interrupted where they are.
+    When a rank fails, its peers are interrupted. `wants_boundary` is called several times a second, and returns whether
+    all ranks should stop for a planned change. With `job.hurry_s`, ranks need not stop at the same boundary: that long
+    after one of them has stopped as asked, the others are interrupted where they are.
     """
 
     def __init__(
@@ -83,17 +83,18 @@ class FanOut:
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
-        """Each worker's outcome, in rank order; without those that a user's error did not wait for."""
+        """Return each worker's outcome, in rank order. Workers that had not answered when a user's error ended the call
+        have none."""
         return {worker: self._outcomes[worker] for worker in self._workers if worker in self._outcomes}
 
     @property
     def troubled_at(self) -> float:
-        """When the first rank failed; now, if none has."""
+        """Return when the first rank failed, or the time now if none has."""
         return self._table.clock() if self._troubled_at is None else self._troubled_at
 
     def run(self, call: Call) -> None:
-        """Make the call. An error that arises here (Ctrl-C, a cancelled call, a callback's) ends it at the next
-        batch."""
+        """Make the call. An error that is raised here (Ctrl-C, a cancelled call, a callback's error) ends it at the
+        next batch."""
         try:
             for worker in self._workers:
                 self._table.begin_run(worker, call.name)
@@ -137,7 +138,8 @@ class FanOut:
                 self._generation.interrupt(self._workers)
 
     def _hurry(self) -> None:
-        """Interrupt ranks that may wait for one that stopped, in a collective that only its time limit would end."""
+        """Interrupt the ranks that are still running `hurry_s` after another one has stopped. They may be waiting for
+        that rank in a collective, which only its time limit would end."""
         stopped = [o for o in self._outcomes.values() if isinstance(o, Interrupted) and o.asked]
         if self._job.hurry_s is None or not stopped or self._hurried:
             return
@@ -147,12 +149,13 @@ class FanOut:
             self._generation.interrupt(self._workers)
 
     def _user_error_waited(self) -> bool:
-        """Return whether a user's error has waited long enough for peers that are busy outside any collective."""
+        """Return whether peers that are busy outside any collective have had enough time to end, after a user's
+        error."""
         failed = any(isinstance(outcome, Failed) for outcome in self._outcomes.values())
         return failed and self._troubled_at is not None and self._table.clock() - self._troubled_at > USER_ERROR_S
 
     def _cut_short(self, error: BaseException) -> None:
-        """Stop the call at the next batch. The trainer stays usable; ranks that do not stop in time are killed."""
+        """Stop the call at the next batch. The trainer stays usable. Ranks that do not stop in time are killed."""
         what = "interrupted" if isinstance(error, KeyboardInterrupt) else f"stopped by {type(error).__name__}"
         logger.warning("%s: asking %d worker(s) to stop at their next batch", what, len(self._workers))
         self._generation.end()

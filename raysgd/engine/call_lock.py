@@ -1,4 +1,4 @@
-"""Lets only one thread at a time call the workers. Any other thread gets an error that names the first one. Driver."""
+"""Let only one thread at a time call the workers. Any other thread gets an error that names the first one. Driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CallLock", "Claim"]
 
 
 class CallLock:
-    """Owns the claim of the running call. Never waits: a second thread gets an error at once.
+    """Owns the claim of the running call. Never waits, because a second thread gets an error at once.
 
     The thread that has the claim may make more calls inside the first one (from a callback or a signal handler).
     """
@@ -32,7 +32,8 @@ class CallLock:
 
 @dataclass(eq=False)
 class Claim:
-    """One call of one thread. (contextlib would set attributes of exceptions on their way, which not all allow.)"""
+    """One call of one thread, as a context manager. (`contextlib.contextmanager` would set attributes of the exceptions
+    that pass through it, which some exception classes refuse.)"""
 
     held: dict[str, Claim]
     call: str

@@ -1,4 +1,4 @@
-"""The engine: keeps a group of workers running. The only loop that handles failures. Driver.
+"""Keep a group of workers running, in the only loop that handles failures. Driver.
 
 run(job):
     make sure that the process group is up
@@ -6,7 +6,7 @@ run(job):
         fan the call out to all ranks           (call.py)
         classify the outcomes                   (policy.py, pure)
         done       -> return what the ranks measured, one part for each generation
-        user error -> raise it as it is; the next call forms the group again
+        user error -> raise it unchanged; the next call forms the group again
         paused     -> form a generation with the replacements, and without the workers that leave
         broken     -> recover: decide (policy.py, pure) to rejoin, restart, wait or give up
 """
@@ -27,7 +27,7 @@ from raysgd.core.messages import FunctionReport
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.core.progress import Progress, most_advanced
-from raysgd.core.protocols import Backend, Call
+from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import CTRL_C_S, FanOut, Job, RunningCall
 from raysgd.engine.call_lock import CallLock, Claim
@@ -40,14 +40,14 @@ from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError
-from raysgd.workers.worker_group import WorkerGroup
+from raysgd.workers.worker_group import WorkerGroupProtocol
 
 __all__ = ["Engine", "Job", "PartialResults"]
 
 logger = logging.getLogger("raysgd")
 
 CLOSE_S = 10.0
-# How long a shutdown waits for a call in another thread, which it cancels; that call gives its workers CTRL_C_S.
+# How long a shutdown waits for a call in another thread, which it cancels. That call waits CTRL_C_S for its workers.
 RELEASE_S, RELEASE_LOOK_S = CTRL_C_S + CLOSE_S, 0.05
 FORM_AT_MOST = 3
 
@@ -58,8 +58,8 @@ class Engine:
 
     def __init__(
         self,
-        group: WorkerGroup,
-        backend: Backend,
+        group: WorkerGroupProtocol,
+        backend: ProcessGroupBackend,
         factory: Any,
         *,
         hook: Callable[[], Any] | None = None,
@@ -93,12 +93,12 @@ class Engine:
         self._call_lock = CallLock()
         self._calls = 0
         self._snapshot_is_stale = True
-        self._outage_raised = False  # Ray's, once for each
+        self._outage_raised = False  # whether the error about the current outage of Ray was raised
 
     # -- life -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Launch the first workers. An error in the user's set-up is raised as it is, and nothing is left behind."""
+        """Launch the first workers. An error in the user's set-up ends them, and is raised unchanged."""
         try:
             self._generation.start(self._membership.target, self._least)
         except BaseException:
@@ -106,8 +106,8 @@ class Engine:
             raise
 
     def stop(self, *, force: bool = False) -> None:
-        """End every worker. A second call is fine, and finishes what Ctrl-C kept the first one from doing; a call that
-        is running in another thread ends with an error."""
+        """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began. A call that is
+        running in another thread ends with an error."""
         if self._ended:
             return
         self._end_call_elsewhere()
@@ -119,11 +119,11 @@ class Engine:
             if not force and self._generation.up:
                 self._table.ask(self._table.members(), "close", {}, limit_s=CLOSE_S)
         except (ClusterError, NotActiveError) as error:
-            logger.warning("the workers are ended without closing them first: %s", error)
+            logger.warning("ending the workers without closing their replicas first: %s", error)
         finally:
             try:
                 self._end_group()
-            except KeyboardInterrupt:  # no worker may stay, because its resources would stay taken
+            except KeyboardInterrupt:  # a worker that stayed would keep its resources
                 self._end_group()
                 raise
 
@@ -165,22 +165,22 @@ class Engine:
 
     @property
     def target(self) -> int:
-        """How many workers there should be."""
+        """Return how many workers there should be."""
         return self._membership.target
 
     @property
     def nodes(self) -> list[str]:
-        """The node of each rank."""
+        """Return the node of each rank."""
         return [self._table[worker].node for worker in self._table.members()]
 
     @property
     def generation(self) -> int:
-        """The number of the current generation."""
+        """Return the number of the current generation."""
         return self._generation.number
 
     @property
     def progress(self) -> Progress:
-        """The progress of the most advanced rank, as far as the driver knows."""
+        """Return the progress of the most advanced rank, as far as the driver knows."""
         if not self._active:
             return self._reached
         reported = {worker: self._table[worker].progress for worker in self._table.members()}
@@ -188,19 +188,20 @@ class Engine:
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """Return all changes of the workers so far: a new list, which later ones are not added to."""
+        """Return all changes of the workers so far, in a new list."""
         return list(self._log.recoveries)
 
     def state_changed_by_hand(self, *, replaced: bool = False) -> None:
-        """The newest snapshot lacks something now; `replaced`: it is of no use at all."""
+        """Note that the user has changed the state, so that the newest snapshot lacks the change. With `replaced`, drop
+        the snapshot, because nothing in it is valid any more."""
         self._snapshot_is_stale = True
         if replaced:
             self._table.snapshots.forget()
 
     @contextmanager
     def state_replaced_by_hand(self) -> Iterator[None]:
-        """Drop the newest snapshot first, because workers may send one of the state that they take; restore it if they
-        do not take it."""
+        """Drop the newest snapshot before the workers load another state, because they may send a snapshot of that
+        state meanwhile. Restore it if loading fails."""
         kept = self._table.snapshots.latest()
         self.state_changed_by_hand(replaced=True)
         try:
@@ -213,7 +214,7 @@ class Engine:
     # -- members --------------------------------------------------------------------------------------
 
     def resize(self, count: int) -> None:
-        """Set how many workers there should be: surplus ones leave, missing ones are awaited."""
+        """Set the number of workers. Surplus workers leave. If some are missing, wait for them."""
         with self.claim("resize()"):
             call = self._ready_call(max_failures=-1)
             self._membership.resize(count)
@@ -222,7 +223,7 @@ class Engine:
                     self._restore(Observation("paused"), call)
 
     def remove(self, ranks: Sequence[int]) -> None:
-        """Let exactly these ranks leave; the others move up."""
+        """Remove exactly these ranks. The ranks after them move up."""
         with self.claim("remove_workers()"):
             call = self._ready_call(max_failures=-1)
             members = self._table.members()
@@ -233,15 +234,16 @@ class Engine:
     # -- calls ----------------------------------------------------------------------------------------
 
     def cancel(self, error: BaseException | None) -> None:
-        """Stop the running call, which raises `error`; None withdraws it. Any thread may call this."""
+        """Stop the running call, which raises `error`. With None, withdraw that. Any thread may call this."""
         self._table.cancel(error)
 
     def pack(self, value: Any) -> Any:
-        """Return a user's object in the form in which it travels as an argument of a job."""
+        """Return a user's object in the form in which it is sent to workers as an argument of a job."""
         return self.group.pack(value)
 
     def reference(self, rank: int, call: Call) -> Any:
-        """Return a Ray reference to a call on one rank, for the user to wait for. Failures are the user's to handle."""
+        """Return a Ray reference to a call on one rank, for the user to wait for. The user handles its failures,
+        too."""
         return self.group.reference(self._table.members()[rank], "run", {"call": call})
 
     def run(self, job: Job) -> list[PartialResults]:
@@ -254,7 +256,7 @@ class Engine:
             parts: list[PartialResults] = []
             network_at: Progress | None = None  # where the newest network fault was, with all workers alive
             while True:
-                call = self._prepared(job, running)  # first, as it may use the workers, and change them
+                call = self._prepared(job, running)  # first, because `prepare` may itself call and change the workers
                 fan_out = FanOut(self._table, self._generation, job, self._wants_boundary, hang_s=self.limits.hang_s)
                 fan_out.run(call)
                 self._note_snapshot(running)
@@ -263,7 +265,7 @@ class Engine:
                 if seen.kind == "user_error":
                     self._raise_user_error(seen, outcomes)
                 if seen.reason == "network" and not seen.failed_workers:
-                    seen = self._apart(seen, outcomes, network_at)
+                    seen = self._network_or_out_of_step(seen, outcomes, network_at)
                     network_at = self.progress
                 if seen.kind == "out_of_step":
                     self._raise_out_of_step(seen, fan_out.troubled_at)
@@ -294,7 +296,7 @@ class Engine:
             self._snapshot_is_stale = False
 
     def _is_change_due(self) -> bool:
-        """Return, before training, whether there is a change of the group to make. Note an outage of Ray's."""
+        """Return, before training, whether the group is to change. Note an outage of Ray."""
         try:
             return self._membership.due()
         except ClusterError:
@@ -302,8 +304,8 @@ class Engine:
             raise
 
     def _wants_boundary(self, job: Job) -> bool:
-        """Look for leavers in every call, because that also notices that Ray does not answer any more. Training cannot
-        continue without Ray; other calls raise the error once for each outage, so that `save` works after it."""
+        """Look for leaving workers in every call, which also detects that Ray no longer answers. Training cannot
+        continue without Ray. Other calls raise the error only once for each outage, so that `save` works after it."""
         try:
             self._membership.look_for_leavers()
             self._outage_raised = False
@@ -317,9 +319,9 @@ class Engine:
     # -- failures and changes -------------------------------------------------------------------------
 
     def _ready_call(self, *, max_failures: int) -> RunningCall:
-        """Make sure that the group is up before a call: workers that failed while idle have failed like any others."""
+        """Make sure that the group is up before a call. Failures of idle workers are handled like any others."""
         if not self._active:
-            raise NotActiveError("this trainer was shut down; make a new one to continue, and load what you saved")
+            raise NotActiveError("this trainer was shut down: to continue, create a new one, and load what you saved")
         call = RunningCall(self._calls, max_failures, len(self.recoveries))
         attempts = 0
         while True:
@@ -349,8 +351,8 @@ class Engine:
         return seen
 
     def _restore(self, seen: Observation, call: RunningCall, *, since: float | None = None) -> Snapshot | None:
-        """Make a planned change, and recover if it or anything else has broken the generation. The group is up after
-        it; the snapshot is what training continues from, None if survivors continue in place."""
+        """Make a planned change, and recover if it or anything else has broken the generation. The group is up
+        afterwards. Return the snapshot that training continues from, or None if survivors continue in place."""
         since, world = self._table.clock() if since is None else since, self.world_size
         if seen.kind == "paused":
             since = self._table.clock()
@@ -359,9 +361,11 @@ class Engine:
             return None
         return self._recovery.recover(seen, call, since=since, world=world)
 
-    def _apart(self, seen: Observation, outcomes: Mapping[str, Outcome], before: Progress | None) -> Observation:
-        """Return whether a network fault is one: the second at the same place may mean that the ranks are out of
-        step."""
+    def _network_or_out_of_step(
+        self, seen: Observation, outcomes: Mapping[str, Outcome], before: Progress | None
+    ) -> Observation:
+        """Return what an apparent network fault means. A second one at the same place may mean that the ranks are out
+        of step."""
         again = before is not None and self.progress.order <= before.order
         detail = different_calls(outcomes, again=again)
         return Observation("out_of_step", reason=OUT_OF_STEP, detail=detail) if detail else seen
@@ -374,8 +378,8 @@ class Engine:
         raise_user_error(outcome, self._table[seen.culprit])
 
     def _raise_out_of_step(self, seen: Observation, since: float) -> NoReturn:
-        """Like any user error: the workers that are alive stay, and the next call begins without the
-        others."""
+        """Raise the error about ranks that are out of step. As after any user's error, workers that are alive stay, and
+        the next call begins without the others."""
         at, before = self.progress, self.world_size
         self._generation.end()
         failed = self._table.failed()
@@ -398,8 +402,9 @@ class Engine:
         raise out_of_step_error(seen.detail, at)
 
 
-def _packed(group: WorkerGroup, *values: Any) -> list[Any]:
-    """Return what the user gave, ready for the workers. Stop the group if that cannot be pickled: nothing else would."""
+def _packed(group: WorkerGroupProtocol, *values: Any) -> list[Any]:
+    """Return the user's objects in the form in which they are sent. If one cannot be pickled, stop the group, because
+    the engine does not exist yet."""
     try:
         return [group.pack(value) for value in values]
     except BaseException:

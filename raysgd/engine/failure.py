@@ -1,4 +1,4 @@
-"""The errors that end a call, as the user sees them. Driver."""
+"""Create the errors that end a call, as users see them. Driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.errors import OutOfStepError, RemoteTraceback, ResourceError, TrainingFailedError, WorkerStartError
-from raysgd.workers.worker_group import WorkerGroup
+from raysgd.workers.worker_group import WorkerGroupProtocol
 
 __all__ = [
     "failed_error",
@@ -34,9 +34,9 @@ LOADER_HINT = (
 
 
 def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
-    """Raise what the user's code raised on a worker. An error of this very process still has its own traceback.
+    """Raise what the user's code raised on a worker. An error that was raised in this process keeps its own traceback.
 
-    `raysgd_rank` tells a KeyboardInterrupt of a worker's code from Ctrl-C in the script.
+    Set the error's `raysgd_rank`, which distinguishes a KeyboardInterrupt of a worker's code from Ctrl-C in the script.
     """
     error = outcome.error
     rank = "a new worker" if info.rank is None else f"rank {info.rank}"
@@ -50,24 +50,24 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
 def unfinished_error(stories: Sequence[str]) -> WorkerStartError:
     """Return the error about workers whose set-up did not end in time."""
     advice = (
-        "If it only needs more time, raise the limit: elastic=ElasticConfig(hang_timeout_s=...). raysgd did not try again, "
-        "because a second attempt would take as long."
+        "If the set-up only needs more time, raise the limit: elastic=ElasticConfig(hang_timeout_s=...). raysgd did not try "
+        "again, because a second attempt would take as long."
     )
     return WorkerStartError("\n".join([*stories, advice]))
 
 
-def no_room_error(group: WorkerGroup, missing: int, target: int, limit_s: float) -> ResourceError:
+def no_room_error(group: WorkerGroupProtocol, missing: int, target: int, limit_s: float) -> ResourceError:
     """Return the error about workers for which the cluster had no room in time."""
     return ResourceError(
         f"the cluster had no room for {missing} of {target} workers within {limit_s:g} s: they need "
-        f"{group.demand(missing)}, and the whole cluster can hold {group.capacity()} such worker(s). "
+        f"{group.demand(missing)}, and an empty cluster could hold {group.capacity()} such worker(s). "
         "Ask for fewer workers or smaller ones (num_workers, num_cpus_per_worker, resources_per_worker), add nodes, "
         "or, on one machine, start Ray yourself with more logical CPUs: ray.init(num_cpus=...)"
     )
 
 
-def warn_no_room(group: WorkerGroup, missing: int, waited_s: float, limit_s: float) -> bool:
-    """Log what workers wait for, unless the wait has only begun. Return whether it was logged."""
+def warn_no_room(group: WorkerGroupProtocol, missing: int, waited_s: float, limit_s: float) -> bool:
+    """Log what workers are waiting for, unless the wait has only begun. Return whether it was logged."""
     if waited_s < QUIET_S:
         return False
     logger.warning("%d worker(s) are waiting for %s, for at most %.0f s", missing, group.demand(missing), limit_s)
@@ -80,13 +80,13 @@ def out_of_step_error(detail: str, at: Progress) -> OutOfStepError:
         f"the ranks are out of step in epoch {at.epoch}, batch {at.batches + 1}: {detail}. Most likely some ranks make a "
         "collective call (all_reduce, barrier, broadcast, all_gather, ...) that others do not make, for example under "
         "`if rank == 0:`, or make it in another order or with tensors of another size. Every rank must make the same "
-        "calls in the same order. raysgd did not retry the call. What was summed up since then may be wrong: fix the "
-        "code, and load the newest checkpoint"
+        "calls in the same order. raysgd did not retry the call. Gradients and other sums may have been wrong since then: fix "
+        "the code, and load the newest checkpoint"
     )
 
 
 def failed_error(why: str, recoveries: list[Recovery]) -> TrainingFailedError:
-    """Return the error about a call that was given up, with each of its recoveries."""
+    """Return the error about a call that raysgd gave up, with each of its recoveries."""
     lines = [f"training failed: {why}."]
     for recovery in recoveries:
         ranks = ", ".join(map(str, recovery.lost_ranks)) or "none"
@@ -97,7 +97,7 @@ def failed_error(why: str, recoveries: list[Recovery]) -> TrainingFailedError:
     if any(recovery.reason == DATA_LOADER for recovery in recoveries):
         lines.append(LOADER_HINT)
     lines.append(
-        "If failures like these are expected here, give train() a larger max_retries (-1 for no limit). If it is the same "
-        "batch each time, look for the cause in that batch or in the code."
+        "If you expect such failures, pass train() a larger max_retries (-1 for no limit). If it is the same batch each "
+        "time, look for the cause in that batch or in the code."
     )
     return TrainingFailedError("\n".join(lines))

@@ -1,4 +1,4 @@
-"""The current generation: form the next one, and know whether its process group is up. Driver.
+"""Form generations, and track whether the process group of the current one is up. Driver.
 
 One attempt to form a generation: the members leave the old process group, agree on the most advanced state, join the
 new group, and are set up where they are new. Each step can lose members, also in the middle of a recovery. Then the
@@ -15,7 +15,7 @@ from raysgd.config import Limits
 from raysgd.core.messages import Interrupt
 from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import most_advanced
-from raysgd.core.protocols import Backend
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, assign_ranks
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
@@ -35,7 +35,9 @@ class Generation:
     """Owns the generation's number, whether its process group is up, and what a worker needs to be set up: the user's
     packed hook and replica factory. Never decides which workers form a generation, or why a new one is needed."""
 
-    def __init__(self, table: WorkerTable, backend: Backend, limits: Limits, *, factory: Any, hook: Any) -> None:
+    def __init__(
+        self, table: WorkerTable, backend: ProcessGroupBackend, limits: Limits, *, factory: Any, hook: Any
+    ) -> None:
         self._table, self._backend, self._limits = table, backend, limits
         self._factory, self._hook = factory, hook
         self._number = 0
@@ -48,22 +50,22 @@ class Generation:
 
     @property
     def up(self) -> bool:
-        """Return whether its ranks can run collectives, as far as the driver knows."""
+        """Return whether the ranks can run collectives, as far as the driver knows."""
         return self._up
 
     def end(self) -> None:
-        """The group is not up any more: a new generation must be formed before the next call."""
+        """Note that the group is no longer up: a new generation must be formed before the next call."""
         self._up = False
 
     def interrupt(self, workers: Sequence[str]) -> None:
-        """Tell these workers that the generation is over: those that wait for a peer stop waiting."""
+        """Tell these workers that the generation has ended, so that they stop waiting for peers."""
         for worker in workers:
             self._table.group.send(worker, Interrupt(self._number))
 
-    # -- the first one --------------------------------------------------------------------------------
+    # -- the first generation -------------------------------------------------------------------------
 
     def start(self, target: int, least: int) -> None:
-        """Launch the first workers, `target` of them or as many as fit, but not fewer than `least`; set them up."""
+        """Launch and set up the first workers: `target` of them, or as many as fit, but not fewer than `least`."""
         for attempt in range(1, ATTEMPTS + 1):
             room = self._table.group.room()
             count = max(least, min(target, room))
@@ -77,12 +79,12 @@ class Generation:
             for worker in workers:
                 self._table.dismiss(worker)
         raise WorkerStartError(
-            f"workers failed {ATTEMPTS} times during start-up, before or in `setup` ({'; '.join(causes)}); "
-            "Ray's logs have their last output (out of memory, or a crash in native code?)"
+            f"workers failed {ATTEMPTS} times during start-up, before or in `setup` ({'; '.join(causes)}). The usual causes are "
+            "too little memory and crashes in native code: look for the workers' last output in Ray's logs"
         )
 
     def _wait_for_start(self, workers: Sequence[str], target: int, *, no_room: bool) -> bool:
-        """Wait until launched processes are up. Return False if one has failed; raise an error after the limit."""
+        """Wait until the launched processes are up. Return False if one has failed. Raise an error after the limit."""
         started = self._table.clock()
         warned = False
         while missing := [worker for worker in workers if not self._table[worker].started]:
@@ -102,14 +104,14 @@ class Generation:
         return True
 
     def warm_up_arguments(self) -> dict[str, Any]:
-        """Return what a replacement worker needs to get ready alongside a running group: a generation of its own."""
+        """Return what a replacement worker needs to be set up alongside a running group, in a generation of its own."""
         return {"hook": self._hook, "factory": self._factory, "rank_info": RankInfo(solo=True), "settings": {}}
 
     # -- forming --------------------------------------------------------------------------------------
 
     def form(self, workers: Sequence[str], *, state: Any = None) -> bool:
         """Try once to form a generation of exactly these workers, ranked in this order. Workers that are set up here
-        take `state`, if there is one. Raise the user's own error if set-up has one."""
+        load `state`, if there is one. Raise the error of the user's code if set-up raises one."""
         self._up = False
         self._up = self._form(workers, state)
         return self._up
@@ -135,7 +137,7 @@ class Generation:
         return True
 
     def _agree_on_state(self, workers: Sequence[str]) -> bool:
-        """Workers that are behind, or new, take the state of the most advanced one. Usually there are none."""
+        """Let workers that are behind, or new, load the state of the most advanced one. Usually there are none."""
         progress = {worker: self._table[worker].progress for worker in workers}
         holders = {worker: progress[worker] for worker in workers if self._table[worker].holds_state}
         if not holders:
@@ -152,9 +154,10 @@ class Generation:
         return self.load(behind, outcome.value)
 
     def load(self, workers: Sequence[str], state: Any) -> bool:
-        """Give workers a state. Return False if one has failed; raise an error of the user's `load_state_dict`."""
+        """Let workers load a state. Return False if one has failed. Raise the error of the user's `load_state_dict` if
+        it raises one."""
         outcomes = self._ask(workers, "load", {"data": state}, self._limits.setup_s)
-        for worker, outcome in outcomes.items():  # one that has it can hand it on, should all the others fail now
+        for worker, outcome in outcomes.items():  # if the others fail now, each of these can pass the state on
             self._table.set_holds_state(worker, isinstance(outcome, Ok))
         return self._all_ok(outcomes)
 
@@ -168,7 +171,7 @@ class Generation:
         return True
 
     def load_snapshot(self, workers: Sequence[str], snapshot: Snapshot) -> bool:
-        """Give workers the state of a snapshot."""
+        """Let workers load the state of a snapshot."""
         return self.load(workers, Blob(snapshot.data))
 
     def _prepare(self, new: Sequence[str]) -> bool:
@@ -178,9 +181,9 @@ class Generation:
         return self._all_ok(outcomes)
 
     def _raise_unfinished(self, outcomes: dict[str, Outcome]) -> None:
-        """Raise an error about user code that does not end while workers are set up: a second attempt would take as
-        long. A process that does not answer may be a stopped one: after the first generation, it counts as a failed
-        worker."""
+        """Raise an error if user code does not end while workers are set up, because a second attempt would take as
+        long. A process that does not answer may be stopped: after the first generation, it counts as a failed worker
+        instead."""
         hanging = {w: o for w, o in outcomes.items() if isinstance(o, WorkerFailed) and o.reason == "hang"}
         stories = [story for worker in hanging if (story := self._table[worker].unfinished)]
         if hanging and not stories and not self._has_formed:
@@ -207,7 +210,7 @@ class Generation:
         return self._all_ok(self._ask(workers, "join", given.__getitem__, self._limits.join_s + 10, on_trouble=cancel))
 
     def _offers(self, workers: Sequence[str]) -> list[dict[str, Any]] | None:
-        """Return what the backend needs from each worker to plan, in this order; None when a worker failed."""
+        """Return what the backend needs from each worker to plan, in this order, or None if a worker has failed."""
         if not self._backend.needs_offers:
             return []
         outcomes = self._ask(workers, "offer", {}, self._limits.join_s)
@@ -244,7 +247,7 @@ class Generation:
         return self._all_ok(self._ask(workers, verb, arguments, limit_s))
 
     def _all_ok(self, outcomes: dict[str, Outcome]) -> bool:
-        """Return whether all went well. Raise the user's own error; a failed worker makes it False."""
+        """Return whether all outcomes are Ok. Raise the error of the user's code if there is one."""
         for worker, outcome in outcomes.items():
             if isinstance(outcome, Failed):
                 raise_user_error(outcome, self._table[worker])

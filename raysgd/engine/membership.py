@@ -1,4 +1,4 @@
-"""Planned changes: replacement workers join and leaving ones leave, at a batch boundary. Nothing is redone. Driver."""
+"""Make planned changes: at a batch boundary, replacements join and leaving workers leave. Nothing is redone. Driver."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["Membership"]
 
 
 class Membership:
-    """Owns how many workers there should be, and which ones are to leave and why. Never stops a call by itself: the
-    call asks it whether there is a reason to."""
+    """Owns how many workers there should be, and which ones are to leave and why. Never stops a call: the call asks it
+    whether there is a reason to stop."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Membership:
 
     @property
     def target(self) -> int:
-        """How many workers there should be."""
+        """Return how many workers there should be."""
         return self._target
 
     @property
@@ -63,14 +63,14 @@ class Membership:
         return bool(self._leaving) or (self._elastic.grow is True and self._replacements.gathered())
 
     def look_for_leavers(self) -> None:
-        """Note which members' nodes will be taken away. Raise `ClusterError` if Ray has not answered for too long."""
+        """Note which members' nodes will be removed. Raise `ClusterError` if Ray has not answered for too long."""
         members = [self._table[worker] for worker in self._table.members()]
         self._leaving |= {info.worker: "preemption" for info in members if info.notice}
         if self._table.group.elastic:
             draining = self._table.group.draining()
             self._leaving |= {info.worker: "preemption" for info in members if info.node in draining}
 
-    # -- by hand --------------------------------------------------------------------------------------
+    # -- changes that the user asks for ---------------------------------------------------------------
 
     def resize(self, count: int) -> None:
         """Set the number of workers. If there are too many, the last ones will leave; if some are missing, wait for
@@ -105,15 +105,15 @@ class Membership:
                 warned = warned or warn_no_room(self._table.group, lacking, waited, limit_s)
 
     def remove(self, workers: Sequence[str]) -> None:
-        """Let exactly these workers leave, without replacements."""
+        """Mark exactly these workers as leaving, without replacements."""
         self._target -= len(workers)
         self._leaving |= dict.fromkeys(workers, "shrink")
 
     # -- changing -------------------------------------------------------------------------------------
 
     def change(self, call: int) -> Observation:
-        """Form the next generation, with the replacements and without those that leave, while all ranks are at a
-        boundary. Return what came of it: "done", or "broken" if a recovery must follow."""
+        """Form the next generation, with the replacements and without the workers that leave, while all ranks are at a
+        boundary. Return an observation: "done", or "broken" if a recovery must follow."""
         leaving, self._leaving = self._leaving, {}
         if not self._in_place:
             reason = next(iter(leaving.values()), "growth")
@@ -158,7 +158,7 @@ class Membership:
         return formed
 
     def _hand_over(self, leaver: str, joining: list[str], call: int) -> None:
-        """All members leave: the joining take the state from one of them."""
+        """Pass the state from one leaving worker to the joining ones, because all members leave."""
         self._generation.rescue_state(leaver, call)
         snapshot = self._table.snapshots.latest()
         if snapshot is not None and joining:

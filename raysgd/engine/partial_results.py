@@ -1,4 +1,4 @@
-"""What a call has measured so far: one part for each generation that worked on it. Pure. Driver."""
+"""Keep what a call has measured so far: one part for each generation that worked on it. Pure. Driver."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.outcomes import Ok, Outcome
 from raysgd.core.snapshot import Snapshot
 
@@ -20,7 +21,7 @@ class PartialResults:
 
     @property
     def values(self) -> list[Any]:
-        """Return complete, partial and last known results, without ranks that reported none."""
+        """Return the results that ranks reported, complete or partial. Ranks that reported none are left out."""
         return [value for outcome in self.outcomes if (value := getattr(outcome, "value", None)) is not None]
 
     @property
@@ -31,16 +32,14 @@ class PartialResults:
 
 
 def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *, call: int) -> list[PartialResults]:
-    """Return what counts of a call that continues from a snapshot: parts that ended before it, and of the one in which
-    it was taken, what the snapshot itself had counted."""
+    """Return the results that still count in a call that continues from a snapshot: parts that ended before it, and, of
+    the part in which it was taken, what the snapshot itself contains."""
     if snapshot.call != call:
         return []
     if snapshot.partial is None:
-        return list(parts)  # a survivor handed it over as it ended: all that was counted until then is in it
+        return list(parts)  # a survivor gave its state when the generation ended, so everything until then counts
     taken_at = snapshot.progress.step
-    before = [part for part in parts[:-1] if part.end < taken_at]
-    # Taken where one generation ended and the next had not done anything yet: it has nothing of either.
-    fresh = not snapshot.partial.get("batch_count") and not snapshot.partial.get("num_samples")
-    if fresh:
-        before = [part for part in parts[:-1] if part.end <= taken_at]
+    # A snapshot without any results was taken between two generations, so a part that ended at its step counts, too.
+    is_empty = not snapshot.partial.get(BATCH_COUNT) and not snapshot.partial.get(NUM_SAMPLES)
+    before = [part for part in parts[:-1] if part.end < taken_at or (is_empty and part.end == taken_at)]
     return [*before, PartialResults((Ok(snapshot.partial, snapshot.progress),))]

@@ -1,4 +1,4 @@
-"""From a broken generation to one that is up, or to an error that lists the failures. Driver."""
+"""Replace a broken generation by one that is up, or raise an error that lists the failures. Driver."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ LOOK_S = 0.25
 class RecoveryLoop:
     """Carries out what `policy.decide` decides, until the group is up. Owns nothing between two recoveries.
 
-    Each pass starts from the workers that are there now, so that further failures, also in the middle of a recovery,
-    only mean another pass.
-    """
+    Each pass starts with the workers that are there now, so that a further failure during the recovery only means
+    another pass."""
 
     def __init__(
         self,
@@ -52,8 +51,8 @@ class RecoveryLoop:
         self._elastic, self._in_place, self._jitter = elastic, in_place, jitter
 
     def recover(self, seen: Observation, call: RunningCall, *, since: float, world: int) -> Snapshot | None:
-        """Return the snapshot that training continues from, or None if survivors continue in place. `world` is how many
-        workers the generation had that broke at `since`."""
+        """Recover, and return the snapshot that training continues from, or None if survivors continue in place. The
+        generation broke at the time `since`, when it had `world` workers."""
         members = [self._table[worker] for worker in self._table.members()]
         furthest = max((info.progress for info in members), key=lambda p: p.order, default=Progress())
         if seen.culprit is not None:
@@ -83,8 +82,8 @@ class RecoveryLoop:
         return case.revived
 
     def _rejoin(self, case: _Case, survivors: list[str]) -> None:
-        """Try once to form a generation. Replacements are not used again if it failed although no worker did: the
-        network between them may be at fault."""
+        """Try once to form a generation. If that fails although no worker has failed, dismiss the replacements, because
+        the network between them may be broken."""
         joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
         formed = False
         try:
@@ -101,7 +100,7 @@ class RecoveryLoop:
                     self._table.dismiss(worker)
 
     def _check(self, case: _Case, survivors: list[str]) -> None:
-        """Raise an error if only the user's set-up prevents the recovery, or if it was tried too often."""
+        """Raise an error if only the user's set-up prevents the recovery, or after too many attempts."""
         replacements = self._replacements
         if not survivors and replacements.ready == 0 and replacements.starting == 0:
             if replacements.failure is not None:
@@ -122,20 +121,20 @@ class RecoveryLoop:
         case.logged = True
         seen, where = case.seen, f"epoch {case.furthest.epoch}, batch {case.furthest.batches}"
         if seen.reason == DATA_LOADER:
-            what = "Restarting this loader and continuing after the last committed batch"
-            logger.warning("data loader failure in %s: %s. %s", where, seen.detail, what)
+            action = "Restarting this loader and continuing after the last committed batch"
+            logger.warning("data loader failure in %s: %s. %s", where, seen.detail, action)
         else:
             ranks = f"{sorted(case.failed_ranks) or 'none'} of {case.world}"
             logger.warning("%s in %s: failed rank(s) %s (%s)", seen.reason, where, ranks, seen.detail)
 
     def _survivors(self, case: _Case) -> list[str]:
-        """Return the members that can continue in place. Those of a backend that cannot rejoin only leave their
-        state."""
+        """Return the members that can continue in place. With a backend whose processes cannot rejoin, there are none:
+        their state is saved as a snapshot."""
         survivors = self._table.members()
         if survivors and not self._in_place:
             progress = {worker: self._table[worker].progress for worker in survivors}
             while progress and not self._generation.rescue_state(best := most_advanced(progress), case.call.number):
-                del progress[best]  # it failed, too: now the next one has the most advanced state that is left
+                del progress[best]  # it failed, too, so try the next most advanced one
             for worker in survivors:
                 self._table.dismiss(worker)
             self._replace_all(len(survivors))
@@ -143,8 +142,8 @@ class RecoveryLoop:
         return survivors
 
     def _replace_all(self, left: int) -> None:
-        """Start new processes for all: the places of those that were dismissed are free, even if Ray does not show it
-        yet."""
+        """Start new processes for all workers. The places of those that were dismissed are free, even if Ray does not
+        show this yet."""
         places = min(self._membership.target, max(left, self._table.group.capacity()))
         wanted = places - self._replacements.ready - self._replacements.starting
         if wanted > 0:
@@ -162,7 +161,6 @@ class RecoveryLoop:
             free=self._table.group.room() if short else 0,
             target=target,
             min_workers=least,
-            in_place=self._in_place,
             failures=self._log.failures_since(case.call.recoveries_before) + (case.seen.reason not in PLANNED),
             max_failures=case.call.max_failures,
             attempts=case.waits,
@@ -171,7 +169,8 @@ class RecoveryLoop:
         )
 
     def _revive(self, joining: list[str], call: int) -> Snapshot:
-        """No member is left: new processes take the newest snapshot, or else the initial state of the first of them."""
+        """Return the snapshot that new processes start from when no member is left: the newest one, or an empty one if
+        they all take the initial state of the first of them."""
         snapshot = self._table.snapshots.latest() or Snapshot()
         holders = {w: self._table[w].progress for w in joining if self._table[w].holds_state}
         if holders and holders[most_advanced(holders)].order >= snapshot.progress.order:
@@ -183,7 +182,7 @@ class RecoveryLoop:
         return snapshot
 
     def _wait(self, seconds: float, now: Situation) -> None:
-        """Wait for machines, or for replacements that are starting. Return early when there is one more or one less."""
+        """Wait for machines, or for replacements that are starting. Return early when their number changes."""
         deadline = self._table.clock() + seconds
         if now.starting == 0:
             logger.warning(
@@ -229,7 +228,7 @@ class RecoveryLoop:
 
 @dataclass
 class _Case:
-    """What is known of one recovery while it runs."""
+    """What is known about one recovery while it runs."""
 
     seen: Observation
     call: RunningCall

@@ -1,5 +1,4 @@
-"""The list behind `trainer.recoveries`: each change of the workers, for the user, the log and the limit on failures.
-Driver."""
+"""Record each change of the workers, for `trainer.recoveries`, the log and the limit on failures. Driver."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ class RecoveryLog:
         return sum(recovery.reason not in PLANNED for recovery in self.recoveries[count:])
 
     def record(self, recovery: Recovery, *, continues: bool = True) -> None:
-        """Add a recovery to the list, and report it. With `continues` the call continues, otherwise an error ends it."""
+        """Add a recovery to the list, and report it. With `continues` the call continues, otherwise an error ends
+        it."""
         self.recoveries.append(recovery)
         before, after = recovery.world_size_before, recovery.world_size_after
         if continues:

@@ -1,5 +1,4 @@
-"""Replacement workers: started and set up alongside a running group, so that they join as fast as a survivor.
-Driver."""
+"""Start and set up replacement workers alongside a running group, so that they can join it quickly. Driver."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ logger = logging.getLogger("raysgd")
 
 LOOK_EVERY_S = 0.5
 GATHER_S = 3.0
-# Where every change of members ends all processes, it is worth waiting longer to have one change only.
-GATHER_ALL_S = 15.0
+GATHER_ALL_S = 15.0  # longer, where every change of the members ends all processes
 OVERDUE_S = 15.0
 
 
@@ -48,26 +46,27 @@ class Replacements:
 
     @property
     def ready(self) -> int:
-        """How many can join the group now."""
+        """Return how many can join the group now."""
         return len(self._ready)
 
     @property
     def starting(self) -> int:
-        """How many are starting, not counting overdue ones, for which a second one was started."""
+        """Return how many are starting, not counting overdue ones, for which a second one was started."""
         return len(self._launched) + len(self._warming)
 
     @property
     def failure(self) -> Failed | None:
-        """The user's error that ended the set-up of the newest one."""
+        """Return the error of the user's code that ended the set-up of the newest one, if there is one."""
         return self._failure
 
     @property
     def unfinished(self) -> str:
-        """What the newest one did not finish within the limit for its set-up."""
+        """Return what the newest one did not finish within the limit for its set-up, "" if nothing."""
         return self._unfinished
 
     def gathered(self) -> bool:
-        """Return whether some are ready and no more will be soon: one change for several is better than several."""
+        """Return whether some are ready, and no more will be soon. One change for several workers is better than
+        several."""
         waited = self._table.clock() - self._ready_at
         enough = GATHER_S if self._in_place else GATHER_ALL_S
         return bool(self._ready) and (self.starting == 0 or waited > enough)
@@ -75,7 +74,8 @@ class Replacements:
     # -- starting -------------------------------------------------------------------------------------
 
     def look(self, missing: int) -> None:
-        """Start, now and then, what is missing and fits into the cluster; follow up on those that are starting."""
+        """Start missing workers that fit into the cluster, with a pause between attempts, and follow up on those that
+        are starting."""
         self.tick()
         now = self._table.clock()
         wanted = missing - self.starting - self.ready
@@ -91,7 +91,7 @@ class Replacements:
         self._pause_s, self._look_at, self._unfinished = LOOK_EVERY_S, 0.0, ""
 
     def forget_failures(self) -> None:
-        """A new recovery begins: set-ups that failed before it do not count in it."""
+        """Forget failed set-ups, because a new recovery begins, in which they do not count."""
         self._failure, self._unfinished = None, ""
 
     def launch(self, count: int) -> None:
@@ -121,14 +121,14 @@ class Replacements:
             else:
                 self._set_ready(worker)
         elif self._table.clock() - since > self._start_s:
-            self._drop(worker, f"its process did not come up within {self._start_s:.0f} s")
+            self._drop(worker, f"its process did not start within {self._start_s:.0f} s")
         elif worker in self._launched and self._is_overdue(since):
             self._overdue[worker] = self._launched.pop(worker)
 
     def _is_overdue(self, since: float) -> bool:
         """Return whether to start a second one. Ray can forget an actor that was starting on a node that failed. So if
-        one is overdue although there is room for another, another is started, and the first to come up is used. The
-        limit doubles each time, because the machine may just be slow."""
+        one is overdue although there is room for another, a second one is started, and the first that is up is used.
+        The limit doubles each time, because the machine may just be slow."""
         overdue = self._table.clock() - since > self._overdue_s and self._table.group.room() > 0
         if overdue:
             self._overdue_s = min(self._overdue_s * 2, self._start_s)
@@ -147,7 +147,7 @@ class Replacements:
         elif self._table.clock() - self._table[worker].moved_at > self._setup_s:
             story = next(iter(self._table.stuck([worker], "warm", self._setup_s).values()), "")
             self._unfinished = self._table[worker].unfinished
-            self._drop(worker, story or "it finished its set-up only after the limit")
+            self._drop(worker, story or f"its set-up took longer than {self._setup_s:g} s")
         else:
             self._table.end_if_silent(worker, "warm")
 
@@ -159,7 +159,7 @@ class Replacements:
     # -- joining the group ----------------------------------------------------------------------------
 
     def take(self, most: int) -> list[str]:
-        """Return the ready ones, as many as the group has places for, and dismiss the others."""
+        """Return at most `most` ready workers, for which the group has places, and dismiss the other ready ones."""
         taken, surplus, self._ready = self._ready[:most], self._ready[most:], []
         if len(taken) == most:
             surplus += self._overdue
@@ -169,7 +169,7 @@ class Replacements:
         return taken
 
     def take_back(self, workers: Iterable[str]) -> None:
-        """The generation that these were taken for was not formed: those that can try again wait for the next one."""
+        """Take back workers whose generation was not formed. Those that can join another one become ready again."""
         for worker in workers:
             info = self._table.get(worker)
             if info is not None and info.ended is None and self._in_place:
@@ -188,7 +188,7 @@ class Replacements:
         if worker in self._ready:
             self._ready.remove(worker)
         self._table.dismiss(worker)
-        if self._table.clock() >= self._look_at:  # several that fail together, with their node perhaps, count once
+        if self._table.clock() >= self._look_at:  # several that fail together (with their node, perhaps) count once
             self._pause_s = min(self._pause_s * 2, 30.0)
             self._look_at = self._table.clock() + self._pause_s
         logger.warning("a replacement worker did not start (%s); trying again in %.1f s", why, self._pause_s)

@@ -1,5 +1,4 @@
-"""Noticing that a call makes no progress: first a warning with stacks, then the end of the ranks that block it.
-Driver."""
+"""Detect that a call makes no progress: first log the stacks, then kill the ranks that block the others. Driver."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ logger = logging.getLogger("raysgd")
 
 
 class Watchdog:
-    """Watches one running call on `workers`. Owns the stacks it asked for; kills the ranks that block the others, or
-    all ranks when it cannot tell which do."""
+    """Watches one running call on `workers`. Owns the stacks that it asked for. Kills the ranks that block the others,
+    or all ranks if it cannot tell which ones do."""
 
     def __init__(self, table: WorkerTable, workers: Sequence[str], limit_s: float) -> None:
         self._table, self._workers, self._limit_s = table, workers, limit_s
@@ -27,7 +26,8 @@ class Watchdog:
         self._stacks: dict[str, StackReport] = {}
 
     def tick(self, running: Sequence[str], *, others_failed: bool = False) -> None:
-        """`others_failed`: ranks that waited for these have stopped waiting."""
+        """Log or kill ranks that have made no progress for too long. With `others_failed`, ranks that waited for the
+        running ones have failed already."""
         now = self._table.clock()
         self._collect()
         quiet = self._quiet(running, now)
@@ -43,7 +43,7 @@ class Watchdog:
             self._asked_at, self._warned_at = None, now
 
     def _quiet(self, running: Sequence[str], now: float) -> float:
-        """Return the seconds since any rank made progress. If a process does not answer at all, only it counts."""
+        """Return for how many seconds no rank has made progress. If processes do not answer at all, only they count."""
         still = {worker: now - self._table[worker].moved_at for worker in running}
         frozen = [still[worker] for worker in running if self._frozen(worker)]
         return max(frozen) if frozen else min(still.values(), default=0.0)
@@ -62,13 +62,13 @@ class Watchdog:
     def _judge(self, running: Sequence[str], quiet: float, others_failed: bool) -> None:
         reports = {}
         for worker in running:
-            info, said = self._table[worker], self._stacks.get(worker)
+            info, answer = self._table[worker], self._stacks.get(worker)
             reports[worker] = RankReport(
                 rank=info.rank or 0,
                 node=info.node[:8],
-                phase=said.phase if said else info.progress.phase,
-                batch=said.batch if said else info.progress.batches,
-                stack=said.frames if said else None,
+                phase=answer.phase if answer else info.progress.phase,
+                batch=answer.batch if answer else info.progress.batches,
+                stack=answer.frames if answer else None,
                 silent_s=self._table.group.silent_for(worker),
             )
         blocking = blocking_ranks(reports, still_s=min(quiet, self._limit_s), others_failed=others_failed)
@@ -82,7 +82,7 @@ class Watchdog:
                 )
             return
         if not blocking and any(report.stack is None for report in reports.values()):
-            return  # it will answer, or have been silent for long enough
+            return  # the silent rank will answer, or will soon have been silent for long enough
         if not blocking:
             stories = "; ".join(describe_rank(report) for report in reports.values())
             for worker in self._workers:

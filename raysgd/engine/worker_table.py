@@ -1,4 +1,4 @@
-"""What the driver knows about each worker, and the calls they have not answered yet. Driver."""
+"""Keep what the driver knows about each worker, and the calls that workers have not answered yet. Driver."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import Progress
 from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
-from raysgd.workers.worker_group import WorkerGroup
+from raysgd.workers.worker_group import WorkerGroupProtocol
 
 __all__ = ["SILENT_S", "WorkerInfo", "WorkerTable"]
 
 AnswerT = TypeVar("AnswerT", BoundaryAnswer, StackReport)
 
-# A worker sends "alive" every second. One that missed two of these messages does not answer any more.
+# A worker sends "alive" every second. One that has missed two of these messages is considered silent.
 SILENT_S = 2.5
 KILLED_S = 10.0
 # Answers that came too late for their request are dropped when there are this many.
@@ -43,14 +43,16 @@ class WorkerInfo:
     """What the driver knows about one worker. Only `WorkerTable` changes it.
 
     rank         its rank in the current generation, or the one that it will have in the next
-    built        it hosts a replica
-    in_group     it belongs to the current generation
-    holds_state  it has the group's weights, not just its own initial ones
-    notice       its node announced that it will be taken away
+    built        whether it hosts a replica
+    in_group     whether it belongs to the current generation
+    holds_state  whether it has the group's weights, and not just its own initial ones
+    notice       whether it received SIGTERM, because its node will be removed
     moved_at     when it last made progress
     ended        how it failed
     killed_for   why the driver killed it: the reason and the details of its failure
-    unfinished   what it did not finish in time, with its stack; a stopped process shows none
+    unfinished   what it did not finish in time, with its stack; empty if its process is stopped and shows none
+    busy         the call that it has not answered yet
+    last_call    the newest call that it was given
     """
 
     worker: str
@@ -81,15 +83,14 @@ class KillReason:
 
 
 class WorkerTable:
-    """Owns what is known about each worker, their replies and answers, and the newest snapshot.
+    """Owns what is known about each worker, the workers' replies and answers, and the newest snapshot.
 
-    Events change it in `pump`; a new generation, a call, a kill and a dismissal change it through the methods below. Never
-    decides what to do about a failure.
-    """
+    Events change it in `pump`; a new generation, a call, a kill and a dismissal change it through the methods below.
+    Never decides what to do about a failure."""
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: WorkerGroupProtocol,
         *,
         silent_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
@@ -138,12 +139,12 @@ class WorkerTable:
 
     def kill(self, worker: str, reason: str, why: str) -> None:
         """End a worker that blocks the others. Its failure will have this reason."""
-        if worker in self._workers:  # a call within the running one may have dismissed it
+        if worker in self._workers:  # a call that was made from within the running one may have dismissed it
             self._workers[worker].killed_for = KillReason(reason, why)
             self.group.kill(worker)
 
     def cancel(self, error: BaseException | None) -> None:
-        """Raise `error` from the running call's next wait. Any thread may call this; None withdraws it."""
+        """Make the running call's next wait raise `error`. With None, withdraw that. Any thread may call this."""
         self._cancelled_by = error
 
     # -- generations ----------------------------------------------------------------------------------
@@ -155,20 +156,19 @@ class WorkerTable:
         return [worker for worker in workers if self._workers[worker].in_group]
 
     def expect_ranks(self, workers: Sequence[str]) -> None:
-        """Give those that are not in the group yet the ranks that they will have: an error in their set-up names
-        them."""
+        """Set the ranks that workers outside the group will have, because errors in their set-up name them."""
         for rank, worker in enumerate(workers):
             if not self._workers[worker].in_group:
                 self._workers[worker].rank = rank
 
     def enter_group(self, workers: Sequence[str]) -> None:
-        """These are the members of a new generation, in rank order; all have its state."""
+        """Note that these are the members of a new generation, in rank order, and that all have its state."""
         for rank, worker in enumerate(workers):
             info = self._workers[worker]
             info.rank, info.in_group, info.built, info.holds_state = rank, True, True, True
 
     def set_built(self, worker: str) -> None:
-        """The worker hosts a replica."""
+        """Note that the worker hosts a replica."""
         self._workers[worker].built = True
 
     def set_holds_state(self, worker: str, holds_state: bool) -> None:
@@ -178,7 +178,7 @@ class WorkerTable:
     # -- calls ----------------------------------------------------------------------------------------
 
     def begin_run(self, worker: str, method: str) -> None:
-        """A user call begins on this worker: results of an earlier one must not count for it."""
+        """Note that a user call begins on this worker, so that results of an earlier call do not count for it."""
         info = self._workers[worker]
         info.progress, info.partial = info.progress.at(method), None
 
@@ -191,7 +191,7 @@ class WorkerTable:
         return call
 
     def reply(self, call: int) -> Outcome | None:
-        """Return the call's outcome, once. The call of a worker that has failed has failed with it."""
+        """Return the call's outcome, once, or None if there is none yet. If the worker has failed, so has its call."""
         outcome = self._replies.pop(call, None)
         if outcome is not None:
             self._asked.pop(call, None)
@@ -217,7 +217,7 @@ class WorkerTable:
         else:
             reason, why = info.ended.reason, info.ended.cause
             if info.node and not self.group.is_node_alive(info.node):
-                reason, why = "node loss", f"its node {info.node[:8]} is gone"
+                reason, why = "node loss", f"its node {info.node[:8]} failed"
             elif info.notice:
                 reason = "preemption"
         return WorkerFailed(why, reason, info.partial, info.progress)
@@ -267,14 +267,13 @@ class WorkerTable:
     # -- workers that do not answer -------------------------------------------------------------------
 
     def end_if_silent(self, worker: str, verb: str) -> None:
-        """Kill the worker if its process is stopped: it does not even send "alive", which a long set-up does
-        meanwhile."""
+        """Kill the worker if it does not even send "alive", as it does during a long set-up: its process is stopped."""
         if self._workers[worker].killed_for is None and self.group.silent_for(worker) > self._silent_s:
             self.kill(worker, "hang", describe_unfinished(self._report(worker, None), verb, self._silent_s))
 
     def _end_late(self, late: Iterable[str], verb: str, limit_s: float) -> None:
-        """Kill those that do not even send "alive"; all, if all do. Workers that were killed before but whose exit was
-        never reported count as failed."""
+        """Kill the workers that do not even send "alive", or all of them if all do. Workers that were killed before but
+        whose exit was never reported count as failed."""
         remaining = []
         for worker in late:
             if self._workers[worker].killed_for is None:
@@ -286,8 +285,8 @@ class WorkerTable:
             self.kill(worker, "hang", story)
 
     def stuck(self, workers: Sequence[str], verb: str, limit_s: float) -> dict[str, str]:
-        """Return, for each of these that is still busy, what it did not finish in time, and where it is. Those that
-        block the others come first."""
+        """Return, for each of these workers that is still busy, what it did not finish in time, and where it is.
+        Workers that block the others come first."""
         stacks = self._stacks(workers)
         reports = {w: self._report(w, stacks.get(w)) for w in workers if self._workers[w].busy is not None}
         blocking = blocking_ranks(reports) or list(reports)
@@ -299,17 +298,17 @@ class WorkerTable:
                 self._workers[worker].unfinished = stories[worker]
         return stories | {worker: f"waited for {first} in '{verb}' for {limit_s:g} s" for worker in waiting}
 
-    def _report(self, worker: str, said: StackReport | None) -> RankReport:
+    def _report(self, worker: str, answer: StackReport | None) -> RankReport:
         info = self._workers[worker]
         return RankReport(
             rank=info.rank,
             node=info.node[:8],
-            stack=None if said is None else said.frames,
+            stack=None if answer is None else answer.frames,
             silent_s=self.group.silent_for(worker),
         )
 
     def _stacks(self, workers: Sequence[str]) -> dict[str, StackReport]:
-        """Ask for stacks, and wait a little: workers answer at once, unless the whole process is stopped."""
+        """Ask for stacks, and wait a little: workers answer at once, unless their process is stopped."""
         number = self.request_stacks(workers)
         found: dict[str, StackReport] = {}
         deadline = self.clock() + SILENT_S
@@ -328,12 +327,12 @@ class WorkerTable:
     # -- events ---------------------------------------------------------------------------------------
 
     def next_number(self) -> int:
-        """Return a number that no earlier request has: an answer to an older one must not count."""
+        """Return a number that no earlier request has, so that answers to older requests do not count."""
         return next(self._numbers)
 
     def take_answers(self, kind: type[AnswerT], number: int) -> list[tuple[str, AnswerT]]:
-        """Remove and return the answers to one request that have arrived, with their workers. Answers to older requests of
-        the same type stay, because another waiter may still want them."""
+        """Remove and return the answers to one request that have arrived, with their workers. Answers to older requests
+        of the same type stay, because another waiter may still want them."""
         taken = [
             (worker, answer) for worker, answer in self._answers if isinstance(answer, kind) and answer.round == number
         ]
@@ -342,11 +341,11 @@ class WorkerTable:
         return taken
 
     def pump(self, timeout: float) -> int:
-        """Take in what has happened, and wait up to `timeout` for it. Return the number of events. A cancelled call
-        ends here, as every wait of the engine's calls this."""
+        """Process what has happened, and wait up to `timeout` for the first event. Return the number of events. A
+        cancelled call ends here, because every wait of the engine calls this."""
         self._inbox.extend(self.group.poll(0.0 if self._inbox else timeout))
         count = len(self._inbox)
-        while self._inbox:  # one by one: an error on the way (a callback's, Ctrl-C) must not lose the others
+        while self._inbox:  # one by one, so that an error in between (a callback's, Ctrl-C) does not lose the others
             self._take(self._inbox.popleft())
         self._raise_cancelled()
         return count
@@ -388,12 +387,12 @@ class WorkerTable:
     def _message_received(self, info: WorkerInfo, message: Message) -> None:
         if isinstance(message, ProgressReport):
             if message.call < info.last_call:
-                return  # of an earlier call: that call's result came another way, and overtook it
+                return  # it is about an earlier call, whose result arrived first, because it is sent through Ray
             if message.progress != info.progress:
                 info.moved_at = self.clock()
             info.progress, info.partial = message.progress, message.partial
             self._on_progress(info)
-            self._raise_cancelled()  # here, too: while this very process trains, `pump` is not called
+            self._raise_cancelled()  # also here, because `pump` is not called while the inline worker trains
         elif isinstance(message, PreemptionNotice):
             info.notice = True
         elif isinstance(message, BoundaryAnswer | StackReport):

@@ -1,1 +1,1 @@
-"""Paths and URIs, durable and remote files, digests, and the folders and archives of checkpoints. Both."""
+"""Store files durably: local paths and URIs, digests, and the folders and archives of checkpoints. Both."""

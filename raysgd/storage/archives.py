@@ -25,7 +25,10 @@ def pack(folder: Path) -> bytes:
     listed, names = read_list(folder), set[str]()
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for each in [Found(".", folder, is_dir=True), *walk(folder)]:  # "." marks an empty one as an archive
+        for each in [
+            Found(".", folder, is_dir=True),
+            *walk(folder),
+        ]:  # "." shows that even an empty folder is an archive
             member = tarfile.TarInfo(each.name)
             status = os.stat(each.path)
             member.mode, member.mtime = status.st_mode & 0o777, max(int(status.st_mtime), 0)
@@ -55,13 +58,13 @@ class _Member:
 
 
 def unpack(data: Any, target: Path) -> None:
-    """Write the files of an archive to `target`, an empty folder. Raise CheckpointError for anything but regular files and
-    directories in that folder. Owners and setuid bits are not restored."""
+    """Write the files of an archive to `target`, an empty folder. Raise CheckpointError for anything but regular files
+    and directories in that folder. Owners and setuid bits are not restored."""
     view = memoryview(data).cast("B")
     members = list(_members(view))  # checks all of them before the first one is written
     names = {member.name for member in members}
     if len(names) < len(members):
-        raise CheckpointError("the archive of a checkpoint's files is damaged: it contains two files of one name")
+        raise CheckpointError("the archive of a checkpoint's files is damaged: it contains two files of the same name")
     try:
         for member in members:
             place = target / member.name
@@ -81,7 +84,7 @@ def unpack(data: Any, target: Path) -> None:
 
 
 def _members(view: memoryview) -> Iterator[_Member]:
-    """Yield the members of a tar archive. `tarfile` hangs on some damaged archives, and trusts the sizes in them."""
+    """Yield the members of a tar archive. (`tarfile` hangs on some damaged archives, and trusts the sizes in them.)"""
     place = 0
     records: dict[str, str] | None = None  # of the PAX header before the next member, if it has one
     while True:
@@ -102,7 +105,7 @@ def _members(view: memoryview) -> Iterator[_Member]:
                 _damaged(f"a header claims {size} bytes, or follows another one")
             records = _records(bytes(view[place : place + size]))
         else:
-            above = _text(block[345:500]) if block[257:263] == b"ustar\0" else ""  # GNU's format has other fields there
+            above = _text(block[345:500]) if block[257:263] == b"ustar\0" else ""  # GNU's format differs here
             name = named.get("path") or (f"{above}/" if above else "") + _text(block[:100])
             kind = tarfile.REGTYPE if kind == tarfile.AREGTYPE else kind
             name = _checked_name(name, kind)

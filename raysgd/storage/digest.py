@@ -1,10 +1,11 @@
 """Append a digest to a file, and verify it before anything is read from the file. Both.
 
 The digest is a SHA-256 over the SHA-256 digests of the file's chunks, so that several threads can compute it. It covers
-every byte before it. It detects damage, but it is not a signature: whoever can change the file can change the digest.
+every byte before it. It detects damage, but it is not a signature: anyone who can change the file can change the
+digest.
 
-Programs that know nothing of the digest can still read the file: in a zip archive it is the archive's comment, and a
-pickle ends before it.
+Programs that do not know the digest can still read the file: in a zip archive it is the archive's comment, and a pickle
+ends before it.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ __all__ = [
 
 CHUNK = 8 << 20
 PIECE = 32 << 20
-LARGE = 1 << 20  # a smaller piece is hashed faster than another thread takes it
+LARGE = 1 << 20  # hashing a smaller piece takes less time than passing it to another thread
 THREADS = 2
 MAGIC = b"\nraysgd-sha256-1 "
 SEAL_BYTES = len(MAGIC) + 2 * hashlib.sha256().digest_size + 1
-# A zip archive ends with a record of this signature and size, whose last two bytes are the length of a comment after it.
+# A zip archive ends with a record of this signature and size. Its last two bytes are the length of a comment after it.
 ZIP_END, ZIP_END_BYTES, LONGEST_COMMENT = b"PK\5\6", 22, 0xFFFF
 NO_COMMENT, SEAL_AS_COMMENT = b"\0\0", SEAL_BYTES.to_bytes(2, "little")
 
 
 class ByteSource:
-    """Reads any part of bytes in memory, or of an open file, whose position it does not change."""
+    """Reads any part of bytes in memory, or of an open file without changing the file's position."""
 
     def __init__(self, source: Any) -> None:
         self._descriptor = source.fileno() if hasattr(source, "fileno") else None
@@ -50,7 +51,7 @@ class ByteSource:
         self.size = len(self._view) if self._descriptor is None else os.fstat(self._descriptor).st_size
 
     def view(self, start: int, length: int) -> bytes | memoryview:
-        """Return these bytes, as far as there are any; from memory, without a copy."""
+        """Return the bytes that exist in this range, without copying those in memory."""
         if self._descriptor is None:
             return self._view[start : start + length]
         parts, end = [], min(start + length, self.size)
@@ -62,12 +63,12 @@ class ByteSource:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read(self, start: int, length: int) -> bytes:
-        """Return a copy of these bytes, as far as there are any."""
+        """Return a copy of the bytes that exist in this range."""
         return bytes(self.view(start, length))
 
 
 class Digest:
-    """Computes the digest of bytes that come piece by piece."""
+    """Computes the digest of bytes that are added piece by piece."""
 
     def __init__(self) -> None:
         self._chunks = [hashlib.sha256()]
@@ -78,7 +79,8 @@ class Digest:
             future.result()
 
     def start(self, data: Any, pool: ThreadPoolExecutor | None = None) -> list[Future[None]]:
-        """Add bytes on threads of the pool. They must not change, and nothing may be added, until the futures are done."""
+        """Add bytes on threads of the pool. Until the futures are done, the bytes must not change, and nothing else may
+        be added."""
         view, futures = memoryview(data).cast("B"), []
         while view:
             if not self._left:
@@ -105,8 +107,8 @@ class Digest:
 class HashingWriter(io.RawIOBase):
     """Writes to `raw` and computes the digest of everything that was written. It never closes `raw`.
 
-    `failure` is the first error of `raw`. `torch.save` tries to end its archive after an error, which raises another one.
-    """
+    `failure` is the first error of `raw`. It matters because `torch.save` tries to end its archive after an error,
+    which raises another one."""
 
     failure: BaseException | None = None
 
@@ -150,8 +152,8 @@ class HashingWriter(io.RawIOBase):
 
 
 class SealingWriter(HashingWriter):
-    """Writes a zip archive to `raw`, and its digest behind it. Call `seal` after the last byte: without it the archive lacks
-    its last two bytes, which depend on whether a digest follows."""
+    """Writes a zip archive to `raw`, followed by its digest. Call `seal` after the last byte: it writes the archive's
+    last two bytes, which depend on whether a digest follows."""
 
     _held = b""
 
@@ -176,7 +178,7 @@ class SealingWriter(HashingWriter):
 
 
 def sealed(data: Any) -> bytes:
-    """Return these bytes with their digest: as the comment of a zip archive, and behind the end of anything else."""
+    """Return these bytes with their digest: as the comment of a zip archive, or after the end of anything else."""
     buffer = io.BytesIO(bytes(data))
     seal_buffer(buffer)
     return buffer.getvalue()
@@ -199,8 +201,8 @@ def is_sealed(data: Any) -> bool:
 
 
 def verify(source: Any) -> bool:
-    """Verify the digest at the end of bytes or of an open file, and return False if it has none. Raise CheckpointError if
-    the digest differs from that of the bytes before it, or is damaged itself."""
+    """Verify the digest at the end of bytes or of an open file, and return False if it has none. Raise CheckpointError
+    if the digest differs from that of the bytes before it, or is damaged itself."""
     data = ByteSource(source)
     saved = _saved_digest(data)
     if saved is None:
@@ -243,8 +245,8 @@ def _check_no_comment(end: Any) -> None:
 
 
 def _refuse_damaged_digest(data: ByteSource) -> None:
-    """Raise CheckpointError if a zip archive has, or had, a comment: `torch.save` writes none, so it was the digest. Files
-    of other kinds may contain an archive, and are not looked at."""
+    """Raise CheckpointError if a zip archive has, or had, a comment: `torch.save` writes none, so it was a digest.
+    Files of other kinds are not checked, because they may contain an archive."""
     if data.view(0, 2) != b"PK":
         return
     length = min(ZIP_END_BYTES + LONGEST_COMMENT, data.size)

@@ -1,4 +1,4 @@
-"""Write files that are on the disk once `sync` returns, and remove drafts that killed processes left behind. Both."""
+"""Write files that are on the disk once `sync` has returned, and delete drafts of killed processes. Both."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _to_disk = getattr(os, "fdatasync", os.fsync)
 
 
 class DurableFile(io.FileIO):
-    """An unbuffered binary file. While a large one is being written, a thread flushes what was written so far to the disk,
-    and then removes it from the page cache. So `sync` has little left to do, and a checkpoint does not evict what is read
-    again, such as training data."""
+    """An unbuffered binary file. While a large file is being written, a thread flushes what was written so far to the
+    disk, and then removes it from the page cache. So `sync` has little left to do, and a checkpoint does not evict data
+    that will be read again, such as training data."""
 
     def __init__(self, path: Any, mode: str = "wb", opener: Any = None) -> None:
         super().__init__(path, mode, opener=opener)
@@ -63,8 +63,8 @@ class DurableFile(io.FileIO):
         self._written = self._flushed = self._evicted = 0
 
     def sync(self) -> None:
-        """Return when everything is on the disk. The system reports an error only once, so this also raises one that the
-        thread got earlier."""
+        """Return when everything is on the disk. The system reports an error only once, so this also raises one that
+        the thread got earlier."""
         self._settle()
         os.fsync(self.fileno())
         if self._evicted:  # small files stay in the cache
@@ -93,7 +93,7 @@ class DurableFile(io.FileIO):
 
 
 def host_mark() -> str:
-    """Return a short name of this boot of the machine, the same in all its containers; empty if it is not known."""
+    """Return a short name of this boot of the machine, which is the same in all its containers, "" if it is unknown."""
     try:
         return hashlib.sha256(BOOT_ID.read_bytes()).hexdigest()[:8]
     except OSError:
@@ -126,7 +126,8 @@ def own_folder(parent: Path, name: str) -> Path:
 
 
 def _locked(descriptor: int, path: Any) -> bool:
-    """Lock what was just created. Return False if another process deleted it first, because it seemed to be abandoned."""
+    """Lock a file or folder that was just created. Return False if another process deleted it first, because it looked
+    abandoned."""
     try:
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -139,8 +140,8 @@ def _locked(descriptor: int, path: Any) -> bool:
 
 
 def remove_abandoned(folder: Path, name: str) -> None:
-    """Delete drafts `.name.host.*.tmp` of processes that were killed: those that were made since this machine booted, that
-    no process has locked, and that have not been written to for an hour."""
+    """Delete drafts `.name.host.*.tmp` of processes that were killed. A draft is deleted if it was created since this
+    machine booted, no process has locked it, and nothing has been written to it for an hour."""
     begin = f".{name}.{host_mark()}."
     for found in os.listdir(folder):
         if found.startswith(begin) and found.endswith(".tmp"):
@@ -156,8 +157,8 @@ def _remove_unlocked(path: Path, *, older_than_s: float = 0.0) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.time() - os.fstat(descriptor).st_mtime >= older_than_s:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-                logger.info("deleted %s, which an earlier process left behind when it was killed", path)
+                logger.info("deleted %s, which a killed process left behind", path)
         finally:
             os.close(descriptor)
-    except OSError as error:  # it is in use, belongs to another user, or was renamed in this moment
+    except OSError as error:  # it is in use, belongs to another user, or was just renamed
         logger.debug("%s was not deleted: %s", path, error)

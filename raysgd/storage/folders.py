@@ -1,9 +1,8 @@
 """List the files of a checkpoint's folder with their sizes and digests, and verify a folder against its list. Both.
 
-The list, `.raysgd-folder.json`, is written last. The files that it lists must be there and unchanged; other files in the
-folder are ignored. It detects damage, but it is not a signature. Links are followed only to files in the same folder: a
-link cannot make a user copy another user's file.
-"""
+The list, `.raysgd-folder.json`, is written last. The files that it lists must exist and be unchanged; other files in
+the folder are ignored. The list detects damage, but it is not a signature. Links are followed only to files in the same
+folder, so that a link cannot make a user copy another user's file."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from raysgd.storage import digest
 
 __all__ = [
     "MARKER",
-    "Entry",
+    "FileEntry",
     "Found",
     "check_entry",
     "check_list",
@@ -54,7 +53,7 @@ LONGEST_NAME, LONGEST_PART = 2048, 255
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """A listed file. Lists of older versions have no digests."""
 
     size: int
@@ -138,7 +137,8 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a regular file, without following a link or waiting for a FIFO's writer if one has taken its place."""
+    """Open a regular file. If a link or a FIFO has taken its place, raise an error instead of following or waiting for
+    it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -157,12 +157,12 @@ def read_plain(path: Path) -> bytes:
 
 
 def dump_json(content: Mapping[str, Any]) -> bytes:
-    """Return JSON that contains the digest of its other content."""
+    """Return this content as JSON, with a digest of it."""
     return json.dumps({**content, "digest": json_digest(content)}).encode()
 
 
 def parse_json(data: bytes, where: Any) -> tuple[dict[str, Any], bool]:
-    """Return what `dump_json` was given, and whether there was a digest, which older versions did not write."""
+    """Return the content that `dump_json` wrote, and whether it had a digest, which older versions did not write."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -176,20 +176,20 @@ def parse_json(data: bytes, where: Any) -> tuple[dict[str, Any], bool]:
 
 
 def json_digest(content: Mapping[str, Any]) -> str:
-    """Return a digest of the content, independent of how the JSON is formatted."""
+    """Return a digest of the content, which does not depend on how the JSON is formatted."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def dump_list(entries: Mapping[str, Entry]) -> bytes:
+def dump_list(entries: Mapping[str, FileEntry]) -> bytes:
     """Return the list as it is stored."""
     content = {"format": FORMAT, "version": VERSION, "files": {name: each.size for name, each in entries.items()}}
     return dump_json({**content, "digests": {name: each.digest for name, each in entries.items()}})
 
 
-def parse_list(data: bytes, where: Any) -> dict[str, Entry]:
+def parse_list(data: bytes, where: Any) -> dict[str, FileEntry]:
     """Return the entries of a stored list. Raise CheckpointError if it is damaged."""
     if len(data) > MOST_LIST_BYTES:
-        raise CheckpointError(f"{where} is damaged: it has {len(data)} bytes, and a list has at most {MOST_LIST_BYTES}")
+        raise CheckpointError(f"{where} is damaged: it has {len(data)} bytes, and a list may have {MOST_LIST_BYTES}")
     content, sealed = parse_json(data, where)
     files, digests = content.get("files"), content.get("digests", {})
     known = sealed or content.keys() <= OLDER_KEYS
@@ -202,11 +202,11 @@ def parse_list(data: bytes, where: Any) -> dict[str, Entry]:
             raise CheckpointError(f"{where}: a checkpoint may contain only files in its own folder, not {name!r}")
         if type(size) is not int or size < 0 or not (isinstance(digests.get(name), str) or not sealed):
             raise CheckpointError(f"{where} is damaged: {name!r} is listed with {size!r} bytes")
-    return {name: Entry(size, digests.get(name)) for name, size in files.items()}
+    return {name: FileEntry(size, digests.get(name)) for name, size in files.items()}
 
 
 def is_name(name: str) -> bool:
-    """Return whether this is the name of a file in a folder, and not of the list."""
+    """Return whether this can be the name of a file in a folder, other than the list."""
     path = PurePosixPath(name)
     try:
         sizes = [len(os.fsencode(part)) for part in path.parts]
@@ -223,29 +223,29 @@ def is_name(name: str) -> bool:
     )
 
 
-def read_list(folder: Path) -> dict[str, Entry] | None:
+def read_list(folder: Path) -> dict[str, FileEntry] | None:
     """Return the entries of a local folder's list, or None if it has no list."""
     path = folder / MARKER
     return parse_list(read_plain(path), path) if os.path.lexists(path) else None
 
 
-def list_of(folder: Path) -> dict[str, Entry]:
+def list_of(folder: Path) -> dict[str, FileEntry]:
     """Return the entries of all files in a folder."""
     return {each.name: entry_of(each.path) for each in walk(folder) if not each.is_dir}
 
 
-def entry_of(path: Path) -> Entry:
+def entry_of(path: Path) -> FileEntry:
     """Return the entry of this file."""
     with _opened(path) as file:
-        return Entry(os.fstat(file.fileno()).st_size, digest.digest_of(file))
+        return FileEntry(os.fstat(file.fileno()).st_size, digest.digest_of(file))
 
 
-def entry_of_bytes(data: Any) -> Entry:
+def entry_of_bytes(data: Any) -> FileEntry:
     """Return the entry of a file with this content."""
-    return Entry(memoryview(data).nbytes, digest.digest_of(data))
+    return FileEntry(memoryview(data).nbytes, digest.digest_of(data))
 
 
-def check_entry(where: Any, name: str, found: Entry, listed: Mapping[str, Entry] | None) -> None:
+def check_entry(where: Any, name: str, found: FileEntry, listed: Mapping[str, FileEntry] | None) -> None:
     """Raise CheckpointError if the list has another entry for this file."""
     entry = (listed or {}).get(name)
     if entry is not None:
@@ -254,13 +254,13 @@ def check_entry(where: Any, name: str, found: Entry, listed: Mapping[str, Entry]
             _changed(where, name, "does not have the digest that was stored with it")
 
 
-def check_size(where: Any, name: str, size: int, listed: Mapping[str, Entry]) -> None:
+def check_size(where: Any, name: str, size: int, listed: Mapping[str, FileEntry]) -> None:
     """Raise CheckpointError if the list has another size for this file."""
     if name in listed and size != listed[name].size:
         _changed(where, name, f"has {size} bytes and was stored with {listed[name].size}")
 
 
-def check_list(where: Any, names: Any, listed: Mapping[str, Entry] | None) -> None:
+def check_list(where: Any, names: Any, listed: Mapping[str, FileEntry] | None) -> None:
     """Raise CheckpointError if a listed file is missing."""
     for name in (listed or {}).keys() - set(names):
         _changed(where, name, "is missing")
@@ -268,14 +268,15 @@ def check_list(where: Any, names: Any, listed: Mapping[str, Entry] | None) -> No
 
 def _changed(where: Any, name: str, how: str) -> NoReturn:
     raise CheckpointError(
-        f"{where}: {name} {how}: it is damaged, or was changed after the checkpoint was stored. Use another copy, or an "
-        f"older checkpoint. If you changed it on purpose, copy the folder without {MARKER}, and use "
+        f"{where}: {name} {how}: the file is damaged, or was changed after the checkpoint was stored. Use another copy, or "
+        f"an older checkpoint. If you changed it on purpose, copy the folder without {MARKER}, and use "
         "Checkpoint.from_directory(copy)"
     )
 
 
 def verify(folder: Path) -> None:
-    """Raise CheckpointError if a file that the folder lists is missing or was changed. A folder without a list passes."""
+    """Raise CheckpointError if a file that the folder lists is missing or was changed. A folder without a list
+    passes."""
     listed = read_list(folder)
     if listed is not None:
         found = {each.name: each.path for each in walk(folder) if not each.is_dir}
@@ -284,7 +285,7 @@ def verify(folder: Path) -> None:
             check_entry(folder, name, entry_of(found[name]), listed)
 
 
-def copy(source: Path, target: Path) -> dict[str, Entry]:
+def copy(source: Path, target: Path) -> dict[str, FileEntry]:
     """Copy the files of `source`, without its list, and verify them against it. Return the entries of the copies."""
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
         raise CheckpointError(f"a checkpoint cannot be copied into itself: {target} is in {source}")

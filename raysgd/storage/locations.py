@@ -1,4 +1,4 @@
-"""Read and write checkpoints at a local path or at a URI of remote storage; what is there is always complete. Both."""
+"""Read and write checkpoints at a local path or a URI of remote storage, each completely or not at all. Both."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def place(where: Any) -> Place:
     if isinstance(where, os.PathLike):
         where = os.fspath(where)
     if not isinstance(where, str) or not where:
-        raise ConfigError(f"a checkpoint's place is a path, or a URI such as 's3://bucket/name', got {where!r}")
+        raise ConfigError(f"a checkpoint's place must be a path, or a URI such as 's3://bucket/name', got {where!r}")
     if where.startswith(FILE):
         return Path(_path_of(where)).expanduser()
     if where.startswith(LOCAL) or not Uri.is_one(where):
@@ -77,33 +77,33 @@ def _path_of(uri: str) -> str:
 
 
 def text_of(where: Place) -> str:
-    """Return a place as a user can pass it again, including a URI's secrets; for messages, `str` masks them."""
+    """Return a place as a user can pass it again, with the secrets of a URI, which `str` masks for messages."""
     return where.text if isinstance(where, Uri) else str(where)
 
 
 def check_file(where: Place) -> Path | None:
-    """Return the local file that a save to `where` creates or replaces, with a link resolved, or None for a URI. Raise an
-    error for what a save must not replace: a directory, a device, a pipe or a socket."""
+    """Return the local file that a save to `where` creates or replaces, with a link resolved, or None for a URI. Raise
+    an error for what a save must not replace: a directory, a device, a pipe or a socket."""
     if isinstance(where, Uri):
         return None
     if _kind(where) == stat.S_IFDIR:
-        raise IsADirectoryError(f"{where} is a directory: a checkpoint is a file, name one")
+        raise IsADirectoryError(f"{where} is a directory, but a checkpoint is a file: pass the path of a file")
     return _replaced(
-        where, "a checkpoint replaces the file of its name: name a regular file, or one that does not exist"
+        where, "a save replaces the file at its path: pass that of a regular file, or one that does not exist"
     )
 
 
 def check_folder(where: Place) -> Path | None:
-    """Return the local folder that a save to `where` creates or replaces, with a link resolved, or None for a URI. Raise an
-    error for a device, a pipe or a socket. A regular file is replaced."""
-    return None if isinstance(where, Uri) else _replaced(where, "name a folder, or one that does not exist")
+    """Return the local folder that a save to `where` creates or replaces, with a link resolved, or None for a URI.
+    Raise an error for a device, a pipe or a socket. A regular file is replaced."""
+    return None if isinstance(where, Uri) else _replaced(where, "pass the path of a folder, or one that does not exist")
 
 
 def _replaced(where: Path, advice: str) -> Path:
     kind = SPECIAL.get(_kind(where) or 0)
     if kind is not None:
         raise ConfigError(f"{where} is {kind}: {advice}")
-    return Path(os.path.realpath(where)) if where.is_symlink() else where  # the link stays
+    return Path(os.path.realpath(where)) if where.is_symlink() else where  # the link is not replaced
 
 
 def _kind(where: Path) -> int | None:
@@ -115,25 +115,25 @@ def _kind(where: Path) -> int | None:
 
 
 class Draft:
-    """A temporary file that becomes `path` when it is complete, so that no reader sees an incomplete one. It is in the folder
-    of `path` (or of the file that `path` is a link to). For a URI it is a local file, which `keep` uploads."""
+    """A temporary file that becomes `path` when it is complete, so that no reader sees an incomplete one. It is in the
+    folder of `path` (or of the file that `path` is a link to). For a URI it is a local file, which `keep` uploads."""
 
     def __init__(self, path: Any) -> None:
         self.path = place(path)
         name = f".{self.path.name}.{host_mark()}.{uuid.uuid4().hex[:8]}.tmp"
         self._target = check_file(self.path)
         if isinstance(self.path, Uri):
-            self.path.is_file()  # raises now, and not after the work, if the store cannot be reached
+            self.path.is_file()  # raises an error now, before the work, if the store cannot be reached
         if self._target is None:
             self.temporary = Path(tempfile.gettempdir()) / name
         else:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             self.temporary = self._target.parent / name
-        # Other users can read the temporary folder; elsewhere, a checkpoint gets the mode that the umask allows.
+        # Other users can read the temporary folder. Elsewhere, a checkpoint gets the mode that the umask allows.
         mode = 0o600 if self._target is None else 0o666
-        # Ctrl-C can come between any two lines, also before the caller has this object.
+        # Ctrl-C can interrupt any line, even before the caller has this object.
         self._lost = weakref.finalize(self, self.temporary.unlink, missing_ok=True)
-        self._lost.atexit = False  # also a process that was forked from this one would call it
+        self._lost.atexit = False  # a process that was forked from this one would call it, too
         try:
             self.file = DurableFile(  # keep and drop close it
                 self.temporary, "xb", opener=lambda path, flags: open_locked(path, flags, mode)
@@ -144,7 +144,7 @@ class Draft:
             raise
 
     def keep(self) -> Place:
-        """Sync the file, and give it its name or upload it. Return its place."""
+        """Sync the file, and rename or upload it. Return its place."""
         self.file.sync()
         lock = os.dup(self.file.fileno())  # keeps the draft locked until it has its name or was uploaded
         try:
@@ -169,7 +169,7 @@ class Draft:
 
 
 def write(path: Any, data: Any) -> Place:
-    """Write bytes to a file or an object: completely, or not at all."""
+    """Write bytes to a file or an object, completely or not at all."""
     where = place(path)
     if isinstance(where, Uri):
         remote.write(where, data)
@@ -186,23 +186,25 @@ def write(path: Any, data: Any) -> Place:
 
 
 def read(path: Any) -> bytes:
-    """Return the content of a file or an object. Raise CheckpointError if there is none, or if it is a device or a pipe,
-    which may have no end."""
+    """Return the content of a file or an object. Raise CheckpointError if there is none, or if it is a device or a
+    pipe, which may have no end."""
     where = place(path)
     if isinstance(where, Uri):
         return where.read_bytes()
     try:
         if stat.S_IFMT(where.stat().st_mode) in SPECIAL:
-            raise CheckpointError(f"{where.absolute()} is a device, a FIFO or a socket; a checkpoint is a regular file")
+            raise CheckpointError(
+                f"{where.absolute()} is a device, a FIFO or a socket: pass the path of a regular file"
+            )
         return where.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint at {where.absolute()}") from None
     except IsADirectoryError:
-        raise CheckpointError(f"{where.absolute()} is a directory; load() takes the file that save() wrote") from None
+        raise CheckpointError(f"{where.absolute()} is a directory: pass load() the file that save() wrote") from None
 
 
 def warn_without_digest(where: Any) -> None:
-    """Warn, once for each load, that damage could not be detected."""
+    """Warn, once for each load, that damage may not be detected."""
     logger.warning(
         "%s has no digest, because an older version of raysgd or another program wrote it, so damage may not be detected. "
         "Save it again to add a digest",
@@ -211,7 +213,7 @@ def warn_without_digest(where: Any) -> None:
 
 
 def names(folder: Place) -> list[str]:
-    """Return the names of the files and folders in a folder, without drafts; none if it does not exist."""
+    """Return the names of the files and folders in a folder, without drafts, or none if the folder does not exist."""
     if isinstance(folder, Uri):
         found = remote.names(folder)
     else:
@@ -221,8 +223,8 @@ def names(folder: Place) -> list[str]:
 
 @contextmanager
 def draft_folder(path: Any) -> Iterator[Path]:
-    """Yield an empty local folder to fill. When the block ends without an error, it becomes `path`: completely, or not at
-    all."""
+    """Yield an empty local folder to fill. When the block ends without an error, the folder is moved or uploaded to
+    `path`, completely or not at all."""
     where = place(path)
     if isinstance(where, Uri):
         with tempfile.TemporaryDirectory(prefix="raysgd-checkpoint-") as local:
@@ -247,7 +249,7 @@ def draft_folder(path: Any) -> Iterator[Path]:
 
 
 def put_folder(draft: Path, target: Path) -> None:
-    """Rename a folder to `target`, and then delete what had that name. If renaming fails, that gets its name back."""
+    """Rename a folder to `target`, and then delete what was there before. If renaming fails, restore that."""
     old = draft.with_suffix(".old")
     replaces = os.path.lexists(target)
     if replaces:
@@ -278,8 +280,8 @@ def folder(where: Place) -> Iterator[Path]:
 
 
 def copy_logs(folder: Path, where: Place) -> None:
-    """Copy what callbacks wrote on this machine to where the run is stored. Failures are only logged: they must neither end
-    a run nor hide why it failed."""
+    """Copy what callbacks wrote on this machine to where the run is stored. Failures are only logged, because they must
+    neither end a run nor hide why it failed."""
     if isinstance(where, Uri):
         try:
             remote.mirror(where, folder, lambda path, what: logger.warning("%s is not copied: it is %s", path, what))
@@ -292,8 +294,8 @@ def delete(where: Place) -> None:
     if isinstance(where, Uri):
         remote.delete(where)
     elif where.is_dir():
-        gone = where.parent / f".{where.name}.{uuid.uuid4().hex[:8]}.tmp"
-        os.replace(where, gone)
-        shutil.rmtree(gone)
+        renamed = where.parent / f".{where.name}.{uuid.uuid4().hex[:8]}.tmp"
+        os.replace(where, renamed)
+        shutil.rmtree(renamed)
     else:
         where.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Mask passwords, tokens and signatures of URIs in everything that is shown. Both."""
+"""Mask passwords, tokens and signatures of URIs in everything that users can see. Both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHAIN = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*(?:://|::))")
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 PARAMETER = re.compile(r"([?&#;])([^=&#;?]*)=([^&#;]*)")
 IN_TEXT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
-# Any other parameter may be a secret: stores have many names for theirs.
+# Any other parameter may be a secret, because stores have many names for secrets.
 HARMLESS = {"versionid", "version_id", "generation", "region"}
 # With these, the part before "@" can be a token by itself. With others it is a user, or a container (abfs).
 TOKENS = ("http", "https", "webdav", "webdavs", "dav", "davs")
@@ -37,7 +37,8 @@ def without_secrets(uri: str) -> str:
 
 
 def split_query(uri: str) -> tuple[str, str]:
-    """Return a URI without its last parameters, and these. Except in web addresses, "?" can be part of a name."""
+    """Split a URI into the part before its last parameters, and those parameters. Except in web addresses, "?" can be
+    part of a name."""
     *above, part = CHAIN.split(uri)
     scheme, rest = _split(part)
     end = _end_of_user(rest)

@@ -1,7 +1,7 @@
 """Read and write objects in remote storage through fsspec: each is complete or absent. Both.
 
-fsspec and the package for a store (s3fs for `s3://`) are imported when a URI is first used. They read keys and endpoints
-from fsspec's configuration files, from `FSSPEC_*`, and from where the store's own tools find them (`AWS_*`).
+fsspec and the package for a store (s3fs for `s3://`) are imported when a URI is first used. They read keys and
+endpoints from fsspec's configuration files, from `FSSPEC_*`, and from where the store's own tools find them (`AWS_*`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import folders
-from raysgd.storage.folders import MARKER, Entry
+from raysgd.storage.folders import MARKER, FileEntry
 from raysgd.storage.masking import cause_of, mask, mask_message, split_query, without_secrets
 
 __all__ = ["MARKER", "Uri", "delete", "mirror", "names", "probe", "read_folder", "upload", "write", "write_folder"]
@@ -27,8 +27,8 @@ __all__ = ["MARKER", "Uri", "delete", "mirror", "names", "probe", "read_folder",
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 STALLED_S = 600.0
 
-# An object written to one of these stores appears complete, or not at all. In others (sftp, hdfs, smb, ...) it is written
-# under a temporary name and renamed.
+# In these stores, a new object appears completely or not at all. In others (sftp, hdfs, smb, ...), it is written under
+# a temporary name and renamed.
 ATOMIC = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory"}
 
 
@@ -73,7 +73,7 @@ class Uri:
             return _kind(system, path) == "file"
 
     def is_dir(self) -> bool:
-        """Return whether there is a complete folder: one that has its list, which is written last."""
+        """Return whether there is a complete folder. A folder is complete if it has its list, which is written last."""
         return (self / MARKER).is_file()
 
     def read_bytes(self) -> bytes:
@@ -91,7 +91,7 @@ class Uri:
 
 
 def write(uri: Uri, data: Any) -> None:
-    """Write an object: completely, or not at all. An older one of that name stays until then."""
+    """Write an object, completely or not at all. An older object of that name stays until then."""
     _put(uri, lambda system, path, callback: system.pipe_file(path, bytes(data)))
 
 
@@ -120,17 +120,18 @@ def _put(uri: Uri, put: Callable[[Any, str, Any], None]) -> None:
 
 
 def _limited(uri: Uri, work: Callable[[Any], None]) -> None:
-    """Run `work(callback)` on a thread, where fsspec reports progress to `callback`. Raise CheckpointError if it neither
-    ends nor progresses for STALLED_S: the stores' own time limits are unknown, and some have none."""
+    """Run `work(callback)` on a thread, where fsspec reports progress to `callback`. Raise CheckpointError if it
+    neither ends nor makes progress for STALLED_S, because the stores' own time limits are unknown, and some have
+    none."""
     from fsspec.callbacks import Callback
 
-    class Progress(Callback):  # type: ignore[misc]
+    class LastProgress(Callback):  # type: ignore[misc]
         at = time.monotonic()
 
         def call(self, *args: Any, **kwargs: Any) -> None:
             self.at = time.monotonic()
 
-    progress, done = Progress(), Future[None]()
+    progress, done = LastProgress(), Future[None]()
 
     def run() -> None:
         try:
@@ -150,7 +151,7 @@ def _limited(uri: Uri, work: Callable[[Any], None]) -> None:
 
 
 def probe(uri: Uri) -> None:
-    """Write and delete a test object, to raise an error now and not at the end of the first epoch."""
+    """Write and delete a test object, so that an error is raised now and not at the end of the first epoch."""
     with _asked(uri, "written") as (system, _):
         trial = uri / f".raysgd-{uuid.uuid4().hex[:8]}.tmp"
         write(trial, b"")
@@ -158,7 +159,7 @@ def probe(uri: Uri) -> None:
 
 
 def names(uri: Uri) -> list[str]:
-    """Return the names of the objects and folders in a folder; none if it does not exist."""
+    """Return the names of the objects and folders in a folder, or none if the folder does not exist."""
     with _asked(uri) as (system, path):
         try:
             found = system.ls(path, detail=False)
@@ -170,7 +171,8 @@ def names(uri: Uri) -> list[str]:
 
 
 def delete(uri: Uri) -> None:
-    """Delete an object or a folder, if it exists. A folder's list is deleted first, so that no reader sees a part of it."""
+    """Delete an object or a folder, if it exists. A folder's list is deleted first, so that no reader sees a part of
+    it."""
     with _asked(uri, "deleted") as (system, path):
         kind = _kind(system, path)
         if kind == "file":
@@ -185,8 +187,8 @@ def delete(uri: Uri) -> None:
 
 
 def write_folder(uri: Uri, source: Path) -> None:
-    """Upload the files in `source`, and then their list, without which readers see no folder. Of what was there before, only
-    the files that an older list names are deleted."""
+    """Upload the files in `source`, and then their list, without which readers see no folder. Of the files that were
+    there before, only those that an older list names are deleted."""
     older = _listed(uri) if uri.is_dir() else {}
     found = list(folders.walk(source))  # raises for what a checkpoint cannot contain, before anything is deleted
     with _asked(uri, "written") as (system, path):
@@ -225,21 +227,21 @@ def read_folder(uri: Uri, target: Path) -> bool:
             raise CheckpointError(f"{uri / MARKER} is damaged: {name!r} is listed as a file and a directory") from error
         with _asked(uri / name) as (system, path):
             size = system.info(path).get("size")
-            if size is not None:  # first: a damaged one may be too large for the disk
+            if size is not None:  # before the download, because a damaged object may be too large for the disk
                 folders.check_size(uri, name, size, listed)
             system.get_file(path, str(file))
         folders.check_entry(uri, name, folders.entry_of(file), listed)
     return all(entry.digest is not None for entry in listed.values())
 
 
-def _listed(uri: Uri) -> dict[str, Entry]:
+def _listed(uri: Uri) -> dict[str, FileEntry]:
     try:
         content = (uri / MARKER).read_bytes()
     except CheckpointError as error:
         raise CheckpointError(
-            f"there is no complete folder at {uri}: {MARKER}, which is written last and lists its files, is missing. "
-            "Either the upload was never finished, or another program wrote it: then copy it, and use "
-            "Checkpoint.from_directory"
+            f"there is no complete folder at {uri}: {MARKER}, which is written last and lists its files, is missing. Either "
+            "the upload was never finished, or another program wrote the folder: in that case, copy it to this machine, and "
+            "use Checkpoint.from_directory(copy)"
         ) from error
     return folders.parse_list(content, uri / MARKER)
 
@@ -249,8 +251,8 @@ def _listed(uri: Uri) -> dict[str, Entry]:
 
 @contextmanager
 def _asked(uri: Uri, done: str = "read") -> Iterator[tuple[Any, str]]:
-    """Yield the file system of a URI and the path in it. Translate the errors of fsspec and of stores, and mask the secrets
-    that these often contain."""
+    """Yield the file system of a URI and the path in it. Translate the errors of fsspec and of stores, and mask the
+    secrets that they often contain."""
     try:
         yield _system(uri)
     except (CheckpointError, ConfigError, ImportError, KeyboardInterrupt):
@@ -260,7 +262,7 @@ def _asked(uri: Uri, done: str = "read") -> Iterator[tuple[Any, str]]:
         if missing and done == "read":
             message = f"there is no checkpoint at {uri}"
         elif missing:
-            message = f"{uri} cannot be {done}: does the bucket or folder exist? ({text})"
+            message = f"{uri} cannot be {done}: check that the bucket or folder exists ({text})"
         else:
             message = f"{uri} cannot be {done} ({type(error).__name__}: {text})"
         raise CheckpointError(message) from cause_of(error, uri.text)
@@ -276,8 +278,8 @@ def _system(uri: Uri) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         text, cause = mask_message(str(error), uri.text), cause_of(error, uri.text)
         if isinstance(error, ImportError):
-            raise ImportError(f"{uri} needs one more package: {text}") from cause
-        raise ConfigError(f"{uri}: fsspec does not know this kind of storage ({text})") from cause
+            raise ImportError(f"{uri} needs another package: {text}") from cause
+        raise ConfigError(f"{uri}: fsspec does not support this kind of storage ({text})") from cause
     system.invalidate_cache()  # other processes write there too
     return system, str(path)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from raysgd.core.protocols import Backend
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import ConfigError
 from raysgd.torch.exchange import Exchange
 from raysgd.torch.options import TrainingOptions
@@ -26,7 +26,7 @@ class Strategy:
     wraps          whether models are wrapped in DistributedDataParallel
     """
 
-    make_backend: Callable[..., Backend]
+    make_backend: Callable[..., ProcessGroupBackend]
     make_exchange: Callable[[], Exchange] = Exchange
     wraps: bool = True
 

@@ -141,7 +141,7 @@ class Checkpoint:
         locations.write(target / folders.MARKER, folders.dump_list(entries))
         return str(target)
 
-    def _copy_to(self, target: Path) -> dict[str, folders.Entry]:
+    def _copy_to(self, target: Path) -> dict[str, folders.FileEntry]:
         if self._is_folder():
             with self._folder() as folder:
                 target.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from raysgd.callbacks.folder import folder_to_be
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least, start_limit_s
 from raysgd.core.policy import Recovery
-from raysgd.core.protocols import Backend, Call
+from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError
@@ -210,12 +210,12 @@ def make_engine(
     elastic: ElasticConfig,
     limits: Limits,
     hook: Callable[[], Any] | None,
-    make_backend: Callable[..., Backend],
+    make_backend: Callable[..., ProcessGroupBackend],
 ) -> Engine:
     """Return the engine, which starts its workers with the first call. If there can be several, connect to Ray, or start
     it. `make_backend` gets the driver's address as `host`."""
     settings = factory.settings
-    backend: Backend = SingleWorkerBackend()
+    backend: ProcessGroupBackend = SingleWorkerBackend()
     if settings.distributed:
         from raysgd.workers.cluster import driver_address, ensure_cluster
 

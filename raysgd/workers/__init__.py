@@ -1,1 +1,1 @@
-"""Processes that run calls on a replica. Only this package and `tune` import Ray. Both."""
+"""Run calls in worker processes. Only this package, `ray_data`, `tune` and `callbacks.ray_metrics` import Ray. Both."""

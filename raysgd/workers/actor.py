@@ -1,4 +1,4 @@
-"""The Ray actor: a replica host on the process's main thread, and the control client on its own thread. Worker."""
+"""Define the Ray actor: a replica host on the main thread, and the control client on its own thread. Worker."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from typing import Any
 
 from raysgd.core.connection import ControlAddress
 from raysgd.core.outcomes import Failed, Ok, Outcome
-from raysgd.core.protocols import Backend
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import described
 from raysgd.storage.durable import own_folder
+from raysgd.workers.blob import unpickled
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.replica_host import ReplicaHost
 
 __all__ = ["WorkerActor"]
 
 PR_SET_PDEATHSIG = 1
-# The driver makes Ray end a worker that it dismissed, which takes milliseconds. But Ray may not be running any more.
+# The driver makes Ray end a worker that it dismissed, which takes milliseconds, unless Ray is no longer running.
 LEAVE_S = 3.0
 
 
 class WorkerActor:
-    """One worker process. Its methods run one at a time on the main thread, which data loaders, signal handlers and user
-    code require; so `max_concurrency` must be 1."""
+    """One worker process. Its methods run one at a time on the main thread, which data loaders, signal handlers and
+    user code require; so `max_concurrency` must be 1."""
 
-    def __init__(self, worker: str, address: ControlAddress, backend: Backend) -> None:
+    def __init__(self, worker: str, address: ControlAddress, backend: ProcessGroupBackend) -> None:
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -62,7 +63,7 @@ class WorkerActor:
         """Perform a call whose Ray reference the user holds. Return its value, or raise its error."""
         outcome = self._host.perform(verb, arguments)
         if isinstance(outcome, Ok):
-            return outcome.value
+            return unpickled(outcome.value)
         if not isinstance(outcome, Failed):
             raise RuntimeError(f"the call was interrupted: {outcome}")
         if not isinstance(outcome.error, Exception):  # Ray handles KeyboardInterrupt, for example, in its own way
@@ -70,22 +71,23 @@ class WorkerActor:
         raise outcome.error
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        """Report a preemption notice to the driver, which removes this worker at a batch boundary. A second SIGTERM ends
-        the process."""
+        """Report a preemption notice to the driver, which removes this worker at a batch boundary. A second SIGTERM
+        ends the process."""
         if self._client.control.notice:
             os._exit(128 + signum)
         self._client.notice()
 
 
 def _share_temporary_folder() -> None:
-    """Let data-loader processes keep the sockets of `multiprocessing` in one folder of this worker's. Otherwise each of
-    them creates its own, which Python does not remove if that process is killed."""
+    """Let data-loader processes keep the sockets of `multiprocessing` in one folder of this worker. Otherwise each of
+    them creates its own folder, which Python does not remove if that process is killed."""
     process = multiprocessing.current_process()
     process._config = _SharedSettings(process._config)  # type: ignore[attr-defined]
 
 
 class _SharedSettings(dict[str, Any]):
-    """The settings of `multiprocessing`, which a new process copies before it starts. The first one creates the folder."""
+    """The settings of `multiprocessing`, which a new process copies before it starts. The first one creates the
+    folder."""
 
     def copy(self) -> dict[str, Any]:
         if self.get("tempdir") is None:
@@ -104,7 +106,8 @@ def _end_forks_with_this_process() -> None:
     """Make processes that are forked from this one end when it is killed. Call this once, on the main thread.
 
     Forked data-loader processes hold copies of the worker's sockets. If they outlived a killed worker, its peers would
-    not see these sockets close. Linux can send a signal when the parent ends, but its parent is the *thread* that forked:
+    not see these sockets close. Linux can send a signal when the parent ends, but its parent is the *thread* that
+    forked:
 
     main thread     ends only with the process, so the signal is SIGKILL
     other threads   the signal is one that programs ignore by default; its handler ends the process only if the worker has

@@ -1,4 +1,4 @@
-"""Bytes that are sent between the driver and its workers. Both."""
+"""Wrap bytes and pickled objects that are sent between the driver and its workers. Both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Blob:
 
 
 class PickledObject(Blob):
-    """A user's object (an operator class, a function), pickled once by value for all workers."""
+    """A user's object as bytes: an operator class or a function, pickled once for all workers, or what a call
+    returned."""
 
 
 def unpickled(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Connects to the Ray cluster, and asks it which resources are free, and which nodes are alive or draining. Both."""
+"""Connect to the Ray cluster, and ask it which resources are free, and which nodes are alive or draining. Both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from raysgd.config import WorkerResources
 from raysgd.errors import ClusterError, ConfigError
 from raysgd.workers import foreign
-from raysgd.workers.gcs import ask
+from raysgd.workers.gcs import GcsQuery, ask
 
 __all__ = [
     "alive_nodes",
@@ -107,14 +107,14 @@ def _given_address() -> str:
     if text in ("", "auto", "local") or "://" in text or (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         return text
     raise ConfigError(
-        f"the environment variable RAY_ADDRESS is {text!r}; it must be 'auto', 'local' or HOST:PORT. Correct it, or unset "
-        "it to use the cluster that runs on this machine, or a new one"
+        f"the environment variable RAY_ADDRESS is {text!r}; it must be 'auto', 'local' or HOST:PORT. Correct it, or unset it "
+        "to use the cluster that is running on this machine, or a new one"
     )
 
 
 def _running_here() -> str:
-    """Return the address of the cluster that this machine belongs to, or "local". A Ray that crashed leaves its address
-    behind, and connecting to it would take minutes to fail. So probe it first."""
+    """Return the address of the cluster that this machine belongs to, or "local". After a crash of Ray, its address is
+    still stored, and connecting to it would take minutes to fail. So probe it first."""
     address = foreign.address_of_this_machine()
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
@@ -221,26 +221,19 @@ def capacity(resources: WorkerResources) -> int:
     return sum(resources.fits(total) for total in alive_nodes().values())
 
 
-def within(limit_s: float, ask: Callable[[], T]) -> T | None:
-    """Return what `ask` returns, or None if it fails or takes longer. A Ray that has ended answers after a minute, if
-    ever."""
-    found: list[T] = []
-
-    def run() -> None:
-        try:
-            found.append(ask())
-        except Exception as error:
-            logger.debug("Ray did not answer: %s", error)
-
-    thread = threading.Thread(target=run, name="raysgd-ask", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return found[0] if found else None
+def within(limit_s: float, call: Callable[[], T]) -> T | None:
+    """Return what a call of Ray's functions returns, or None if it fails or takes longer. If Ray has ended, its functions
+    take a minute or never return."""
+    try:
+        return GcsQuery(call).result(limit_s)
+    except Exception as error:
+        logger.debug("Ray did not answer: %s", error)
+        return None
 
 
 def wait_for_room(resources: WorkerResources, room: int, ended: Sequence[Any]) -> None:
-    """Wait until these actors have ended and `room` more workers fit again, for at most 2.5 s. The wait for room is short
-    once the actors have ended, because others may take that room before this process sees it."""
+    """Wait until these actors have ended and `room` more workers fit again, for at most 2.5 s. Once the actors have
+    ended, the wait is short, because other programs may take that room before this process sees it."""
     import ray
 
     def wait() -> None:

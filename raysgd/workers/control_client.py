@@ -1,8 +1,7 @@
-"""The worker's end of the control channel: sends heartbeats and progress, and obeys stop requests. Worker.
+"""Serve the worker's end of the control channel: send heartbeats and progress, carry out stop requests. Worker.
 
-It is a thread with blocking sockets beside the training thread. asyncio would add nothing here: there is one connection
-to read, and everything is sent by the threads that have something to send.
-"""
+The client is a thread with blocking sockets beside the training thread. asyncio would add nothing, because there is
+only one connection to read, and each thread sends its own messages."""
 
 from __future__ import annotations
 
@@ -51,17 +50,18 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 DRIVER_GONE = 78
-DEEPEST = 100  # frames of a stack: an import alone can have dozens
+DEEPEST = 100  # frames of a stack, of which an import alone can have dozens
 
 BULK_S = 600.0  # for the driver to take any few MB of a large message: it may be suspended for a while
 
-# What a progress message carries of the metrics: text of this many characters, this many bytes in all.
+# Limits on the metrics in a progress message: characters of one text, bytes of all metrics, bits of one integer.
 LONGEST_TEXT, LONGEST_BRIEF, LARGEST_INT_BITS = 200, 64_000, 64
 
 
 class ControlClient:
-    """Owns the worker's control connection, one thread that reads it, and one bulk connection, which is opened when it is
-    first needed. Knows the control desk and how to abort a collective, and nothing of training."""
+    """Owns the worker's control connection, the thread that reads it, the `Control` of the training thread, and one
+    bulk connection, which is opened when it is first needed. Knows how to abort a collective, and nothing else of
+    training."""
 
     def __init__(
         self,
@@ -73,34 +73,34 @@ class ControlClient:
     ) -> None:
         self._address, self._worker = address, worker
         self._abort, self._dismissed = abort, dismissed
-        self._sending = threading.Lock()
+        self._send_lock = threading.Lock()
         self._socket = connect(address, Hello(worker, node, os.getpid()))
         self._socket.settimeout(SEND_S)
         self._bulk: socket.socket | None = None
-        self._bulk_free = threading.Lock()
+        self._bulk_lock = threading.Lock()
         os.register_at_fork(after_in_child=self._forget_bulk)
-        self._room = selectors.DefaultSelector()
-        self._room.register(self._socket, selectors.EVENT_WRITE)
+        self._writable = selectors.DefaultSelector()
+        self._writable.register(self._socket, selectors.EVENT_WRITE)
         self.control = Control(self._publish)
         self.on_end: Callable[[], None] = lambda: None
         self.generation = -1
         self.call = -1
-        self._turning = threading.Lock()
+        self._call_lock = threading.Lock()
         self._main = threading.main_thread().ident or 0
         self._open = True
         threading.Thread(target=self._listen, name="raysgd-control", daemon=True).start()
 
     def begin(self, call: int) -> None:
-        """What was asked of an earlier call means nothing any more. What is asked of this one counts from here on: a
-        stop may be agreed on before its work has begun."""
-        with self._turning:
+        """Begin a call. Requests for earlier calls no longer apply. Requests for this one apply from now on, because
+        all ranks may agree on a boundary before its work has begun."""
+        with self._call_lock:
             self.control.withdraw()
             self.call = call
 
     def notice(self) -> None:
-        """This worker was told that it will be stopped soon."""
+        """Report that this worker will be stopped soon."""
         self.control.notice = True
-        # Called from a signal handler on the training thread, which may hold the connection's lock this very moment.
+        # A signal handler on the training thread calls this, and that thread may hold the connection's lock right now.
         threading.Thread(target=self._send, args=(PreemptionNotice(),), daemon=True).start()
 
     def upload(self, message: SnapshotUpload, body: bytes | memoryview) -> None:
@@ -108,10 +108,10 @@ class ControlClient:
         self.deliver(replace(message, partial=brief(message.partial)), body)
 
     def deliver(self, message: SnapshotUpload | FunctionReport | StartDealer, body: bytes | memoryview) -> None:
-        """Send a message that must not be lost with this process. Return when the driver has the whole of it."""
-        with self._bulk_free:
-            bulk, self._bulk = self._bulk, None  # kept only if all goes well: Ctrl-C may end this at any line
-            if bulk is not None and not _is_idle(bulk):  # something between the machines has ended it meanwhile
+        """Send a message that must not be lost with this process. Return when the driver has received all of it."""
+        with self._bulk_lock:
+            bulk, self._bulk = self._bulk, None  # stored again at the end, because Ctrl-C may end this at any line
+            if bulk is not None and not _is_idle(bulk):  # a device between the machines has closed it meanwhile
                 bulk.close()
                 bulk = None
             if bulk is None:
@@ -126,17 +126,18 @@ class ControlClient:
             self._bulk = bulk
 
     def _forget_bulk(self) -> None:
-        """In a forked process: the connection and its lock belong to the parent."""
-        self._bulk, self._bulk_free = None, threading.Lock()
+        """Drop the bulk connection and its lock in a forked process, because they belong to the parent."""
+        self._bulk, self._bulk_lock = None, threading.Lock()
 
     def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
-        """Skipped while the driver does not read: a later message says the same, and training must not wait for it."""
-        if self._room.select(0):
+        """Send progress, unless the driver does not read at the moment: training must not wait for it, and a later
+        message will replace this one."""
+        if self._writable.select(0):
             self._send(ProgressReport(self.call, progress, brief(partial)))
 
     def _send(self, message: Message) -> None:
         try:
-            with self._sending:
+            with self._send_lock:
                 send(self._socket, message)
         except OSError:
             if self._open:
@@ -156,20 +157,20 @@ class ControlClient:
                 self._driver_gone()
                 return
             try:
-                self._obey(message)
-            except Exception:  # without this thread the driver would take the worker for a stopped process
+                self._handle(message)
+            except Exception:  # without this thread, the driver would treat the process as stopped
                 logger.exception("%s could not be carried out", type(message).__name__)
 
-    def _obey(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if isinstance(message, Interrupt):
             if message.generation >= self.generation:
                 self.control.interrupt()
                 self._abort()
         elif isinstance(message, ProposeBoundary):
-            with self._turning:
-                mine = message.call == self.call
-                accepted = mine and self.control.propose(message.step)
-                begun = self.control.begun if mine else -1
+            with self._call_lock:
+                current = message.call == self.call
+                accepted = current and self.control.propose(message.step)
+                begun = self.control.begun if current else -1
             self._send(BoundaryAnswer(message.round, accepted, begun))
         elif isinstance(message, ConfirmBoundary):
             self.control.confirm()
@@ -184,22 +185,22 @@ class ControlClient:
             self._dismissed()
 
     def _stack(self) -> list[str]:
-        """The training thread's frames, innermost first."""
+        """Return the training thread's frames, innermost first."""
         frame = sys._current_frames().get(self._main)
         return [f"{f.filename}:{f.lineno} {f.name}" for f in reversed(traceback.extract_stack(frame))][:DEEPEST]
 
     @staticmethod
     def _kill(pid: int) -> None:
-        """A worker on the same machine hangs: only a neighbour can end it at once."""
+        """Kill another worker on this machine, which hangs. The driver, on another machine, could not do so at once."""
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            logger.info("process %d was gone already", pid)
+            logger.info("process %d had ended already", pid)
 
     def _driver_gone(self) -> None:
         if self._open:
             self.on_end()
-            os._exit(DRIVER_GONE)  # nobody is left to answer to, and the main thread may be stuck in a collective
+            os._exit(DRIVER_GONE)  # the driver has ended, and the main thread may be stuck in a collective
 
 
 def _is_idle(connection: socket.socket) -> bool:
@@ -215,9 +216,10 @@ def _is_idle(connection: socket.socket) -> bool:
 
 
 def brief(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return what progress messages carry of a result: its counts, and numbers and short strings up to 64 kB in all.
+    """Return the part of a result that progress messages contain: its counts, and numbers and short strings up to 64
+    kB.
 
-    Everything else (long strings, tables, more metrics than that) reaches the driver with the call's own result.
+    Everything else (long strings, tables, more metrics than that) reaches the driver with the call's result.
     """
     if result is None:
         return None
@@ -234,9 +236,9 @@ def brief(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _as_python(value: Any) -> Any:
-    """Return Python's number for one of NumPy's."""
-    is_numpys = type(value).__module__ == "numpy" and isinstance(value, numbers.Number)
-    return value.item() if is_numpys else value
+    """Return a NumPy number as a Python number, and any other value as it is."""
+    from_numpy = type(value).__module__ == "numpy" and isinstance(value, numbers.Number)
+    return value.item() if from_numpy else value
 
 
 def _is_brief(value: Any) -> bool:

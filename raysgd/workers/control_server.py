@@ -1,4 +1,4 @@
-"""The driver's end of the control channel: admits workers' connections, and turns what they send into events. Driver."""
+"""Serve the driver's end of the control channel: admit workers, and turn what they send into events. Driver."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 ENDED = "its process ended (its control connection was closed)"
 
-# Limits on what a client without the token can hold: this many connections, each for this long, each with one token's
-# worth of bytes. A worker sends its first message at once.
+# A client without the token can hold at most this many connections, each for this long, and the server reads no more
+# than a token from each. A worker sends its first message at once.
 ADMISSION_S = 5.0
 UNADMITTED_AT_MOST = 128
 
@@ -64,7 +64,7 @@ LOG_LINES, LOG_EVERY_S = 5, 30.0
 
 
 class _Peer:
-    """One connection in the control thread: not admitted yet, or a worker's control connection (`worker` says whose)."""
+    """One connection in the control thread: not admitted yet, or the control connection of `worker`."""
 
     def __init__(self, connection: socket.socket, address: Any) -> None:
         self.connection = connection
@@ -77,17 +77,16 @@ class _Peer:
 
 
 class ControlServer:
-    """Owns the listening socket, all connections of workers, and the control thread. Turns what comes in into events, and
-    decides nothing.
+    """Owns the listening socket, all connections of workers, and the control thread. Turns what workers send into
+    events, and decides nothing.
 
-    The control thread runs an asyncio loop: it authenticates every connection, and reads the control connections. A bulk
-    connection gets a thread of its own once it is admitted, and a checkpoint's connection goes to its receiver, so
+    The control thread runs an asyncio loop: it authenticates every connection, and reads the control connections. A
+    bulk connection gets a thread of its own once it is admitted, and a checkpoint's connection goes to its receiver, so
     that no transfer delays a heartbeat.
 
-    A control connection that ends is a `WorkerEnded` event within milliseconds of the process's end, usually before Ray reports
-    it. One whose other machine does not acknowledge anything for `unreachable_s` ends too. Whatever one connection sends,
-    an error ends that connection only.
-    """
+    When a process ends, so does its control connection, which is a `WorkerEnded` event within milliseconds, usually
+    before Ray reports the end. A connection also ends if the other machine acknowledges nothing for `unreachable_s`.
+    Whatever one connection sends, an error ends only that connection."""
 
     def __init__(self, events: queue.SimpleQueue[Event], host: str) -> None:
         self.token = secrets.token_hex(TOKEN_BYTES // 2)
@@ -99,14 +98,14 @@ class ControlServer:
         self._expected: dict[str, Callable[[socket.socket], None]] = {}
         # Reentrant, like the next one: a signal handler may run while the main thread holds it.
         self._expecting = threading.RLock()
-        self._heard_at: dict[str, float] = {}
+        self._received_at: dict[str, float] = {}  # when each worker last sent something
         self._sending = threading.RLock()
         self._refusals = _Refusals()
         self._listener = _listen(host)
         self._listener.setblocking(False)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
-        self._short_of_resources = False  # logged once, until it is over
-        self._loop = asyncio.SelectorEventLoop()  # also where the user has set another event loop policy
+        self._short_of_resources = False  # logged once, until connections can be accepted again
+        self._loop = asyncio.SelectorEventLoop()  # even if the user has set another event loop policy
         self._loop.set_exception_handler(_log_unexpected)
         self._thread = threading.Thread(target=self._run, name="raysgd-control", daemon=True)
         self._thread.start()
@@ -118,8 +117,8 @@ class ControlServer:
     # -- any thread -----------------------------------------------------------------------------------
 
     def send(self, worker: str, message: Message) -> bool:
-        """Send a message to a worker. Return False when it has no connection, which is or will be a `WorkerEnded` event. Never
-        block."""
+        """Send a message to a worker without blocking. Return False if it has no connection, which is or will be
+        reported as a `WorkerEnded` event."""
         peer = self._workers.get(worker)
         if peer is None:
             return False
@@ -137,20 +136,20 @@ class ControlServer:
 
     def silent_for(self, worker: str) -> float:
         """Return the seconds since the worker last sent anything (it does so every second)."""
-        heard = self._heard_at.get(worker)
-        return 0.0 if heard is None else time.monotonic() - heard
+        at = self._received_at.get(worker)
+        return 0.0 if at is None else time.monotonic() - at
 
     def disconnect(self, worker: str) -> None:
-        """Forget a worker that is not needed any more: the end of its connection is no event."""
+        """Forget a worker that is no longer needed, so that the end of its connection is not an event."""
         peer = self._workers.pop(worker, None)
-        self._heard_at.pop(worker, None)
+        self._received_at.pop(worker, None)
         if peer is not None:
             with contextlib.suppress(OSError), self._sending:
                 send_now(peer.connection, Bye())
 
     def expect_checkpoint(self, take: Callable[[socket.socket], None]) -> str:
-        """Return the name of a new save. `take` is called in the control thread with every connection that names it, in
-        blocking mode, and owns that; it must not block."""
+        """Return the name of a new save. The control thread calls `take` with every connection that names it. `take`
+        owns the connection, which is in blocking mode, but must not block itself."""
         save = secrets.token_hex(TOKEN_BYTES // 2)
         with self._expecting:
             self._expected[save] = take
@@ -194,8 +193,8 @@ class ControlServer:
         self._loop.call_later(1.0, self._summarize)
 
     def _accept(self) -> None:
-        """Accept one connection. The loop serves all others before it accepts the next one, so that a worker that has sent
-        its first message is admitted before newer connections push it out."""
+        """Accept one connection. The loop serves all others before it accepts the next one, so that a worker that has
+        sent its first message is admitted before newer connections take its place."""
         try:
             connection, address = self._listener.accept()
         except OSError as error:
@@ -221,7 +220,8 @@ class ControlServer:
             self._refuse(oldest, f"more than {UNADMITTED_AT_MOST} connections were waiting to be admitted")
 
     def _pause_accepting(self, error: OSError) -> None:
-        """The waiting connection stays in the kernel's queue, so the listener would be ready again at once."""
+        """Stop accepting connections for a while. The waiting connection stays in the kernel's queue, so the listener
+        would be ready again at once."""
         if not self._short_of_resources:
             logger.warning("cannot accept connections of workers (%s): trying again every %g s", error, ACCEPT_PAUSE_S)
         self._short_of_resources = True
@@ -229,7 +229,7 @@ class ControlServer:
         self._loop.call_later(ACCEPT_PAUSE_S, self._loop.add_reader, self._listener, self._accept)
 
     def _refuse(self, peer: _Peer, why: str) -> None:
-        """Close a connection that is not admitted, for this reason."""
+        """Close a connection that is not admitted yet, for this reason."""
         self._unadmitted.pop(peer, None)
         peer.refused = why
         if peer.task is not None:
@@ -274,8 +274,8 @@ class ControlServer:
             peer.deadline.cancel()
 
     async def _first_message(self, peer: _Peer) -> Message:
-        """Admit the connection, and return its first message. Before the token is complete and verified, not one byte
-        behind it is read."""
+        """Admit the connection, and return its first message. Nothing behind the token is read before the token is
+        complete and verified."""
         token = await self._exactly(peer, TOKEN_BYTES)
         if not hmac.compare_digest(token, self.token.encode()):
             raise ValueError("it does not have this trainer's token")
@@ -291,17 +291,17 @@ class ControlServer:
         worker = hello.worker
         peer.connection.send(framed(Admitted()))
         peer.worker = worker
-        self._heard_at[worker] = time.monotonic()
+        self._received_at[worker] = time.monotonic()
         self._workers[worker] = peer
         self._events.put(WorkerStarted(worker, hello.node, hello.pid))
         while True:
             message = await self._message(peer)
             if self._workers.get(worker) is not peer:
                 continue  # `disconnect` was called
-            self._heard_at[worker] = time.monotonic()
+            self._received_at[worker] = time.monotonic()
             if not isinstance(message, Alive):
                 self._events.put(MessageReceived(worker, message))
-            await asyncio.sleep(0)  # a worker that sends without pause does not keep the loop from the others
+            await asyncio.sleep(0)  # so that a worker that sends without pause does not delay the others
 
     async def _message(self, peer: _Peer) -> Message:
         header, body = sizes(await self._exactly(peer, PREFIX.size))
@@ -310,7 +310,8 @@ class ControlServer:
         return decode(await self._exactly(peer, header))
 
     async def _exactly(self, peer: _Peer, size: int) -> bytes:
-        """asyncio's StreamReader would read ahead, past the token and into what a handed-over connection carries."""
+        """Return the next `size` bytes. (asyncio's StreamReader would read ahead: past the token, and into what follows
+        the first message of a connection that is handed over.)"""
         data = bytearray()
         while len(data) < size:
             try:
@@ -345,7 +346,7 @@ class ControlServer:
         self._end(peer)
 
     def _receive(self, peer: _Peer, worker: str) -> None:
-        """The thread of a bulk connection."""
+        """Receive the messages of a bulk connection, on its own thread."""
         connection = peer.connection
         try:
             while True:
@@ -401,5 +402,5 @@ def _log_unexpected(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
 def _listen(host: str) -> socket.socket:
     try:
         return socket.create_server((host, 0), backlog=BACKLOG)
-    except OSError:  # the address that others know this machine by is not one of its own (NAT): listen on all
+    except OSError:  # behind NAT, the address that other machines use is not one of this machine: listen on all
         return socket.create_server(("", 0), backlog=BACKLOG)

@@ -1,4 +1,4 @@
-"""The events that a group reports to the engine, in the order in which they happened. Driver."""
+"""Define the events that a group of workers reports to the engine, in the order in which they happen. Driver."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CallEnded:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """A worker's process ended, or cannot be reached any more. It has failed, unless it was dismissed."""
+    """A worker's process ended, or can no longer be reached. The worker has failed, unless it was dismissed."""
 
     worker: str
     cause: str

@@ -1,8 +1,7 @@
-"""All private names of Ray that raysgd uses. Both.
+"""Wrap all private names of Ray that raysgd uses. Both.
 
-Checked with Ray 2.60. `tests/test_foreign.py` calls every function here, and names the first private name that a new version
-of Ray no longer has.
-"""
+Checked with Ray 2.60. `tests/test_foreign.py` calls every function here, and names the first private name that a new
+version of Ray no longer has."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ __all__ = ["address_of_this_machine", "draining_nodes", "free_resources_by_node"
 
 
 def address_of_this_machine() -> str:
-    """Return the address of the cluster that was last started on this machine, "" if there is none. Its Ray may have ended."""
+    """Return the address of the cluster that was last started on this machine, which may have ended, "" if there is
+    none."""
     from ray._private.utils import read_ray_address
 
     return str(read_ray_address() or "")
@@ -28,15 +28,16 @@ def free_resources_by_node() -> dict[str, dict[str, float]]:
 
 
 def logs_folder() -> Path | None:
-    """Return the folder in which Ray keeps the output of this machine's workers, or None if this process started no Ray."""
+    """Return the folder in which Ray keeps the output of this machine's workers, or None if this process started no
+    Ray."""
     from ray._private.worker import _global_node
 
     return None if _global_node is None else Path(_global_node.get_logs_dir_path())
 
 
 def draining_nodes() -> set[str]:
-    """Return the nodes that will be removed soon (preemption, downscaling); none if this Ray cannot tell. This waits for
-    the GCS: see `gcs`."""
+    """Return the nodes that will be removed soon (preemption, downscaling); none if this Ray cannot tell. This waits
+    for the GCS: see `gcs`."""
     import ray
 
     ask = getattr(ray._private.state.state, "get_draining_nodes", None)

@@ -1,4 +1,4 @@
-"""Queries Ray's control service (GCS) with a time limit, in case it does not answer. Both."""
+"""Query Ray's control service (GCS) with a time limit, in case it does not answer. Both."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ RAY_SETTING, RAY_DEFAULT_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 60.0
 
 
 def gcs_limit_s() -> float:
-    """Return the time limit for answers of the GCS: half of the time after which Ray ends this process, so that there is
-    time left for `save()`."""
+    """Return the time limit for answers of the GCS: half of the time after which Ray ends this process, so that there
+    is time left for `save()`."""
     return float(os.environ.get(RAY_SETTING, RAY_DEFAULT_S)) / 2
 
 
@@ -35,7 +35,7 @@ def require_ray(session: str | None = None) -> str:
     if now is None or (session is not None and now != session):
         raise NotActiveError(
             "this process is no longer connected to the Ray cluster of the trainer's workers: ray.shutdown() was called, "
-            "which ended the workers. To continue, make a new trainer, and load what you saved"
+            "which ended the workers. To continue, create a new trainer, and load what you saved"
         )
     return now
 
@@ -81,7 +81,7 @@ class GcsQuery(Generic[T]):
 
 
 def ask(call: Callable[[], T], *, limit_s: float | None = None) -> T:
-    """Return what a call to the GCS returns; see `GcsQuery`."""
+    """Call a function of Ray that asks the GCS, and return what it returns. Raise `ClusterError` after the limit."""
     return GcsQuery(call).result(gcs_limit_s() if limit_s is None else limit_s)
 
 

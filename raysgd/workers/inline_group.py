@@ -1,5 +1,4 @@
-"""A group of one worker in the driver's own process, without Ray or a network. It has the same interface as `RayGroup`,
-and makes debugging easy. Driver."""
+"""Run one worker in the driver's own process, without Ray or a network, which makes debugging easy. Driver."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 
 from raysgd.core.messages import FunctionReport, Message, ProgressReport, StartDealer
 from raysgd.core.progress import Control, Progress
-from raysgd.core.protocols import Backend
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.ray_data.reader import RowReader, local_row_reader
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
@@ -19,12 +18,12 @@ __all__ = ["InlineGroup"]
 
 
 class InlineGroup:
-    """Owns the worker, which runs each call inside `submit`. Progress goes straight to `listener`, because `poll` cannot
-    be called meanwhile."""
+    """Owns the worker, which runs each call inside `submit`. Progress goes directly to `listener`, because `poll`
+    cannot be called meanwhile. The interface is that of `RayGroup`."""
 
     elastic = False
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: ProcessGroupBackend) -> None:
         self.listener: Callable[[Event], None] = lambda event: None
         self._worker = "inline"
         self._control = Control(self._publish)
@@ -49,10 +48,10 @@ class InlineGroup:
         return self._calls
 
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
-        raise RuntimeError("the inline worker is this process, and has no Ray references to give")
+        raise RuntimeError("the inline worker is this process, so there are no Ray references: pass use_ray=True")
 
     def rows(self, dataset: Any) -> RowReader:
-        """Return a reader for a Ray Dataset; the same one for the same data set."""
+        """Return a reader for a Ray Dataset. The same dataset has the same reader."""
         if id(dataset) not in self._rows:
             self._rows[id(dataset)] = local_row_reader("given", dataset, None), dataset
         return self._rows[id(dataset)][0]
@@ -66,10 +65,10 @@ class InlineGroup:
         return events
 
     def send(self, worker: str, message: Message) -> bool:
-        return False  # this thread trains, and no other one could receive it
+        return False  # this thread is training, and no other thread could receive the message
 
     def kill(self, worker: str) -> None:
-        raise RuntimeError("the inline worker is this process; it cannot be killed")
+        raise RuntimeError("the inline worker is this process and cannot be killed")
 
     def dismiss(self, worker: str) -> None:
         self._host.perform("close", {})
@@ -97,16 +96,16 @@ class InlineGroup:
         return 0.0
 
     def set_patience(self, unreachable_s: float) -> None:
-        """This process can always be reached."""
+        """Do nothing, because this process can always be reached."""
 
     def releasing(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: this group holds no resources of a cluster."""
+        """Do nothing, because this group holds no resources of a cluster."""
         return contextlib.nullcontext()
 
     def stop(self) -> None:
         if self._launched:
             self.dismiss(self._worker)
-        self._rows = {}  # reading a data set ends with the last reference to its reader
+        self._rows = {}  # reading a dataset ends with the last reference to its reader
 
     def _deliver(self, message: FunctionReport | StartDealer, body: Any) -> None:
         self.listener(MessageReceived(self._worker, message, body))

@@ -1,4 +1,4 @@
-"""Processes of this machine: checks whether they have ended, and ends them. Driver."""
+"""Check whether processes of this machine have ended, and end them. Driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group of workers that are Ray actors: launches them, calls them, receives their events, ends them. Driver."""
+"""Run workers as Ray actors: launch them, call them, receive their events, end them. Driver."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from raysgd.config import WorkerResources
 from raysgd.core.messages import KillProcess, Message, StartDealer
-from raysgd.core.outcomes import Failed, Outcome
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.policy import OUT_OF_STEP
-from raysgd.core.protocols import Backend
-from raysgd.errors import NotActiveError
+from raysgd.core.protocols import ProcessGroupBackend
+from raysgd.errors import NotActiveError, described
 from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader, start_dealer
 from raysgd.ray_data.splits import no_room_for_data
 from raysgd.workers import cluster
 from raysgd.workers.actor import WorkerActor
-from raysgd.workers.blob import Blob
+from raysgd.workers.blob import Blob, unpickled
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.foreign import draining_nodes
@@ -40,11 +40,9 @@ logger = logging.getLogger("raysgd")
 
 SMALL = 1 << 16
 # What gloo writes when it ends a process because the ranks are in different collective calls.
-MISMATCH = re.compile(r"(?P<library>gloo)\S*\] (?P<what>op\.preamble[^\n]*collective mismatch[^\n]*)")
+MISMATCH = re.compile(r"gloo\S*\] (?P<what>op\.preamble[^\n]*collective mismatch[^\n]*)")
 ANSWER_S = 1.0
-
-
-# Ray ends a worker within milliseconds. Where it does not, a worker ends itself after LEAVE_S in actor.py.
+# Ray ends a worker within milliseconds. If it does not, a worker ends itself after LEAVE_S in actor.py.
 LEAVE_S = 8.0
 DRAIN_LOOK_S = 2.0
 UNANSWERED_S = 2.0
@@ -62,12 +60,12 @@ class _Handle:
 class RayGroup:
     """Owns the actor handles, the control server and one queue of events. Decides nothing.
 
-    Each worker is an actor with resources of its own. (A placement group could not be resized.) So growing never moves a
-    survivor."""
+    Each worker is an actor with its own resources, because a placement group could not be resized. So growing never
+    moves a survivor."""
 
     elastic = True
 
-    def __init__(self, backend: Backend, resources: WorkerResources) -> None:
+    def __init__(self, backend: ProcessGroupBackend, resources: WorkerResources) -> None:
         import ray
 
         cluster.ensure_cluster()
@@ -75,7 +73,7 @@ class RayGroup:
         self._backend, self._resources = backend, resources
         self._handles: dict[str, _Handle] = {}
         self._calls = itertools.count(1)
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # a signal handler may use it, too
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # reentrant, because a signal handler may use it
         self._arrived: deque[Event] = deque()
         self._ready: list[Event] = []
         self._here = ray.get_runtime_context().get_node_id()
@@ -155,29 +153,29 @@ class RayGroup:
 
         error = done.exception()
         if error is None:
-            self._events.put(CallEnded(worker, call, done.result()))
+            self._events.put(CallEnded(worker, call, _with_value(done.result())))
         elif isinstance(error, (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)):
             self._events.put(WorkerEnded(worker, _first_line(error)))
         else:  # the outcome cannot be unpickled here, but the worker has not failed
             self._events.put(CallEnded(worker, call, Failed(error, str(error))))
 
     def poll(self, timeout: float) -> list[Event]:
-        """Return what has happened, and wait up to `timeout` for the first event. A worker's end is reported once. An error
-        on the way (no room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
+        """Return what has happened, and wait up to `timeout` for the first event. A worker's end is reported once. An
+        error here (no room for a dealer, Ctrl-C) loses at most the event that it belongs to."""
         with contextlib.suppress(queue.Empty):
             self._arrived.append(self._events.get(timeout=timeout if not self._arrived else 0.0))
             while True:
                 self._arrived.append(self._events.get_nowait())
         while self._arrived:
             event = self._arrived.popleft()
-            if self._fresh(event):
+            if self._note(event):
                 self._ready.append(self._explained(event))
         ready, self._ready = self._ready, []
         return ready
 
     def _explained(self, event: Event) -> Event:
-        """Return the event with the cause from the process's standard error, if gloo ended the process because a peer sent
-        data of another size than expected."""
+        """Return the event, with the cause from the process's standard error if gloo ended the process because a peer
+        sent data of an unexpected size."""
         if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
         handle = self._handles[event.worker]
@@ -185,10 +183,10 @@ class RayGroup:
         found = MISMATCH.search(text)
         if found is None:
             return event
-        cause = f"its process was ended by {found['library']} ({found['what']})"
-        return WorkerEnded(event.worker, cause, OUT_OF_STEP)
+        return WorkerEnded(event.worker, f"its process was ended by gloo ({found['what']})", OUT_OF_STEP)
 
-    def _fresh(self, event: Event) -> bool:
+    def _note(self, event: Event) -> bool:
+        """Update what is known about the worker. Return whether to report the event."""
         handle = self._handles.get(event.worker)
         if handle is None:
             self.control.disconnect(event.worker)  # it started after it was dismissed
@@ -209,7 +207,7 @@ class RayGroup:
     # -- data -----------------------------------------------------------------------------------------
 
     def rows(self, dataset: Any) -> RowReader:
-        """Return a reader for a Ray Dataset; the same one for the same data set."""
+        """Return a reader for a Ray Dataset. The same dataset has the same reader."""
         from ray import cloudpickle
 
         name = f"{DEALER}-{self._mark}-given-{id(dataset)}"
@@ -218,7 +216,7 @@ class RayGroup:
         return RowReader(RemoteDealer(name))
 
     def _start_dealer(self, name: str, packed: bytes) -> None:
-        """Start the process that reads a data set for all workers, unless it is running."""
+        """Start the process that reads a dataset for all workers, unless it is running."""
         if name not in self._dealers:
             nodes = [handle.node for handle in self._handles.values() if handle.node and not handle.ended]
             no_room_for_data(nodes, self._resources.cpus, "a Ray Dataset")
@@ -248,9 +246,9 @@ class RayGroup:
         if handle.process is not None:
             handle.process.kill()
         elif handle.pid:
-            for neighbour, other in self._handles.items():
-                if neighbour != worker and other.node == handle.node and not other.ended:
-                    self.send(neighbour, KillProcess(handle.pid))
+            for name, other in self._handles.items():
+                if name != worker and other.node == handle.node and not other.ended:
+                    self.send(name, KillProcess(handle.pid))
         self._end_actor(handle.actor)
 
     def _end(self, worker: str) -> None:
@@ -259,7 +257,7 @@ class RayGroup:
         self._end_actor(self._handles[worker].actor)
 
     def _end_actor(self, actor: Any) -> None:
-        """Make Ray end an actor. If Ray is not running any more, a worker that was disconnected ends itself."""
+        """Make Ray end an actor. If Ray is no longer running, a worker that was disconnected ends itself."""
         try:
             require_ray(self._session)
         except NotActiveError:
@@ -267,7 +265,7 @@ class RayGroup:
         cluster.end_actor(actor)
 
     def dismiss(self, worker: str) -> None:
-        """End a worker that is no longer needed, and free its resources at once."""
+        """End a worker that is no longer needed, and free its resources."""
         handle = self._handles.get(worker)
         if handle is None:
             return
@@ -276,12 +274,12 @@ class RayGroup:
         self._leaving = [process for process in self._leaving if not process.ended]
         if handle.process is not None:
             self._leaving.append(handle.process)
-        self._handles.pop(worker, None)  # last, so that Ctrl-C before it leaves no worker without a handle
+        self._handles.pop(worker, None)  # last, so that Ctrl-C cannot leave a worker without a handle
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
-        """Wait, on exit, until Ray shows the resources of workers that were dismissed meanwhile as free, because the next
-        line of the user's script may need them."""
+        """Wait, on exit, until Ray shows that the resources of workers that were dismissed meanwhile are free, because
+        the next line of the user's script may need them."""
         held = {worker: h.actor for worker, h in self._handles.items() if h.node and not h.ended}
         room = cluster.within(ANSWER_S, self.room) if held and self._resources.as_dict() else None
         yield
@@ -305,7 +303,7 @@ class RayGroup:
     # -- the cluster ----------------------------------------------------------------------------------
 
     def room(self) -> int:
-        self.draining()  # raises an error at once if it is known that Ray does not answer
+        self.draining()  # raises an error at once if Ray is known not to answer
         return cluster.room_for(self._resources)
 
     def capacity(self) -> int:
@@ -333,10 +331,20 @@ class RayGroup:
         return self._draining
 
     def is_node_alive(self, node: str) -> bool:
-        """Return whether the node is alive; True also if Ray does not answer."""
+        """Return whether the node is alive. Return True also if Ray does not answer."""
         if self._drain_query is not None and not self._drain_query.answered and self._drain_query.age_s > UNANSWERED_S:
             return True
         return cluster.is_node_alive(node)
+
+
+def _with_value(outcome: Outcome) -> Outcome:
+    """Return the outcome with its value unpickled, or the error if that fails."""
+    if not isinstance(outcome, Ok | Interrupted):
+        return outcome
+    try:
+        return replace(outcome, value=unpickled(outcome.value))
+    except BaseException as error:  # the user's classes may raise anything
+        return Failed(error, described(error), outcome.progress)
 
 
 def _first_line(error: BaseException) -> str:

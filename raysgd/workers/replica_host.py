@@ -1,5 +1,7 @@
-"""Hosts a replica in a worker: performs calls on it, and returns their outcomes. The same in a Ray actor and in the
-driver's own process. Worker."""
+"""Host a replica in a worker: perform calls on it, and return their outcomes. Worker.
+
+The worker can be a Ray actor or the driver's own process.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,16 @@ from typing import Any
 from raysgd.core.hang import collective_name, is_user_frame
 from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome
 from raysgd.core.progress import Control, Progress
-from raysgd.core.protocols import Backend, Call, Replica, ReplicaFactory
+from raysgd.core.protocols import Call, ProcessGroupBackend, Replica, ReplicaFactory
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import described, shown, text_of
-from raysgd.workers.blob import Blob, unpickled
+from raysgd.workers.blob import Blob, PickledObject, unpickled
 
 __all__ = ["ReplicaHost"]
 
 logger = logging.getLogger(__name__)
 
-# The user's code determines what these calls return. A value that cannot be pickled must not look like a worker failure.
-USER_VALUES = {"train", "validate", "apply", "apply_operator"}
-
-# What part of the user's code a verb, or a method of the replica, calls, for messages.
+# The part of the user's code that a verb, or a method of the replica, calls, for messages.
 CALLED = {
     "prepare": "the initialization hook",
     "build": "the set-up",
@@ -43,11 +42,11 @@ PACKAGE = Path(__file__).resolve().parent.parent
 class ReplicaHost:
     """Owns one replica. `perform` returns an outcome for every call, and raises nothing.
 
-    A rank whose own code raised leaves the generation at once, so that the collective calls of its peers fail instead of
-    waiting for it. `remote` is False if outcomes do not leave this process.
+    A rank whose own code raised an error leaves the generation at once, so that the collective calls of its peers fail
+    instead of waiting for it. `remote` is False if outcomes do not leave this process.
     """
 
-    def __init__(self, backend: Backend, control: Control, *, remote: bool = True) -> None:
+    def __init__(self, backend: ProcessGroupBackend, control: Control, *, remote: bool = True) -> None:
         self._backend = backend
         self._control = control
         self._remote = remote
@@ -59,12 +58,12 @@ class ReplicaHost:
         try:
             value = self._method(verb)(**{name: _opened(value) for name, value in arguments.items()})
             if verb == "run":
-                value = self._sendable(arguments["call"], value)
+                value = self._sendable(value)
         except KeyboardInterrupt as error:
             if not self._remote:
                 raise  # Ctrl-C: this process is the driver
             return self._outcome_of(error, _called(verb, arguments))
-        except BaseException as error:  # also GeneratorExit, CancelledError, ...: the user's code raised it
+        except BaseException as error:  # the user's code may also raise GeneratorExit, CancelledError, ...
             return self._outcome_of(error, _called(verb, arguments))
         if isinstance(value, Interrupted):
             return value
@@ -110,13 +109,14 @@ class ReplicaHost:
             raise RuntimeError("this worker hosts no replica yet")
         return self._replica.run
 
-    def _sendable(self, call: Call, value: Any) -> Any:
-        """Return what the replica returned, in the form in which it is sent to the driver."""
+    def _sendable(self, value: Any) -> Any:
+        """Return what the replica returned, in the form in which it is sent to the driver. It is pickled here, because
+        a value that Ray could not pickle would look like a worker failure."""
         if isinstance(value, memoryview):
             return Blob(value)
-        if self._remote and call.name in USER_VALUES:
-            _check_picklable(value)
-        return value
+        if not self._remote:
+            return value
+        return replace(value, value=_pickled(value.value)) if isinstance(value, Interrupted) else _pickled(value)
 
     # -- verbs ----------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class ReplicaHost:
             hook()
 
     def _join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
-        self._backend.leave()  # a replacement worker may have joined a group that was not formed, and was not told so
+        self._backend.leave()  # a replacement worker does not know if the group that it joined was never formed
         self._control.clear()
         self._control.set_world_size(rank_info.world_size)
         self._rank = None if rank_info.solo else rank_info.world_rank
@@ -152,9 +152,6 @@ class ReplicaHost:
     def _leave(self) -> None:
         self._backend.leave()
 
-    def _apply(self, function: Callable[[], Any]) -> Any:
-        return function()
-
     def _state(self) -> Blob:
         assert self._replica is not None
         return Blob(self._replica.state())
@@ -177,14 +174,15 @@ def _called(verb: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _opened(value: Any) -> Any:
-    """Return an argument of a verb, or the arguments of a call, as the user passed them."""
+    """Return an argument of a verb as it was passed, with the arguments of a call unpickled."""
     if isinstance(value, Call):
         return replace(value, arguments={name: unpickled(each) for name, each in value.arguments.items()})
     return unpickled(value)
 
 
 def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:
-    """Return what the driver raises for `sys.exit()` on a worker, because SystemExit itself would end the user's script."""
+    """Return the error that the driver raises after `sys.exit()` on a worker, because SystemExit itself would end the
+    user's script."""
     where = "a new worker" if rank is None else f"rank {rank}"
     name, place = _users_frame(error)
     raised = RuntimeError(
@@ -198,7 +196,7 @@ def exited(error: SystemExit, called: str, rank: int | None) -> RuntimeError:
 
 
 def _users_frame(error: BaseException) -> tuple[str, str]:
-    """Return the name of the user's function that was called, and the file and line that it had reached."""
+    """Return the name of the user's function that was called, and the file and line at which it was."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if not file.startswith("<frozen") and PACKAGE not in Path(file).parents:
@@ -220,13 +218,13 @@ def _collective_of(error: BaseException, count: int, begun: tuple[tuple[int, int
 def _formatted(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    except Exception as raised:  # an exception with attributes that raise
+    except Exception as raised:  # an exception whose attributes raise errors
         frames = "".join(traceback.format_tb(error.__traceback__))
         return f"{frames}{described(error)} (formatting it raised {type(raised).__name__})"
 
 
 def picklable(error: BaseException) -> BaseException:
-    """Return the error itself if it can be pickled; else one of its type that can be; else a RuntimeError about it."""
+    """Return the error itself if it can be pickled, otherwise one of its type that can be, otherwise a RuntimeError."""
     makers: list[Callable[[], BaseException]] = [lambda: error, lambda: PicklableError(error)]
     for make in makers:
         try:
@@ -240,8 +238,8 @@ def picklable(error: BaseException) -> BaseException:
 
 
 class PicklableError(Exception):
-    """Is unpickled as an exception of the user's type. That is created without `__init__`, because many exceptions cannot
-    be created from their `args`."""
+    """Carries an exception of the user, and is unpickled as an exception of the user's type, which is created without
+    `__init__`, because many exceptions cannot be created from their `args`."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(text_of(error))
@@ -256,7 +254,7 @@ class PicklableError(Exception):
 def _recreate(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
     base = next(
         each for each in kind.__mro__ if each.__module__ == "builtins"
-    )  # a user's `__new__` may require arguments
+    )  # the user's `__new__` may need arguments
     error: BaseException = base.__new__(kind)  # type: ignore[call-overload]
     BaseException.args.__set__(error, args)  # type: ignore[attr-defined]  # a frozen dataclass cannot be assigned to
     vars(error).update(state)
@@ -264,7 +262,7 @@ def _recreate(kind: type[BaseException], args: tuple[Any, ...], state: dict[str,
 
 
 def _pickled_and_back(value: Any) -> Any:
-    """Return a pickled copy of the value, None if it cannot be pickled. A user's class may raise anything here."""
+    """Return a pickled copy of the value, or None if it cannot be pickled. A user's class may raise anything here."""
     from ray import cloudpickle
 
     try:
@@ -278,16 +276,13 @@ def _is_picklable(value: Any) -> bool:
     return value is None or _pickled_and_back((value,)) is not None
 
 
-def _check_picklable(value: Any) -> None:
+def _pickled(value: Any) -> PickledObject:
     from ray import cloudpickle
 
     try:
-        cloudpickle.dumps(value)
+        return PickledObject(cloudpickle.dumps(value))
     except Exception as error:
-        names = (
-            [shown(name) for name, each in value.items() if not _is_picklable(each)]
-            if isinstance(value, Mapping)
-            else []
-        )
-        what = f"the answer cannot be sent to the driver: {', '.join(names) or shown(value)} ({described(error)})"
+        items = value.items() if isinstance(value, Mapping) else ()
+        names = ", ".join(shown(name) for name, each in items if not _is_picklable(each))
+        what = f"the answer cannot be sent to the driver: {names or shown(value)} ({described(error)})"
         raise TypeError(f"{what}: return plain values, tensors or arrays") from error

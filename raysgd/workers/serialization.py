@@ -1,5 +1,7 @@
-"""Pickles user code by value: a class from a notebook, from `__main__` or from a module beside the script works on every
-node, also where that module's file does not exist. Driver."""
+"""Pickle user code by value, so that it works on nodes that do not have its file. Driver.
+
+The code can be in a notebook, in `__main__` or in a module beside the script.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,14 @@ from typing import Any
 
 from raysgd.workers.blob import PickledObject
 
-__all__ = ["dumps", "is_local", "pack"]
+__all__ = ["dumps", "pack"]
 
 
 def pack(value: Any) -> PickledObject | None:
     """Return the user's object as bytes that any node can read.
 
-    Modules that are not installed (files beside the script) are pickled with their content. Raise a TypeError that names
-    the object if something in it cannot be pickled.
-    """
-
+    Modules that are not installed (files beside the script) are pickled with their content. Raise a TypeError that
+    names the object if something in it cannot be pickled."""
     if value is None:
         return None
     try:
@@ -35,14 +35,15 @@ def pack(value: Any) -> PickledObject | None:
             return PickledObject(dumps(value))
     except (TypeError, pickle.PicklingError, AttributeError) as error:
         raise TypeError(
-            f"{value!r} cannot be sent to the workers: {error}. Make such objects (locks, files, connections, loaders "
-            "with running processes) inside `setup`, which runs on each worker, and pass only plain values in"
+            f"{value!r} cannot be sent to the workers: {error}. Create such objects (locks, files, connections, loaders with "
+            "running processes) inside `setup`, which runs on each worker, and pass only plain values"
         ) from error
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle with cloudpickle, which cannot pickle modules with a class of their own. torch has such config modules, and
-    cloudpickle includes one in a function that uses the names `torch.distributed` and `config`."""
+    """Pickle with cloudpickle, and pickle modules that have a class of their own by name, which cloudpickle cannot do.
+    torch has such a config module, and cloudpickle includes it with a function that uses the names `torch.distributed`
+    and `config`."""
     from ray import cloudpickle
 
     base: Any = cloudpickle.CloudPickler
@@ -64,7 +65,7 @@ def _by_value() -> Iterator[None]:
 
     registered = []
     for module in list(sys.modules.values()):
-        if is_local(module) and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+        if _is_local(module) and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
             registered.append(module)
     try:
@@ -74,8 +75,8 @@ def _by_value() -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def is_local(module: ModuleType) -> bool:
-    """Return whether a module is a file of the user: not built in, not installed, and not part of raysgd."""
+def _is_local(module: ModuleType) -> bool:
+    """Return whether a module is the user's own: not built in, not installed, and not part of raysgd."""
     name = getattr(module, "__name__", "")
     if not isinstance(module, ModuleType) or name == "__main__" or name.partition(".")[0] == "raysgd":
         return False

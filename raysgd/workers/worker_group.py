@@ -1,4 +1,4 @@
-"""What the engine needs from a group of workers, in Ray or in this process. Driver."""
+"""Define what the engine needs from a group of workers, in Ray or in this process. Driver."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from raysgd.core.messages import Message
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import Event
 
-__all__ = ["WorkerGroup"]
+__all__ = ["WorkerGroupProtocol"]
 
 
-class WorkerGroup(Protocol):
+class WorkerGroupProtocol(Protocol):
     """Starts workers, sends them calls and messages, and returns what happened as events. Decides nothing.
 
-    The engine calls all methods, on the thread of the trainer's call. `elastic` is False for a group that can neither
-    lose nor gain a worker. `listener` receives events that happen inside `submit`, before `poll` could return them.
-    """
+    The engine calls all methods, on the thread of the trainer's call. `elastic` is False for a group whose worker
+    cannot fail and which cannot grow. `listener` receives events that happen inside `submit`, before `poll` could
+    return them."""
 
     elastic: bool
     listener: Callable[[Event], None]
@@ -30,14 +30,14 @@ class WorkerGroup(Protocol):
         """Start a call and return its number, which its `CallEnded` event also has."""
 
     def poll(self, timeout: float) -> list[Event]:
-        """Return what has happened, and wait up to `timeout` for the first event. A worker's failure is reported
-        once."""
+        """Return what has happened, and wait up to `timeout` for the first event. The failure of a worker is reported
+        only once."""
 
     def send(self, worker: str, message: Message) -> bool:
         """Send a message alongside the running call. Return False if the worker cannot be reached."""
 
     def silent_for(self, worker: str) -> float:
-        """Return for how many seconds the worker has sent nothing; 0 before it has started."""
+        """Return for how many seconds the worker has sent nothing, 0 before it has started."""
 
     def set_patience(self, unreachable_s: float) -> None:
         """Set, before the first launch, how long a machine may not answer before its workers count as failed."""
@@ -46,17 +46,17 @@ class WorkerGroup(Protocol):
         """End a worker that may not respond. Its failure follows as an event."""
 
     def dismiss(self, worker: str) -> None:
-        """End a worker that is not needed any more, and free its resources. No event about it follows."""
+        """End a worker that is no longer needed, and free its resources. No event about it follows."""
 
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         """Return a Ray reference to the result of a call, for the user to wait for."""
 
     def pack(self, value: Any) -> Any:
-        """Return a user's object in the form in which it travels as an argument."""
+        """Return a user's object in the form in which it is sent as an argument."""
 
     def checkpoint_server(self) -> ControlServer | None:
-        """Return the server that the workers send checkpoints to, or None if the worker is this process, and writes the
-        file itself."""
+        """Return the server that the workers send checkpoints to, or None if the worker is this process, which writes
+        the file itself."""
 
     def room(self) -> int:
         """Return how many more workers fit into the cluster now."""
@@ -68,7 +68,7 @@ class WorkerGroup(Protocol):
         """Return what `count` workers need, and what is free, for messages."""
 
     def draining(self) -> set[str]:
-        """Return the nodes that will be taken away. Raise `ClusterError` if Ray has not answered for too long."""
+        """Return the nodes that will be removed. Raise `ClusterError` if Ray has not answered for too long."""
 
     def is_node_alive(self, node: str) -> bool:
         """Return whether the node belongs to the cluster, as far as is known."""

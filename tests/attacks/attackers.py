@@ -1,13 +1,13 @@
-"""Clients without a token, in a process of their own: they attack every port on which given processes listen.
+"""Attack every port on which given processes listen, with clients without a token, in a separate process.
 
     with Storm(folder, ["http", "silent-300"]) as storm:
         trainer.train()
     storm.report.kept   # connections that were still open at the end
 
-The folder holds one file for each process to attack, named by its id, with the ports on which it listened before the
-library opened any: those belong to Ray, and are left alone. Ports that appear while the storm lasts (of a save, of a new
-generation, of a new process) are attacked within milliseconds. Needs Linux (/proc and netlink), and only the standard library.
-"""
+The folder has one file for each process to attack, named after its id, with the ports on which it listened before the
+library opened any. Those belong to Ray and are not attacked. Ports that appear during the storm (of a save, of a new
+generation, of a new process) are attacked within milliseconds. Needs Linux (/proc and netlink), and only the standard
+library."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Creates:
 
 
 def framed(header: bytes, body: int = 0) -> bytes:
-    """A message in the control channel's format."""
+    """Return a message in the format of the control channel."""
     return PREFIX.pack(len(header), body) + header
 
 
@@ -73,7 +73,7 @@ Payload = Callable[[Aim], bytes]
 
 NESTED = b"[" * 200_000
 
-# Each is sent whole at once, and the connection is then left open.
+# Each is sent at once, and the connection is left open.
 PAYLOADS: dict[str, Payload] = {
     "random": lambda aim: random.Random(aim.port).randbytes(5000),
     "http": lambda aim: b"GET / HTTP/1.1\r\nHost: example\r\nContent-Length: 5\r\n\r\nhello",
@@ -131,7 +131,7 @@ class Client:
             self.connect()
 
     def drip(self) -> None:
-        """One byte per second of something that could become a message."""
+        """Send one byte per second of something that could become a message."""
         connection = self.connect()
         for byte in hello("w"):
             if connection is None or self.stop.wait(1.0):
@@ -150,14 +150,14 @@ class Client:
             connection.close()
 
     def knock(self) -> None:
-        """Connects and leaves, a few times."""
+        """Connect and disconnect, a few times."""
         for _ in range(5):
             connection = self.connect()
             if connection is not None:
                 connection.close()
 
     def push(self, count: int) -> None:
-        """Many connections that each send as much as the other end takes."""
+        """Open many connections that each send as much as the other end accepts."""
         self.silent(count)
         block = memoryview(b"f" * (1 << 16))
         for connection in self.opened:
@@ -174,7 +174,7 @@ class Client:
             time.sleep(0.2)
 
     def kept(self) -> int:
-        """How many connections the other end has not closed."""
+        """Return how many connections the other end has not closed."""
         return sum(map(_is_open, self.opened))
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class Client:
 
 def _is_open(connection: socket.socket) -> bool:
     if connection.fileno() < 0:
-        return False  # this end closed it
+        return False  # it was closed at this end
     connection.setblocking(False)
     try:
         while connection.recv(1 << 16):
@@ -224,7 +224,7 @@ class Listener:
     inode: str
 
 
-# Formats and not Structs, because `note_ports` travels to workers by value.
+# Formats and not Structs, because `note_ports` is pickled by value.
 DIAG_REQUEST = "=IHHIIBBBxI48x"  # a netlink header and inet_diag_req_v2
 DIAG_ANSWER = "=BBBB2s2s16s16s28xI"  # inet_diag_msg: ports and addresses are in network order
 NETLINK_HEADER = "=IHHII"
@@ -232,8 +232,8 @@ SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST_DUMP, NLMSG_DONE, LISTEN = 20, 0x301, 3, 10
 
 
 def _sockets_in_state_listen() -> dict[str, tuple[str, int]]:
-    """Address by inode, of all processes on this machine. From the kernel directly: /proc/net/tcp has to be read as a
-    whole, with all the connections that the attacks opened."""
+    """Return the address by inode, of all processes on this machine. It comes directly from the kernel, because
+    /proc/net/tcp also lists all connections that the attacks have opened."""
     found: dict[str, tuple[str, int]] = {}
     for family in (socket.AF_INET, socket.AF_INET6):
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as kernel:  # 4: NETLINK_SOCK_DIAG
@@ -245,7 +245,7 @@ def _sockets_in_state_listen() -> dict[str, tuple[str, int]]:
 
 
 def _take_answers(data: bytes, family: int, found: dict[str, tuple[str, int]]) -> bool:
-    """Return whether more will come."""
+    """Return whether more answers follow."""
     while data:
         length, kind, *_ = struct.unpack_from(NETLINK_HEADER, data)
         if kind != SOCK_DIAG_BY_FAMILY:
@@ -259,7 +259,7 @@ def _take_answers(data: bytes, family: int, found: dict[str, tuple[str, int]]) -
 
 
 def listening(pids: Iterable[int]) -> list[Listener]:
-    """The TCP ports on which these processes listen; a host of "" means all addresses."""
+    """Return the TCP ports on which these processes listen. A host of "" means all addresses."""
     sockets = _sockets_in_state_listen()
     return [each for pid in pids for each in _of_process(pid, sockets)]
 
@@ -277,7 +277,7 @@ def _of_process(pid: int, sockets: dict[str, tuple[str, int]]) -> list[Listener]
 
 
 def note_ports(folder: str) -> None:
-    """Called in a process that is to be attacked, before the library opens ports: those there are now are not its own."""
+    """Note the open ports of a process that will be attacked, before the library opens its own."""
     path = Path(folder) / str(os.getpid())
     draft = path.with_name(f".{path.name}")
     draft.write_text(json.dumps([each.inode for each in listening([os.getpid()])]), encoding="ascii")
@@ -300,12 +300,13 @@ class Report:
 
     @property
     def rejected(self) -> int:
-        """Connections that were closed by the attacked process before the storm ended (or by the attack itself)."""
+        """Return how many connections were closed before the storm ended, by the attacked process or the attack
+        itself."""
         return self.tried - self.unreachable - self.kept
 
 
 class Storm:
-    """Runs attacks in a process of its own while the block lasts."""
+    """Runs attacks in a separate process during the block."""
 
     def __init__(self, folder: Path, names: Iterable[str], *, host: str, workers: Iterable[str] = ()) -> None:
         self._folder = folder
@@ -320,17 +321,17 @@ class Storm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        output, _ = self._process.communicate(timeout=60)  # it ends with its input
+        output, _ = self._process.communicate(timeout=60)  # it ends when its input ends
         self.report = Report(**json.loads(output))
 
     @property
     def marker(self) -> Path:
-        """There once somebody has unpickled what an attacker sent."""
+        """Return the file that exists if a process has unpickled what an attacker sent."""
         return self._folder / "executed"
 
 
 class _Watcher:
-    """Looks for ports, and begins each attack on each of them once."""
+    """Finds ports, and starts each attack once on each of them."""
 
     def __init__(self, folder: str, names: list[str], host: str, workers: list[str]) -> None:
         self._folder, self._names = Path(folder), names

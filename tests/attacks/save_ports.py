@@ -1,9 +1,8 @@
-"""Clients without a token that attack the ports over which saves go: a process of its own, on the loopback interface.
+"""Attack the ports that saves use, with clients without a token, from a separate process on this machine.
 
-It watches the listening ports of a driver's process, and attacks each one that is not among the given ones, which are Ray's.
-Run it as `python save_ports.py PID KIND PORTS`; it says "ready" on its standard output, ends when its standard input ends,
-and prints how many connections it has made.
-"""
+It watches the listening ports of a driver's process, and attacks each one that is not among the given ones, which are
+Ray's. Run it as `python save_ports.py PID KIND PORTS`; it says "ready" on its standard output, ends when its standard
+input ends, and prints how many connections it has made."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ PER_PORT = 400
 
 @dataclass
 class Attack:
-    """What the attackers did, when they have ended."""
+    """What the attackers did. Complete when they have ended."""
 
     connections: int = 0
 
 
 @contextlib.contextmanager
 def attacked(kind: str, spared: set[Address]) -> Iterator[Attack]:
-    """While this lasts, each listening port of this process is attacked, but for the spared ones."""
+    """Attack each listening port of this process during the block, except for the spared ones."""
     attack = Attack()
     command = [sys.executable, __file__, str(os.getpid()), kind, json.dumps(sorted(spared))]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -52,7 +51,7 @@ def attacked(kind: str, spared: set[Address]) -> Iterator[Attack]:
 
 
 def listening(pid: int) -> set[Address]:
-    """The addresses on which a process listens, as the kernel tells."""
+    """Return the addresses on which a process listens, as the kernel reports them."""
     ports: dict[str, Address] = {}
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/net/{table}", encoding="ascii") as lines:
@@ -71,25 +70,25 @@ def listening(pid: int) -> set[Address]:
 
 
 def own_address(host: str) -> str:
-    """The kernel's way to write an address of this machine; those of all its interfaces are reached at the loopback one."""
+    """Return an address of this machine from the kernel's notation: the loopback address for "all interfaces"."""
     if len(host) == 8 and int(host, 16):
         return socket.inet_ntoa(struct.pack("=I", int(host, 16)))
     return "127.0.0.1"
 
 
-# -- what one connection does: a generator that acts, and says how many seconds later it goes on -------
+# -- what one connection does: a generator that yields for how many seconds it waits ----------------------
 
 
 Steps = Iterator[float]
 
 
 def leave(connection: socket.socket) -> Steps:
-    """Connects, and leaves at once."""
+    """Connect, and disconnect at once."""
     yield from ()
 
 
 def linger(connection: socket.socket) -> Steps:
-    """Connects, and leaves some time later."""
+    """Connect, and disconnect some time later."""
     yield 0.7
 
 
@@ -104,7 +103,7 @@ def silent(connection: socket.socket) -> Steps:
 
 
 def drip(connection: socket.socket) -> Steps:
-    """One byte per second."""
+    """Send one byte per second."""
     while True:
         connection.sendall(b"a")
         yield 1.0
@@ -116,7 +115,7 @@ def random_bytes(connection: socket.socket) -> Steps:
 
 
 def wrong_token(connection: socket.socket) -> Steps:
-    """What a worker sends, after a token that is not the right one: data, and the end."""
+    """Send what a worker sends, after a wrong token: data, and the end."""
     connection.sendall(b"0" * 32 + struct.pack("!q", 4) + b"evil" + struct.pack("!q", 0))
     yield 1.0
 
@@ -127,7 +126,7 @@ def half_token(connection: socket.socket) -> Steps:
 
 
 def flood(connection: socket.socket) -> Steps:
-    """As much as the other end takes."""
+    """Send as much as the other end accepts."""
     connection.setblocking(False)
     while True:
         with contextlib.suppress(BlockingIOError):
@@ -202,7 +201,7 @@ def main() -> None:
     ended.register(sys.stdin, selectors.EVENT_READ)
     print("ready", flush=True)
     while not ended.select(timeout=0.002):
-        with contextlib.suppress(FileNotFoundError):  # of the process, which has ended
+        with contextlib.suppress(FileNotFoundError):  # the process has ended
             attacker.step()
     print(attacker.connections, flush=True)
 

@@ -1,5 +1,8 @@
-"""A save that fails leaves the file that was there before, and nothing else: no room on the disk, a worker that is killed while
-it writes, a place that is no file. The limits are those of the processes themselves (RLIMIT_FSIZE), so no test needs root."""
+"""A save that fails leaves the old file and nothing else: if the disk is full, a worker is killed, or the place is no
+file.
+
+The limits on file sizes are those of the processes (RLIMIT_FSIZE), so no test needs root.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from raysgd.torch.checkpoint import receiver, streaming
 from raysgd.train import Checkpoint
 from tests.torch.small import Line, inline, weights
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it takes Linux's limits of processes")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs the process limits of Linux")
 
 ROOM = 1 << 20
 
 
 class Wide(Line):
-    """A state of 12 MB. Each epoch makes other weights, the same on all ranks."""
+    """Has a state of 12 MB. Each epoch changes the weights in the same way on all ranks."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -49,7 +52,8 @@ class Wide(Line):
 
 
 def limit(room: int, deadly: bool = False) -> None:
-    """From now on this process cannot write files of more than `room` bytes; or the kernel kills it when it does."""
+    """Limit the files of this process to `room` bytes. A larger write fails or, with `deadly`, the kernel kills the
+    process."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL if deadly else signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
@@ -70,7 +74,7 @@ def pair(ray_cluster: None) -> Iterator[TorchTrainer]:
 
 @pytest.fixture
 def saved(pair: TorchTrainer, tmp_path: Path) -> Iterator[torch.Tensor]:
-    """The weights in an older checkpoint, of which there is a file and a directory; the trainer has others by now."""
+    """Save a checkpoint as a file and as a directory, and train on. Return the saved weights."""
     pair.save(tmp_path / "x.pt")
     pair.save(tmp_path / "parts", sharded=True)
     older = weights(pair)
@@ -81,21 +85,21 @@ def saved(pair: TorchTrainer, tmp_path: Path) -> Iterator[torch.Tensor]:
 
 
 def stored(path: Path) -> torch.Tensor:
-    """The weights in a checkpoint's file or directory, read by a trainer of its own."""
+    """Return the weights in a checkpoint's file or directory, which another trainer reads."""
     with inline(Wide) as reader:
         reader.load(path, trusted=path.is_dir())
         return weights(reader)
 
 
 def assert_only(folder: Path, expected: torch.Tensor) -> None:
-    """Nothing but the two checkpoints is there, and they hold these weights."""
+    """Check that only the two checkpoints exist, and that they have these weights."""
     assert sorted(os.listdir(folder)) == ["parts", "x.pt"]
     for name in ("parts", "x.pt"):
         assert torch.equal(stored(folder / name), expected)
 
 
 def save_again(trainer: TorchTrainer, folder: Path) -> None:
-    """What failed once works when there is room."""
+    """Check that the save works when there is room again."""
     for name in ("x.pt", "parts"):
         trainer.save(folder / name, sharded=name == "parts")
     assert_only(folder, weights(trainer))
@@ -104,7 +108,7 @@ def save_again(trainer: TorchTrainer, folder: Path) -> None:
 # -- no room ------------------------------------------------------------------------------------------
 
 
-def test_no_room_for_the_worker(pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path) -> None:
+def test_no_room_for_the_worker_to_write(pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path) -> None:
     pair.apply_all_workers(functools.partial(limit, ROOM))
     with pytest.raises(OSError, match="File too large") as caught:
         pair.save(tmp_path / "x.pt")
@@ -118,7 +122,7 @@ def test_no_room_for_the_worker(pair: TorchTrainer, saved: torch.Tensor, tmp_pat
     save_again(pair, tmp_path)
 
 
-def test_no_room_for_parts(pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path) -> None:
+def test_no_room_for_sharded_files(pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path) -> None:
     pair.apply_all_workers(functools.partial(limit, ROOM))
     with pytest.raises(OSError, match="File too large") as caught:
         pair.save(tmp_path / "parts", sharded=True)
@@ -128,7 +132,7 @@ def test_no_room_for_parts(pair: TorchTrainer, saved: torch.Tensor, tmp_path: Pa
     save_again(pair, tmp_path)
 
 
-def test_no_room_for_parts_of_one_worker(tmp_path: Path) -> None:
+def test_no_room_for_the_sharded_file_of_one_worker(tmp_path: Path) -> None:
     with inline(Wide) as trainer:
         trainer.save(tmp_path / "parts", sharded=True)
         before = weights(trainer)
@@ -146,7 +150,7 @@ def test_no_room_for_parts_of_one_worker(tmp_path: Path) -> None:
 def test_no_room_for_the_driver(
     pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path, blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker is on another machine, as far as it can see."""
+    """The worker cannot see the driver's disk, as if it were on another machine."""
     monkeypatch.setattr(receiver, "StreamSink", functools.partial(streaming.StreamSink, shared=False))
     limit(ROOM)
     with pytest.raises(OSError, match="File too large") as caught:
@@ -167,7 +171,7 @@ def test_no_room_for_the_driver(
 def test_a_worker_that_is_killed_while_it_writes(
     pair: TorchTrainer, saved: torch.Tensor, tmp_path: Path, name: str
 ) -> None:
-    """The save is done by those that are left."""
+    """The remaining workers complete the save."""
     recoveries = len(pair.recoveries)
     pair.apply_all_operators(functools.partial(limit_rank_0, deadly=True))
     pair.save(tmp_path / name, sharded=name == "parts")
@@ -191,11 +195,11 @@ def test_a_worker_that_is_killed_while_it_writes_in_the_background(
     save_again(pair, tmp_path)
 
 
-# -- places that are no files -------------------------------------------------------------------------
+# -- places that are not files ------------------------------------------------------------------------
 
 
 def torch_save(path: Path, **given: Any) -> Any:
-    """Also: nothing was asked of a worker before the refusal."""
+    """Check the error, and that no worker was called before it."""
     asked = path.parent.parent / "asked"
     with inline(Wide, config={"asked": str(asked)}) as trainer:
         try:
@@ -243,7 +247,7 @@ def test_pipes_and_devices_are_refused_before_anything_happens(saver: str, folde
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "dangling"])
 @pytest.mark.parametrize("saver", FILE_SAVERS | FOLDER_SAVERS)
-def test_links_stay_and_what_they_lead_to_is_written(saver: str, there: bool, folder: Path) -> None:
+def test_links_are_kept_and_their_targets_are_written(saver: str, there: bool, folder: Path) -> None:
     (folder / "link").symlink_to("real")
     if there and saver in FILE_SAVERS:
         (folder / "real").write_bytes(b"old")
@@ -256,7 +260,7 @@ def test_links_stay_and_what_they_lead_to_is_written(saver: str, there: bool, fo
     assert real.is_file() and real.stat().st_size > 3 if saver in FILE_SAVERS else any(real.iterdir())
 
 
-def test_a_directory_that_holds_something_else_is_not_replaced_by_parts(folder: Path) -> None:
+def test_a_directory_with_other_content_is_not_replaced_by_a_sharded_save(folder: Path) -> None:
     (folder / "photos").mkdir()
     (folder / "photos" / "me.jpg").write_bytes(b"1")
     (folder / "file").write_bytes(b"1")

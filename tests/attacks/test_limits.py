@@ -1,6 +1,7 @@
-"""What clients without the token can take from the driver: memory while they are not admitted, and its descriptors.
+"""Limits on what clients without the token can use up: the driver's memory and its file descriptors.
 
-The driver is a process of its own, so that its memory can be seen, and its limit of open files can be lowered."""
+The driver is a separate process, so that its memory can be measured, and its limit of open files can be lowered.
+"""
 
 import json
 import os
@@ -29,19 +30,19 @@ def run(background: Background) -> dict[str, Any]:
     folder = background.folder()
     done = background.run("-m", "tests.attacks.test_limits", str(folder), connected=True, folder=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {**said, "log": done.stderr}
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {**measured, "log": done.stderr}
 
 
 @pytest.mark.script(run=run)
 def test_memory_and_descriptors(outcome: Callable[[], dict[str, Any]]) -> None:
-    said = outcome()
-    assert said["control"] > 20, f"64 MiB were seen as {said['control']} MiB"
-    assert said["tried"] > 600 and said["pushed_mib"] > 8
-    assert said["grown"] < 48, f"the driver held {said['grown']:.0f} MiB more under attack"
-    assert said["failures"] == ["worker death"], "only the worker that was killed has failed"
-    assert said["world_size"] == 2
-    assert "cannot accept connections of workers ([Errno 24] Too many open files)" in said["log"]
+    measured = outcome()
+    assert measured["control"] > 20, f"64 MiB were seen as {measured['control']} MiB"
+    assert measured["tried"] > 600 and measured["pushed_mib"] > 8
+    assert measured["grown"] < 48, f"the driver held {measured['grown']:.0f} MiB more under attack"
+    assert measured["failures"] == ["worker death"], "only the worker that was killed has failed"
+    assert measured["world_size"] == 2
+    assert "cannot accept connections of workers ([Errno 24] Too many open files)" in measured["log"]
 
 
 def main(folder: Path) -> None:
@@ -52,7 +53,7 @@ def main(folder: Path) -> None:
     ground = Ground(folder / "marks", num_workers=2, config={"samples": 80, "pace": 0.02})
     ground.trainer.train()
     ground.assert_epoch_exact()
-    said: dict[str, Any] = {"control": megabytes_of(lambda: b"1" * (64 << 20))}
+    measured: dict[str, Any] = {"control": megabytes_of(lambda: b"1" * (64 << 20))}
     storm = Storm(folder, FLOODS, host=ray.util.get_node_ip_address())
 
     def attacked() -> None:
@@ -61,25 +62,27 @@ def main(folder: Path) -> None:
                 ground.trainer.train()
                 ground.assert_epoch_exact()
 
-    said["grown"] = megabytes_of(attacked)
-    said |= {"tried": storm.report.tried, "pushed_mib": storm.report.pushed >> 20}
+    measured["grown"] = megabytes_of(attacked)
+    measured |= {"tried": storm.report.tried, "pushed_mib": storm.report.pushed >> 20}
     without_descriptors(folder, ground)
-    said["failures"] = [each.reason for each in ground.trainer.recoveries if each.reason not in ("growth", "shrink")]
-    said["world_size"] = ground.trainer.world_size
+    measured["failures"] = [
+        each.reason for each in ground.trainer.recoveries if each.reason not in ("growth", "shrink")
+    ]
+    measured["world_size"] = ground.trainer.world_size
     ground.trainer.shutdown()
-    print(json.dumps(said))
+    print(json.dumps(measured))
 
 
 def without_descriptors(folder: Path, ground: Ground) -> None:
-    """Clients take every descriptor that the driver may open; training continues, and later a replacement is accepted."""
+    """Clients use up all descriptors of the driver. Training continues, and a replacement is accepted later."""
     theirs = set(json.loads((folder / str(os.getpid())).read_text(encoding="ascii")))
     ports = [(each.host, each.port) for each in listening([os.getpid()]) if each.inode not in theirs]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(map(int, os.listdir("/proc/self/fd")))
     held = [os.open(os.devnull, os.O_RDONLY)]
-    while held[-1] < used:  # no lower one stays free
+    while held[-1] < used:  # until no lower one is free
         held.append(os.open(os.devnull, os.O_RDONLY))
-    # They are another process's, whose limit is its own.
+    # The clients are another process, which has its own limit.
     taker = subprocess.Popen(
         [sys.executable, "-c", TAKER, json.dumps(ports)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -1,9 +1,8 @@
-"""Clients without a token attack every port that the library opens, while it trains: nothing of it may be noticed.
+"""Clients without a token attack every port that the library opens while it trains, without any effect.
 
-The ports are found by looking at the processes (driver and workers); Ray's own are left out, as they were there before.
-One trainer goes through all attacks, one after the other and then all at once. With RAYSGD_SOAK=1, all is tried after each
-single attack (a save, a replacement, other numbers of workers), and a table of all attacks is printed.
-"""
+The ports are those on which the driver and the workers listen, except for Ray's, which were open before. One trainer
+goes through all attacks, one after the other and then all at once. With RAYSGD_SOAK=1, each single attack is followed
+by a save, a replacement and a change of the number of workers, and a table of all attacks is printed."""
 
 import functools
 import os
@@ -33,8 +32,8 @@ pytestmark = [
 SOAK = bool(os.environ.get("RAYSGD_SOAK"))
 SHUTDOWN_S = 30.0
 PLANNED = {"growth", "shrink", "resize"}
-# torch's store looks up the name of every client before it serves the next one. Hundreds of them, while ranks look for each
-# other in it, take as long as the name server does; so that is not tried.
+# torch's store looks up the name of every client before it serves the next one. With hundreds of clients during a
+# rendezvous, the time depends on the name server, so these attacks are not made then.
 FLOODS = [name for name in ATTACKS if name.endswith("-300")]
 GENTLE = [name for name in ATTACKS if name not in FLOODS]
 PATIENT = ElasticConfig(batch="global", grow=False, hang_timeout_s=120)
@@ -42,7 +41,7 @@ PATIENT = ElasticConfig(batch="global", grow=False, hang_timeout_s=120)
 
 @dataclass
 class Field:
-    """A folder in which the processes under attack are noted, and what came of the attacks so far."""
+    """Owns the folder with the processes under attack, and the reports of the attacks so far."""
 
     folder: Path
     name: str
@@ -53,7 +52,7 @@ class Field:
 
     @property
     def hook(self) -> Callable[[], None]:
-        """For each worker, before the library opens ports in it."""
+        """Note a worker's ports before the library opens its own."""
         return functools.partial(note_ports, str(self.folder))
 
     def storm(self, *names: str) -> Storm:
@@ -64,13 +63,13 @@ class Field:
         return storm
 
     def check(self) -> None:
-        """The last storm was one, and no process has unpickled what it sent."""
+        """Check that the last storm attacked ports, and that no process has unpickled what it sent."""
         report = self.rows[-1][1].report
         assert report.ports and report.tried > report.unreachable, "no port was attacked"
         assert not (self.folder / "executed").exists(), "code of an attacker was executed"
 
     def table(self) -> str:
-        """What was tried, in lines."""
+        """Return a table of the attacks."""
         lines = [f"{self.name}: attack, ports, connections, closed by us, open to the end, unreachable, MB pushed"]
         for name, storm in self.rows:
             report = storm.report
@@ -104,7 +103,7 @@ def ended_quickly(shutdown: Callable[[], None]) -> None:
 
 @dataclass
 class Arena:
-    """A trainer of two workers under attack."""
+    """A trainer with two workers under attack."""
 
     field: Field
     ground: Ground
@@ -115,7 +114,7 @@ class Arena:
         self.ground.assert_epoch_exact()
 
     def save(self) -> None:
-        """What is saved under attack is what is loaded."""
+        """Save and load under attack, and compare the weights."""
         trainer = self.ground.trainer
         path = trainer.save(self.field.folder / "saved.pt")
         before = trainer.state_dict()
@@ -124,7 +123,7 @@ class Arena:
         assert same(torch.load(path, weights_only=True)["models"], before["models"])
 
     def replace(self) -> None:
-        """One worker is killed, another one takes its place; two more come and go. (Three would share a batch of 8 unevenly,
+        """Kill and replace one worker, and add and remove two more. (Three workers would divide a batch of 8 unevenly,
         which changes the average of the gradients.)"""
         trainer = self.ground.trainer
         self.ground.arm(Fault(1, 3))
@@ -138,7 +137,7 @@ class Arena:
         self.epoch()
 
     def check(self) -> None:
-        """No worker has failed but those that were killed here."""
+        """Check that only the workers that were killed here have failed."""
         self.field.check()
         reasons = Counter(recovery.reason for recovery in self.ground.trainer.recoveries)
         assert Counter({reason: count for reason, count in reasons.items() if reason not in PLANNED}) == self.planned
@@ -170,7 +169,7 @@ def arena(ready: Callable[[str], Field], request: pytest.FixtureRequest) -> Iter
 
 
 def test_the_ports_are_those_of_the_library(arena: Arena) -> None:
-    """A worker's processes has as many ports of Ray's as any other actor's; what comes on top is attacked."""
+    """Check that all ports are attacked that a worker has in addition to those of other Ray actors."""
     import ray
 
     count = ray.remote(lambda: len(listening([os.getpid()])))
@@ -186,7 +185,7 @@ def arena_pids(arena: Arena) -> list[int]:
     return list(arena.ground.trainer.apply_all_workers(os.getpid))
 
 
-# Horovod's own board is attacked by all of these at once; one by one only where there is time for it.
+# Horovod's rendezvous server is attacked by all clients at once, and by each kind separately only in soak runs.
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize(
     "arena", ["gloo", pytest.param("horovod", marks=[pytest.mark.horovod, pytest.mark.soak])], indirect=True
@@ -285,7 +284,7 @@ def tensorflow_trainer(config: dict[str, Any], **arguments: Any) -> Any:
 
 @pytest.mark.soak
 def test_tensorflow(ready: Callable[[str], Field], tmp_path: Path) -> None:
-    """Keras models on two workers under all attacks: training, a save and a load, a worker's death and its replacement."""
+    """Keras models on two workers under all attacks: training, saving, loading, a worker failure and a replacement."""
     undisturbed = tensorflow_trainer({}, num_workers=2)
     undisturbed.train()
     expected = arrays_of(undisturbed.state_dict())

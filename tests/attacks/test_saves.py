@@ -1,4 +1,4 @@
-"""A save that has returned has written the weights, and one that failed has left the old file, whoever connects to the port."""
+"""Clients without a token cannot disturb a save: it writes the weights, or fails and leaves the old file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 60.0  # a save that waits for an attacker would take 600 s
 
 
 class Paced(Line):
-    """A state whose save takes long enough for an attacker to come first."""
+    """Has a state whose save takes long enough for an attacker to connect first."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -44,7 +44,7 @@ class Paced(Line):
 
 @pytest.fixture(scope="module")
 def rays_ports(ray_cluster: None) -> set[tuple[str, int]]:
-    """The ports on which this process listened before there was a trainer."""
+    """Return the ports on which this process listened before it created a trainer."""
     return listening(os.getpid())
 
 
@@ -74,6 +74,6 @@ def test_clients_without_a_token_change_nothing(
 
 
 def stored(path: Path) -> torch.Tensor:
-    """The weights in a checkpoint's file."""
+    """Return the weights in a checkpoint's file."""
     state = torch.load(path, weights_only=True)
     return torch.cat([value.flatten() for value in state["models"][0].values()])

@@ -1,4 +1,4 @@
-"""A small operator, and a callback that writes down what it hears."""
+"""A small operator, and a callback that records its calls."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from raysgd.callbacks import Callback, Result, Run, Underway
 
 
 class Line(TrainingOperator):
-    """Fits a line; 4 batches of 8 rows, and one loss per batch. Fails, or writes a loss of NaN, where `info` says."""
+    """Fits a line, with 4 batches of 8 rows. Raises an error if `info` says so."""
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(0)
@@ -31,7 +31,7 @@ class Line(TrainingOperator):
 
 
 class Heard(Callback):
-    """Every call as (its name, what it was told)."""
+    """Records every call as (name, argument)."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -55,18 +55,18 @@ class Heard(Callback):
         self.calls.append(("end", failed))
 
     def named(self, name: str) -> list[Any]:
-        return [told for call, told in self.calls if call == name]
+        return [given for call, given in self.calls if call == name]
 
     @property
     def order(self) -> list[str]:
-        """The calls, without progress."""
+        """Return the names of the calls, without progress."""
         return [call for call, _ in self.calls if call != "progress"]
 
 
 class Broken(Callback):
-    """Raises wherever it can."""
+    """Raises an error in every call."""
 
-    def _raise(self, told: Any) -> None:
+    def _raise(self, given: Any) -> None:
         raise LookupError("broken on purpose")
 
     on_start = on_progress = on_result = on_recovery = on_error = on_end = _raise

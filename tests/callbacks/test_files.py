@@ -1,4 +1,4 @@
-"""What callbacks write, read back: by the programs that are to read it, where there are such."""
+"""What callbacks write is read back, where possible by the programs for which it is meant."""
 
 import csv
 import io
@@ -47,7 +47,7 @@ def report(step: int, **metrics: Any) -> Result:
     return result(kind="report", epoch=None, step=step, metrics=rows[0], by_worker=rows)
 
 
-def tell(callback: Callback, folder: Path, *results: Result, config: dict[str, Any] | None = None) -> None:
+def run_callback(callback: Callback, folder: Path, *results: Result, config: dict[str, Any] | None = None) -> None:
     callback.on_start(Run(trainer="TorchTrainer", name="Line", num_workers=2, config=config or {}, folder=folder))
     for each in results:
         callback.on_result(each)
@@ -55,7 +55,7 @@ def tell(callback: Callback, folder: Path, *results: Result, config: dict[str, A
 
 
 def trained(*callbacks: Callback, folder: Path) -> list[dict[str, Any]]:
-    """Two epochs, and a validation: what was returned."""
+    """Train two epochs and validate once. Return the results."""
     config = {"rows": 32, "nested": {"lr": 0.1}}
     with TorchTrainer(
         training_operator_cls=Line, use_gpu=False, config=config, callbacks=callbacks, logdir=folder
@@ -73,12 +73,14 @@ def test_json_lines(tmp_path: Path) -> None:
     ]
     assert lines[0]["train_loss"] == returned[0]["train_loss"]
     assert lines[1]["val_loss"] == returned[1]["val_loss"]
-    tell(JsonLinesCallback(), tmp_path, result())
-    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 4, "what was there stays"
+    run_callback(JsonLinesCallback(), tmp_path, result())
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 4, "earlier lines stay"
 
 
 def test_json_is_strict(tmp_path: Path) -> None:
-    tell(JsonLinesCallback(tmp_path / "own.jsonl"), tmp_path, result(metrics={"loss": math.nan, "most": -math.inf}))
+    run_callback(
+        JsonLinesCallback(tmp_path / "own.jsonl"), tmp_path, result(metrics={"loss": math.nan, "most": -math.inf})
+    )
     line = json.loads((tmp_path / "own.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert (line["loss"], line["most"]) == ("NaN", "-Infinity")
     assert math.isnan(float(line["loss"]))
@@ -121,19 +123,19 @@ def test_csv(tmp_path: Path) -> None:
         assert [float(row["val_loss"]) for row in csv.DictReader(file)] == [returned[1]["val_loss"]]
 
 
-def test_a_metric_that_comes_later_is_a_further_column(tmp_path: Path) -> None:
+def test_a_metric_that_appears_later_is_a_new_column(tmp_path: Path) -> None:
     first, later = result(metrics={"a": 1}), result(metrics={"b": {"c": "x, y"}})
-    tell(CSVCallback(tmp_path / "own"), tmp_path, first, later)
-    tell(CSVCallback(tmp_path / "own"), tmp_path, first)
+    run_callback(CSVCallback(tmp_path / "own"), tmp_path, first, later)
+    run_callback(CSVCallback(tmp_path / "own"), tmp_path, first)
     with open(tmp_path / "own" / "train.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["a"], row["b/c"]) for row in rows] == [("1", ""), ("", "x, y"), ("1", "")]
 
 
-def test_v1s_json(tmp_path: Path) -> None:
+def test_json_as_in_v1(tmp_path: Path) -> None:
     callback = JsonLoggerCallback(tmp_path / "own", filename="log.json", workers_to_log=None)
     assert callback.log_path is None
-    tell(callback, tmp_path, report(1, loss=2.0), report(2, loss=1.0))
+    run_callback(callback, tmp_path, report(1, loss=2.0), report(2, loss=1.0))
     assert callback.log_path == tmp_path / "own" / "log.json"
     logged = json.loads(callback.log_path.read_text())
     assert [[(row["rank"], row["loss"]) for row in rows] for rows in logged] == [
@@ -143,7 +145,7 @@ def test_v1s_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, [], [True], ["0"], 1.5])
-def test_workers_that_there_cannot_be(wrong: Any) -> None:
+def test_invalid_ranks_are_refused(wrong: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         JsonLoggerCallback(workers_to_log=wrong)
 
@@ -177,7 +179,7 @@ def test_printing() -> None:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """As TensorBoard itself reads them."""
+    """Return the events as TensorBoard reads them."""
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulators.EventAccumulator(str(folder))
     events.Reload()
@@ -198,7 +200,9 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 def test_tensorboard_of_one_worker(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    tell(TensorBoardCallback(tmp_path / "own", worker_to_log=1), tmp_path, report(1, loss=2.0), report(2, a={"b": 3}))
+    run_callback(
+        TensorBoardCallback(tmp_path / "own", worker_to_log=1), tmp_path, report(1, loss=2.0), report(2, a={"b": 3})
+    )
     assert curves(tmp_path / "own") == {"rank": [(1, 1.0), (2, 1.0)], "loss": [(1, 2.0)], "a/b": [(2, 3.0)]}
 
 
@@ -221,12 +225,12 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert "beside.txt" in [file.path for file in client.list_artifacts(run.info.run_id)]
 
-    tell(MLflowCallback(experiment_name="lines", worker_to_log=1), tmp_path, report(1, loss=2.0))
+    run_callback(MLflowCallback(experiment_name="lines", worker_to_log=1), tmp_path, report(1, loss=2.0))
     newest = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])[0]
     assert (newest.data.metrics["loss"], newest.data.metrics["rank"]) == (2.0, 1.0), "a second run, of rank 1"
 
 
-def test_mlflow_hears_of_a_failure(tmp_path: Path) -> None:
+def test_mlflow_records_a_failure(tmp_path: Path) -> None:
     tracking = pytest.importorskip("mlflow.tracking")
     callback = MLflowCallback(f"sqlite:///{tmp_path}/own.db", logdir=tmp_path)
     with (
@@ -240,7 +244,7 @@ def test_mlflow_hears_of_a_failure(tmp_path: Path) -> None:
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """The records of a W&B file: LevelDB's log format, in blocks of 32 KiB, after a header of 7 bytes."""
+    """Yield the records of a W&B file, which has LevelDB's log format: blocks of 32 KiB after a header of 7 bytes."""
     data, at, whole = path.read_bytes(), 7, b""
     assert data.startswith(b":W&B")
     while at < len(data):
@@ -275,7 +279,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
         elif record.WhichOneof("record_type") == "run":
             assert (record.run.project, record.run.display_name) == ("lines", "first")
             config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
-        elif record.WhichOneof("record_type") == "config":  # what was set while the run's own record was under way
+        elif record.WhichOneof("record_type") == "config":  # set while the run's own record was being written
             config |= {item.key: json.loads(item.value_json) for item in record.config.update}
         elif record.WhichOneof("record_type") == "exit":
             ends.append(record.exit.exit_code)
@@ -301,15 +305,15 @@ def test_a_missing_package_names_the_extra(
         callback().on_start(Run(trainer="T", name="n", num_workers=1, folder=tmp_path))
 
 
-def test_lines_that_were_cut_off_are_not_continued(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_not_continued(tmp_path: Path) -> None:
     for end in ('{"kind": "tr', '{"kind": "train"}'):
         (tmp_path / "history.jsonl").write_text('{"kind": "validate"}\n' + end)
-        tell(JsonLinesCallback(), tmp_path, result())
+        run_callback(JsonLinesCallback(), tmp_path, result())
         lines = [json.loads(line)["kind"] for line in (tmp_path / "history.jsonl").read_text().splitlines()]
         assert lines == ["validate", *(["train"] if end.endswith("}") else []), "train"]
     for cut in ('7,"half', "7"):
         (tmp_path / "train.csv").write_text(f"step,text\r\n3,whole\r\n{cut}", newline="")
-        tell(CSVCallback(), tmp_path, result(metrics={"text": "a, b"}), result(step=8, metrics={"text": "c"}))
+        run_callback(CSVCallback(), tmp_path, result(metrics={"text": "a, b"}), result(step=8, metrics={"text": "c"}))
         with open(tmp_path / "train.csv", newline="") as file:
             assert [(row["step"], row["text"]) for row in csv.DictReader(file)] == [
                 ("3", "whole"),
@@ -322,7 +326,7 @@ def test_csv_does_not_read_what_it_has_written(tmp_path: Path, monkeypatch: pyte
     callback, reads = CSVCallback(), list[Path]()
     read = csv_files._read
     monkeypatch.setattr(csv_files, "_read", lambda path: reads.append(path) or read(path))  # type: ignore[func-returns-value]
-    tell(callback, tmp_path, *(result(step=step) for step in range(5)))
+    run_callback(callback, tmp_path, *(result(step=step) for step in range(5)))
     assert len((tmp_path / "train.csv").read_text().splitlines()) == 6
     assert len(reads) == 1
 

@@ -1,4 +1,4 @@
-"""The table of results: as rows, as a DataFrame, as a picture, and to look at."""
+"""The table of results: as rows, as a DataFrame, as a figure, printed, and in a notebook."""
 
 import math
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_rows_of_a_trainer() -> None:
     assert history[0]["train_loss"] == returned[0]["train_loss"], "rows are copies"
 
 
-def test_metrics_that_have_a_name_of_ours() -> None:
+def test_metrics_with_the_names_of_fields_are_renamed() -> None:
     (row,) = filled(result(metrics={"step": 7, "seconds": 3, "epoch": 1}))
     assert row["step"] == 4
     assert (row["reported_step"], row["reported_seconds"]) == (7, 3)
@@ -77,21 +77,21 @@ def test_plot(tmp_path: Path) -> None:
     (line,) = train.get_lines()
     assert [list(line.get_xdata()), list(line.get_ydata())] == [[1, 2, 3], losses]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert figure._repr_png_().startswith(b"\x89PNG"), "so notebooks show it"
+    assert figure._repr_png_().startswith(b"\x89PNG"), "notebooks can show it"
     assert [axes.get_ylabel() for axes in history.plot("val_loss").axes] == ["val_loss"]
     by_step = filled(result(epoch=None, kind="report", metrics={"loss": 1.0})).plot(["loss"])
     assert by_step.axes[-1].get_xlabel() == "step"
 
 
-def test_plot_of_what_is_not_there() -> None:
+def test_plotting_an_unknown_metric() -> None:
     pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match=r"nothing to plot of accuracy.*are train_loss|accuracy"):
+    with pytest.raises(ValueError, match=r"nothing to plot for accuracy.*are train_loss|accuracy"):
         filled(result()).plot("accuracy")
     with pytest.raises(ValueError, match="measured are none yet"):
         History().plot()
 
 
-def test_to_look_at() -> None:
+def test_printed_and_in_a_notebook() -> None:
     assert repr(History()) == "History: no results yet"
     history = filled(
         result(metrics={"train_loss": 0.123456, "last_train_loss": 9.0, "_timestamp": 5}),
@@ -107,12 +107,12 @@ def test_to_look_at() -> None:
     assert "<td>0.1235</td>" in page
 
 
-def test_many_rows_are_not_all_shown() -> None:
+def test_only_the_newest_rows_are_shown() -> None:
     history = filled(*[result(epoch=epoch) for epoch in range(1, 13)])
     lines = repr(history).splitlines()
     assert lines[0] == "(2 older rows: history.rows has them)"
     assert len(lines) == 12
 
 
-def test_a_text_is_no_page() -> None:
+def test_text_is_escaped_in_a_notebook() -> None:
     assert "<script>" not in filled(result(metrics={"note": "<script>"}))._repr_html_()

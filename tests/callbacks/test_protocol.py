@@ -1,4 +1,4 @@
-"""What a callback hears on the class face, in which order, and what its own errors do."""
+"""Which calls a callback of a class trainer gets, in which order, and what its own errors do."""
 
 import logging
 from pathlib import Path
@@ -16,7 +16,7 @@ def trainer(*callbacks: Callback, **more: Any) -> TorchTrainer:
     return TorchTrainer(training_operator_cls=Line, use_gpu=False, callbacks=callbacks, **more)
 
 
-def test_the_order_and_what_is_told(tmp_path: Path) -> None:
+def test_the_order_of_calls_and_their_arguments(tmp_path: Path) -> None:
     heard = Heard()
     with trainer(heard, logdir=tmp_path / "logs", config={"rows": 32}) as made:
         first, checked = made.train(), made.validate()
@@ -26,31 +26,31 @@ def test_the_order_and_what_is_told(tmp_path: Path) -> None:
     (run,) = heard.named("start")
     assert (run.trainer, run.name, run.num_workers, run.config) == ("TorchTrainer", "Line", 1, {"rows": 32})
     assert run.folder == tmp_path / "logs"
-    assert not run.folder.exists(), "made by who writes into it"
-    told = heard.named("result")
-    assert [(each.kind, each.epoch, each.step, each.world_size) for each in told] == [
+    assert not run.folder.exists(), "callbacks create it when they write to it"
+    results = heard.named("result")
+    assert [(each.kind, each.epoch, each.step, each.world_size) for each in results] == [
         ("train", 1, 4, 1),
         ("validate", 1, 4, 1),
         ("train", 2, 6, 1),
     ]
-    assert told[0].metrics == first
-    assert told[1].metrics == checked
-    assert all(each.by_worker == [each.metrics] and each.seconds > 0 and each.traces == [{}] for each in told)
+    assert results[0].metrics == first
+    assert results[1].metrics == checked
+    assert all(each.by_worker == [each.metrics] and each.seconds > 0 and each.traces == [{}] for each in results)
     assert heard.named("end") == [False]
 
 
-def test_progress_says_when_a_call_begins_and_how_far_it_is() -> None:
+def test_progress_announces_a_call_and_counts_its_batches() -> None:
     heard = Heard()
     with trainer(heard) as made:
         made.train()
-    told = heard.named("progress")
-    assert told[0].worker == ""
-    assert {each.kind for each in told} == {"train"}
-    assert told[-1].progress.batches == told[-1].progress.expected == 4
-    assert told[-1].metrics["num_samples"] == 32
+    results = heard.named("progress")
+    assert results[0].worker == ""
+    assert {each.kind for each in results} == {"train"}
+    assert results[-1].progress.batches == results[-1].progress.expected == 4
+    assert results[-1].metrics["num_samples"] == 32
 
 
-def test_an_error_of_the_users_is_told_and_the_trainer_stays_usable() -> None:
+def test_a_users_error_is_reported_and_the_trainer_stays_usable() -> None:
     heard = Heard()
     with trainer(heard) as made:
         with pytest.raises(ZeroDivisionError):
@@ -58,18 +58,18 @@ def test_an_error_of_the_users_is_told_and_the_trainer_stays_usable() -> None:
         made.train()
     assert heard.order == ["start", "error", "result", "end"]
     assert isinstance(heard.named("error")[0], ZeroDivisionError)
-    assert heard.named("end") == [False], "what came after it went well"
+    assert heard.named("end") == [False], "the next call succeeded"
 
 
-def test_the_end_says_how_the_block_was_left() -> None:
+def test_the_end_says_whether_the_block_failed() -> None:
     heard = Heard()
     with pytest.raises(KeyError), trainer(heard) as made:
         made.train()
-        raise KeyError("of the script's own")
+        raise KeyError("raised by the script")
     assert heard.named("end") == [True]
 
 
-def test_a_set_up_that_fails_is_told() -> None:
+def test_a_set_up_that_fails_is_reported() -> None:
     class NoSetup(Line):
         def setup(self, config: dict[str, Any]) -> None:
             raise ArithmeticError("planned")
@@ -87,16 +87,18 @@ def test_an_error_in_a_callback_is_logged_once_and_changes_nothing(caplog: pytes
         results = [made.train()["train_loss"] for _ in range(2)]
     with trainer() as made:
         assert [made.train()["train_loss"] for _ in range(2)] == results
-    assert heard.order == ["start", "result", "result", "end"], "those behind the broken one hear everything"
+    assert heard.order == ["start", "result", "result", "end"], "callbacks after the broken one get all calls"
     logged = [record for record in caplog.records if "Broken.on_result" in record.getMessage()]
     assert "training continues" in logged[0].getMessage()
     assert logged[0].exc_info is not None
     assert isinstance(logged[0].exc_info[1], LookupError)
-    assert [record.getMessage() for record in logged[1:]] == ["Broken.on_result raised 2 times; the first is above"]
+    assert [record.getMessage() for record in logged[1:]] == [
+        "Broken.on_result raised 2 errors; the first one was logged above"
+    ]
 
 
-class Never(Callback):
-    """Wants nobody to get further than one result."""
+class StopsAtOnce(Callback):
+    """Stops training after each result."""
 
     stops_training = True
 
@@ -104,18 +106,18 @@ class Never(Callback):
         raise TimeoutError(f"enough after step {result.step}")
 
 
-def test_a_callback_that_asks_for_it_stops_training() -> None:
+def test_a_callback_with_stops_training_ends_the_call() -> None:
     heard = Heard()
-    with trainer(Never(), heard) as made:
+    with trainer(StopsAtOnce(), heard) as made:
         with pytest.raises(TimeoutError, match="enough after step 4"):
             made.train()
         with pytest.raises(TimeoutError, match="enough after step 8"):
             made.train()
     assert heard.order == ["start", "result", "error", "result", "error", "end"]
-    assert len(made.history) == 2, "what was measured is there"
+    assert len(made.history) == 2, "the results are kept"
 
 
-def test_one_that_fails_at_the_start_leaves_nothing_behind() -> None:
+def test_a_callback_that_fails_at_the_start_leaves_nothing_behind() -> None:
     with pytest.raises(LookupError, match="broken on purpose"):
         trainer(Demanding())
 
@@ -125,7 +127,7 @@ def test_one_that_fails_at_the_start_leaves_nothing_behind() -> None:
     [
         (Heard(), "must be a list of"),
         (5, "must be a list of"),
-        ([Heard], "got the class Heard: write Heard()"),
+        ([Heard], "got the class Heard: pass Heard()"),
         (["print"], "got 'print'"),
     ],
 )
@@ -134,7 +136,7 @@ def test_wrong_callbacks(given: Any, message: str) -> None:
         TorchTrainer(training_operator_cls=Line, use_gpu=False, callbacks=given)
 
 
-def test_print_says_what_the_trainer_is() -> None:
+def test_repr_of_a_trainer() -> None:
     with trainer() as made:
         assert repr(made) == "TorchTrainer(Line, 1 worker, epoch 0, idle)"
         made.train()
@@ -143,7 +145,7 @@ def test_print_says_what_the_trainer_is() -> None:
 
 
 class Asking(Callback):
-    """Looks at its trainer while a call runs."""
+    """Reads its trainer's repr while a call runs."""
 
     trainer: Any = None
     seen = ""
@@ -152,7 +154,7 @@ class Asking(Callback):
         self.seen = repr(self.trainer)
 
 
-def test_print_while_it_trains() -> None:
+def test_repr_during_a_call() -> None:
     asking = Asking()
     with trainer(asking) as made:
         asking.trainer = made
@@ -163,7 +165,7 @@ def test_print_while_it_trains() -> None:
 
 
 class Late(Callback):
-    """Wants to stop where there is nothing left to be stopped."""
+    """Raises errors when there is no call left to stop."""
 
     stops_training = True
 
@@ -174,13 +176,13 @@ class Late(Callback):
         raise LookupError("later still")
 
 
-def test_a_stop_that_comes_too_late_is_logged_and_not_raised_in_another_call(caplog: pytest.LogCaptureFixture) -> None:
-    told = CallbackList([Late(), Demanding()])
+def test_a_stop_that_is_too_late_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    callbacks = CallbackList([Late(), Demanding()])
     with caplog.at_level(logging.ERROR, logger="raysgd"):
-        told.error(ValueError("the call's own"))
-        told.raise_stop()
-        told.end(failed=True)
-        told.raise_stop()
+        callbacks.error(ValueError("the call's own"))
+        callbacks.raise_stop()
+        callbacks.end(failed=True)
+        callbacks.raise_stop()
     errors = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
     assert errors.count("late") == errors.count("later still") == 1
-    assert errors.count("broken on purpose") == 2, "the second one's are not forgotten"
+    assert errors.count("broken on purpose") == 2, "errors of the second callback are logged, too"

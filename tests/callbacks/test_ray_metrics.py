@@ -1,4 +1,4 @@
-"""The gauges, on the real metrics endpoint of a Ray of its own: the tests' cluster may have been started without one."""
+"""Gauges on a real metrics endpoint. The test starts its own Ray, because the tests' cluster may have no endpoint."""
 
 import importlib.util
 import os
@@ -46,7 +46,7 @@ ray.shutdown()
     importlib.util.find_spec("prometheus_client") is None or importlib.util.find_spec("aiohttp_cors") is None,
     reason="needs Ray with its metrics agent: pip install 'raysgd[metrics]'",
 )
-def test_gauges_are_on_rays_endpoint() -> None:
+def test_gauges_are_on_the_endpoint_of_ray() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         cwd=ROOT,
@@ -69,13 +69,13 @@ def test_gauges_are_on_rays_endpoint() -> None:
     assert all('trainer="Line"' in labels for labels, _ in shown.values())
     assert shown["raysgd_world_size"][1] == 1
     assert shown["raysgd_recoveries"][1] == 0
-    told = {name: float(value) for name, value in re.findall(r"^(samples|step) (\S+)$", done.stdout, re.MULTILINE)}
-    assert shown["raysgd_samples_per_second"][1] == pytest.approx(told["samples"])
-    assert shown["raysgd_step_seconds"][1] == pytest.approx(told["step"])
+    expected = {name: float(value) for name, value in re.findall(r"^(samples|step) (\S+)$", done.stdout, re.MULTILINE)}
+    assert shown["raysgd_samples_per_second"][1] == pytest.approx(expected["samples"])
+    assert shown["raysgd_step_seconds"][1] == pytest.approx(expected["step"])
 
 
-def test_without_ray_it_says_so() -> None:
-    """In a process of its own, because another test's cluster may be up in this one."""
+def test_without_ray_there_is_an_error() -> None:
+    """Run in another process, because this one may be connected to another test's cluster."""
     code = (
         "import logging; logging.basicConfig()\n"
         "from raysgd import TorchTrainer\n"

@@ -1,4 +1,4 @@
-"""The TensorFlow trainer tells the same things: one result for each epoch of a call."""
+"""The TensorFlow trainer calls callbacks in the same way: with one result for each epoch of a call."""
 
 from typing import Any
 
@@ -25,13 +25,13 @@ def test_every_epoch_of_a_call_is_a_result() -> None:
         checked = trainer.validate()
         assert repr(trainer) == "TFTrainer(CompiledModel, 1 worker, epoch 2, idle)"
     assert heard.order == ["start", "result", "result", "result", "end"]
-    told = heard.named("result")
-    assert [(each.kind, each.epoch, each.step) for each in told] == [
+    results = heard.named("result")
+    assert [(each.kind, each.epoch, each.step) for each in results] == [
         ("train", 1, 6),
         ("train", 2, 12),
         ("validate", 2, 12),
     ]
-    assert told[1].metrics == last
-    assert told[2].metrics == checked
+    assert results[1].metrics == last
+    assert results[2].metrics == checked
     assert [row["kind"] for row in trainer.history] == ["train", "train", "validate"]
-    assert all("stop_training" not in row for each in told for row in each.by_worker)
+    assert all("stop_training" not in row for each in results for row in each.by_worker)

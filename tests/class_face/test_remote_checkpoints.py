@@ -68,7 +68,7 @@ def test_the_error_for_an_invalid_location_says_what_is_allowed(wrong: Any) -> N
 
 
 def test_saving_to_a_directory_is_refused(tmp_path: Path) -> None:
-    with inline() as trainer, pytest.raises(IsADirectoryError, match="a checkpoint is a file, name one"):
+    with inline() as trainer, pytest.raises(IsADirectoryError, match="a checkpoint is a file: pass the path of a file"):
         trainer.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,8 +1,7 @@
-"""The contract of a backend: what connects ranks, frees one that waits, and can be left at any moment.
+"""The contract of a backend: it connects ranks, can end a rank's wait, and can be left at any moment.
 
-The driver's object is here; its pickled copies are in processes of their own, where a thread beside the main one aborts, as the
-control channel's does.
-"""
+The driver's object is in this process. Its pickled copies are in other processes, in which a second thread calls
+`abort`, as the control thread does."""
 
 import importlib.util
 import multiprocessing
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.protocols import Backend
+from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend, assign_ranks
 
 JOIN_S, COLLECTIVE_S = 30.0, 90.0
@@ -30,7 +29,7 @@ SOON_S = 20.0  # well below the limit of a collective
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank did: its value, or the error and whether the backend calls it an interruption."""
+    """What a rank returned: a value, or an error, and whether the backend considers it an interruption."""
 
     value: Any = None
     error: str = ""
@@ -38,8 +37,8 @@ class Answer:
     seconds: float = 0.0
 
 
-def serve(backend: Backend, add: Callable[[int, float], float], orders: Connection) -> None:
-    """Do what the driver asks for, one thing at a time on the main thread, and abort beside it."""
+def serve(backend: ProcessGroupBackend, add: Callable[[int, float], float], orders: Connection) -> None:
+    """Make the calls that the driver asks for on the main thread, and call `abort` on a second one."""
     waiting: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
 
     def listen() -> None:
@@ -101,19 +100,19 @@ def add_tensorflow(size: int, value: float) -> float:
 # -- the implementations ------------------------------------------------------------------------------
 
 
-def gloo() -> Backend:
+def gloo() -> ProcessGroupBackend:
     from raysgd.torch.process_group import TorchBackend
 
     return TorchBackend("gloo", join_s=JOIN_S, collective_s=COLLECTIVE_S)
 
 
-def horovod() -> Backend:
+def horovod() -> ProcessGroupBackend:
     from raysgd.horovod.backend import HorovodBackend
 
     return HorovodBackend(join_s=JOIN_S, collective_s=COLLECTIVE_S)
 
 
-def tensorflow() -> Backend:
+def tensorflow() -> ProcessGroupBackend:
     pytest.importorskip("tensorflow")
     from raysgd.tf.process_group import TensorFlowBackend
 
@@ -124,7 +123,7 @@ def tensorflow() -> Backend:
 class Kind:
     """An implementation, and a collective with which its ranks add numbers."""
 
-    make: Callable[[], Backend]
+    make: Callable[[], ProcessGroupBackend]
     add: Callable[[int, float], float]
     size: int = 2
 
@@ -140,7 +139,7 @@ KINDS = {
 class Rank:
     """One rank's process."""
 
-    def __init__(self, backend: Backend, kind: Kind) -> None:
+    def __init__(self, backend: ProcessGroupBackend, kind: Kind) -> None:
         context = multiprocessing.get_context("spawn")
         self._orders, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(backend, kind.add, theirs), daemon=True)
@@ -183,7 +182,7 @@ class Ranks:
         self._generation = 0
 
     def plan(self) -> list[tuple[RankInfo, dict[str, Any]]]:
-        """Open the next rendezvous; return what each rank is given to join."""
+        """Open the next rendezvous. Return each rank's arguments of `join`."""
         self._generation += 1
         infos = assign_ranks(["node"] * self.kind.size, generation=self._generation)
         offers = [rank.do("offer") for rank in self.ranks] if self.driver.needs_offers else []
@@ -213,7 +212,7 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Two processes that no generation has joined yet; one for the backend of a single worker."""
+    """Start two processes that have not joined a generation yet, or one for the backend of a single worker."""
     made = Ranks(request.param)
     yield made
     made.close()
@@ -231,7 +230,7 @@ def on(*names: str) -> pytest.MarkDecorator:
 
 
 @on(*KINDS)
-def test_before_it_joins_a_rank_can_leave_and_abort(ranks: Ranks) -> None:
+def test_a_rank_can_leave_and_abort_before_it_joins(ranks: Ranks) -> None:
     for rank in ranks.ranks:
         rank.abort()
         rank.do("leave")
@@ -239,22 +238,22 @@ def test_before_it_joins_a_rank_can_leave_and_abort(ranks: Ranks) -> None:
         assert rank.do("collectives") in (0, -1)
 
 
-# TensorFlow's processes join once, and a set-up alone would be that once.
+# A process joins TensorFlow's runtime only once, so it must not do that alone.
 @on("none", "gloo", "horovod")
-def test_a_replacement_worker_is_set_up_alone(ranks: Ranks) -> None:
+def test_a_replacement_worker_joins_a_group_of_its_own(ranks: Ranks) -> None:
     ranks.ranks[0].do("join", RankInfo(solo=True), {})
     assert ranks.ranks[0].do("add", 1, 5.0) == 5.0
     ranks.ranks[0].do("leave")
 
 
-# SingleWorkerBackend has nobody to wait for, and TensorFlow's first rank keeps the rendezvous, which the driver cannot close.
+# SingleWorkerBackend has no peers, and TensorFlow's first rank owns the rendezvous, which the driver cannot close.
 @on("gloo", "horovod")
-def test_a_rank_that_comes_to_a_closed_rendezvous_does_not_wait(ranks: Ranks) -> None:
+def test_a_rank_does_not_wait_at_a_closed_rendezvous(ranks: Ranks) -> None:
     planned = ranks.plan()
     assert ranks.driver.plan([]) == []
     ranks.ranks[1].begin("join", *planned[1])
     answer = ranks.ranks[1].end()
-    assert answer.error and answer.interruption, "its process can join the next generation"
+    assert answer.error and answer.interruption, "the rank can join the next generation"
     assert answer.seconds < SOON_S
     ranks.all("leave")
 
@@ -265,7 +264,7 @@ def test_two_generations_and_an_abort_between_them(ranks: Ranks) -> None:
     before = ranks.all("collectives")
     ranks.check_sum()
     counted = [now - earlier for now, earlier in zip(ranks.all("collectives"), before, strict=True)]
-    assert len(set(before)) == 1 and set(counted) in ({0}, {1}), "ranks count alike, or not at all"
+    assert len(set(before)) == 1 and set(counted) in ({0}, {1}), "all ranks count the same calls, or none"
     ranks.ranks[0].begin("fail")
     answer = ranks.ranks[0].end()
     assert answer.error == "ValueError: the user's own" and not answer.interruption
@@ -283,7 +282,7 @@ def test_two_generations_and_an_abort_between_them(ranks: Ranks) -> None:
 
 
 def check_abort(ranks: Ranks) -> None:
-    """A rank waits in a collective that no peer begins."""
+    """Check that `abort` ends the wait of a rank in a collective that no peer begins."""
     waiting = ranks.ranks[0]
     waiting.begin("add", ranks.kind.size, 1.0)
     assert not waiting.answers_within(0.5)
@@ -293,9 +292,10 @@ def check_abort(ranks: Ranks) -> None:
     assert answer.seconds < SOON_S
 
 
-# A process joins TensorFlow's runtime only once, so this has processes of its own. SingleWorkerBackend has no peer.
+# A process joins TensorFlow's runtime only once, so this test starts its own processes. SingleWorkerBackend has no
+# peers.
 @pytest.mark.parametrize("name", ["gloo", pytest.param("horovod", marks=pytest.mark.horovod), "tensorflow"])
-def test_the_failure_of_a_peer_frees_a_rank_that_waits(name: str) -> None:
+def test_the_failure_of_a_peer_ends_a_ranks_wait(name: str) -> None:
     ranks = Ranks(name)
     try:
         assert [answer.error for answer in ranks.join()] == ["", ""]

@@ -1,4 +1,4 @@
-"""The contract of the control channel: what the driver and its workers can rely on, and what nobody else can do to it."""
+"""The contract of the control channel: what the driver and its workers rely on, and what other clients cannot do."""
 
 import json
 import mmap
@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,12 +73,12 @@ REPORT = FunctionReport("report", run=1, attempt=2, rank=3, metrics_size=3, has_
         Hello("w", "node", 1),
     ],
 )
-def test_what_is_decoded_is_what_was_encoded(message: Message) -> None:
+def test_a_message_is_decoded_as_it_was_encoded(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
 def test_every_message_is_documented_and_frozen() -> None:
-    for kind in get_args(Message):
+    for kind in Message.__subclasses__():
         assert kind.__doc__ and not kind.__doc__.startswith(kind.__name__), kind
         assert kind.__dataclass_params__.frozen, kind
 
@@ -109,12 +109,12 @@ def test_every_message_is_documented_and_frozen() -> None:
         b'{"type": "FunctionReport", "kind": "x", "run": 1, "attempt": 1, "rank": 1, "metrics_size": 1, "has_checkpoint": true}',
     ],
 )
-def test_anything_else_is_refused(header: bytes) -> None:
+def test_any_other_header_is_refused(header: bytes) -> None:
     with pytest.raises(MessageError, match="not a raysgd control message"):
         decode(header)
 
 
-def test_numpys_numbers_become_pythons() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     decoded = decode(encode(ProgressReport(1, Progress(step=numpy.int64(3)), {"loss": numpy.float32(0.5)})))
     assert decoded == ProgressReport(1, Progress(step=3), {"loss": 0.5})
@@ -125,7 +125,7 @@ def test_numpys_numbers_become_pythons() -> None:
 # -- framing ------------------------------------------------------------------------------------------
 
 
-def test_bodies_arrive_whole() -> None:
+def test_bodies_arrive_completely() -> None:
     one, other = socket.socketpair()
     bodies = [random.Random(n).randbytes(size) for n, size in enumerate([9_000_000, 0, 1, 70_000])]
 
@@ -166,11 +166,11 @@ def test_a_header_that_is_too_large_is_neither_sent_nor_read() -> None:
             receive_message(other)
 
 
-needs_fallocate = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system sets no room aside")
+needs_fallocate = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system has no posix_fallocate")
 
 
 @needs_fallocate
-def test_large_bodies_lie_in_a_file_and_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_bodies_are_in_a_file_and_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LARGE", 100_000)
     one, other = socket.socketpair()
     with one, other:
@@ -180,11 +180,11 @@ def test_large_bodies_lie_in_a_file_and_not_in_memory(monkeypatch: pytest.Monkey
             held = receive_body(other, receive_message(other)[1])
             assert isinstance(held, mmap.mmap if body is bodies[0] else bytearray)
             assert bytes(held) == body
-            assert pickle.loads(pickle.dumps(Blob(held), 5)).data == body, "it can go on to a worker"
+            assert pickle.loads(pickle.dumps(Blob(held), 5)).data == body, "the body can be sent to a worker"
 
 
 @needs_fallocate
-def test_without_room_for_a_file_it_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_for_a_file_the_body_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: int) -> None:
         raise OSError("no space left on device")
 
@@ -199,8 +199,8 @@ def test_without_room_for_a_file_it_is_memory(monkeypatch: pytest.MonkeyPatch) -
 # -- a driver and its workers -------------------------------------------------------------------------
 
 
-class Desk:
-    """A server with its events, and clients of it."""
+class Channel:
+    """A control server with its events, and its clients."""
 
     def __init__(self) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -218,7 +218,7 @@ class Desk:
         return ControlClient(self.address, worker, "node", lambda: self.aborted.append(worker))
 
     def greet(self, worker: str = "w") -> socket.socket:
-        """A worker's control connection, made by hand."""
+        """Open a worker's control connection without a client."""
         return connect(self.address, Hello(worker, "n", 1))
 
     def open(self, sent: bytes = b"") -> socket.socket:
@@ -234,10 +234,10 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    desk.server.close()
+def channel() -> Iterator[Channel]:
+    channel = Channel()
+    yield channel
+    channel.server.close()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -255,25 +255,27 @@ def ended(opened: socket.socket) -> bool:
         return True
 
 
-def test_a_worker_arrives_and_obeys(desk: Desk) -> None:
-    client = desk.client()
-    assert desk.next(WorkerStarted) == WorkerStarted("w", "node", os.getpid())
+def test_a_worker_connects_and_handles_messages(channel: Channel) -> None:
+    client = channel.client()
+    assert channel.next(WorkerStarted) == WorkerStarted("w", "node", os.getpid())
     client.call, client.generation = 7, 2
-    desk.server.send("w", ProposeBoundary(round=1, call=7, step=5))
-    assert desk.next(MessageReceived).message == BoundaryAnswer(round=1, accepted=True, begun=0)
-    desk.server.send("w", ProposeBoundary(round=2, call=6, step=5))
-    assert desk.next(MessageReceived).message == BoundaryAnswer(2, False, -1), "an order for another call is refused"
-    desk.server.send("w", Interrupt(1))
-    desk.server.send("w", StackRequest(3))
-    assert any("test_channel.py" in frame for frame in desk.next(MessageReceived).message.frames)
-    assert not client.control.interrupted and not desk.aborted, "an order of an old generation means nothing"
-    desk.server.send("w", Interrupt(2))
-    wait_for(lambda: desk.aborted == ["w"] and client.control.interrupted)
+    channel.server.send("w", ProposeBoundary(round=1, call=7, step=5))
+    assert channel.next(MessageReceived).message == BoundaryAnswer(round=1, accepted=True, begun=0)
+    channel.server.send("w", ProposeBoundary(round=2, call=6, step=5))
+    assert channel.next(MessageReceived).message == BoundaryAnswer(2, False, -1), (
+        "a proposal for another call is refused"
+    )
+    channel.server.send("w", Interrupt(1))
+    channel.server.send("w", StackRequest(3))
+    assert any("test_channel.py" in frame for frame in channel.next(MessageReceived).message.frames)
+    assert not client.control.interrupted and not channel.aborted, "an interrupt of an old generation is ignored"
+    channel.server.send("w", Interrupt(2))
+    wait_for(lambda: channel.aborted == ["w"] and client.control.interrupted)
     client.notice()
-    assert desk.next(MessageReceived).message == PreemptionNotice()
+    assert channel.next(MessageReceived).message == PreemptionNotice()
     client.control.report(Progress(step=4), {"loss": 0.5, "table": [1]})
-    assert desk.next(MessageReceived).message == ProgressReport(7, Progress(step=4), {"loss": 0.5})
-    desk.server.disconnect("w")
+    assert channel.next(MessageReceived).message == ProgressReport(7, Progress(step=4), {"loss": 0.5})
+    channel.server.disconnect("w")
 
 
 class Stepping:
@@ -288,90 +290,91 @@ class Stepping:
         return self.control.begin(6)
 
 
-def test_a_stop_that_was_agreed_on_before_the_work_began_is_kept(desk: Desk) -> None:
-    """The driver asks as soon as the call is sent; the main thread may still be fetching its arguments."""
-    client = desk.client()
-    host = ReplicaHost(SingleWorkerBackend(), client.control)
+def test_a_boundary_that_was_agreed_on_before_the_work_began_is_kept(channel: Channel) -> None:
+    """The driver proposes a boundary as soon as the call is sent. The main thread may still be fetching its
+    arguments."""
+    client = channel.client()
+    host = ReplicaHost(SingleWorkerBackend(), client.control, remote=False)
     host.perform("build", {"factory": Stepping, "rank_info": None})
-    desk.next(WorkerStarted)
+    channel.next(WorkerStarted)
     client.begin(7)
-    desk.server.send("w", ProposeBoundary(1, 7, 5))
-    assert desk.next(MessageReceived).message.accepted
-    desk.server.send("w", ConfirmBoundary())
+    channel.server.send("w", ProposeBoundary(1, 7, 5))
+    assert channel.next(MessageReceived).message.accepted
+    channel.server.send("w", ConfirmBoundary())
     stopped = host.perform("run", {"call": Call(Stepping.run)})
     assert isinstance(stopped, Ok) and stopped.value is False
     client.begin(8)
     free = host.perform("run", {"call": Call(Stepping.run)})
-    assert isinstance(free, Ok) and free.value is True, "it was asked of another call"
-    desk.server.disconnect("w")
+    assert isinstance(free, Ok) and free.value is True, "the boundary was that of another call"
+    channel.server.disconnect("w")
 
 
-def test_the_end_of_a_connection_is_an_event_at_once_and_once(desk: Desk) -> None:
-    with desk.greet():
-        desk.next(WorkerStarted)
+def test_the_end_of_a_connection_is_one_event_at_once(channel: Channel) -> None:
+    with channel.greet():
+        channel.next(WorkerStarted)
         began = time.monotonic()
-    gone = desk.next(WorkerEnded)
+    failure = channel.next(WorkerEnded)
     assert time.monotonic() - began < 0.5
-    assert "process ended" in gone.cause and gone.reason == "worker death"
-    assert not desk.server.send("w", ConfirmBoundary())
-    assert desk.events.empty()
+    assert "process ended" in failure.cause and failure.reason == "worker death"
+    assert not channel.server.send("w", ConfirmBoundary())
+    assert channel.events.empty()
 
 
-def test_the_end_of_a_worker_that_was_dismissed_is_no_event(desk: Desk) -> None:
-    desk.client()
-    desk.next(WorkerStarted)
-    desk.server.disconnect("w")
+def test_the_end_of_a_worker_that_was_dismissed_is_no_event(channel: Channel) -> None:
+    channel.client()
+    channel.next(WorkerStarted)
+    channel.server.disconnect("w")
     time.sleep(0.1)
-    assert desk.events.empty()
+    assert channel.events.empty()
 
 
-def test_late_messages_of_a_worker_that_was_dismissed_are_dropped(desk: Desk) -> None:
-    with desk.greet() as worker:
-        desk.next(WorkerStarted)
-        desk.server.disconnect("w")
+def test_late_messages_of_a_worker_that_was_dismissed_are_dropped(channel: Channel) -> None:
+    with channel.greet() as worker:
+        channel.next(WorkerStarted)
+        channel.server.disconnect("w")
         send(worker, PreemptionNotice())
-        desk.client("next")
-        assert desk.next(WorkerStarted).worker == "next", "the server serves others"
-    desk.server.disconnect("next")
-    assert desk.events.empty()
+        channel.client("next")
+        assert channel.next(WorkerStarted).worker == "next", "the server still serves others"
+    channel.server.disconnect("next")
+    assert channel.events.empty()
 
 
-def test_silence_is_measured_from_the_last_message(desk: Desk) -> None:
-    assert desk.server.silent_for("nobody") == 0.0
-    with desk.greet() as worker:
-        desk.next(WorkerStarted)
+def test_silence_is_measured_from_the_last_message(channel: Channel) -> None:
+    assert channel.server.silent_for("nobody") == 0.0
+    with channel.greet() as worker:
+        channel.next(WorkerStarted)
         time.sleep(0.3)
-        assert desk.server.silent_for("w") >= 0.3
+        assert channel.server.silent_for("w") >= 0.3
         send(worker, Alive())
-        wait_for(lambda: desk.server.silent_for("w") < 0.2)
+        wait_for(lambda: channel.server.silent_for("w") < 0.2)
 
 
-def test_a_worker_that_never_reads_does_not_hold_the_driver_up(desk: Desk) -> None:
-    with desk.greet() as worker:
-        desk.next(WorkerStarted)
+def test_a_worker_that_never_reads_does_not_block_the_driver(channel: Channel) -> None:
+    with channel.greet() as worker:
+        channel.next(WorkerStarted)
         deadline = time.monotonic() + 30
-        while desk.server.send("w", StartDealer("x" * 5000)):
+        while channel.server.send("w", StartDealer("x" * 5000)):
             assert time.monotonic() < deadline
-        gone = desk.next(WorkerEnded)
-        assert gone.reason == "network" and "has not read" in gone.cause
+        failure = channel.next(WorkerEnded)
+        assert failure.reason == "network" and "has not read" in failure.cause
         assert worker.fileno() >= 0
 
 
-def test_an_unreachable_machine_is_noticed(desk: Desk) -> None:
-    """Pulled cables are tried in tests/network; here, that every connection is set to notice them."""
-    desk.server.unreachable_s = 10.0
-    desk.client()
-    desk.next(WorkerStarted)
-    server_end = desk.server._workers["w"].connection
+def test_connections_detect_an_unreachable_machine(channel: Channel) -> None:
+    """Check the options of the sockets. tests/network cuts a real connection."""
+    channel.server.unreachable_s = 10.0
+    channel.client()
+    channel.next(WorkerStarted)
+    server_end = channel.server._workers["w"].connection
     assert server_end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     limits = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_USER_TIMEOUT": 10_000}
     for name, value in limits.items():
         if hasattr(socket, name):
             assert server_end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value, name
-    desk.server.disconnect("w")
+    channel.server.disconnect("w")
 
 
-def test_progress_messages_carry_short_values_only() -> None:
+def test_progress_messages_contain_only_short_values() -> None:
     assert brief(None) is None
     plain = {"epoch": 3, "loss": 0.5, "note": "fine", "done": True, "batch_count": 7, "num_samples": 28}
     other = {"long": "x" * 10_000, "nested": [[1]], "large": 2**70, 5: 1.0, "n" * 300: 1.0, "none": None}
@@ -380,48 +383,48 @@ def test_progress_messages_carry_short_values_only() -> None:
     assert json.dumps(brief(numpy)) == '{"loss": 0.5, "epoch": 3}'
     many = brief({**{f"metric-{n}": float(n) for n in range(100_000)}, **plain})
     assert many is not None and len(json.dumps(many)) < 70_000 and len(many) > 1000
-    assert (many["epoch"], many["batch_count"], many["num_samples"]) == (3, 7, 28), "counts always go"
+    assert (many["epoch"], many["batch_count"], many["num_samples"]) == (3, 7, 28), "counts are always included"
 
 
 # -- bulk connections ---------------------------------------------------------------------------------
 
 
-def test_all_reports_and_snapshots_of_a_worker_use_one_connection(desk: Desk) -> None:
-    client = desk.client()
-    desk.next(WorkerStarted)
+def test_all_reports_and_snapshots_of_a_worker_use_one_connection(channel: Channel) -> None:
+    client = channel.client()
+    channel.next(WorkerStarted)
     body = random.Random(2).randbytes(3 << 20)
     for _ in range(5):
         client.deliver(REPORT, b"abc")
-        heard = desk.next(MessageReceived)
-        assert (heard.worker, heard.message, bytes(heard.body)) == ("w", REPORT, b"abc")
+        received = channel.next(MessageReceived)
+        assert (received.worker, received.message, bytes(received.body)) == ("w", REPORT, b"abc")
     client.upload(SnapshotUpload(Progress(step=1), 2, {"loss": 1.0, "table": [1]}), body)
-    heard = desk.next(MessageReceived)
-    assert heard.body == body and heard.message == SnapshotUpload(Progress(step=1), 2, {"loss": 1.0})
+    received = channel.next(MessageReceived)
+    assert received.body == body and received.message == SnapshotUpload(Progress(step=1), 2, {"loss": 1.0})
     client.deliver(StartDealer("d"), b"")
-    assert desk.next(MessageReceived).message == StartDealer("d")
-    assert desk.accepted == [OpenBulk("w")]
-    desk.server.disconnect("w")
+    assert channel.next(MessageReceived).message == StartDealer("d")
+    assert channel.accepted == [OpenBulk("w")]
+    channel.server.disconnect("w")
 
 
-def test_a_large_body_does_not_delay_the_control_connection(desk: Desk) -> None:
-    client = desk.client()
-    desk.next(WorkerStarted)
+def test_a_large_body_does_not_delay_the_control_connection(channel: Channel) -> None:
+    client = channel.client()
+    channel.next(WorkerStarted)
     sender = threading.Thread(target=client.deliver, args=(REPORT, bytes(300 << 20)), daemon=True)
     sender.start()
     answered = 0
     while sender.is_alive():
-        desk.server.send("w", StackRequest(answered))
-        while not isinstance(desk.next(MessageReceived).message, StackReport):
+        channel.server.send("w", StackRequest(answered))
+        while not isinstance(channel.next(MessageReceived).message, StackReport):
             continue
         answered += 1
-    assert answered > 2, "the worker received and answered requests while its body was on the way"
-    desk.server.disconnect("w")
+    assert answered > 2, "the worker answered requests while its body was being sent"
+    channel.server.disconnect("w")
 
 
 def test_a_delivery_that_does_not_arrive_is_an_error_and_the_next_one_works(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = desk.client()
+    client = channel.client()
 
     def full(opened: socket.socket, size: int) -> bytearray:
         raise MemoryError
@@ -431,27 +434,27 @@ def test_a_delivery_that_does_not_arrive_is_an_error_and_the_next_one_works(
         with pytest.raises(ConnectionError):
             client.deliver(REPORT, b"abc")
     client.deliver(REPORT, b"abc")
-    assert desk.next(MessageReceived).message == REPORT
-    assert desk.accepted == [OpenBulk("w")] * 2
-    desk.server.disconnect("w")
+    assert channel.next(MessageReceived).message == REPORT
+    assert channel.accepted == [OpenBulk("w")] * 2
+    channel.server.disconnect("w")
 
 
-def test_a_bulk_connection_that_has_ended_meanwhile_is_opened_again(desk: Desk) -> None:
-    client = desk.client()
+def test_a_bulk_connection_that_was_closed_is_opened_again(channel: Channel) -> None:
+    client = channel.client()
     client.deliver(REPORT, b"abc")
-    for each in list(desk.server._handed_over):
+    for each in list(channel.server._handed_over):
         each.shutdown(socket.SHUT_RDWR)
-    wait_for(lambda: not desk.server._handed_over)
+    wait_for(lambda: not channel.server._handed_over)
     client.deliver(REPORT, b"def")
-    assert [bytes(desk.next(MessageReceived).body) for _ in range(2)] == [b"abc", b"def"]
-    desk.server.disconnect("w")
+    assert [bytes(channel.next(MessageReceived).body) for _ in range(2)] == [b"abc", b"def"]
+    channel.server.disconnect("w")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
-def test_a_forked_process_reports_over_a_connection_of_its_own(desk: Desk) -> None:
-    client = desk.client()
+def test_a_forked_process_reports_over_its_own_connection(channel: Channel) -> None:
+    client = channel.client()
     client.deliver(REPORT, b"parent")
-    with client._bulk_free:  # another thread may be sending at that moment
+    with client._bulk_lock:  # as if another thread were sending at that moment
         child = os.fork()
         if child == 0:
             try:
@@ -460,63 +463,63 @@ def test_a_forked_process_reports_over_a_connection_of_its_own(desk: Desk) -> No
                 os._exit(0)
     client.deliver(REPORT, b"parent again")
     os.waitpid(child, 0)
-    bodies = sorted(bytes(desk.next(MessageReceived).body) for _ in range(3))
+    bodies = sorted(bytes(channel.next(MessageReceived).body) for _ in range(3))
     assert bodies == [b"child", b"parent", b"parent again"]
-    assert desk.accepted == [OpenBulk("w")] * 2
-    desk.server.disconnect("w")
+    assert channel.accepted == [OpenBulk("w")] * 2
+    channel.server.disconnect("w")
 
 
 def test_a_message_that_cannot_be_carried_out_does_not_end_the_workers_thread(
-    desk: Desk, caplog: pytest.LogCaptureFixture
+    channel: Channel, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails() -> None:
         raise OSError(24, "too many open files")
 
-    client = ControlClient(desk.address, "w", "node", fails)
-    desk.next(WorkerStarted)
-    desk.server.send("w", Interrupt(1))
-    desk.server.send("w", StackRequest(5))
-    assert desk.next(MessageReceived).message.round == 5
+    client = ControlClient(channel.address, "w", "node", fails)
+    channel.next(WorkerStarted)
+    channel.server.send("w", Interrupt(1))
+    channel.server.send("w", StackRequest(5))
+    assert channel.next(MessageReceived).message.round == 5
     assert "Interrupt could not be carried out" in caplog.text and client.control.interrupted
-    desk.server.disconnect("w")
+    channel.server.disconnect("w")
 
 
 @pytest.mark.parametrize("size", [2**62, 2**64 - 1])
 @pytest.mark.parametrize("first", [Hello("w", "n", 1), OpenBulk("w")])
-def test_a_body_without_room_ends_its_connection_only(desk: Desk, first: Message, size: int) -> None:
-    with connect(desk.address, first) as worker:
+def test_a_body_without_room_ends_its_connection_only(channel: Channel, first: Message, size: int) -> None:
+    with connect(channel.address, first) as worker:
         worker.sendall(framed(REPORT, size))
         assert ended(worker)
     if isinstance(first, Hello):
-        gone = desk.next(WorkerEnded)
-        assert gone.worker == "w" and gone.reason == "network" and "a body of" in gone.cause
-    desk.client("next")
-    assert desk.next(WorkerStarted).worker == "next"
-    desk.server.disconnect("next")
+        failure = channel.next(WorkerEnded)
+        assert failure.worker == "w" and failure.reason == "network" and "a body of" in failure.cause
+    channel.client("next")
+    assert channel.next(WorkerStarted).worker == "next"
+    channel.server.disconnect("next")
 
 
-def test_control_messages_on_a_bulk_connection_end_it(desk: Desk) -> None:
-    with connect(desk.address, OpenBulk("w")) as bulk:
+def test_control_messages_on_a_bulk_connection_end_it(channel: Channel) -> None:
+    with connect(channel.address, OpenBulk("w")) as bulk:
         send(bulk, PreemptionNotice())
         assert ended(bulk)
-    assert desk.events.empty()
+    assert channel.events.empty()
 
 
 # -- checkpoint connections ---------------------------------------------------------------------------
 
 
-def test_a_checkpoint_connection_goes_to_who_expects_it(desk: Desk) -> None:
-    """What was sent behind the first message is left in it."""
+def test_a_checkpoint_connection_is_handed_to_its_receiver(channel: Channel) -> None:
+    """What was sent after the first message is still in the connection."""
     taken: queue.Queue[socket.socket] = queue.Queue()
-    save = desk.server.expect_checkpoint(taken.put)
-    with desk.open(desk.address.token.encode() + framed(OpenCheckpoint(save)) + b"and more") as worker:
+    save = channel.server.expect_checkpoint(taken.put)
+    with channel.open(channel.address.token.encode() + framed(OpenCheckpoint(save)) + b"and more") as worker:
         assert receive(worker, Admitted) == Admitted()
         with taken.get(timeout=5) as connection:
             assert connection.recv(100) == b"and more" and connection.gettimeout() is None
-    desk.server.end_checkpoint(save)
+    channel.server.end_checkpoint(save)
     for unknown in (save, "0" * 32):
         with pytest.raises(connection_rejected(), match="the save has ended"):
-            connect(desk.address, OpenCheckpoint(unknown))
+            connect(channel.address, OpenCheckpoint(unknown))
 
 
 def connection_rejected() -> type[Exception]:
@@ -526,7 +529,7 @@ def connection_rejected() -> type[Exception]:
 # -- clients without the token ------------------------------------------------------------------------
 
 
-def test_a_stranger_is_refused(desk: Desk) -> None:
+def test_a_client_without_the_token_is_refused(channel: Channel) -> None:
     hello = framed(Hello("w", "n", 1))
     for sent in (
         b"0" * 32,
@@ -536,17 +539,17 @@ def test_a_stranger_is_refused(desk: Desk) -> None:
         b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
         hello,
     ):
-        with desk.open(sent) as stranger:
-            assert ended(stranger)
-    assert desk.events.empty()
+        with channel.open(sent) as client:
+            assert ended(client)
+    assert channel.events.empty()
 
 
-def test_a_token_may_come_in_pieces(desk: Desk) -> None:
-    with desk.open() as worker:
+def test_a_token_may_arrive_byte_by_byte(channel: Channel) -> None:
+    with channel.open() as worker:
         worker.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for byte in desk.address.token.encode() + framed(Hello("w", "n", 1)):
+        for byte in channel.address.token.encode() + framed(Hello("w", "n", 1)):
             worker.sendall(bytes([byte]))
-        assert receive(worker, Admitted) and desk.next(WorkerStarted).worker == "w"
+        assert receive(worker, Admitted) and channel.next(WorkerStarted).worker == "w"
 
 
 @pytest.mark.parametrize(
@@ -561,38 +564,38 @@ def test_a_token_may_come_in_pieces(desk: Desk) -> None:
         encode(REPORT),
     ],
 )
-def test_a_first_message_of_another_type_ends_its_connection_only(desk: Desk, header: bytes) -> None:
-    """Even with the right token."""
-    with desk.greet("there"):
-        desk.next(WorkerStarted)
-        with desk.open(desk.address.token.encode() + PREFIX.pack(len(header), 0) + header) as other:
+def test_a_first_message_of_another_type_ends_its_connection_only(channel: Channel, header: bytes) -> None:
+    """This also applies to clients with the token."""
+    with channel.greet("there"):
+        channel.next(WorkerStarted)
+        with channel.open(channel.address.token.encode() + PREFIX.pack(len(header), 0) + header) as other:
             assert ended(other)
-        assert desk.server.send("there", ConfirmBoundary()), "the one that was there is served"
-    assert desk.next(WorkerEnded).worker == "there"
+        assert channel.server.send("there", ConfirmBoundary()), "the worker that was connected before is served"
+    assert channel.next(WorkerEnded).worker == "there"
 
 
-def test_a_connection_that_is_not_admitted_in_time_is_closed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_is_not_admitted_in_time_is_closed(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_server, "ADMISSION_S", 0.3)
-    token = desk.address.token.encode()
+    token = channel.address.token.encode()
     for sent in (b"", b"0" * 31, token, token + PREFIX.pack(100, 0)):
-        with desk.open(sent) as late:
+        with channel.open(sent) as late:
             assert ended(late)
-    with desk.open() as slow, pytest.raises(OSError):
+    with channel.open() as slow, pytest.raises(OSError):
         for byte in token * 100:
             slow.sendall(bytes([byte]))
             time.sleep(0.05)
-    with desk.greet():
-        desk.next(WorkerStarted)
+    with channel.greet():
+        channel.next(WorkerStarted)
         time.sleep(0.5)
-        assert desk.server.send("w", ConfirmBoundary()), "an admitted worker may be silent"
+        assert channel.server.send("w", ConfirmBoundary()), "an admitted worker may be silent"
 
 
-def test_only_so_many_wait_for_admission(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limited_number_of_connections_waits_for_admission(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_server, "UNADMITTED_AT_MOST", 3)
-    silent = [desk.open() for _ in range(5)]
-    assert ended(silent[0]) and ended(silent[1]), "the oldest make room"
-    with desk.greet():
-        desk.next(WorkerStarted)
+    silent = [channel.open() for _ in range(5)]
+    assert ended(silent[0]) and ended(silent[1]), "the oldest ones are closed"
+    with channel.greet():
+        channel.next(WorkerStarted)
         silent[4].setblocking(False)
         with pytest.raises(BlockingIOError):
             silent[4].recv(1)
@@ -600,19 +603,19 @@ def test_only_so_many_wait_for_admission(desk: Desk, monkeypatch: pytest.MonkeyP
         each.close()
 
 
-def test_a_worker_is_admitted_among_many_silent_clients(desk: Desk) -> None:
-    silent = [desk.open() for _ in range(300)]
+def test_a_worker_is_admitted_among_many_silent_clients(channel: Channel) -> None:
+    silent = [channel.open() for _ in range(300)]
     began = time.monotonic()
-    desk.client()
-    assert desk.next(WorkerStarted).worker == "w" and time.monotonic() - began < 3
-    desk.server.disconnect("w")
+    channel.client()
+    assert channel.next(WorkerStarted).worker == "w" and time.monotonic() - began < 3
+    channel.server.disconnect("w")
     for each in silent:
         each.close()
 
 
-def test_a_refused_worker_tries_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flood of connections may push out a worker before it is admitted."""
-    first_message, tries = desk.server._first_message, []
+def test_a_refused_worker_tries_again(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the driver is flooded with connections, it may close that of a worker before the worker is admitted."""
+    first_message, tries = channel.server._first_message, []
 
     async def first_refused(peer: Any) -> Message:
         message = await first_message(peer)
@@ -621,21 +624,21 @@ def test_a_refused_worker_tries_again(desk: Desk, monkeypatch: pytest.MonkeyPatc
             raise ValueError("planned")
         return message
 
-    monkeypatch.setattr(desk.server, "_first_message", first_refused)
-    desk.client()
-    assert desk.next(WorkerStarted).worker == "w" and len(tries) == 2
-    desk.server.disconnect("w")
+    monkeypatch.setattr(channel.server, "_first_message", first_refused)
+    channel.client()
+    assert channel.next(WorkerStarted).worker == "w" and len(tries) == 2
+    channel.server.disconnect("w")
 
 
-def test_a_client_does_not_wait_for_ever_for_another_kind_of_server() -> None:
+def test_a_client_gives_up_on_another_kind_of_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=lambda: [listener.accept()[0].close() for _ in range(2)], daemon=True).start()
         with pytest.raises(ConnectionAbortedError, match="another process has that port"):
             connect(ControlAddress("127.0.0.1", listener.getsockname()[1], "0" * 32), Alive(), patience_s=0.2)
 
 
-def test_without_a_descriptor_it_waits_and_goes_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control thread sleeps meanwhile, and reports it once."""
+def test_without_a_descriptor_the_server_waits_and_continues(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control thread does not accept connections meanwhile."""
     monkeypatch.setattr(control_server, "ACCEPT_PAUSE_S", 0.2)
     tries: list[float] = []
 
@@ -647,37 +650,37 @@ def test_without_a_descriptor_it_waits_and_goes_on(desk: Desk, monkeypatch: pyte
         def __getattr__(self, name: str) -> Any:
             return getattr(real, name)
 
-    real = desk.server._listener
+    real = channel.server._listener
     with monkeypatch.context() as patch:
-        patch.setattr(desk.server, "_listener", Exhausted())
-        opened = desk.open()
+        patch.setattr(channel.server, "_listener", Exhausted())
+        opened = channel.open()
         wait_for(lambda: len(tries) > 1)
     assert tries[1] - tries[0] >= 0.15
-    desk.client()
-    assert desk.next(WorkerStarted).worker == "w"
+    channel.client()
+    assert channel.next(WorkerStarted).worker == "w"
     opened.close()
-    desk.server.disconnect("w")
+    channel.server.disconnect("w")
 
 
-def test_refused_connections_are_counted_instead_of_listed(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_connections_are_counted_instead_of_listed(channel: Channel, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(30):
-        with desk.open(b"0" * 32) as stranger:
-            assert ended(stranger)
-    wait_for(lambda: desk.server._refusals._others == 25)
+        with channel.open(b"0" * 32) as client:
+            assert ended(client)
+    wait_for(lambda: channel.server._refusals._others == 25)
     lines = [record for record in caplog.records if "refused a connection" in record.getMessage()]
     assert len(lines) == control_server.LOG_LINES
-    desk.server._refusals._until = 0.0
+    channel.server._refusals._until = 0.0
     wait_for(lambda: any("refused 25 more" in record.getMessage() for record in caplog.records))
 
 
-def test_a_closed_server_leaves_nothing(desk: Desk) -> None:
-    desk.client()
-    desk.next(WorkerStarted)
-    bulk = connect(desk.address, OpenBulk("w"))
-    desk.server.close()
+def test_a_closed_server_leaves_nothing(channel: Channel) -> None:
+    channel.client()
+    channel.next(WorkerStarted)
+    bulk = connect(channel.address, OpenBulk("w"))
+    channel.server.close()
     assert ended(bulk)
     bulk.close()
     wait_for(lambda: not [each for each in threading.enumerate() if each.name.startswith("raysgd-bulk")])
     with pytest.raises(ConnectionRefusedError):
-        desk.open()
-    desk.server.close()
+        channel.open()
+    channel.server.close()

@@ -1,4 +1,4 @@
-"""The contract of a replica: what a worker can rely on, for torch, TensorFlow and training functions. One process, no Ray.
+"""The contract of a replica: what a worker relies on, for torch, TensorFlow and training functions, without Ray.
 
 Each subject makes STEPS steps in one call. Its `weights` depend on every step and on their order, so a step that is
 left out or made twice shows in them.
@@ -51,7 +51,7 @@ def fail() -> None:
 
 
 class Subject:
-    """One kind of replica, and what a test needs beside the protocol."""
+    """One kind of replica, and what tests need in addition to the protocol."""
 
     def __init__(self) -> None:
         self.hooks = Hooks()
@@ -69,7 +69,7 @@ class Subject:
         raise NotImplementedError
 
     def call(self, number: int = 1) -> Call:
-        """Return a call that makes the steps that are left. A number that was used before repeats that call."""
+        """Return a call that makes the remaining steps. With a number that was used before, repeat that call."""
         return Call(ReplicaBase.train, {"call": number, "num_steps": None, "profile": False, "info": None})
 
     def weights(self, replica: Any) -> list[float]:
@@ -147,7 +147,7 @@ class TFSubject(Subject):
 
 
 def commit_steps(hooks: Hooks) -> None:
-    """Make the steps, each of which is a commit."""
+    """Make the steps, and commit each of them."""
     state = train.elastic({"weights": []})
     while (step := len(state["weights"])) < STEPS:
         hooks.fire("before", step)
@@ -161,7 +161,7 @@ class FunctionSubject(Subject):
         return FunctionReplicaFactory()
 
     def call(self, number: int = 1) -> Call:
-        """Return an attempt of the same run, because a second run begins from nothing."""
+        """Return an attempt of the same run, because a second run would start from the beginning."""
         attempt = Attempt(run=1, number=number)
         task = (commit_steps, (self.hooks,))
         return Call(FunctionReplica.function, {"task": task, "attempt": attempt, "checkpoint": None})
@@ -179,7 +179,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield from opened(request.param)
 
 
-# A function has no epochs, no validation, and no snapshots beside its checkpoints, which it sends by itself.
+# A training function has no epochs, no validation, and no snapshots except its checkpoints, which it sends itself.
 @pytest.fixture(params=["torch", "tf"])
 def operators(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield from opened(request.param)
@@ -232,7 +232,7 @@ def test_steps_are_reported_while_they_are_made(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize(("place", "committed"), [("before", 3), ("after", 4)])
-def test_a_users_error_leaves_what_was_applied(subject: Subject, place: str, committed: int) -> None:
+def test_after_a_users_error_applied_steps_count(subject: Subject, place: str, committed: int) -> None:
     expected = undisturbed(subject)
     replica = subject.make()
     subject.hooks.at(place, 3, fail)
@@ -262,7 +262,7 @@ def test_a_planned_stop_is_at_its_step_and_the_same_call_continues(subject: Subj
     assert subject.weights(replica) == pytest.approx(expected)
 
 
-def test_an_interruption_ends_the_call_soon_and_loses_nothing(subject: Subject) -> None:
+def test_an_interruption_ends_the_call_soon_without_losing_a_step(subject: Subject) -> None:
     expected = undisturbed(subject)
     replica = subject.make()
     subject.hooks.at("before", 2, subject.control.interrupt)
@@ -374,7 +374,7 @@ def test_a_validation_is_repeated_from_where_it_began(operators: Subject, how: s
         assert isinstance(replica.run(validation(2, 2)), Interrupted)
     operators.control.clear()
     second = replica.run(validation(2, 2))["first"]
-    assert second - first == pytest.approx(0.8), "eight rows later, of which each has 0.1 more"
+    assert second - first == pytest.approx(0.8), "the second one is eight rows later, and each row adds 0.1"
     assert replica.progress.step == 0
 
 
@@ -404,7 +404,7 @@ def test_snapshots_are_of_the_committed_state(operators: Subject, every: Any, st
         assert other.progress.step == message.progress.step
 
 
-def test_data_is_needed_and_must_have_a_batch(operators: Subject) -> None:
+def test_training_without_data_or_batches_is_an_error(operators: Subject) -> None:
     replica = operators.make()
     replica.run(Call(apply_operator, {"function": lambda operator: operator.register_data()}))
     for call in (operators.call(), validation(1)):

@@ -1,4 +1,4 @@
-"""The contract of a group of workers: what the engine can rely on, in Ray, in this process and in the simulation."""
+"""The contract of a group of workers: what the engine relies on, in Ray, in this process and in the simulation."""
 
 import dataclasses
 import inspect
@@ -20,7 +20,7 @@ from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.ray_group import RayGroup
-from raysgd.workers.worker_group import WorkerGroup
+from raysgd.workers.worker_group import WorkerGroupProtocol
 from tests.simulation.checker import Checker
 from tests.simulation.group import SimGroup
 from tests.simulation.scenario import plan_for
@@ -30,7 +30,7 @@ POLL_S, POLLS = 0.1, 600
 
 
 class PlannedError(Exception):
-    """A user's own error, whose `__init__` wants more than its `args` have."""
+    """A user's own error, whose `__init__` needs more arguments than its `args` has."""
 
     def __init__(self, text: str, number: int) -> None:
         super().__init__(text)
@@ -77,7 +77,7 @@ class Probe:
         return b"state"
 
     def load(self, data: bytes) -> None:
-        """Nothing is kept."""
+        """Do nothing, because there is no state."""
 
     def close(self) -> None:
         self.closed += 1
@@ -87,22 +87,22 @@ class Probe:
 
 
 class Subject:
-    """One implementation, its workers, and what a test needs of it beside the protocol."""
+    """One implementation, its workers, and what tests need of it in addition to the protocol."""
 
     size = 2
     settle_s = 0.0
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroupProtocol) -> None:
         self.group = group
         self.workers: list[str] = []
-        self.arrivals: list[WorkerStarted] = []
+        self.starts: list[WorkerStarted] = []
         self.heard: list[Event] = []
         group.set_patience(20.0)
         group.listener = self.heard.append
 
     def launch(self) -> None:
         self.workers = self.group.launch(self.size)
-        self.arrivals = [event for event in self.until(WorkerStarted, self.size) if isinstance(event, WorkerStarted)]
+        self.starts = [event for event in self.until(WorkerStarted, self.size) if isinstance(event, WorkerStarted)]
 
     def build(self) -> None:
         for worker in self.workers:
@@ -118,7 +118,7 @@ class Subject:
         raise AssertionError(f"waited for {count} {kind.__name__}, and there were {found}")
 
     def settle(self) -> list[Event]:
-        """Return the events that still come."""
+        """Return the events that follow."""
         found: list[Event] = []
         for _ in range(1 + int(self.settle_s / POLL_S)):
             found += [*self.group.poll(POLL_S), *self._from_listener()]
@@ -142,7 +142,7 @@ class Subject:
         raise NotImplementedError
 
     def crash(self, worker: str) -> None:
-        """End the worker's process from outside of the group."""
+        """Kill the worker's process without using the group."""
         raise NotImplementedError
 
     def freeze(self, worker: str) -> None:
@@ -161,7 +161,7 @@ class Inline(Subject):
         super().__init__(InlineGroup(SingleWorkerBackend()))
 
     def ended(self, worker: str) -> bool:
-        return True  # the worker is this process, and what ends is only what it hosts
+        return True  # the worker is this process, in which only the replica ends
 
 
 class InRay(Subject):
@@ -171,7 +171,7 @@ class InRay(Subject):
         super().__init__(RayGroup(SingleWorkerBackend(), WorkerResources(cpus=1)))
 
     def _pid(self, worker: str) -> int:
-        return next(event.pid for event in self.arrivals if event.worker == worker)
+        return next(event.pid for event in self.starts if event.worker == worker)
 
     def ended(self, worker: str) -> bool:
         return not psutil.pid_exists(self._pid(worker))
@@ -187,7 +187,7 @@ class InRay(Subject):
 
 
 class Simulated(Subject):
-    settle_s = 5.0  # virtual: what Ray says of a dead actor comes up to 3 s late
+    settle_s = 5.0  # of virtual time, in which Ray reports the end of an actor up to 3 s late
 
     def __init__(self) -> None:
         plan = dataclasses.replace(plan_for(0), nodes=(2, 2), in_place=True)
@@ -210,11 +210,11 @@ class Simulated(Subject):
 
 KINDS: dict[str, type[Subject]] = {"ray": InRay, "inline": Inline, "simulated": Simulated}
 ALL = [*KINDS]
-# The inline worker is the driver's own process: it cannot be killed, cannot fail alone, and reads no messages, because the one
-# thread that could read them is the one that trains. What it does instead has tests of its own below.
-APART = ["ray", "simulated"]
-# Arguments travel to Ray's workers only, and only Ray has references.
-TRAVELLING, SAME_MEMORY = ["ray"], ["inline", "simulated"]
+# The inline worker is the driver's own process. It cannot be killed, cannot fail alone, and reads no messages, because
+# its only thread is busy with training. Its own behaviour is tested below.
+REMOTE = ["ray", "simulated"]
+# Only Ray's workers receive pickled arguments, and only Ray has references.
+PICKLED, SAME_MEMORY = ["ray"], ["inline", "simulated"]
 
 
 def started(request: pytest.FixtureRequest) -> Subject:
@@ -225,7 +225,7 @@ def started(request: pytest.FixtureRequest) -> Subject:
 
 @pytest.fixture(scope="module")
 def shared(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    """Workers that are up and host a replica, for tests that end none of them."""
+    """Return workers that host a replica, for tests that do not end them."""
     subject = started(request)
     subject.launch()
     subject.build()
@@ -235,7 +235,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Subject]:
 
 @pytest.fixture
 def fresh(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    """A group without workers."""
+    """Return a group without workers."""
     subject = started(request)
     yield subject
     subject.group.stop()
@@ -250,13 +250,13 @@ def each(fixture: str, kinds: Sequence[str]) -> pytest.MarkDecorator:
 
 
 @each("fresh", ALL)
-def test_each_launched_worker_arrives_once_and_the_room_shrinks(fresh: Subject) -> None:
+def test_each_launched_worker_starts_once_and_takes_room(fresh: Subject) -> None:
     group, room, most = fresh.group, fresh.group.room(), fresh.group.capacity()
     assert most >= room >= fresh.size
     fresh.launch()
     assert len(set(fresh.workers)) == fresh.size
-    assert sorted(event.worker for event in fresh.arrivals) == sorted(fresh.workers)
-    assert all(event.pid > 0 and group.is_node_alive(event.node) for event in fresh.arrivals)
+    assert sorted(event.worker for event in fresh.starts) == sorted(fresh.workers)
+    assert all(event.pid > 0 and group.is_node_alive(event.node) for event in fresh.starts)
     assert fresh.settle() == []
     for _ in range(POLLS):
         if group.room() == room - fresh.size:
@@ -273,9 +273,9 @@ def test_each_launched_worker_arrives_once_and_the_room_shrinks(fresh: Subject) 
     assert all(fresh.ended(worker) for worker in fresh.workers)
 
 
-@each("fresh", APART)
+@each("fresh", REMOTE)
 def test_the_failure_of_a_worker_is_reported_exactly_once(fresh: Subject) -> None:
-    """One is killed by the driver, the other one from outside; each has a call that never ends."""
+    """The driver kills one worker, and the other one crashes. Each has a call that never ends."""
     fresh.launch()
     fresh.build()
     killed, crashed = fresh.workers
@@ -300,8 +300,8 @@ def test_the_failure_of_a_worker_is_reported_exactly_once(fresh: Subject) -> Non
     assert fresh.settle() == []
 
 
-@each("fresh", APART)
-def test_a_worker_can_be_dismissed_before_it_arrives(fresh: Subject) -> None:
+@each("fresh", REMOTE)
+def test_a_worker_can_be_dismissed_before_it_has_started(fresh: Subject) -> None:
     (worker,) = fresh.group.launch(1)
     assert fresh.group.silent_for(worker) == 0.0
     fresh.group.dismiss(worker)
@@ -328,10 +328,10 @@ def test_the_inline_group_has_one_worker_and_it_cannot_be_killed() -> None:
         InlineGroup(SingleWorkerBackend()).launch(2)
     with pytest.raises(RuntimeError, match="cannot be killed"):
         subject.group.kill(subject.workers[0])
-    assert subject.arrivals[0].pid == os.getpid()
+    assert subject.starts[0].pid == os.getpid()
     assert not subject.group.send(subject.workers[0], StackRequest(1)), "no thread reads messages"
     assert subject.group.silent_for(subject.workers[0]) == 0.0
-    assert subject.group.checkpoint_server() is None, "it writes files itself"
+    assert subject.group.checkpoint_server() is None, "the worker writes files itself"
 
 
 def test_the_inline_group_closes_its_replica_once() -> None:
@@ -392,7 +392,7 @@ def test_sys_exit_in_the_users_code_ends_neither_the_worker_nor_the_script(share
 
 
 @each("shared", SAME_MEMORY)
-def test_an_error_that_does_not_travel_is_the_users_own_object(shared: Subject) -> None:
+def test_an_error_that_is_not_pickled_is_the_users_own_object(shared: Subject) -> None:
     error = PlannedError("planned", 7)
     outcome = shared.run(shared.workers[0], Probe.throw, error=error)
     assert isinstance(outcome, Failed) and outcome.error is error
@@ -425,7 +425,7 @@ def planned_hook() -> None:
 
 
 @each("shared", ALL)
-def test_a_packed_object_arrives_as_the_object(shared: Subject) -> None:
+def test_a_packed_object_is_unpacked_on_the_worker(shared: Subject) -> None:
     given = {"a": [1, 2], "b": "text"}
     packed = shared.group.pack(given)
     outcome = shared.run(shared.workers[0], Probe.give_back, value=packed)
@@ -433,20 +433,20 @@ def test_a_packed_object_arrives_as_the_object(shared: Subject) -> None:
 
 
 @each("shared", SAME_MEMORY)
-def test_what_does_not_travel_is_not_copied(shared: Subject) -> None:
+def test_objects_are_not_copied_within_one_process(shared: Subject) -> None:
     lock = threading.Lock()
     assert shared.group.pack(lock) is lock
     outcome = shared.run(shared.workers[0], Probe.give_back, value=lock)
     assert isinstance(outcome, Ok) and outcome.value is lock
 
 
-@each("shared", TRAVELLING)
+@each("shared", PICKLED)
 def test_an_object_that_cannot_be_pickled_is_named(shared: Subject) -> None:
     with pytest.raises(TypeError, match=r"lock.* cannot be sent to the workers"):
         shared.group.pack({"mine": threading.Lock()})
 
 
-@each("shared", TRAVELLING)
+@each("shared", PICKLED)
 def test_a_reference_leads_to_the_value_or_to_the_users_error(shared: Subject) -> None:
     import ray
 
@@ -469,7 +469,7 @@ def test_without_ray_there_are_no_references(shared: Subject) -> None:
 
 
 @each("shared", ALL)
-def test_progress_arrives_with_the_number_of_its_call(shared: Subject) -> None:
+def test_progress_is_reported_with_the_number_of_its_call(shared: Subject) -> None:
     worker = shared.workers[-1]
     call = shared.group.submit(worker, "run", {"call": Call(Probe.report)})
     events = [*shared.until(CallEnded), *shared.settle()]
@@ -478,12 +478,12 @@ def test_progress_arrives_with_the_number_of_its_call(shared: Subject) -> None:
 
 
 @each("shared", ALL)
-def test_an_unknown_worker_cannot_be_told_anything(shared: Subject) -> None:
+def test_sending_to_an_unknown_worker_fails(shared: Subject) -> None:
     assert not shared.group.send("unknown", StackRequest(1))
     assert shared.group.silent_for("unknown") == 0.0
 
 
-@each("shared", APART)
+@each("shared", REMOTE)
 def test_messages_reach_a_running_call_of_the_same_generation(shared: Subject) -> None:
     worker = shared.workers[0]
     shared.perform(worker, "join", rank_info=RankInfo(solo=True), settings={}, generation=2)
@@ -492,7 +492,7 @@ def test_messages_reach_a_running_call_of_the_same_generation(shared: Subject) -
     (stack,) = shared.until(MessageReceived)
     assert isinstance(stack, MessageReceived) and isinstance(stack.message, StackReport) and stack.message.round == 8
     assert shared.group.send(worker, Interrupt(1))
-    assert shared.settle() == [], "an order of an old generation changes nothing"
+    assert shared.settle() == [], "an interrupt of an old generation is ignored"
     assert shared.group.send(worker, Interrupt(2))
     (reply,) = shared.until(CallEnded)
     assert isinstance(reply, CallEnded) and reply.call == call
@@ -500,7 +500,7 @@ def test_messages_reach_a_running_call_of_the_same_generation(shared: Subject) -
     shared.perform(worker, "join", rank_info=RankInfo(solo=True), settings={}, generation=3)
 
 
-@each("shared", APART)
+@each("shared", REMOTE)
 def test_silence_is_measured_from_the_last_message(shared: Subject) -> None:
     worker, other = shared.workers
     shared.freeze(worker)
@@ -523,21 +523,21 @@ def test_silence_is_measured_from_the_last_message(shared: Subject) -> None:
 
 
 @each("shared", ALL)
-def test_what_is_known_of_the_cluster(shared: Subject) -> None:
+def test_the_state_of_the_cluster(shared: Subject) -> None:
     assert shared.group.draining() == set()
-    assert all(shared.group.is_node_alive(event.node) for event in shared.arrivals)
+    assert all(shared.group.is_node_alive(event.node) for event in shared.starts)
     assert isinstance(shared.group.demand(3), str) and shared.group.demand(3)
 
 
-@each("shared", APART)
-def test_demand_says_what_is_needed_and_what_is_free(shared: Subject) -> None:
+@each("shared", REMOTE)
+def test_demand_describes_needed_and_free_resources(shared: Subject) -> None:
     assert shared.group.demand(3) == f"3 CPU ({shared.group.room()} free)"
     assert not shared.group.is_node_alive("unknown")
 
 
 @pytest.mark.parametrize("kind", [RayGroup, InlineGroup, SimGroup])
 def test_every_method_of_the_protocol_exists_with_its_parameters(kind: type[Any]) -> None:
-    for name, method in inspect.getmembers(WorkerGroup, inspect.isfunction):
+    for name, method in inspect.getmembers(WorkerGroupProtocol, inspect.isfunction):
         if not name.startswith("_"):
             expected, found = inspect.signature(method), inspect.signature(getattr(kind, name))
             assert list(found.parameters) == list(expected.parameters), name

@@ -1,15 +1,15 @@
-"""Two hosts on one machine, and the cable between them pulled in mid-epoch.
+"""Simulate two hosts on one machine, and cut the connection between them in the middle of an epoch.
 
     sudo -E python tests/network/cut_link.py
 
 Needs Linux, root, and `ip` (iproute2). Each host is a network namespace with a Ray node of one CPU in it; a
 pair of virtual interfaces joins them. A trainer with two workers runs on the first host. When its second
 epoch is well under way, the interface of the second host is taken down: no socket is reset, the other side
-just falls silent. What must happen: within `hang_timeout_s` and a little the first host goes on alone, in
-place, and no sample is lost or doubled.
+just stops sending. Then the first host must continue alone and in place, within little more than
+`hang_timeout_s`, and no sample may be lost or used twice.
 
-Prints one JSON document: seconds from the cut to the next step, what the trainer says of its recoveries,
-and the samples of each epoch. Namespaces and processes are gone afterwards, whatever happened.
+Prints one JSON document: seconds from the cut to the next step, the trainer's recoveries, and the samples of
+each epoch. Namespaces and processes are always removed at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PORT = 6399
 
 
 class Host:
-    """One network namespace. Runs commands in it, each in a session of its own, and ends them all."""
+    """One network namespace. Runs commands in it, each in its own session, and ends them all."""
 
     def __init__(self, name: str, address: str, folder: Path, token: str) -> None:
         self.name, self.address = name, address
@@ -46,7 +46,7 @@ class Host:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]),
             "RAY_TMPDIR": str(folder),
-            # Newer Rays let nobody into a cluster without its token; older ones look at neither.
+            # Newer versions of Ray require a cluster's token; older ones ignore both variables.
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": token,
             "OMP_NUM_THREADS": "1",
@@ -87,7 +87,7 @@ def ip(*arguments: str) -> str:
 
 
 def why_not() -> str:
-    """What this machine lacks for it; empty when nothing."""
+    """Return what this machine lacks for this test, "" if nothing."""
     if sys.platform != "linux" or shutil.which("ip") is None:
         return "needs Linux and the ip command (iproute2)"
     name = f"raysgd-try-{os.getpid()}"
@@ -104,8 +104,8 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Joined by a cable: one end of a veth pair in each."""
-    token = secrets.token_hex(32)  # for this cluster alone
+    """Connect two hosts with a pair of virtual interfaces (veth), one in each."""
+    token = secrets.token_hex(32)  # only for this cluster
     with contextlib.ExitStack() as stack:
         hosts = []
         for letter, address in [("a", "10.231.77.1"), ("b", "10.231.77.2")]:
@@ -131,7 +131,7 @@ def start_ray(first: Host, second: Host) -> None:
 
 def run() -> dict[str, Any]:
     sys.path.insert(0, str(BENCHMARKS))
-    import traces  # of the benchmarks: when each process took its steps
+    import traces  # the benchmarks' module that records when each process makes its steps
 
     with tempfile.TemporaryDirectory(prefix="cut-") as name:
         folder = Path(name)
@@ -159,7 +159,7 @@ def run() -> dict[str, Any]:
             facts = [line for line in output.splitlines() if line.startswith("{")]
             if driver.returncode or not facts:
                 raise RuntimeError(f"the trainer did not survive the cut (status {driver.returncode}):\n{output}")
-            # A step or two may have been on its way; the gap is what counts.
+            # One or two steps may have been running at the cut, so only the gap counts.
             steps = [step for step in traces.read(folder / "steps") if step.at >= cut_at - 0.1]
             gap_s = round(traces.longest_gap(steps, within_epochs=True), 2)
             return {"cut_to_next_step_s": gap_s, "hang_timeout_s": HANG_TIMEOUT_S, **json.loads(facts[-1])}

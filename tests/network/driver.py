@@ -1,4 +1,4 @@
-"""Runs on the first host of cut_link.py: three epochs with two workers, one on each host."""
+"""Train three epochs with two workers, one on each host. `cut_link.py` runs this on the first host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold at every moment of a simulated run, whatever fails."""
+"""Check what must hold at every moment of a simulated run, whatever fails."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ __all__ = ["Checker", "Violation"]
 
 
 class Violation(BaseException):
-    """The engine broke one of its promises. Not an Exception, which a worker would report as the user's own."""
+    """The engine broke one of its guarantees. This is not an Exception, which a worker would report as the user's
+    own."""
 
 
 class Checker:
-    """Sees everything, also what the driver cannot see: each applied step, each generation, each state that is taken over.
+    """Sees what the driver cannot see: each applied step, each generation, each state that a worker loads.
 
     truth       the steps that are applied in the weights with which training continues
     newest      the generation of the last group that has formed
@@ -40,11 +41,12 @@ class Checker:
             raise Violation(f"{worker.name} joined generation {group.generation}, but {self.newest} was formed already")
         self.newest, self._members = group.generation, group.members
 
-    def applied(self, worker: Any, group: ProcessGroup, steps: Sequence[Step], everybody: Sequence[Any]) -> None:
-        """`worker` has applied a step: the last of `steps`. `everybody` is what each rank brought into its all-reduce."""
+    def applied(self, worker: Any, group: ProcessGroup, steps: Sequence[Step], contributions: Sequence[Any]) -> None:
+        """`worker` has applied a step, the last of `steps`. `contributions` has what each rank contributed to its
+        all-reduce."""
         if worker.given_up:
-            return  # it was stopped between the all-reduce and its step: the others went on without it
-        self._check_step(worker, everybody, steps[-1])
+            return  # it was stopped between the all-reduce and its step, and the others continued without it
+        self._check_step(worker, contributions, steps[-1])
         _check_order(steps, self._plan.samples)
         if group.generation < self.newest:
             raise Violation(f"{worker.name} trained in generation {group.generation}, but {self.newest} has formed")
@@ -60,7 +62,7 @@ class Checker:
             )
 
     def _begin(self, group: ProcessGroup, base: int) -> None:
-        """The first step of a generation: it must continue from the most that any healthy worker had."""
+        """Check the first step of a generation: it must continue from the most advanced healthy worker."""
         self._began[group.generation] = base
         for name, steps in self._discarded:
             if steps > base:
@@ -76,14 +78,14 @@ class Checker:
             del self.truth[base:]
 
     def takes(self, worker: Any, old: Sequence[Step], old_loads: int, new: Sequence[Step], new_loads: int) -> None:
-        """`worker` replaces its state by another worker's, or by a snapshot's."""
+        """Check a state that `worker` loads from another worker, or from a snapshot."""
         if old_loads == new_loads and list(new[: len(old)]) != list(old):
             raise Violation(
                 f"{worker.name} had applied {len(old)} steps and takes a state of {len(new)}: a committed step is lost"
             )
 
     def dismissed(self, worker: Any) -> None:
-        """The driver ends a worker that is alive."""
+        """Note that the driver ends a worker that is alive."""
         replica = worker.replica
         if replica is None or worker.stopped_at is not None or worker.given_up or replica.loads != self.loads:
             return
@@ -92,20 +94,20 @@ class Checker:
             self._discarded.append((worker.name, len(replica.steps)))
 
     def loaded(self, steps: Sequence[Step], loads: int) -> None:
-        """The user has loaded a checkpoint, on all ranks."""
+        """Note that the user has loaded a checkpoint on all ranks."""
         self.truth, self.loads, self._discarded = list(steps), loads, []
 
-    def _check_step(self, worker: Any, everybody: Sequence[Any], step: Step) -> None:
-        numbers = {each[:4] for each in everybody}
+    def _check_step(self, worker: Any, contributions: Sequence[Any], step: Step) -> None:
+        numbers = {each[:4] for each in contributions}
         if len(numbers) != 1:
             raise Violation(f"the ranks of one all-reduce were not at the same step: {sorted(numbers)}")
-        seen = [index for *_, share in everybody if share.fresh for index in range(share.start, share.stop)]
+        seen = [index for *_, part in contributions if part.fresh for index in range(part.start, part.stop)]
         if sorted(seen) != list(range(step[1], step[2])):
             raise Violation(f"step {step} used the samples {sorted(seen)}")
 
 
 def _check_order(steps: Sequence[Step], total: int) -> None:
-    """Each epoch from its first sample on, without a gap and without a repetition."""
+    """Check that each epoch begins with its first sample, and has no gaps and no repetitions."""
     epoch, start, _ = steps[-1]
     if len(steps) == 1:
         expected = start == 0

@@ -1,4 +1,4 @@
-"""Simulated worker processes on simulated nodes, behind the protocol that the engine calls its workers by."""
+"""Simulate worker processes on simulated nodes, behind the protocol through which the engine calls workers."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ BUSY = ["script.py:1 train_batch"]
 
 
 class CallDidNotEnd(AssertionError):
-    """The driver still waits long after the last fault."""
+    """The driver is still waiting long after the last fault."""
 
 
 class Node:
-    """A machine: it has room for some workers, and it can be drained or vanish."""
+    """A machine, which has room for some workers, and can be drained or vanish."""
 
     def __init__(self, name: str, slots: int) -> None:
         self.name, self.slots = name, slots
         self.alive, self.draining = True, False
-        self.workers: dict[Worker, None] = {}  # ordered, as a set is not
+        self.workers: dict[Worker, None] = {}  # a dict, because a set has no order
 
     @property
     def free(self) -> int:
@@ -45,7 +45,7 @@ class Node:
 
 
 class Link:
-    """Delivers messages in order, each after a delay of its own."""
+    """Delivers messages in order, each after its own delay."""
 
     def __init__(self, world: World, slowest_s: float) -> None:
         self._world, self._slowest_s, self._last = world, slowest_s, 0.0
@@ -59,27 +59,27 @@ class Link:
 
 
 class SimClient(ControlClient):
-    """The worker's end of the control channel without its socket: what it does on a message is the library's own code."""
+    """The worker's end of the control channel without its socket. The library's own code handles the messages."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker_process, self._worker = worker, worker.name
         self._abort, self._open = worker.backend.abort, True
-        self._room: Any = SimpleNamespace(select=lambda timeout: True)  # the driver always reads
+        self._writable: Any = SimpleNamespace(select=lambda timeout: True)  # the driver always reads
         self.generation = self.call = -1
-        self._turning = threading.Lock()
+        self._call_lock = threading.Lock()
         self.control = Control(self._publish, clock=worker.world.clock, changed=Condition(worker))  # type: ignore[arg-type]
 
     def receive(self, message: Message) -> None:
         self._worker_process.strike("message")
         if self._worker_process.alive:
-            self._obey(message)
+            self._handle(message)
 
     def notice(self) -> None:
         self.control.notice = True
         self._send(PreemptionNotice())
 
     def _send(self, message: Message) -> None:
-        self._worker_process.say(message)
+        self._worker_process.send(message)
 
     def _stack(self) -> list[str]:
         group = self._worker_process.backend.group
@@ -87,7 +87,7 @@ class SimClient(ControlClient):
 
 
 class Worker(Process):
-    """One worker process: calls run one at a time on its main task, messages arrive beside them."""
+    """One worker process. Calls run one at a time on its main task, while messages arrive."""
 
     def __init__(self, group: SimGroup, name: str, node: Node) -> None:
         super().__init__(group.world)
@@ -134,18 +134,18 @@ class Worker(Process):
             self._replies.send(partial(self._group.emit, CallEnded(self.name, call, outcome)))
 
     def die(self, why: str = "its process ended", *, silently: bool = False) -> None:
-        """A SIGKILL; `silently`, its machine vanished, so that nothing tells its peers."""
+        """End the process. With `silently`, its machine vanishes, so that its peers do not notice."""
         if not self.alive:
             return
         super().die()
-        self.world.note("%s dies (%s)", self.name, why)
+        self.world.note("%s ends (%s)", self.name, why)
         group = self.backend.group
         if group is not None:
             self.world.at(self.world.between(0.0, 0.002), lambda: group.leave(self, silently=silently))
         notice_s = self.world.between(0.5, 2.0) if silently else 0.0
-        gone = WorkerEnded(self.name, why, "network" if silently else "worker death")
-        self._to_driver.send(partial(self._group.emit, gone), at_least_s=notice_s)
-        late = WorkerEnded(self.name, "Ray says that the actor died")
+        event = WorkerEnded(self.name, why, "network" if silently else "worker death")
+        self._to_driver.send(partial(self._group.emit, event), at_least_s=notice_s)
+        late = WorkerEnded(self.name, "Ray reports that the actor died")
         self.world.at(self.world.between(0.05, 3.0), partial(self._group.emit, late))
         self.world.at(self.world.between(0.0, 0.3), lambda: self.node.workers.pop(self, None))
 
@@ -157,10 +157,10 @@ class Worker(Process):
         self._group.strike(self, name)
 
     def point(self, name: str) -> None:
-        """A moment at which the schedule may strike this worker."""
+        """Let the schedule inject a fault into this worker."""
         self.strike(name)
         if not self.alive:
-            self.world.hub.switch()  # never comes back
+            self.world.hub.switch()  # does not return
         if self.stopped_at is not None:
             self.sleep(0.0)
 
@@ -169,15 +169,16 @@ class Worker(Process):
 
     # -- messages -------------------------------------------------------------------------------------
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self._to_driver.send(partial(self._group.emit, MessageReceived(self.name, message)))
 
     def upload(self, message: SnapshotUpload, body: bytes) -> None:
-        """On a connection of its own: it arrives whole, later than what was said meanwhile, or not at all."""
-        heard = MessageReceived(self.name, message, body)
-        self.at(self.world.between(0.001, 0.05), partial(self._group.snapshot_arrives, heard))
+        """Send a snapshot on a connection of its own. It arrives completely or not at all, and later than other
+        messages."""
+        received = MessageReceived(self.name, message, body)
+        self.at(self.world.between(0.001, 0.05), partial(self._group.snapshot_arrives, received))
 
-    def hear(self, message: Message) -> None:
+    def deliver(self, message: Message) -> None:
         self._from_driver.send(lambda: self.at(0.0, lambda: self.client.receive(message)))
 
     def ask(self, call: int, generation: int, verb: str, arguments: dict[str, Any]) -> None:
@@ -190,7 +191,7 @@ class Worker(Process):
 
 
 class SimGroup:
-    """The protocol of `raysgd.workers.worker_group.WorkerGroup`."""
+    """The protocol of `raysgd.workers.worker_group.WorkerGroupProtocol`."""
 
     elastic = True
 
@@ -219,7 +220,7 @@ class SimGroup:
         return names
 
     def _place(self) -> None:
-        """Start the processes that there is room for; the others wait, and Ray looks again."""
+        """Start the processes for which there is room. The others wait until Ray tries again."""
         for name in list(self._pending):
             room = [node for node in self.nodes if node.free > 0]
             if not room:
@@ -267,14 +268,14 @@ class SimGroup:
     def emit(self, event: Event) -> None:
         self._events.append(event)
 
-    def snapshot_arrives(self, heard: MessageReceived) -> None:
-        self._events.append(heard)
+    def snapshot_arrives(self, received: MessageReceived) -> None:
+        self._events.append(received)
 
     def send(self, worker: str, message: Message) -> bool:
         if worker not in self.workers or worker in self._gone:
             return False
         self.world.note("%s <- %s", worker, message)
-        self.workers[worker].hear(message)
+        self.workers[worker].deliver(message)
         return True
 
     def silent_for(self, worker: str) -> float:
@@ -285,7 +286,7 @@ class SimGroup:
         return 0.0 if since is None else self.world.now - since
 
     def set_patience(self, unreachable_s: float) -> None:
-        """The simulated network notices a vanished machine by itself."""
+        """Do nothing, because the simulated network detects a vanished machine by itself."""
 
     def kill(self, worker: str) -> None:
         self.world.note("kill %s", worker)
@@ -310,14 +311,14 @@ class SimGroup:
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
-        """Wait, on exit, until the nodes have the room of the workers that were dismissed meanwhile; 2.5 s at most."""
+        """Wait, on exit, until the workers that were dismissed meanwhile have left their nodes, for at most 2.5 s."""
         held = set(self._known)
         yield
         ended = [self.workers[name] for name in self.workers if name in held and name not in self._known]
         self.world.run(2.5, lambda: not any(worker in worker.node.workers for worker in ended))
 
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
-        raise NotImplementedError("nothing in the simulation asks for a reference")
+        raise NotImplementedError("the simulation has no references")
 
     def pack(self, value: Any) -> Any:
         return value
@@ -348,7 +349,7 @@ class SimGroup:
 
 
 class _Shown:
-    """An event in the words of the trace; they are only made where there is one."""
+    """An event as a line of the trace. The line is formatted only if there is a trace."""
 
     def __init__(self, event: Event) -> None:
         self._event = event
@@ -360,5 +361,5 @@ class _Shown:
             cause = getattr(outcome, "cause", "") or getattr(outcome, "error", "")
             return f"{event.worker} replied to call {event.call}: {type(outcome).__name__} {cause!s:.60}"
         if isinstance(event, MessageReceived):
-            return f"{event.worker} said {event.message}"
+            return f"{event.worker} sent {event.message}"
         return str(event)

@@ -1,4 +1,4 @@
-"""Simulated rendezvous and collectives: a generation's ranks find each other, compute together, and fall apart."""
+"""Simulate rendezvous and collectives: the ranks of a generation find each other, communicate, and fail."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["NetworkError", "ProcessGroup", "Rendezvous", "SimBackend"]
 
 
 class NetworkError(RuntimeError):
-    """What a rank gets when a peer or the network went away."""
+    """What a rank gets when a peer or the network failed."""
 
 
 class Collective:
-    """One collective operation: what the ranks put in, and who still waits for it to end."""
+    """One collective operation: the values of the ranks, and which of them are still waiting for it."""
 
     def __init__(self) -> None:
         self.values: dict[Process, Any] = {}
@@ -25,8 +25,8 @@ class Collective:
 
 
 class ProcessGroup:
-    """The ranks of one generation. A collective ends when all have joined in; each rank sees that a little later, or sees
-    the failure of a peer before."""
+    """The ranks of one generation. A collective ends when all ranks have called it. Each rank sees that a little later,
+    or sees the failure of a peer first."""
 
     def __init__(self, world: World, generation: int, members: Sequence[Process]) -> None:
         self.world, self.generation, self.members = world, generation, list(members)
@@ -66,7 +66,7 @@ class ProcessGroup:
         return any(member in each.waiting for each in self._collectives.values())
 
     def leave(self, member: Process, *, silently: bool = False) -> None:
-        """This member's connections close, unless its machine vanished. Whoever waits for it fails, soon."""
+        """Close the connections of this member, unless its machine vanished. Ranks that wait for it fail soon."""
         if member in self.left:
             return
         if silently:
@@ -91,7 +91,7 @@ class Rendezvous:
         self._waiting: dict[Process, Wake] = {}
 
     def enter(self, member: Process, rank_info: RankInfo, limit_s: float) -> ProcessGroup:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have arrived."""
         if self.closed:
             raise NetworkError("the rendezvous of this generation is over")
         self._here[rank_info.world_rank] = member
@@ -99,8 +99,8 @@ class Rendezvous:
         if len(self._here) == self._size:
             members = [self._here[rank] for rank in range(self._size)]
             self.group = ProcessGroup(self.world, rank_info.generation, members)
-            for dead in [each for each in members if not each.alive]:
-                self.group.left.add(dead)
+            for failed in [each for each in members if not each.alive]:
+                self.group.left.add(failed)
             for other, waiting in self._waiting.items():
                 other.at(self.world.between(0.0, 0.01), lambda waiting=waiting: waiting("complete"))
         else:
@@ -123,9 +123,10 @@ class Rendezvous:
 
 
 class SimBackend:
-    """The protocol of `raysgd.core.protocols.Backend`. One on the driver, which plans; one in each worker, which joins."""
+    """Implements `raysgd.core.protocols.ProcessGroupBackend`. The one on the driver plans, and the one in each worker
+    joins."""
 
-    needs_offers = True  # gloo's does not, TensorFlow's does: one more moment at which a worker can fail
+    needs_offers = True  # as TensorFlow's backend does, because a worker can then also fail while it makes an offer
 
     def __init__(self, world: World, *, in_place: bool, join_s: float, collective_s: float, member: Any = None) -> None:
         self.world, self.in_place = world, in_place
@@ -151,7 +152,7 @@ class SimBackend:
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         if self._joined and not self.in_place and not rank_info.solo:
-            raise RuntimeError("this backend joins one generation in a process, no second one")
+            raise RuntimeError("a process of this backend can join only one generation")
         self._member.sleep(self.world.between(0.0005, 0.01))
         if rank_info.solo:
             return

@@ -1,4 +1,4 @@
-"""A replica whose weights are the list of the steps it has applied. Position, sampling plan and feed are the library's own."""
+"""A replica whose weights are the list of its applied steps. It uses the library's position, sampling plan and feed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UserError(Exception):
 
 
 class SimSource(PlannedSource):
-    """A data set of `total` samples, read in order."""
+    """A dataset of `total` samples, read in order."""
 
     def __init__(self, total: int, batch_size: int, global_batch: int | None) -> None:
         self._total, self._batch_size, self._global = total, batch_size, global_batch
@@ -41,9 +41,9 @@ class SimSource(PlannedSource):
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         plan = self._plan(rank_info)
-        for share in plan.parts_of(rank_info.world_rank, offset):
+        for part in plan.parts_of(rank_info.world_rank, offset):
             before, offset = offset, plan.offset_after(offset)
-            yield Drawn((before, offset, share), offset, share.fresh)
+            yield Drawn((before, offset, part), offset, part.fresh)
 
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         step = self._global or self._batch_size * rank_info.world_size
@@ -51,7 +51,7 @@ class SimSource(PlannedSource):
 
 
 class SimReplica:
-    """The protocol of `raysgd.core.protocols.Replica`, in the order of effects of `TorchReplica`."""
+    """Implements `raysgd.core.protocols.Replica`, with effects in the same order as in `TorchReplica`."""
 
     def __init__(self, worker: Any, plan: Any, rank_info: RankInfo, control: Control) -> None:
         self._worker, self._plan, self._rank_info, self._control = worker, plan, rank_info, control
@@ -68,7 +68,7 @@ class SimReplica:
 
     @property
     def loads(self) -> int:
-        """How many of the user's loads the state has seen."""
+        """Return how many checkpoints the user has loaded into this state."""
         return self._position.loads
 
     def run(self, call: Call) -> Any:
@@ -110,20 +110,20 @@ class SimReplica:
         self._snapshot()
         return self.partial()
 
-    def _train_batch(self, feed: Feed, before: int, after: int, share: Any) -> None:
+    def _train_batch(self, feed: Feed, before: int, after: int, part: Any) -> None:
         worker = self._worker
         worker.compute()
         worker.point("forward")
-        given = (len(self.steps), self._position.epoch, before, after, share)
+        given = (len(self.steps), self._position.epoch, before, after, part)
         group = worker.backend.group
         if group is None:
             raise NetworkError("the process group was aborted")
-        everybody = group.collective(worker, given, worker.backend.collective_s)
+        contributions = group.collective(worker, given, worker.backend.collective_s)
         worker.point("reduced")
         self.steps.append((self._position.epoch, before, after))
         self._position.applied += 1
         feed.stepped()
-        worker.checker.applied(worker, group, self.steps, everybody)
+        worker.checker.applied(worker, group, self.steps, contributions)
         worker.point("applied")
 
     def validate(self, call: int) -> Any:
@@ -174,7 +174,7 @@ class SimReplica:
         self._feed = None
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
     def _on_commit(self, last: bool = False) -> None:
         if last or self._control.due():

@@ -1,4 +1,4 @@
-"""One simulated run: what a seed makes of it, the faults it lays, and the script that a user would have written."""
+"""One simulated run: the plan that a seed decides, its faults, and the script that a user would have written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.simulation.world import World
 
 __all__ = ["Fault", "Plan", "Result", "plan_for", "run"]
 
-# Moments in a worker at which a fault can strike; those in which the user's code runs can also raise.
+# Moments in a worker at which a fault can be injected. Where the user's code runs, it can also raise an error.
 RUNNING = ("forward", "reduced", "applied", "message")
 RECOVERING = ("leave", "join", "formed", "state", "load", "state ended", "load ended", "leave ended", "join ended")
 STARTING = ("process start", "warm", "warm ended", "prepare", "build", "build ended")
@@ -34,7 +34,8 @@ LIMIT_S = 400.0
 
 @dataclass
 class Fault:
-    """At the `count`th time that any worker comes to `point`, `kind` befalls it (or, of `others`, as many more)."""
+    """A fault of this `kind`, injected the `count`th time that a worker reaches `point`, into it and `others` more
+    workers."""
 
     kind: str
     point: str
@@ -65,7 +66,7 @@ class Plan:
 
 @dataclass
 class Result:
-    """What a run showed."""
+    """The result of a run."""
 
     plan: Plan
     steps: int = 0
@@ -114,7 +115,7 @@ def plan_for(seed: int) -> Plan:
 
 
 def _machines(draw: random.Random, ranks: int) -> tuple[tuple[int, ...], tuple[tuple[float, int], ...]]:
-    """Draw how many workers each node holds, and which nodes come later, and when."""
+    """Draw how many workers each node can hold, and which nodes are added later, and when."""
     nodes, left = [], ranks + draw.choice([0, 0, 1, ranks])
     while left > 0:
         nodes.append(min(left, draw.randint(1, ranks)))
@@ -149,7 +150,7 @@ def _fault(draw: random.Random, in_place: bool) -> Fault:
 
 
 class Schedule:
-    """Lays a plan's faults, and strikes with each once."""
+    """Injects each fault of a plan once."""
 
     def __init__(self, world: World, plan: Plan) -> None:
         self._world = world
@@ -174,9 +175,9 @@ class Schedule:
         for victim in [*others[: fault.others], worker]:
             self.struck[fault.kind] += 1
             self._world.note("FAULT %s of %s at '%s'", fault.kind, victim.name, fault.point)
-            self._befall(victim, fault, mine=victim is worker)
+            self._inject(victim, fault, mine=victim is worker)
 
-    def _befall(self, victim: Worker, fault: Fault, *, mine: bool) -> None:
+    def _inject(self, victim: Worker, fault: Fault, *, mine: bool) -> None:
         node = victim.node
         if fault.kind == "kill":
             victim.die("SIGKILL")
@@ -200,19 +201,19 @@ class Schedule:
             if not node.draining:
                 node.draining = True
                 self._replace(node)
-            self._world.at(8.0, lambda: [each.die("its node was taken away") for each in list(node.workers)])
+            self._world.at(8.0, lambda: [each.die("its node was removed") for each in list(node.workers)])
         elif mine:
             raise UserError(f"planned at '{fault.point}'")
 
     def _replace(self, node: Node) -> None:
-        """The cluster gives a new machine for one that goes, in a while."""
+        """Add a new machine for one that leaves, after a while."""
         assert self.group is not None
         fresh = Node(f"{node.name}+", node.slots)
         self._world.at(self._world.between(0.5, 4.0), lambda: self.group.nodes.append(fresh))  # type: ignore[union-attr]
 
 
 class Script:
-    """What the user's script does, and what it checks."""
+    """Runs the user's script, and checks its results."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
@@ -249,7 +250,7 @@ class Script:
         except (ResourceError, WorkerStartError):
             if not self.schedule.struck:
                 raise
-            return  # a worker that fails before the first generation may end the start, with an error that says so
+            return  # a failure before the first generation may end the start with such an error
         for name, *given in self.plan.script:
             self.world.note("SCRIPT %s %s", name, given)
             self._until_done(lambda name=name, given=given: getattr(self, f"_{name}")(*given))
@@ -260,7 +261,7 @@ class Script:
             raise Violation(f"processes are left after stop: {left}")
 
     def _until_done(self, call: Callable[[], None]) -> None:
-        """Run a call of the script's; one that the user's own error ended is made again."""
+        """Make a call of the script. If the user's own error ends it, make it again."""
         while True:
             try:
                 return call()
@@ -324,7 +325,7 @@ class Script:
 
 
 def run(seed: int, *, tracing: bool = False) -> tuple[Result, World, BaseException | None]:
-    """Run a seed. Return what it showed, its world with the trace, and the error that ended it."""
+    """Run a seed. Return its result, its world with the trace, and the error that ended it."""
     world = World(seed, tracing=tracing)
     plan = plan_for(seed)
     script, error = Script(plan, world), None

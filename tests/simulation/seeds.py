@@ -1,4 +1,5 @@
-"""Run many seeds: `python -m tests.simulation --seeds 2000`. One that fails is run again with `--first SEED --seeds 1 --trace`."""
+"""Run many seeds: `python -m tests.simulation --seeds 2000`. Repeat one that fails with `--first SEED --seeds 1
+--trace`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ CHUNK = 50
 
 @dataclass
 class Summary:
-    """What a number of seeds showed. Summaries add up."""
+    """The results of several seeds. Summaries can be added."""
 
     seeds: int = 0
     steps: int = 0
@@ -84,14 +85,14 @@ def main() -> int:
                 print(*summary.failed, sep="\n", end="\n" if summary.failed else "", flush=True)
     print(
         f"{total.seeds} seeds in {time.monotonic() - began:.1f} s: {total.steps} steps, {total.redone} of them redone, "
-        f"{total.user_errors} errors of the user's\n  faults: {dict(total.faults)}\n  recoveries: {dict(total.recoveries)}"
+        f"{total.user_errors} errors of user code\n  faults: {dict(total.faults)}\n  recoveries: {dict(total.recoveries)}"
     )
     print(
         f"{len(total.failed)} failed"
         + (
             ""
             if not total.failed
-            else f"; again, with all that happened: "
+            else f"; to see all events, run "
             f"python -m tests.simulation --trace --seeds 1 --first {total.failed[0].split()[1].rstrip(':')}"
         )
     )

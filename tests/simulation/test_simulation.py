@@ -1,4 +1,4 @@
-"""The engine in virtual time, under thousands of schedules of faults; and that the checks would notice a broken engine."""
+"""The engine in virtual time, under thousands of schedules of faults. The checks would detect a broken engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.simulation.seeds import Summary, simulate
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def test_two_thousand_schedules_of_faults_break_no_promise() -> None:
+def test_two_thousand_schedules_of_faults_break_no_guarantee() -> None:
     seeds = os.environ.get("SEEDS", "2000")
     run = subprocess.run(
         [sys.executable, "-m", "tests.simulation", "--seeds", seeds],
@@ -31,7 +31,7 @@ def test_two_thousand_schedules_of_faults_break_no_promise() -> None:
     assert f"{seeds} seeds" in run.stdout
 
 
-def test_a_seed_gives_the_same_run_every_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_always_gives_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
     runs = []
     for _ in range(2):
         simulate(0, 20, tracing=True)
@@ -39,7 +39,7 @@ def test_a_seed_gives_the_same_run_every_time(capsys: pytest.CaptureFixture[str]
     assert runs[0] == runs[1] and "FAULT" in runs[0]
 
 
-# What each of these breaks must be noticed within a few hundred seeds.
+# Each of these breaks the engine in a way that a few hundred seeds must detect.
 
 
 def _skip_agreement(patch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def _forget_who_holds_the_state(patch: pytest.MonkeyPatch) -> None:
     "breakage",
     [_skip_agreement, _forget_what_was_applied, _use_samples_twice, _rescue_no_state, _forget_who_holds_the_state],
 )
-def test_a_broken_engine_is_noticed(breakage: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_engine_is_detected(breakage: object, monkeypatch: pytest.MonkeyPatch) -> None:
     breakage(monkeypatch)  # type: ignore[operator]
     total = Summary()
     for first in range(0, 600, 20):

@@ -1,7 +1,7 @@
-"""Virtual time, and simulated processes that can be killed, stopped and resumed at any moment.
+"""Simulate time, and processes that can be killed, stopped and resumed at any moment.
 
-Everything runs in one thread. The driver's code runs in the main greenlet and passes time by waiting for events; each task of a
-simulated process is a greenlet of its own. One seeded random generator decides every delay and every order.
+Everything runs in one thread. The driver's code runs in the main greenlet and passes time by waiting for events; each
+task of a simulated process is a greenlet of its own. One seeded random generator decides every delay and every order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Condition", "Process", "Wake", "World"]
 
 
 class World:
-    """Owns the virtual time and what is to happen in it."""
+    """Owns the virtual time and the actions that are scheduled in it."""
 
     def __init__(self, seed: int, *, tracing: bool = False) -> None:
         self._tracing = tracing
@@ -35,17 +35,17 @@ class World:
         return self.random.uniform(low, high)
 
     def note(self, text: str, *values: Any) -> None:
-        """Add a line to the trace, where one is kept: `text` with its values, as in logging."""
+        """Add a line to the trace, if there is one: `text` with its values, as in logging."""
         if self._tracing:
             self.trace.append(f"{self.now - 1000:9.4f}  {text % values}")
 
     def at(self, delay: float, do: Callable[[], Any]) -> None:
-        """Run `do` after so many virtual seconds. What falls on the same moment runs in random order."""
+        """Run `do` after `delay` virtual seconds. Actions of the same moment run in random order."""
         self._count += 1
         heapq.heappush(self._queue, (self.now + delay, self.random.random(), self._count, do))
 
     def run(self, seconds: float, enough: Callable[[], bool]) -> None:
-        """Let time pass, until `enough` or for so many seconds."""
+        """Let time pass until `enough` returns True, or for this many seconds."""
         deadline = self.now + seconds
         while not enough():
             if not self._queue or self._queue[0][0] > deadline:
@@ -57,7 +57,7 @@ class World:
 
 
 class Process:
-    """Runs nothing while it is stopped, and nothing at all once it has died."""
+    """A process, which runs nothing while it is stopped, and nothing after it has ended."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -102,7 +102,7 @@ class Process:
 
 
 class Wake:
-    """One wait of the task that makes it. The first call ends the wait, with the value it is given; later ones do nothing."""
+    """One wait of the task that creates it. The first call ends the wait with a value, and later calls do nothing."""
 
     def __init__(self, process: Process) -> None:
         self._process, self._task = process, getcurrent()
@@ -118,7 +118,7 @@ class Wake:
 
 
 class Condition:
-    """What `threading.Condition` is to threads, for the tasks of a simulated process."""
+    """A replacement for `threading.Condition` in the tasks of a simulated process."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -128,7 +128,7 @@ class Condition:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Only one task runs at a time, so nothing needs to be unlocked."""
+        """Do nothing, because only one task runs at a time."""
 
     def wait(self, timeout: float) -> None:
         wake = Wake(self._process)

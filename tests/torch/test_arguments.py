@@ -163,7 +163,7 @@ def test_after_shutdown(force: bool) -> None:
         lambda: trainer.resize(1),
     ]
     for call in calls:
-        with pytest.raises(NotActiveError, match="was shut down; make a new one") as caught:
+        with pytest.raises(NotActiveError, match="was shut down: to continue, create a new one") as caught:
             call()
         assert isinstance(caught.value, RuntimeError)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from raysgd.errors import CheckpointError
 from raysgd.storage import locations
 from raysgd.storage.digest import is_sealed, sealed
-from raysgd.storage.folders import Entry, entry_of
+from raysgd.storage.folders import FileEntry, entry_of
 from raysgd.torch.checkpoint import states
 from raysgd.torch.operator import TrainingOperator
 
@@ -34,7 +34,7 @@ LARGEST_MANIFEST = 64 << 20
 TENSOR = "__tensor__"
 PARTS = ("models", "optimizers")
 INCOMPLETE = "not a complete sharded checkpoint"
-Files = dict[str, Entry]
+Files = dict[str, FileEntry]
 
 # -- the manifest: on the driver, except for `verify` --------------------------------------------------
 
@@ -108,7 +108,7 @@ def _parsed(folder: Path) -> Files:
             content = json.loads(file.read(LARGEST_MANIFEST))
         if content["format"] != FORMAT or content["version"] != VERSION:
             raise CheckpointError(f"{MANIFEST} is damaged, or this version of raysgd cannot read it")
-        files = {name: Entry(listed.pop("size"), listed.pop("sha256")) for name, listed in content["files"].items()}
+        files = {name: FileEntry(listed.pop("size"), listed.pop("sha256")) for name, listed in content["files"].items()}
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST} is damaged: it is not a list of files ({type(error).__name__})") from error
     for name, entry in files.items():
@@ -161,7 +161,7 @@ def _write_tensors(tensors: dict[str, Any], folder: str) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    class Writer(FileSystemWriter):
+    class _ShardWriter(FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
             try:
                 return super().write_data(plan, planner)
@@ -172,7 +172,7 @@ def _write_tensors(tensors: dict[str, Any], folder: str) -> None:
                 raise found from None  # torch's writer raises another error because of it
 
     try:
-        save(tensors, storage_writer=Writer(folder), no_dist=not dist.is_initialized())
+        save(tensors, storage_writer=_ShardWriter(folder), no_dist=not dist.is_initialized())
     except CheckpointException as failed:  # not an Exception; all ranks raise the same one
         rank, error = min((rank, wrapped[0]) for rank, wrapped in failed.failures.items())
         where = f"rank {rank} could not write its part of the checkpoint"

@@ -1,0 +1,73 @@
+"""A replica host returns an outcome for every call, in the form in which it is sent to the driver."""
+
+import pickle
+import threading
+from typing import Any
+
+from raysgd.core.outcomes import Failed, Interrupted, Ok
+from raysgd.core.progress import Control, Progress
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo, SingleWorkerBackend
+from raysgd.workers.ray_group import _with_value
+from raysgd.workers.replica_host import ReplicaHost
+
+
+class Counted:
+    """Counts how often it is pickled."""
+
+    pickled = 0
+
+    def __reduce__(self) -> Any:
+        Counted.pickled += 1
+        return Counted, ()
+
+
+class NotReadable:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+class Echo:
+    """A replica that returns what it is given."""
+
+    progress = Progress(step=3)
+
+    def run(self, call: Call) -> Any:
+        return call.arguments["value"]
+
+
+def host_of_echo() -> ReplicaHost:
+    host = ReplicaHost(SingleWorkerBackend(), Control())
+    built = host.perform("build", {"factory": lambda rank_info, control: Echo(), "rank_info": RankInfo()})
+    assert isinstance(built, Ok)
+    return host
+
+
+def answer(value: Any) -> Any:
+    return host_of_echo().perform("run", {"call": Call(Echo.run, {"value": value})})
+
+
+def test_an_answer_is_pickled_only_once() -> None:
+    before = Counted.pickled
+    received = _with_value(pickle.loads(pickle.dumps(answer(Counted()), protocol=5)))
+    assert isinstance(received, Ok) and isinstance(received.value, Counted) and received.progress.step == 3
+    assert Counted.pickled == before + 1
+
+
+def test_a_partial_result_is_unpickled_on_the_driver() -> None:
+    received = _with_value(pickle.loads(pickle.dumps(answer(Interrupted({"loss": 1.0}, asked=True)), protocol=5)))
+    assert received == Interrupted({"loss": 1.0}, asked=True)
+
+
+def test_an_answer_that_cannot_be_pickled_is_an_error_that_names_it() -> None:
+    outcome = answer({"loss": 1.0, "lock": threading.Lock()})
+    assert isinstance(outcome, Failed) and isinstance(outcome.error, TypeError)
+    assert "'lock'" in str(outcome.error) and "'loss'" not in str(outcome.error)
+
+
+def test_an_answer_that_cannot_be_unpickled_is_an_error_of_the_call() -> None:
+    received = _with_value(answer(NotReadable()))
+    assert isinstance(received, Failed) and isinstance(received.error, ValueError)
+    assert received.progress.step == 3
