@@ -82,7 +82,7 @@ def _horovod(options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> S
     )
 
 
-def _horovod_backend(**given: Any) -> Backend:
+def _horovod_backend(**given: Any) -> ProcessGroupBackend:
     from raysgd.horovod.backend import HorovodBackend
 
     return HorovodBackend(**given)
