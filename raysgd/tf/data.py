@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
+from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.training.feed import Drawn
 from raysgd.training.position import Position
@@ -138,15 +139,13 @@ def _own_files(data: Any, rank_info: RankInfo) -> Any:
     """Return this rank's files, in batches of its part of the batch."""
     if rank_info.world_size == 1:
         return data
-    from tensorflow.python.data.experimental.ops import distribute
-
-    size = int(distribute.compute_batch_size(data))
+    size = foreign.batch_size(data)
     if size < rank_info.world_size:
         raise ConfigError(
             "to shard a data set by file, its batch size must be known and at least the number of workers "
             f"({rank_info.world_size}): end it with .batch(n) and what follows that keeps the rows apart"
         )
-    own = distribute._AutoShardDataset(data, num_workers=rank_info.world_size, index=rank_info.world_rank)
+    own = foreign.shard_by_file(data, rank_info.world_size, rank_info.world_rank)
     return own.rebatch(size // rank_info.world_size)
 
 

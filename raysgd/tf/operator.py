@@ -268,8 +268,8 @@ def _is_optimizer(value: Any) -> bool:
 
 def _scaling(optimizer: Any, model: Any) -> Any:
     """Return the optimizer, wrapped in Keras' loss scaling if the model's policy is mixed_float16."""
-    policy = getattr(model, "dtype_policy", None) or getattr(model, "_dtype_policy", None)
-    if getattr(policy, "name", "") != "mixed_float16" or "LossScale" in type(optimizer).__name__:
+    policy = getattr(getattr(model, "dtype_policy", None), "name", "")
+    if policy != "mixed_float16" or "LossScale" in type(optimizer).__name__:
         return optimizer
     if is_keras_2(model):
         import tf_keras

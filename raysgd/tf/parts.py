@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.errors import ConfigError
+from raysgd.tf import foreign
 from raysgd.training.operator_base import RegisteredParts
 
 __all__ = [
@@ -78,7 +79,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     """Return counters, slots and the learning rate, in an order that does not depend on what was trained first."""
     own = optimizer.variables
     found = list(own() if callable(own) else own)
-    rate = getattr(optimizer, "_learning_rate", None)  # in Keras 2 it is not among the variables
+    rate = foreign.learning_rate_variable(optimizer)
     if isinstance(rate, tf.Variable) and all(rate is not each for each in found):
         found.append(rate)
     return found
@@ -88,16 +89,10 @@ def running_statistics(models: Sequence[Any]) -> list[Any]:
     """Return what training changes beside the trained variables, such as the moving averages of batch normalisation."""
     found = []
     for model in models:
-        for layer in _leaves(model):
+        for layer in foreign.layers_without_inner_ones(model):
             if layer.trainable:
                 found += [v for v in layer.non_trainable_weights if tf.as_dtype(v.dtype).is_floating]
     return found
-
-
-def _leaves(model: Any) -> Iterator[Any]:
-    for layer in model._flatten_layers(include_self=True, recursive=True):
-        if not any(True for _ in layer._flatten_layers(include_self=False, recursive=True)):
-            yield layer
 
 
 def build_unbuilt(parts: KerasParts) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from raysgd.core.ranks import RankInfo
+from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.ports import HeldPort, NoFreePortError
 
@@ -20,7 +20,6 @@ __all__ = ["TensorFlowBackend", "prepare_runtime"]
 
 logger = logging.getLogger("raysgd")
 
-UNAVAILABLE = 14
 INTERRUPTIONS = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -89,7 +88,7 @@ class TensorFlowBackend:
             return
         task = {"type": "worker", "index": rank_info.world_rank}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": settings["addresses"]}, "task": task})
-        self._configure(rank_info.world_size)
+        foreign.set_coordination_limits(rank_info.world_size, join_s=self._join_s, heartbeat_s=self._heartbeat_s)
         self._release()  # now, as the strategy starts the server
         self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
         # The runtime handles SIGTERM now. Restore the worker's handler, because SIGTERM is a preemption notice.
@@ -97,23 +96,13 @@ class TensorFlowBackend:
         # The first collective opens every connection, so that a failure of one is a failure to join.
         Channel(rank_info.world_size).sum([tf.zeros([1])])
 
-    def _configure(self, size: int) -> None:
-        """Set the limits. Without them, the strategy takes an hour to notice that a rank does not come."""
-        context.context().configure_coordination_service(
-            service_type="standalone",
-            service_leader="/job:worker/replica:0/task:0",
-            cluster_register_timeout_in_ms=int(self._join_s * 1000),
-            heartbeat_timeout_in_ms=int(self._heartbeat_s * 1000),
-            coordinated_jobs=[context.coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=size)],
-        )
-
     def leave(self) -> None:
         """Do nothing: only the end of the process leaves the group. The driver interrupts peers that wait."""
 
     def abort(self) -> None:
         if self._strategy is not None:
             self._aborted = True
-            context.context().abort_collective_ops(UNAVAILABLE, "a peer left this generation")
+            foreign.abort_collectives()
 
     def collectives(self) -> int:
         return -1  # they are inside graph functions, and are not counted

@@ -1,4 +1,4 @@
-"""All private names of torch that raysgd uses, except those in checkpoint files. Worker.
+"""All private names of torch that raysgd uses, except those in a checkpoint's pickle, which belong to the file format. Worker.
 
 Checked with torch 2.13. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`) call every function here, and name the first private
 name that a new version of torch no longer has.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,13 +23,16 @@ __all__ = [
     "accumulated_gradients",
     "collective_count",
     "compile_in_place",
+    "copy_module_versions",
     "end_processes",
     "forget_iterator",
     "groups",
     "is_loaders_signal_handler",
     "live_iterator",
+    "module_versions",
     "multiply_all",
     "nested_schedulers",
+    "optimizer_stand_in",
     "processes_of",
     "run_after_backward",
     "set_collective_limit",
@@ -144,6 +148,27 @@ def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
 def _parameter_groups(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)  # older torch has one at most
     return [each for each in ([state._fsdp_param_group] if several is None else several) if each is not None]
+
+
+def module_versions(state: Any) -> Any:
+    """Return the versions of a model's modules, which torch attaches to the model's `state_dict`, or None."""
+    return getattr(state, "_metadata", None)
+
+
+def copy_module_versions(state: Any, copied: Any) -> None:
+    """Attach the versions of one `state_dict` to a copy of it."""
+    if hasattr(state, "_metadata"):
+        copied._metadata = state._metadata
+
+
+def optimizer_stand_in(param_groups: list[dict[str, Any]]) -> Any:
+    """Return an object that a scheduler takes for an optimizer that has made a step."""
+
+    def step() -> None:
+        """Do nothing."""
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return types.SimpleNamespace(param_groups=param_groups, step=step, _opt_called=True, _step_count=1)
 
 
 def nested_schedulers(scheduler: Any) -> Sequence[Any]:

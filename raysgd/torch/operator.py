@@ -196,7 +196,7 @@ class TrainingOperator(OperatorBase):
         bare = wrapping.formatted(bare, parts.options, distributed=self._is_distributed)
         parts.models, parts.optimizers = self._precision.prepare(bare, as_list(optimizers), dict(apex_args or {}))
         parts.criterion, parts.schedulers = criterion, as_list(schedulers)
-        wrapping.compiled(parts.models, parts.options)
+        wrapping.compile_models(parts.models, parts.options)
         self._wrap(dict(ddp_args or {}))
         parts.registered = True
         answer = [like(models, parts.wrapped), like(optimizers, parts.optimizers)]
@@ -254,7 +254,7 @@ class TrainingOperator(OperatorBase):
         elif self._settings.wrap_ddp:
             parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
             parts.wrapped = self._configure_ddp(parts.models, self.device_ids, ddp_args)
-            wrapping.hooked(parts.wrapped, options)
+            wrapping.add_hooks(parts.wrapped, options)
         parts.exchange.prepare(parts.models, parts.optimizers)
         if not self._rank_info.solo:
             parts.exchange.joined()

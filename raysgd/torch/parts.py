@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from raysgd.errors import ConfigError
 from raysgd.torch import wrapping
-from raysgd.torch.exchange import Exchange
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
+from raysgd.torch.wrapping import Exchange
 from raysgd.training.operator_base import RegisteredParts
 
 __all__ = ["Parts", "as_list", "like", "move"]

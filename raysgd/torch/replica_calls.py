@@ -50,7 +50,7 @@ def get_model(replica: TorchReplica) -> list[Any] | None:
     first, parts = replica.rank == 0, replica.operator._parts
     if parts.shards is not None:
         saved = gathered([model.state_dict() for model in parts.models], keep=first)
-        return parts.shards.whole_models(saved) if first else None
+        return parts.shards.full_models(saved) if first else None
     return [copy.deepcopy(model).cpu() for model in parts.models] if first else None
 
 

@@ -17,11 +17,11 @@ from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
-from raysgd.torch.exchange import Exchange
 from raysgd.torch.profiling import ProfiledReplicaFactory
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import Strategy
+from raysgd.torch.wrapping import Exchange
 
 __all__ = [
     "REMOVED",

@@ -10,9 +10,9 @@ from typing import Any
 
 from raysgd.core.protocols import Backend
 from raysgd.errors import ConfigError
-from raysgd.torch.exchange import Exchange
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.process_group import TorchBackend
+from raysgd.torch.wrapping import Exchange
 
 __all__ = ["Strategy", "choose_strategy"]
 

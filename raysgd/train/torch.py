@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from raysgd.errors import ConfigError
-from raysgd.torch.traces import TraceKeeper
+from raysgd.torch.profiling import TraceKeeper
 from raysgd.train.backends import TorchConfig
 from raysgd.train.loaders import ElasticLoader, PreparedLoader, distribute
 from raysgd.train.run_session import current

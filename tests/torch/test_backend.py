@@ -68,7 +68,7 @@ def test_the_end_of_a_group_never_waits_for_threads_that_wait_for_the_interprete
 
 
 def meet_late(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any], late_s: float, said: Any) -> None:
-    raysgd.torch.process_group.MEET_S = 1.0
+    raysgd.torch.process_group.FORM_S = 1.0
     time.sleep(late_s)
     driver.join(rank_info, settings)
     gloo = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]

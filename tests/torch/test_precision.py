@@ -85,7 +85,7 @@ def test_what_is_no_precision(arguments: dict[str, Any], says: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("apex") is not None, reason="an apex is installed")
 def test_apex_says_where_it_could_come_from() -> None:
-    with pytest.raises(ImportError, match=r"needs NVIDIA Apex.*use 'fp16'"):
+    with pytest.raises(ImportError, match=r"needs NVIDIA Apex.*use precision='fp16'"):
         inline(use_fp16="apex")
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.errors import CheckpointError
+from raysgd.torch import foreign
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.files import UnseenError
 from raysgd.torch.data.sampling import is_planned, random_sources
@@ -124,8 +125,7 @@ def _kept_model(state: Any) -> OrderedDict[str, Any]:
         (name, value.detach().clone() if hasattr(value, "full_tensor") else copied(value))
         for name, value in state.items()
     )
-    if hasattr(state, "_metadata"):
-        kept._metadata = state._metadata
+    foreign.copy_module_versions(state, kept)
     return kept  # type: ignore[no-any-return]
 
 
