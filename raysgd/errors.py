@@ -18,6 +18,7 @@ remote traceback as a note and as its cause (`RemoteTraceback`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "TrainerBusyError",
     "TrainingFailedError",
     "WorkerStartError",
+    "causes_of",
     "described",
     "shown",
     "text_of",
@@ -103,6 +105,16 @@ def text_of(value: Any) -> str:
 def described(error: BaseException) -> str:
     """Return an exception's type and text, for a message."""
     return f"{type(error).__name__}: {text_of(error)}"
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, the error that caused it or that was being handled when it was raised, and so on: 10 at most."""
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None:
+            return
+        yield seen
+        seen = seen.__cause__ or seen.__context__
 
 
 class RemoteTraceback(Exception):

@@ -232,8 +232,8 @@ def data_sets(tf: Any) -> None:
     data = tf.data.Dataset.range(8).batch(4)
     assert foreign.batch_size(data) == 4
     assert foreign.batch_size(tf.data.Dataset.range(8).batch(3)) == 3
-    with pytest.raises(tf.errors.NotFoundError, match="file"):
-        list(foreign.shard_by_file(data, 2, 0))
+    parts = [foreign.shard_by_file(data, 2, index) for index in range(2)]  # without files, every second batch
+    assert sorted(number for part in parts for batch in part for number in batch.numpy()) == list(range(8))
 
 
 def keras_models(tf: Any) -> None:
@@ -243,8 +243,8 @@ def keras_models(tf: Any) -> None:
         keras = pytest.importorskip(name)
         inner = keras.Sequential([keras.layers.Dense(2), keras.layers.BatchNormalization()])
         model = keras.Sequential([keras.layers.Dense(3), inner])
-        kinds = [type(layer).__name__ for layer in foreign.layers_without_inner_ones(model)]
-        assert kinds == ["Dense", "Dense", "BatchNormalization"]
+        kinds = sorted(type(layer).__name__ for layer in foreign.layers_without_inner_ones(model))
+        assert kinds == ["BatchNormalization", "Dense", "Dense"]
         rate = foreign.learning_rate_variable(keras.optimizers.SGD(0.5))
         assert rate is not None and float(rate) == 0.5
 

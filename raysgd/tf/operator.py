@@ -1,4 +1,4 @@
-"""The class that users of TensorFlow extend: its parts, and what happens with a batch. Worker."""
+"""The class that users of TensorFlow extend: the parts of training, and what to do with a batch. Worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["TrainingOperator"]
 
 
 class TrainingOperator(OperatorBase):
-    """Defines the model, and what happens with a batch, in an epoch and in a validation.
+    """Defines Keras models and their data, and what to do with a batch, in an epoch and in a validation.
 
         class Digits(TrainingOperator):
             def setup(self, config):
@@ -39,18 +39,8 @@ class TrainingOperator(OperatorBase):
                     criterion=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
                 self.register_data(train_dataset=..., validation_dataset=...)
 
-    The loop around it, in every worker:
-
-        operator.setup(config)                          once, when the process group is up
-        for each trainer.train():
-            operator.train_epoch(iterator, info)        until the epoch ends, or `num_steps` batches are done
-                operator.train_batch(batch, batch_info) once for each batch; its numbers are averaged
-        for each trainer.validate():
-            operator.validate(iterator, info)
-                operator.validate_batch(batch, batch_info)
-
-    A data set's batch is the batch of all workers together; each gets its part of it. Override any of the methods. It
-    never deals with processes, checkpoints or worker failures.
+    A data set's batch is the batch of all workers together; each worker gets its part. Override any of its methods;
+    `OperatorBase` shows the loop that calls them. It never deals with processes, checkpoints or worker failures.
     """
 
     model: Any
@@ -68,8 +58,8 @@ class TrainingOperator(OperatorBase):
         super().__init__(config, settings or TFSettings(), rank_info)
         self._channel = Channel(self._rank_info.world_size)
         # This rank's part of the batch: a variable, so that graph functions are not traced again when it changes.
-        self._share = tf.Variable(1.0, trainable=False)
-        self._share_now = 1.0
+        self._fraction = tf.Variable(1.0, trainable=False)
+        self._fraction_now = 1.0
         self._parts = KerasParts()
         self._statistics: list[Any] = []
         self.setup(self._config)
@@ -94,8 +84,8 @@ class TrainingOperator(OperatorBase):
         with tf.GradientTape() as tape:
             output = self.model(x, training=True)
             loss = self._loss(y, output, weight)
-            whole = tf.add_n([loss, *(tf.cast(extra, loss.dtype) for extra in self.model.losses)])
-        self.step(tape, whole, model=self.model, optimizer=self.optimizer)
+            total = tf.add_n([loss, *(tf.cast(extra, loss.dtype) for extra in self.model.losses)])
+        self.step(tape, total, model=self.model, optimizer=self.optimizer)
         if counts:
             self._update_metrics(y, output, weight)
         return loss
@@ -144,15 +134,18 @@ class TrainingOperator(OperatorBase):
         is the first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are still scaled."""
         optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
         trained = self._parts.trained_by(optimizer) if model is None else list(model.trainable_variables)
-        found = tape.gradient(loss, trained, output_gradients=self._share * _scale(optimizer, loss))
+        found = tape.gradient(loss, trained, output_gradients=self._fraction * _scale(optimizer, loss))
         pairs = [(g, v) for g, v in zip(found, trained, strict=True) if g is not None]
         if not pairs:
-            raise ConfigError("the loss depends on none of the variables to be trained: there are no gradients")
+            raise ConfigError(
+                "there are no gradients: the loss depends on none of the trainable variables of the model. Compute it inside "
+                "the tape from the model's output"
+            )
         variables = [variable for _, variable in pairs]
         mine = [tf.convert_to_tensor(gradient) for gradient, _ in pairs]
         if self._channel.size == 1:
             return mine, variables
-        parts = [as_tensor(v) * tf.cast(self._share, v.dtype) for v in self._statistics]
+        parts = [as_tensor(v) * tf.cast(self._fraction, v.dtype) for v in self._statistics]
         arrived = self._channel.sum([*mine, *parts])
         with tf.control_dependencies(arrived):
             for variable, mean in zip(self._statistics, arrived[len(pairs) :], strict=True):
@@ -167,10 +160,10 @@ class TrainingOperator(OperatorBase):
         with tf.control_dependencies([tf.convert_to_tensor(gradient) for gradient in gradients]):
             optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
-    def _take_share(self, share: float) -> None:
-        if share != self._share_now:
-            self._share_now = share
-            self._share.assign(share)
+    def _set_fraction(self, fraction: float) -> None:
+        if fraction != self._fraction_now:
+            self._fraction_now = fraction
+            self._fraction.assign(fraction)
 
     def _only(self, parts: list[Any], name: str) -> Any:
         if len(parts) != 1:
@@ -201,12 +194,9 @@ class TrainingOperator(OperatorBase):
             )
         parts.metrics, parts.criterion = as_list(metrics), criterion
         parts.registered = True
-        answer = [like(models, parts.models), like(optimizers, parts.optimizers)]
-        if criterion is not None:
-            answer.append(criterion)
-        if metrics is not None:
-            answer.append(like(metrics, parts.metrics))
-        return tuple(answer)
+        optional = [criterion, None if metrics is None else like(metrics, parts.metrics)]
+        registered = [like(models, parts.models), like(optimizers, parts.optimizers)]
+        return (*registered, *(each for each in optional if each is not None))
 
     def register_data(self, *, train_dataset: Any = None, validation_dataset: Any = None) -> None:
         """Register the data: a `tf.data.Dataset` of batches, or anything else that can be iterated repeatedly."""

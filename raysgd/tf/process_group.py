@@ -1,4 +1,4 @@
-"""How TensorFlow ranks form a process group, and how a collective that waits for a failed peer is ended. Both."""
+"""How the ranks of TensorFlow operators form a process group, and how a collective that waits is ended. Both."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from raysgd.core.ranks import RankInfo
+from raysgd.errors import causes_of
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.ports import HeldPort, NoFreePortError
@@ -28,15 +29,15 @@ INTERRUPTIONS = (
     tf.errors.InternalError,
     tf.errors.UnknownError,
 )
-# User code can raise errors of these types, too (a file on a network drive). These words are the runtime's own.
-WORDS = ("Collective", "Coordination", "RecvBuf", "tasks are unhealthy", "Could not start gRPC server")
+# User code can raise errors of these types, too (for a file on a network drive). Only the runtime uses these texts.
+RUNTIME_TEXTS = ("Collective", "Coordination", "RecvBuf", "tasks are unhealthy", "Could not start gRPC server")
 
 
 class TensorFlowBackend:
     """On a worker, owns the port for TensorFlow's server, and the membership of TensorFlow's collective runtime. A process
-    can join that only once, so `in_place` is False. On the driver it owns nothing.
+    can join that only once, so `in_place` is False. On the driver, it owns nothing.
 
-    heartbeat_s  how long it takes to notice that a host cannot be reached; a process that ends is noticed at once
+    heartbeat_s  seconds until a host that cannot be reached counts as failed; a process that ends is noticed at once
     """
 
     in_place = False
@@ -105,21 +106,16 @@ class TensorFlowBackend:
             foreign.abort_collectives()
 
     def collectives(self) -> int:
-        return -1  # they are inside graph functions, and are not counted
+        return -1  # they are inside graph functions, which do not count them
 
     def is_interruption(self, error: BaseException) -> bool:
         """Return whether a peer or the network failed, by the error's type and then its text. An error that was raised while
         such an error was handled counts, too."""
-        seen: BaseException | None = error
-        for _ in range(10):
-            if seen is None:
-                return False
-            if isinstance(seen, NoFreePortError):
-                return True
-            if isinstance(seen, INTERRUPTIONS) and (self._aborted or any(word in str(seen) for word in WORDS)):
-                return True
-            seen = seen.__cause__ or seen.__context__
-        return False
+        return any(isinstance(each, NoFreePortError) or self._is_of_runtime(each) for each in causes_of(error))
+
+    def _is_of_runtime(self, error: BaseException) -> bool:
+        known = isinstance(error, INTERRUPTIONS)
+        return known and (self._aborted or any(text in str(error) for text in RUNTIME_TEXTS))
 
 
 def prepare_runtime(threads: int | None, *, use_gpu: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.core.ranks import RankInfo
+from raysgd.errors import causes_of
 from raysgd.torch.foreign import abort_default_group, collective_count, groups, set_collective_limit
 from raysgd.torch.sockets import Connections, GlooConnections
 from raysgd.torch.store import addresses_of, connect, exchange_addresses, open_store, wait_for_all, without_secret
@@ -140,11 +141,7 @@ class TorchBackend:
     def is_interruption(self, error: BaseException) -> bool:
         """Return whether a peer or the network failed, by the error's type or, for gloo, its text. An error that was raised
         while such an error was handled counts, too."""
-        seen: BaseException | None = error
-        for _ in range(10):
-            if seen is None:
-                return False
-            if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and GLOO.search(str(seen))):
-                return True
-            seen = seen.__cause__ or seen.__context__
-        return False
+        return any(
+            isinstance(each, dist.DistError) or (isinstance(each, RuntimeError) and GLOO.search(str(each)) is not None)
+            for each in causes_of(error)
+        )

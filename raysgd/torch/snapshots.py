@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 def save_in_background(sink: Any, state: dict[str, Any], *, in_shards: bool) -> None:
-    """Send a copy of the state to `sink` from a thread; training waits for the copy only. The connection is made first, so
-    that from here on the driver notices if this process ends."""
+    """Send a copy of the state to `sink` in a thread; training waits only for the copy. The connection is opened first, so
+    that the driver notices if this process ends."""
     stream = sink.connect()
     try:
         kept = settled(state, in_shards=in_shards)
@@ -30,7 +30,7 @@ def save_in_background(sink: Any, state: dict[str, Any], *, in_shards: bool) -> 
         try:
             stream.send(lambda file: states.write(kept, file))
         except Exception:
-            logger.warning("a save in the background failed", exc_info=True)  # the driver has been told
+            logger.warning("a save in the background failed", exc_info=True)  # the driver raises the error
 
     threading.Thread(target=write, name="raysgd-save", daemon=True).start()
 

@@ -33,7 +33,7 @@ class Empty(Small):
 def test_an_epoch_without_a_batch_is_an_error() -> None:
     with (
         TFTrainer(training_operator_cls=Empty, config={"empty": ["train_dataset"]}) as trainer,
-        pytest.raises(ConfigError, match="train_dataset gave no batch"),
+        pytest.raises(ConfigError, match="train_dataset returned no batch"),
     ):
         trainer.train()
 
@@ -41,7 +41,7 @@ def test_an_epoch_without_a_batch_is_an_error() -> None:
 def test_a_validation_without_a_batch_is_an_error() -> None:
     with (
         TFTrainer(training_operator_cls=Empty, config={"empty": ["validation_dataset"]}) as trainer,
-        pytest.raises(ConfigError, match="validation_dataset gave no batch"),
+        pytest.raises(ConfigError, match="validation_dataset returned no batch"),
     ):
         trainer.validate()
 

@@ -78,9 +78,9 @@ def test_any_iterable_is_a_loader(loader: Any) -> None:
 @pytest.mark.parametrize("loader", [lambda: [], lambda: DataLoader(Numbers(0))])
 def test_a_loader_that_gives_nothing_says_so(loader: Any, steps: int | None) -> None:
     with inline(Recording, config={"loader": loader}) as trainer:
-        with pytest.raises(ConfigError, match=r"train_loader gave no batch at all.*drop_last"):
+        with pytest.raises(ConfigError, match=r"train_loader returned no batch.*drop_last"):
             trainer.train(num_steps=steps)
-        with pytest.raises(ConfigError, match="validation_loader gave no batch"):
+        with pytest.raises(ConfigError, match="validation_loader returned no batch"):
             trainer.validate(num_steps=steps)
 
 
@@ -204,7 +204,7 @@ def test_an_error_in_such_a_call_does_not_confuse_the_next() -> None:
 
 
 def test_an_empty_data_set_says_so() -> None:
-    with inline() as trainer, pytest.raises(ConfigError, match="gave no batch"):
+    with inline() as trainer, pytest.raises(ConfigError, match="returned no batch"):
         trainer.train(dataset=Dataset([], batch_size=2), num_steps=3)
 
 

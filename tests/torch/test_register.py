@@ -146,7 +146,7 @@ def test_register_data_refuses_what_cannot_be_iterated(name: str) -> None:
 def test_v1s_names_say_what_is_missing() -> None:
     operator = Bare()
     for name in ("models", "optimizers", "schedulers", "criterion"):
-        with pytest.raises(RuntimeError, match=r"did Bare.setup call self.register\?"):
+        with pytest.raises(RuntimeError, match=r"Bare has no .*: pass it to self\.register\("):
             getattr(operator, f"_get_{name}")()
     for name in ("train_loader", "validation_loader"):
         with pytest.raises(RuntimeError, match=r"self\.register_data"):
@@ -165,7 +165,7 @@ def test_properties_of_a_single_worker() -> None:
 
 
 def test_an_operator_without_setup_says_so() -> None:
-    with pytest.raises(NotImplementedError, match="no setup"):
+    with pytest.raises(NotImplementedError, match=r"has no method setup\(self, config\)"):
         inline(type("Lazy", (TrainingOperator,), {}))
 
 
