@@ -1,4 +1,4 @@
-"""The keywords: what they may be, and what cannot be combined, said before anything starts."""
+"""Options: which values and combinations are allowed. Errors are raised before anything starts."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "says"), WRONG, ids=[str(given) for given, _ in WRONG])
-def test_refused_at_construction(given: dict[str, Any], says: str) -> None:
+def test_invalid_options_are_refused_at_construction(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         inline(**given)
 
@@ -57,21 +57,21 @@ class WrapperArguments(Line):
         return super().register(**parts, ddp_args={"static_graph": True})
 
 
-def test_arguments_of_a_wrapper_that_is_not_there() -> None:
+def test_ddp_arguments_without_ddp_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"register\(ddp_args=...\) is for Distrib.* parallel is 'fsdp'"):
         inline(WrapperArguments, parallel="fsdp")
     with inline(WrapperArguments, wrap_ddp=False) as trainer:  # as in v1
         assert trainer.train()["num_samples"] == 12
 
 
-def test_unknown_keywords_are_refused_as_ever() -> None:
+def test_unknown_keywords_are_refused() -> None:
     with pytest.raises(TypeError, match="TorchTrainer takes no argument 'acumulate': did you mean 'accumulate'"):
         inline(acumulate=4)
     with pytest.raises(DeprecationWarning, match="num_replicas"):
         inline(num_replicas=2)
 
 
-def test_one_worker_takes_what_is_for_several() -> None:
+def test_one_worker_accepts_options_for_several() -> None:
     given: dict[str, Any] = {"parallel": "fsdp", "sync_batchnorm": True}
     with TorchTrainer(training_operator_cls=Line, config={}, use_gpu=False, **given) as trainer:
         assert trainer.train()["batch_count"] == 3
