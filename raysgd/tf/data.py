@@ -17,6 +17,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
+from raysgd.tf.parts import rows_in
 from raysgd.training.feed import Drawn
 from raysgd.training.position import Position
 
@@ -76,7 +77,7 @@ class SharedSource:
 
     def _part_of(self, batch: Any, rank_info: RankInfo, offset: int) -> Drawn | None:
         """Return this rank's rows of a batch; None if it has none and need not take part in the step."""
-        rows = _rows(batch)
+        rows = rows_in(batch)
         if rank_info.world_size == 1:
             return Drawn(batch, offset, rows=rows)
         base, extra = divmod(rows, rank_info.world_size)
@@ -108,7 +109,7 @@ class OwnSource:
         last: Any = None
         while True:
             batch = next(live, None)
-            mine = 0 if batch is None else _rows(batch)
+            mine = 0 if batch is None else rows_in(batch)
             total = int(self._channel.sum([tf.constant(mine)])[0]) if self._together else mine
             if total == 0:
                 return
@@ -151,10 +152,6 @@ def _own_files(data: Any, rank_info: RankInfo) -> Any:
         )
     own = foreign.shard_by_file(data, rank_info.world_size, rank_info.world_rank)
     return own.rebatch(size // rank_info.world_size)
-
-
-def _rows(batch: Any) -> int:
-    return int(tf.nest.flatten(batch)[0].shape[0])
 
 
 def _cut(batch: Any, start: int, stop: int) -> Any:

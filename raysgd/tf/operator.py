@@ -13,12 +13,12 @@ from raysgd.errors import ConfigError
 from raysgd.tf.channel import Channel
 from raysgd.tf.parts import (
     KerasParts,
-    as_list,
     as_tensor,
     assign,
     build_unbuilt,
     is_keras_2,
-    like,
+    refuse_sum,
+    rows_in,
     running_statistics,
 )
 from raysgd.tf.settings import TFSettings
@@ -71,14 +71,14 @@ class TrainingOperator(OperatorBase):
         x, y, weight = self._unpack(batch, "train_batch")
         with self.timers.record("step"):
             loss = self._train_graph(x, y, weight, self._counts)
-        return {"train_loss": loss, NUM_SAMPLES: _rows(y)}
+        return {"train_loss": loss, NUM_SAMPLES: rows_in(y)}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Return the loss and, for class numbers, the arg-max accuracy of one batch `(x, y)`."""
         x, y, weight = self._unpack(batch, "validate_batch")
         with self.timers.record("eval"):
             loss, accuracy = self._validate_graph(x, y, weight)
-        return {"val_loss": loss, "val_accuracy": accuracy, NUM_SAMPLES: _rows(y)}
+        return {"val_loss": loss, "val_accuracy": accuracy, NUM_SAMPLES: rows_in(y)}
 
     def _train_step(self, x: Any, y: Any, weight: Any, counts: bool) -> Any:
         with tf.GradientTape() as tape:
@@ -176,10 +176,12 @@ class TrainingOperator(OperatorBase):
         """Register the parts of training. Return them, each in the container it came in. A criterion or metrics that are
         not passed are not returned. Pass one optimizer for all models, or one for each model."""
         parts = self._parts
-        parts.models, parts.optimizers = as_list(models), as_list(optimizers)
+        parts.models, parts.optimizers = parts.as_list(models), parts.as_list(optimizers)
         if not parts.models or not all(hasattr(type(model), "trainable_variables") for model in parts.models):
             raise ConfigError(f"models must be a Keras model, or a list or tuple of them, got {models!r}")
-        if len(parts.optimizers) not in (1, len(parts.models)) or not all(map(_is_optimizer, parts.optimizers)):
+        if len(parts.optimizers) not in (1, len(parts.models)) or not all(
+            hasattr(optimizer, "apply_gradients") for optimizer in parts.optimizers
+        ):
             raise ConfigError(
                 f"optimizers must be one Keras optimizer, or one for each of the {len(parts.models)} models, "
                 f"got {optimizers!r}"
@@ -187,15 +189,11 @@ class TrainingOperator(OperatorBase):
         parts.optimizers = [
             _scaling(optimizer, model) for optimizer, model in zip(parts.optimizers, parts.models, strict=False)
         ]
-        if getattr(criterion, "reduction", None) == "sum":
-            raise ConfigError(
-                "the criterion sums over the batch, so its steps would depend on the number of workers: use "
-                "reduction='sum_over_batch_size'"
-            )
-        parts.metrics, parts.criterion = as_list(metrics), criterion
+        refuse_sum(criterion, "the criterion")
+        parts.metrics, parts.criterion = parts.as_list(metrics), criterion
         parts.registered = True
-        optional = [criterion, None if metrics is None else like(metrics, parts.metrics)]
-        registered = [like(models, parts.models), like(optimizers, parts.optimizers)]
+        optional = [criterion, None if metrics is None else parts.like(metrics, parts.metrics)]
+        registered = [parts.like(models, parts.models), parts.like(optimizers, parts.optimizers)]
         return (*registered, *(each for each in optional if each is not None))
 
     def register_data(self, *, train_dataset: Any = None, validation_dataset: Any = None) -> None:
@@ -246,14 +244,6 @@ class TrainingOperator(OperatorBase):
             f"the default batch methods take (x, y) or (x, y, sample_weight), got a {type(batch).__name__}: override "
             "train_batch and validate_batch for other kinds of batches"
         )
-
-
-def _rows(y: Any) -> int:
-    return int(tf.nest.flatten(y)[0].shape[0])
-
-
-def _is_optimizer(value: Any) -> bool:
-    return hasattr(value, "apply_gradients")
 
 
 def _scaling(optimizer: Any, model: Any) -> Any:

@@ -15,14 +15,14 @@ from raysgd.training.operator_base import RegisteredParts
 
 __all__ = [
     "KerasParts",
-    "as_list",
     "as_tensor",
     "assign",
     "build_unbuilt",
     "is_keras_2",
-    "like",
     "one_row",
     "optimizer_variables",
+    "refuse_sum",
+    "rows_in",
     "running_statistics",
     "values",
 ]
@@ -48,17 +48,13 @@ def is_keras_2(model: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(model).__mro__)
 
 
-def as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def like(given: Any, values: list[Any]) -> Any:
-    """Return `values` in the container in which `given` came: single, tuple or list."""
-    if isinstance(given, tuple):
-        return tuple(values)
-    return list(values) if isinstance(given, list) else values[0]
+def refuse_sum(loss: Any, name: str) -> None:
+    """Raise ConfigError for a loss that is a sum over the batch."""
+    if getattr(loss, "reduction", None) == "sum":
+        raise ConfigError(
+            f"{name} sums over the batch, so its steps would depend on the number of workers: use "
+            "reduction='sum_over_batch_size'"
+        )
 
 
 def as_tensor(variable: Any) -> Any:
@@ -107,6 +103,10 @@ def build_unbuilt(parts: KerasParts) -> None:
                     "with an Input layer, or call model.build(input_shape) in setup"
                 )
             model(tf.nest.map_structure(one_row, features), training=False)
+
+
+def rows_in(batch: Any) -> int:
+    return int(tf.nest.flatten(batch)[0].shape[0])
 
 
 def one_row(spec: Any) -> Any:

@@ -20,7 +20,7 @@ from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.gradients import Gradients
-from raysgd.torch.parts import Parts, as_list, like, move
+from raysgd.torch.parts import Parts, move
 from raysgd.torch.precision import make_precision
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.operator_base import OperatorBase
@@ -171,7 +171,8 @@ class TrainingOperator(OperatorBase):
     ) -> Any:
         """Register the parts of training. Return them ready to use (on the device, in the precision, wrapped in DDP), each
         in the container it came in. A criterion or scheduler that is not passed is not returned."""
-        bare = as_list(models)
+        parts = self._parts
+        bare = parts.as_list(models)
         if not bare or not all(isinstance(model, nn.Module) for model in bare):
             raise ConfigError(f"models must be a torch.nn.Module or a list or tuple of them, got {models!r}")
         self._check_arguments(ddp_args, apex_args)
@@ -180,18 +181,17 @@ class TrainingOperator(OperatorBase):
                 "register got schedulers, but the trainer does not say when they step: pass it "
                 "scheduler_step_freq='batch', 'epoch' or 'manual'"
             )
-        parts = self._parts
         bare = [model.to(self.device) for model in bare]
         if isinstance(criterion, nn.Module):
             criterion = criterion.to(self.device)
         bare = wrapping.formatted(bare, parts.options, distributed=self._is_distributed)
-        parts.models, parts.optimizers = self._precision.prepare(bare, as_list(optimizers), dict(apex_args or {}))
-        parts.criterion, parts.schedulers = criterion, as_list(schedulers)
+        parts.models, parts.optimizers = self._precision.prepare(bare, parts.as_list(optimizers), dict(apex_args or {}))
+        parts.criterion, parts.schedulers = criterion, parts.as_list(schedulers)
         wrapping.compile_models(parts.models, parts.options)
         self._wrap(dict(ddp_args or {}))
         parts.registered = True
-        optional = [criterion, None if schedulers is None else like(schedulers, parts.schedulers)]
-        ready = [like(models, parts.wrapped), like(optimizers, parts.optimizers)]
+        optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
+        ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]
         return (*ready, *(each for each in optional if each is not None))
 
     def _check_arguments(self, ddp_args: Any, apex_args: Any) -> None:

@@ -38,14 +38,16 @@ class Strategy:
 
 
 def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
-    """Return the strategy of a trainer's `backend`. Raise `ConfigError` for options that it does not have."""
+    """Return the strategy that a trainer's `backend` names. Raise ConfigError for options that it does not support."""
     name = ("nccl" if use_gpu else "gloo") if backend == "auto" else backend
     if name not in ("gloo", "nccl", "horovod"):
         raise ConfigError(f"backend must be 'auto', 'gloo', 'nccl' or 'horovod', got {backend!r}")
     if name in ("gloo", "nccl"):
         if horovod_args is not None:
-            raise ConfigError(f"horovod_args are for backend='horovod', and the backend is {name!r}: leave one out")
-        in_place = options.parallel != "fsdp"  # the shard of a failed worker is in a snapshot only
+            raise ConfigError(
+                f"horovod_args are only for backend='horovod', got backend={name!r}: leave one of them out"
+            )
+        in_place = options.parallel != "fsdp"  # the shard of a failed worker is only in a snapshot
         return Strategy(make_backend=functools.partial(TorchBackend, name, in_place=in_place))
     return _horovod(options, horovod_args)
 
@@ -56,7 +58,7 @@ def _horovod(options: TrainingOptions, horovod_args: Any) -> Strategy:
     arguments = HorovodArguments.taken_from(horovod_args)
     if options.parallel == "fsdp":
         raise ConfigError(
-            "backend='horovod' averages the gradients of whole models: for parallel='fsdp' use backend='auto'"
+            "backend='horovod' averages the gradients of full models: for parallel='fsdp' use backend='auto'"
         )
     instead = {
         "ddp_args": "Horovod's own arguments go into horovod_args",
@@ -65,9 +67,13 @@ def _horovod(options: TrainingOptions, horovod_args: Any) -> Strategy:
     }
     for option, hint in instead.items():
         if getattr(options, option):
-            raise ConfigError(f"{option} is DistributedDataParallel's, which backend='horovod' does without: {hint}")
+            raise ConfigError(
+                f"{option} is an option of DistributedDataParallel, which backend='horovod' does not use: {hint}"
+            )
     if options.parallel is None and horovod_args:
-        raise ConfigError("horovod_args are for gradients that the trainer averages; parallel=None leaves that to you")
+        raise ConfigError(
+            "horovod_args are for gradients that the trainer averages, and with parallel=None it averages none: leave one out"
+        )
     check_installed("torch")
     from raysgd.horovod.exchange import HorovodExchange
 
@@ -89,7 +95,8 @@ def _horovod_backend(**given: Any) -> Backend:
 def _check_horovod(*, use_gpu: bool, precision: str) -> None:
     if precision == "apex":
         raise ConfigError(
-            "precision='apex' and backend='horovod' would both replace the optimizers: use precision='fp16' or 'bf16'"
+            "precision='apex' and backend='horovod' cannot be combined, because both replace the optimizers: use "
+            "precision='fp16' or 'bf16'"
         )
     if use_gpu and not import_module("horovod.torch").cuda_built():
         raise ConfigError(

@@ -26,6 +26,23 @@ class RegisteredParts:
     criterion: Any = None
     registered: bool = False
 
+    @staticmethod
+    def is_single(value: Any) -> bool:
+        """Return whether a value passed to `register` is one object, and not a container of objects."""
+        return not isinstance(value, (list, tuple))
+
+    def as_list(self, value: Any) -> list[Any]:
+        """Return what was passed to `register` as a list, which is empty for None."""
+        if value is None:
+            return []
+        return [value] if self.is_single(value) else list(value)
+
+    def like(self, given: Any, values: list[Any]) -> Any:
+        """Return `values` in the container in which `given` was passed: a single object, a tuple or a list."""
+        if self.is_single(given):
+            return values[0]
+        return tuple(values) if isinstance(given, tuple) else list(values)
+
 
 class OperatorBase:
     """The base of the operator classes that users extend, `raysgd.torch.TrainingOperator` and `raysgd.tf.TrainingOperator`.
