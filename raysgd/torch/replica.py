@@ -22,7 +22,6 @@ from raysgd.torch.data.sources import close
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.snapshots import settled
 from raysgd.training.feed import Drawn, Source
 from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 
@@ -147,7 +146,7 @@ class TorchReplica(ReplicaBase):
         return state
 
     def _copied_state(self) -> dict[str, Any]:
-        return settled(self._state_for_peers(), in_shards=self.in_shards)
+        return states.unchanging(self._state_for_peers(), in_shards=self.in_shards)
 
     def _help_with_snapshot(self) -> None:
         if self.in_shards:

@@ -6,6 +6,8 @@ A trainer makes a `Call` of one of these functions, and every rank runs it with 
 from __future__ import annotations
 
 import copy
+import logging
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,6 @@ from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.replica import TorchReplica
-from raysgd.torch.snapshots import save_in_background
 from raysgd.training.replica_base import Refusal
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "update_scheduler",
     "verify_shards",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def update_scheduler(replica: TorchReplica, metric: Any) -> None:
@@ -72,7 +75,26 @@ def save(replica: TorchReplica, sink: Any, ranks: list[Any], blocking: bool) -> 
     if blocking:
         sink.send(lambda file: states.write(state, file))
     else:
-        save_in_background(sink, state, in_shards=replica.in_shards)
+        _save_in_background(sink, state, in_shards=replica.in_shards)
+
+
+def _save_in_background(sink: Any, state: dict[str, Any], *, in_shards: bool) -> None:
+    """Send a copy of the state to `sink` in a thread; training waits only for the copy. The connection is opened first, so
+    that the driver notices if this process ends."""
+    stream = sink.connect()
+    try:
+        kept = states.unchanging(state, in_shards=in_shards)
+    except BaseException as error:
+        stream.give_up(error)
+        raise
+
+    def write() -> None:
+        try:
+            stream.send(lambda file: states.write(kept, file))
+        except Exception:
+            logger.warning("a save in the background failed", exc_info=True)  # the driver raises the error
+
+    threading.Thread(target=write, name="raysgd-save", daemon=True).start()
 
 
 def _complete(replica: TorchReplica, ranks: list[Any]) -> dict[str, Any] | None:

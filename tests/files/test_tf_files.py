@@ -144,7 +144,9 @@ def test_an_operator_that_takes_nothing_is_told_and_all_else_is_as_before(bench:
 
     bench.path.write_bytes(bench.data)
     bench.trainer.apply_all_operators(lambda operator: set_up(operator, 0, once=False))
-    with pytest.raises(CheckpointError, match=r"saved\.ckpt: .*on rank 0. It also raised .*the rest of the state was not changed"):
+    with pytest.raises(
+        CheckpointError, match=r"saved\.ckpt: .*on rank 0. It also raised .*the rest of the state was not changed"
+    ):
         bench.load()
     bench.trainer.apply_all_operators(lambda operator: set_up(operator, -1, once=True))
     assert of(bench.trainer) == bench.now
