@@ -59,7 +59,8 @@ class CompiledOperator(TrainingOperator):
         self._fit_callbacks.on_train_begin()
 
     def _complete(self) -> None:
-        """Create the metrics as well. Keras creates them with the first batch, but a rank may have none in a validation."""
+        """Create the metrics as well. Keras creates them with the first batch, but a rank may have none in a
+        validation."""
         super()._complete()
         spec = getattr(self._parts.train_dataset, "element_spec", None)
         if spec is None:

@@ -1,8 +1,8 @@
 """Sources of a rank's batches. A data set's batch is the batch of all ranks together; each rank takes its rows. Worker.
 
-All ranks iterate over the same batches in the same order (the trainer gives TensorFlow the same seed on all ranks, so that
-they shuffle alike). So the position in an epoch is one number, which is valid for any number of ranks. With sharding by
-file, each rank reads its own files instead; the ranks only agree on the end of the epoch.
+All ranks iterate over the same batches in the same order (the trainer gives TensorFlow the same seed on all ranks, so
+that they shuffle alike). So the position in an epoch is one number, which is valid for any number of ranks. With
+sharding by file, each rank reads its own files instead; the ranks only agree on the end of the epoch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["OwnSource", "SharedSource", "make_source"]
 
 
 class SharedSource:
-    """Draws this rank's rows of every batch. Every row is used once per epoch, over any number of resizes. The epoch is read
-    from `position`, because a new process can begin in the middle of an epoch."""
+    """Draws this rank's rows of every batch. Every row is used once per epoch, over any number of resizes. The epoch is
+    read from `position`, because a new process can begin in the middle of an epoch."""
 
     counts_samples = False  # `Drawn.rows` does
 
@@ -92,8 +92,8 @@ class SharedSource:
 
 
 class OwnSource:
-    """Draws from data that only this rank has. An epoch lasts until all ranks have used up their data; a rank that has none
-    left repeats its last batch, with weight 0."""
+    """Draws from data that only this rank has. An epoch lasts until all ranks have used up their data; a rank that has
+    none left repeats its last batch, with weight 0."""
 
     counts_samples = False
 

@@ -1,7 +1,7 @@
 """All private names of TensorFlow and Keras that raysgd uses. Worker.
 
-Checked with TensorFlow 2.21, Keras 3.15 and tf_keras 2.21. `tests/test_foreign.py` calls every function here, and names the
-first private name that a new version no longer has. TensorFlow is imported inside the functions, because a training
+Checked with TensorFlow 2.21, Keras 3.15 and tf_keras 2.21. `tests/test_foreign.py` calls every function here, and names
+the first private name that a new version no longer has. TensorFlow is imported inside the functions, because a training
 function may not have loaded it yet.
 """
 
@@ -26,8 +26,8 @@ UNAVAILABLE = 14  # the gRPC status that TensorFlow raises as UnavailableError
 
 
 def set_coordination_limits(size: int, *, join_s: float, heartbeat_s: float) -> None:
-    """Set how long `size` ranks wait for one that does not join, and for one whose heartbeats stop. TensorFlow's default is
-    an hour. Call this before TensorFlow's first operation."""
+    """Set how long `size` ranks wait for one that does not join, and for one whose heartbeats stop. TensorFlow's
+    default is an hour. Call this before TensorFlow's first operation."""
     from tensorflow.python.eager import context
 
     context.context().configure_coordination_service(
@@ -40,8 +40,8 @@ def set_coordination_limits(size: int, *, join_s: float, heartbeat_s: float) -> 
 
 
 def abort_collectives() -> None:
-    """Raise UnavailableError in this process's collectives, now and later. Do nothing if TensorFlow has not run an operation
-    here. It may be called from any thread."""
+    """Raise UnavailableError in this process's collectives, now and later. Do nothing if TensorFlow has not run an
+    operation here. It may be called from any thread."""
     context = sys.modules.get("tensorflow.python.eager.context")
     if context is not None and context.context()._initialized:
         context.context().abort_collective_ops(UNAVAILABLE, "a peer left this generation")

@@ -130,8 +130,9 @@ class TrainingOperator(OperatorBase):
     def gradients(
         self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None
     ) -> tuple[list[Any], list[Any]]:
-        """Return the gradients of the batch of all workers, which are the same on each of them, and their variables. This
-        is the first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are still scaled."""
+        """Return the gradients of the batch of all workers, which are the same on each of them, and their variables.
+        This is the first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are still
+        scaled."""
         optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
         trained = self._parts.trained_by(optimizer) if model is None else list(model.trainable_variables)
         found = tape.gradient(loss, trained, output_gradients=self._fraction * _scale(optimizer, loss))
@@ -173,8 +174,8 @@ class TrainingOperator(OperatorBase):
     # -- registration ---------------------------------------------------------------------------------
 
     def register(self, *, models: Any, optimizers: Any, criterion: Any = None, metrics: Any = None) -> Any:
-        """Register the parts of training. Return them, each in the container it came in. A criterion or metrics that are
-        not passed are not returned. Pass one optimizer for all models, or one for each model."""
+        """Register the parts of training. Return them, each in the container it came in. A criterion or metrics that
+        are not passed are not returned. Pass one optimizer for all models, or one for each model."""
         parts = self._parts
         parts.models, parts.optimizers = parts.as_list(models), parts.as_list(optimizers)
         if not parts.models or not all(hasattr(type(model), "trainable_variables") for model in parts.models):
@@ -212,7 +213,8 @@ class TrainingOperator(OperatorBase):
     _validation_prefix = "val_"
 
     def _complete(self) -> None:
-        """Create all variables that do not exist yet, and give all ranks rank 0's values. Create the graph functions."""
+        """Create all variables that do not exist yet, and give all ranks rank 0's values. Create the graph
+        functions."""
         parts = self._parts
         build_unbuilt(parts)
         for optimizer in parts.optimizers:

@@ -34,8 +34,8 @@ RUNTIME_TEXTS = ("Collective", "Coordination", "RecvBuf", "tasks are unhealthy",
 
 
 class TensorFlowBackend:
-    """On a worker, owns the port for TensorFlow's server, and the membership of TensorFlow's collective runtime. A process
-    can join that only once, so `in_place` is False. On the driver, it owns nothing.
+    """On a worker, owns the port for TensorFlow's server, and the membership of TensorFlow's collective runtime. A
+    process can join that only once, so `in_place` is False. On the driver, it owns nothing.
 
     heartbeat_s  seconds until a host that cannot be reached counts as failed; a process that ends is noticed at once
     """
@@ -109,8 +109,8 @@ class TensorFlowBackend:
         return -1  # they are inside graph functions, which do not count them
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Return whether a peer or the network failed, by the error's type and then its text. An error that was raised while
-        such an error was handled counts, too."""
+        """Return whether a peer or the network failed, by the error's type and then its text. An error that was raised
+        while such an error was handled counts, too."""
         return any(isinstance(each, NoFreePortError) or self._is_of_runtime(each) for each in causes_of(error))
 
     def _is_of_runtime(self, error: BaseException) -> bool:

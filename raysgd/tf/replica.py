@@ -158,7 +158,8 @@ class TFReplica(ReplicaBase):
         return "", ""
 
     def _put_back(self, state: dict[str, Any]) -> str:
-        """Load the state from before `restore`. Return the error that the operator's `load_state_dict` raised, if any."""
+        """Load the state from before `restore`. Return the error that the operator's `load_state_dict` raised, if
+        any."""
         states.restore_variables(self.operator, state)
         self._adopt_positions(state)
         try:
@@ -201,8 +202,8 @@ class TFReplica(ReplicaBase):
 
 
 def metric_results(metrics: Sequence[Any], channel: Channel) -> dict[str, Any]:
-    """Return each Keras metric's result by its name. Their variables are sums, so summing these over the ranks is exact.
-    All ranks must call this at the same time."""
+    """Return each Keras metric's result by its name. Their variables are sums, so summing these over the ranks is
+    exact. All ranks must call this at the same time."""
     variables = [variable for metric in metrics for variable in metric.variables]
     if channel.size > 1:
         assign(variables, channel.sum(variables))

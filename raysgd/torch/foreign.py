@@ -1,7 +1,8 @@
-"""All private names of torch that raysgd uses, except those in a checkpoint's pickle, which belong to the file format. Worker.
+"""All private names of torch that raysgd uses. Worker.
 
-Checked with torch 2.13. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`) call every function here, and name the first private
-name that a new version of torch no longer has.
+Checked with torch 2.13. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`) call every function here, and name the
+first private name that a new version of torch no longer has. Names in a checkpoint's pickle are not among them, because
+they are part of the file format.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def groups() -> list[Any]:
 
 
 def collective_count() -> int:
-    """Return the number of collective calls of the default group so far, which torch counts in the same way on every rank.
-    Return -1 if there is no group, or if its backend does not count."""
+    """Return the number of collective calls of the default group so far, which torch counts in the same way on every
+    rank. Return -1 if there is no group, or if its backend does not count."""
     if not dist.is_initialized():
         return -1
     try:
@@ -137,8 +138,8 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the gradients of FSDP modules from batches that did not exchange them. FSDP keeps these unsharded, outside of
-    the parameters."""
+    """Return the gradients of FSDP modules from batches that did not exchange them. FSDP keeps these unsharded, outside
+    of the parameters."""
     groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
     parameters = [each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
     kept = [each.unsharded_accumulated_grad for each in parameters]

@@ -19,8 +19,8 @@ ShardModel = Callable[[nn.Module, Any], None]  # shards a model in place, over a
 
 
 class Shards:
-    """Owns what sharding adds to models and optimizers. The models stay the same objects: their parameters are sharded in
-    place, and replaced in the optimizers' lists."""
+    """Owns what sharding adds to models and optimizers. The models stay the same objects: their parameters are sharded
+    in place, and replaced in the optimizers' lists."""
 
     def __init__(
         self, models: list[nn.Module], optimizers: list[Any], shard_model: ShardModel, device: torch.device
@@ -30,8 +30,8 @@ class Shards:
         self._rank_and_size: tuple[int, int] | None = None
 
     def joined(self) -> None:
-        """Shard the models for the first generation. A later one must have the same ranks, because each rank has the only
-        copy of its part."""
+        """Shard the models for the first generation. A later one must have the same ranks, because each rank has the
+        only copy of its part."""
         now = (dist.get_rank(), dist.get_world_size())
         if self._rank_and_size is None:
             self._rank_and_size = now
@@ -75,8 +75,8 @@ class Shards:
         return accumulated_gradients(list(self._modules()))
 
     def gather_for_validation(self) -> None:
-        """Give every worker the full weights. Ranks validate different numbers of batches, so no forward pass may wait for
-        another rank."""
+        """Give every worker the full weights. Ranks validate different numbers of batches, so no forward pass may wait
+        for another rank."""
         for module in self._modules():
             module.set_reshard_after_forward(False)
             module.unshard()
@@ -91,8 +91,8 @@ class Shards:
 
 
 def shard_layers(model: nn.Module, mesh: Any) -> None:
-    """Shard each layer of a list or sequence of layers by itself, so that only one layer is gathered at a time, and then the
-    rest of the model."""
+    """Shard each layer of a list or sequence of layers by itself, so that only one layer is gathered at a time, and
+    then the rest of the model."""
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError as error:
@@ -106,8 +106,8 @@ def shard_layers(model: nn.Module, mesh: Any) -> None:
 
 
 def gathered(value: Any, *, keep: bool) -> Any:
-    """Return the state with full tensors in place of shards; None instead of each tensor unless `keep`. All ranks must call
-    this, in the same order. No tensor shares memory with the live ones."""
+    """Return the state with full tensors in place of shards; None instead of each tensor unless `keep`. All ranks must
+    call this, in the same order. No tensor shares memory with the live ones."""
     if isinstance(value, torch.Tensor):
         if not hasattr(value, "full_tensor"):
             return value.detach().to("cpu", copy=True) if keep else None

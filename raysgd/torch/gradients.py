@@ -1,8 +1,8 @@
 """What happens between the backward pass and the step: accumulation windows, and gradient clipping. Worker.
 
-An accumulation window is `accumulate` batches that share one optimizer step, or fewer at the end of an epoch or call. Its
-gradients are the mean over all its samples: the same as of one batch that holds them all, for a loss that is a mean over
-samples.
+An accumulation window is `accumulate` batches that share one optimizer step, or fewer at the end of an epoch or call.
+Its gradients are the mean over all its samples: the same as of one batch that holds them all, for a loss that is a mean
+over samples.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Gradients:
         self._exchange_gradients(closing)
 
     def _shorten(self, begun: bool) -> None:
-        """Give the gradients so far more weight, because this window has fewer samples than usual. This must happen before
-        the ranks exchange gradients, since another rank's window can have another number of samples."""
+        """Give the gradients so far more weight, because this window has fewer samples than usual. This must happen
+        before the ranks exchange gradients, since another rank's window can have another number of samples."""
         if begun:
             factor, shards = self._usual / self._total, self._parts.shards
             for optimizer in self._parts.optimizers:

@@ -133,17 +133,18 @@ class TrainingOperator(OperatorBase):
         return self._precision.autocast()
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
-        """Run the backward pass, with the loss scaled for the precision and for accumulation. (`loss_id` is for Apex, if its
-        arguments have num_losses.)"""
+        """Run the backward pass, with the loss scaled for the precision and for accumulation. (`loss_id` is for Apex,
+        if its arguments have num_losses.)"""
         self._gradients.backward(loss, optimizer, loss_id)
 
     def step(self, optimizer: Any = None) -> None:
-        """Clip the gradients, and apply the step of the optimizer (by default the only one). Do nothing before the last batch
-        of an accumulation window."""
+        """Clip the gradients, and apply the step of the optimizer (by default the only one). Do nothing before the last
+        batch of an accumulation window."""
         self._gradients.step(self._only_optimizer() if optimizer is None else optimizer)
 
     def zero_grad(self, optimizer: Any = None) -> None:
-        """Clear the gradients of one optimizer, or of all. Do nothing after the first batch of an accumulation window."""
+        """Clear the gradients of one optimizer, or of all. Do nothing after the first batch of an accumulation
+        window."""
         self._gradients.zero_grad(self._parts.optimizers if optimizer is None else [optimizer])
 
     def to_device(self, batch: Any) -> Any:
@@ -169,8 +170,8 @@ class TrainingOperator(OperatorBase):
         ddp_args: Mapping[str, Any] | None = None,
         apex_args: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Register the parts of training. Return them ready to use (on the device, in the precision, wrapped in DDP), each
-        in the container it came in. A criterion or scheduler that is not passed is not returned."""
+        """Register the parts of training. Return them ready to use (on the device, in the precision, wrapped in DDP),
+        each in the container it came in. A criterion or scheduler that is not passed is not returned."""
         parts = self._parts
         bare = parts.as_list(models)
         if not bare or not all(isinstance(model, nn.Module) for model in bare):
@@ -204,8 +205,8 @@ class TrainingOperator(OperatorBase):
             )
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
-        """Register the data: DataLoaders (divided among the workers unless add_dist_sampler=False), Ray Datasets (divided
-        by rows; `raysgd.data.RayData` names their columns) or any iterables."""
+        """Register the data: DataLoaders (divided among the workers unless add_dist_sampler=False), Ray Datasets
+        (divided by rows; `raysgd.data.RayData` names their columns) or any iterables."""
         for name, loader in {"train_loader": train_loader, "validation_loader": validation_loader}.items():
             iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") or RayData.is_given_as(loader)
             if loader is not None and not iterable:
@@ -216,8 +217,8 @@ class TrainingOperator(OperatorBase):
         self._parts.validation_loader = validation_loader
 
     def register_metrics(self, *, train: Any = None, validation: Any = None) -> Any:
-        """Register TorchMetrics objects (a Metric or MetricCollection each). Update them in your batch methods; they are
-        computed over all workers, reported by name, and reset for each call. Return them on the device."""
+        """Register TorchMetrics objects (a Metric or MetricCollection each). Update them in your batch methods; they
+        are computed over all workers, reported by name, and reset for each call. Return them on the device."""
         metrics = {"train": train, "validation": validation}
         self._parts.metrics = {name: metric.to(self.device) for name, metric in metrics.items() if metric is not None}
         given = list(self._parts.metrics.values())

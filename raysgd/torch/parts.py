@@ -72,7 +72,8 @@ class Parts(RegisteredParts):
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Return a context in which no rank waits for another one, because they validate different numbers of batches."""
+        """Return a context in which no rank waits for another one, because they validate different numbers of
+        batches."""
         quiet = [model for model in self.wrapped if hasattr(model, "require_forward_param_sync")]
         for model in quiet:
             model.require_forward_param_sync = False  # type: ignore[assignment]

@@ -72,7 +72,8 @@ class Bf16(Precision):
 
 
 class Fp16(Precision):
-    """Autocast to float16, with loss scaling. The scale changes only between batches, so several optimizers can share it."""
+    """Autocast to float16, with loss scaling. The scale changes only between batches, so several optimizers can share
+    it."""
 
     key = "amp_native"
 

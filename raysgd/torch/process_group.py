@@ -31,8 +31,8 @@ FORM_S, RANKS_PER_S = 10.0, 10
 
 
 class TorchBackend:
-    """On the driver, owns the store of the current generation: a new one each time, on a port that is bound. On a worker,
-    owns the membership of the default process group, and knows its sockets."""
+    """On the driver, owns the store of the current generation: a new one each time, on a port that is bound. On a
+    worker, owns the membership of the default process group, and knows its sockets."""
 
     needs_offers = False
 
@@ -119,8 +119,8 @@ class TorchBackend:
                 dist.destroy_process_group()
 
     def abort(self) -> None:
-        """Free this rank from a collective that waits. gloo cannot abort one, but shutting down its sockets ends it within a
-        millisecond."""
+        """Free this rank from a collective that waits. gloo cannot abort one, but shutting down its sockets ends it
+        within a millisecond."""
         if self.name == "nccl" and dist.is_initialized():
             self._keep_groups()
             abort_default_group()
@@ -128,8 +128,8 @@ class TorchBackend:
         self._gloo.shut()
 
     def _keep_groups(self) -> None:
-        """Keep references to the process groups of a generation until the next generation ends. The last reference must not
-        be in a wrapped model, for example in the traceback of the error that ended the generation: such a reference
+        """Keep references to the process groups of a generation until the next generation ends. The last reference must
+        not be in a wrapped model, for example in the traceback of the error that ended the generation: such a reference
         destroys a group while it holds the interpreter's lock, and waits for the group's threads, which wait for that
         lock. A Python handle releases the lock first."""
         if dist.is_initialized():
@@ -139,8 +139,8 @@ class TorchBackend:
         return collective_count()
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Return whether a peer or the network failed, by the error's type or, for gloo, its text. An error that was raised
-        while such an error was handled counts, too."""
+        """Return whether a peer or the network failed, by the error's type or, for gloo, its text. An error that was
+        raised while such an error was handled counts, too."""
         return any(
             isinstance(each, dist.DistError) or (isinstance(each, RuntimeError) and GLOO.search(str(each)) is not None)
             for each in causes_of(error)

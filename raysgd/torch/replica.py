@@ -44,8 +44,8 @@ class TorchReplicaFactory(ReplicaFactoryBase):
 
 
 class TorchReplica(ReplicaBase):
-    """Adds what only torch needs: prefetching to the device, accumulation windows, shards, and a state that stays in place
-    when the group changes. The trainer's other calls are in `replica_calls`."""
+    """Adds what only torch needs: prefetching to the device, accumulation windows, shards, and a state that stays in
+    place when the group changes. The trainer's other calls are in `replica_calls`."""
 
     operator_class = TrainingOperator
     data_names = {"train": "train_loader", "validation": "validation_loader"}  # noqa: RUF012
@@ -99,7 +99,8 @@ class TorchReplica(ReplicaBase):
     # -- results --------------------------------------------------------------------------------------
 
     def _partial_to_report(self) -> dict[str, Any] | None:
-        """Return the partial result. Metrics on a GPU are read only from time to time, because that waits for the device."""
+        """Return the partial result. Metrics on a GPU are read only from time to time, because that waits for the
+        device."""
         now = time.monotonic()
         if self.operator.device.type == "cpu" or now >= self._partial_at:
             self._partial_at, self._partial = now + PARTIAL_S, self.partial()
@@ -127,8 +128,8 @@ class TorchReplica(ReplicaBase):
         return self.operator._parts.shards is not None
 
     def full_state(self, *, raw: bool = False) -> dict[str, Any]:
-        """Return the operator's state and the position, which share memory with the live tensors. Shards are gathered on
-        rank 0; with `raw`, they stay shards."""
+        """Return the operator's state and the position, which share memory with the live tensors. Shards are gathered
+        on rank 0; with `raw`, they stay shards."""
         state = states.gather(self.operator)
         if self.in_shards and not raw:
             state |= {name: gathered(state[name], keep=self.rank == 0) for name in ("models", "optimizers")}
@@ -138,8 +139,8 @@ class TorchReplica(ReplicaBase):
         return state
 
     def _state_for_peers(self) -> dict[str, Any]:
-        """Return the full state, and what a peer needs to repeat an interrupted validation. A checkpoint does not contain
-        that, because calls of an earlier trainer are never repeated."""
+        """Return the full state, and what a peer needs to repeat an interrupted validation. A checkpoint does not
+        contain that, because calls of an earlier trainer are never repeated."""
         state = self.full_state()
         if self._validation is not None:
             state["validation_loader"] = self._validation.state()
@@ -182,7 +183,8 @@ class TorchReplica(ReplicaBase):
             self._train.load(position)
 
     def take_over(self, read: Callable[[], dict[str, Any]], loads: int) -> None:
-        """Load the checkpoint that `read` returns, on all ranks or on none. `loads` is how often the user has loaded one."""
+        """Load the checkpoint that `read` returns, on all ranks or on none. `loads` is how often the user has loaded
+        one."""
         with Undo(self).unless_all_succeed():
             state = read()
             check_fits(self.operator, state)
@@ -193,8 +195,8 @@ class TorchReplica(ReplicaBase):
     # -- membership -----------------------------------------------------------------------------------
 
     def joined(self, rank_info: RankInfo) -> None:
-        """Wrap the models again for a new generation. A batch that was not applied will be processed again; its gradients
-        are cleared."""
+        """Wrap the models again for a new generation. A batch that was not applied will be processed again; its
+        gradients are cleared."""
         old, self._rank_info = self._rank_info, rank_info
         self._cut_short()
         self.operator._rank_info = rank_info

@@ -79,8 +79,8 @@ def save(replica: TorchReplica, sink: Any, ranks: list[Any], blocking: bool) -> 
 
 
 def _save_in_background(sink: Any, state: dict[str, Any], *, in_shards: bool) -> None:
-    """Send a copy of the state to `sink` in a thread; training waits only for the copy. The connection is opened first, so
-    that the driver notices if this process ends."""
+    """Send a copy of the state to `sink` in a thread; training waits only for the copy. The connection is opened first,
+    so that the driver notices if this process ends."""
     stream = sink.connect()
     try:
         kept = states.unchanging(state, in_shards=in_shards)
@@ -98,8 +98,8 @@ def _save_in_background(sink: Any, state: dict[str, Any], *, in_shards: bool) ->
 
 
 def _complete(replica: TorchReplica, ranks: list[Any]) -> dict[str, Any] | None:
-    """Return a checkpoint's content, on rank 0. If the model is sharded, all ranks take part, because each has a part of
-    it."""
+    """Return a checkpoint's content, on rank 0. If the model is sharded, all ranks take part, because each has a part
+    of it."""
     return {**replica.full_state(), "rng": ranks} if replica.rank == 0 or replica.in_shards else None
 
 

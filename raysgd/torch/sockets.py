@@ -13,12 +13,14 @@ Address = tuple[str, int]
 
 
 class GlooConnections:
-    """Owns the addresses at which gloo listens, in this process and in its peers, and the address of their store. Each of
-    gloo's connections has one end at such an address, so they are found exactly: no other connection is ever shut down.
+    """Owns the addresses at which gloo listens, in this process and in its peers, and the address of their store. Each
+    of gloo's connections has one end at such an address, so they are found exactly: no other connection is ever shut
+    down.
 
-    gloo opens its listening sockets inside torch's call that makes a process group, and torch does not report their ports. So
-    the listening sockets that appear during that call count as gloo's. `shut` may be called from any thread, also during
-    that call: then the peers' addresses are not known yet, and each rank shuts down the connections that its peers made.
+    gloo opens its listening sockets inside torch's call that makes a process group, and torch does not report their
+    ports. So the listening sockets that appear during that call count as gloo's. `shut` may be called from any thread,
+    also during that call: then the peers' addresses are not known yet, and each rank shuts down the connections that
+    its peers made.
     """
 
     def __init__(self) -> None:
@@ -61,8 +63,8 @@ class GlooConnections:
 
 
 class Connections:
-    """Owns the names of all sockets that appeared between a call of `opening` and one of `opened` since `forget`. It is for
-    NCCL and Horovod, whose ports are not known; a connection of another thread can be among these sockets.
+    """Owns the names of all sockets that appeared between a call of `opening` and one of `opened` since `forget`. It is
+    for NCCL and Horovod, whose ports are not known; a connection of another thread can be among these sockets.
 
     `shut` may be called from any thread, also between `opening` and `opened`.
     """

@@ -1,4 +1,4 @@
-"""The store through which the ranks of one generation find each other: the driver opens it, the workers connect. Both."""
+"""The store through which ranks find each other: the driver opens one for each generation, workers connect. Both."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def open_store(host: str, *, limit_s: float) -> tuple[Any, dict[str, Any]]:
 def _listen(host: str, limit: datetime.timedelta) -> Any:
     """Return a store that listens on `host` only, where torch can do that.
 
-    torch before 2.8 accepts no bound socket for its libuv server. The libuv server on all addresses is tried before torch's
-    older server on one address, because an incomplete message from any client blocks the older server forever. A torch that
-    was built without libuv has only the older server.
+    torch before 2.8 accepts no bound socket for its libuv server. The libuv server on all addresses is tried before
+    torch's older server on one address, because an incomplete message from any client blocks the older server forever.
+    A torch that was built without libuv has only the older server.
     """
     problem: Exception | None = None
     for bound, libuv in ((True, True), (False, True), (True, False), (False, False)):
@@ -86,10 +86,10 @@ def _bound(host: str) -> socket.socket | None:
 def connect(settings: Mapping[str, Any], *, limit_s: float) -> Any:
     """Return the store of this rank's generation. It puts the generation's secret in front of every key.
 
-    The driver opens the store before it calls any rank, and closes it when the generation ends. torch's client cannot know
-    that, and would try to reach a closed store until its time limit. So this function keeps a connection of its own to the
-    store: when that ends, the generation has ended, and the function raises an error at once. Until then it waits for slow
-    attempts, because all cores of a machine can be busy.
+    The driver opens the store before it calls any rank, and closes it when the generation ends. torch's client cannot
+    know that, and would try to reach a closed store until its time limit. So this function keeps a connection of its
+    own to the store: when that ends, the generation has ended, and the function raises an error at once. Until then it
+    waits for slow attempts, because all cores of a machine can be busy.
     """
     deadline = time.monotonic() + limit_s
     ended = "this generation has ended, or its rendezvous store cannot be reached"
@@ -115,8 +115,8 @@ def connect(settings: Mapping[str, Any], *, limit_s: float) -> Any:
 class _Clients:
     """Owns the threads in which torch's clients connect. `done` becomes readable when one has connected or failed.
 
-    torch's client asks the name server for the host's name, only to log it. A lost answer costs 5 seconds, so another client
-    is started when one is slow.
+    torch's client asks the name server for the host's name, only to log it. A lost answer costs 5 seconds, so another
+    client is started when one is slow.
     """
 
     def __init__(self, settings: Mapping[str, Any], deadline: float) -> None:
@@ -144,8 +144,8 @@ class _Clients:
         return self._store
 
     def _connect(self) -> None:
-        """Try to connect until it works, the time is up, or the client is not needed any more. Each attempt has a limit, so
-        that the thread ends soon after the generation."""
+        """Try to connect until it works, the time is up, or the client is not needed any more. Each attempt has a
+        limit, so that the thread ends soon after the generation."""
         try_s = FIRST_TRY_S
         while self._wanted and self._store is None:
             timeout = datetime.timedelta(seconds=min(try_s, max(self._deadline - time.monotonic(), 1.0)))
@@ -166,8 +166,8 @@ class _Clients:
 
 
 def wait_for_all(store: Any, rank_info: RankInfo, *, limit_s: float) -> None:
-    """Wait until every rank is connected to the store, or the driver closes it. So a peer for which a rank waits after this
-    has failed."""
+    """Wait until every rank is connected to the store, or the driver closes it. So a peer for which a rank waits after
+    this has failed."""
     store.set(f"here-{rank_info.world_rank}", "")
     store.wait([f"here-{rank}" for rank in range(rank_info.world_size)], datetime.timedelta(seconds=limit_s))
 

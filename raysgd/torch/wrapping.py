@@ -1,4 +1,4 @@
-"""How registered models are prepared for training by several ranks: memory format, SyncBatchNorm, compiler, DDP. Worker.
+"""How registered models become ready to train: memory format, SyncBatchNorm, compiler, DDP. Worker.
 
 The order matters: memory format and layers first, then the compiler, then DDP around it. torch compiles the inner
 model's frame in either order, and splits it at DDP's buckets when DDP is the caller; but with DDP outside, a new
@@ -33,8 +33,8 @@ class Exchange:
         """Called once, when the operator registers its parts."""
 
     def joined(self) -> None:
-        """Called on all ranks when the process group of a generation is up: make the weights the same everywhere, and reset
-        the exchange."""
+        """Called on all ranks when the process group of a generation is up: make the weights the same everywhere, and
+        reset the exchange."""
 
     def hold(self, on: bool) -> None:
         """Called before each batch of an accumulation window: with `on`, gradients stay on this rank."""
@@ -44,8 +44,8 @@ class Exchange:
 
 
 def formatted(models: list[nn.Module], options: TrainingOptions, *, distributed: bool) -> list[nn.Module]:
-    """Return the models in the memory format and with the BatchNorm layers of the options. Their parameters remain the same
-    objects, so the optimizers that refer to them stay valid."""
+    """Return the models in the memory format and with the BatchNorm layers of the options. Their parameters remain the
+    same objects, so the optimizers that refer to them stay valid."""
     if options.sync_batchnorm and distributed:
         models = [nn.SyncBatchNorm.convert_sync_batchnorm(model) for model in models]
     if options.channels_last:
@@ -75,8 +75,8 @@ def ddp_arguments(
 
 
 def rewrap(wrapped: list[nn.Module], arguments: dict[str, Any], options: TrainingOptions) -> None:
-    """Initialize every DDP wrapper again, in place, for the process group of a new generation. References to the wrappers
-    stay valid.
+    """Initialize every DDP wrapper again, in place, for the process group of a new generation. References to the
+    wrappers stay valid.
 
     The old reducer must be removed first, because it has hooks on the parameters and holds the old process group.
     """

@@ -1,8 +1,8 @@
 """The iterator over which a training or validation loop runs: it returns batches, and counts what is committed. Worker.
 
-A batch is committed when the loop asks for the next one, or, if an error ends the loop, when an optimizer has stepped in
-it. This works for the default loop and for a user's own. Batches that share one optimizer step (an accumulation window)
-are committed together, with the last of them.
+A batch is committed when the loop asks for the next one, or, if an error ends the loop, when an optimizer has stepped
+in it. This works for the default loop and for a user's own. Batches that share one optimizer step (an accumulation
+window) are committed together, with the last of them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Drawn(NamedTuple):
 
 
 class Source(Protocol):
-    """Draws one rank's batches. It does not know what is committed: the caller passes the offset. `loader` is the data for
-    which it was opened."""
+    """Draws one rank's batches. It does not know what is committed: the caller passes the offset. `loader` is the data
+    for which it was opened."""
 
     loader: Any
 
@@ -65,8 +65,8 @@ class Source(Protocol):
 class Carrier:
     """Transfers batches to the model's device. This one leaves them where they are.
 
-    `send` starts a transfer, and `arrived` returns the batch when it is needed. `ahead` is whether one batch should be sent
-    in advance.
+    `send` starts a transfer, and `arrived` returns the batch when it is needed. `ahead` is whether one batch should be
+    sent in advance.
     """
 
     ahead = False
@@ -217,8 +217,8 @@ class Feed:
         self._stepped = True
 
     def cut_short(self) -> bool:
-        """End the loop after an error: commit what was applied. Return whether a batch was not applied, so that it will be
-        processed again."""
+        """End the loop after an error: commit what was applied. Return whether a batch was not applied, so that it will
+        be processed again."""
         if self._pending is not None and self._stepped:
             self._done(last=True)
         undone = self._pending is not None or bool(self._window)
@@ -227,8 +227,8 @@ class Feed:
         return undone
 
     def leave(self) -> None:
-        """End a loop that returned. Even if batches are left, the current one counts as done. Batches of an open window will
-        be processed again."""
+        """End a loop that returned. Even if batches are left, the current one counts as done. Batches of an open window
+        will be processed again."""
         if self._failure is not None:
             raise self._failure
         self._done()

@@ -45,7 +45,8 @@ class RegisteredParts:
 
 
 class OperatorBase:
-    """The base of the operator classes that users extend, `raysgd.torch.TrainingOperator` and `raysgd.tf.TrainingOperator`.
+    """The base of the operator classes that users extend, `raysgd.torch.TrainingOperator` and
+    `raysgd.tf.TrainingOperator`.
 
     The loop around it, in every worker:
 

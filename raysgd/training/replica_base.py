@@ -325,8 +325,9 @@ class ReplicaBase(ABC):
         self._feed = None
 
     def _end_load(self, state: dict[str, Any], loads: int, restore_random: Callable[[Any], None]) -> None:
-        """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, and restore this rank's random
-        states. `loads` is how often this trainer has loaded a state; a state with more loads is newer than any other."""
+        """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, and restore this rank's
+        random states. `loads` is how often this trainer has loaded a state; a state with more loads is newer than any
+        other."""
         self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._val_position.call, self._val_position.ended = -1, True
         self.take_snapshot()
@@ -392,9 +393,9 @@ def apply(replica: ReplicaBase, function: Callable[[], Any]) -> Any:
 def accepted_arguments(
     function: Callable[..., Any], *positional: Any, **optional: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments that a user's function accepts: all of `positional`, and those of `optional`
-    that it has parameters for. A required parameter with another name, such as `_` for an `info` that the function does not
-    use, receives the next of them."""
+    """Return the positional and keyword arguments that a user's function accepts: all of `positional`, and those of
+    `optional` that it has parameters for. A required parameter with another name, such as `_` for an `info` that the
+    function does not use, receives the next of them."""
     parameters = inspect.signature(function).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return positional, optional
