@@ -1,6 +1,9 @@
 """Private names of other libraries are used in one file for each framework, and the installed versions still have them."""
 
 import ast
+import copy
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,13 @@ from raysgd.workers import foreign as ray_foreign
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [path for path in (ROOT / "raysgd").rglob("*.py") if (ROOT / "raysgd" / "operators") not in path.parents]
 
-# What begins with an underscore and is documented all the same, or is Python's own.
-PUBLIC = {"_fields", "_exit", "_current_frames", "_replace", "_asdict"}
-# The names in a checkpoint's pickle are part of the file format; fsspec's file systems are made to be extended.
-ELSEWHERE = {
-    "raysgd/torch/checkpoint": {"_metadata", "_wrapped_by_lr_sched"},
-    "raysgd/storage/remote.py": {"_parent", "_strip_protocol"},
-    "raysgd/train/unpickling.py": {"_Unpickler"},
-    "raysgd/train/tensorflow_function.py": {"_initialized"},
-    "raysgd/tf": {"_AutoShardDataset", "_dtype_policy", "_learning_rate", "_flatten_layers"},
+# Names that begin with an underscore although they are not private: Python's own, and those that fsspec documents for its
+# file systems. (The names in a checkpoint's pickle are strings: they are part of the file format.)
+PUBLIC = {
+    *("_Unpickler", "_asdict", "_current_frames", "_exit", "_fields", "_replace"),
+    *("_parent", "_strip_protocol"),
 }
+PRIVATE_PACKAGES = ("tensorflow.python", "keras.src", "tf_keras.src")
 
 
 def trees() -> list[tuple[str, ast.AST]]:
@@ -57,8 +57,11 @@ def used(tree: ast.AST) -> set[tuple[int, str]]:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             found.add((node.lineno, node.attr))
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("raysgd", "__future__")):
-            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            module = node.module or ""
+            names = [*module.split("."), *(alias.name for alias in node.names)]
             found.update((node.lineno, name) for name in names if is_private(name))
+            if module.startswith(PRIVATE_PACKAGES):
+                found.add((node.lineno, module))
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
             name = node.args[1].value if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) else None
             if is_private(name):
@@ -71,9 +74,8 @@ def test_private_names_of_other_libraries_are_in_one_file_for_each_framework() -
     own = set().union(*(defined(tree) for _, tree in parsed), PUBLIC)
     wrong = []
     for path, tree in parsed:
-        allowed = set().union(own, *(names for place, names in ELSEWHERE.items() if path.startswith(place)))
         if not path.endswith("/foreign.py"):
-            wrong += [f"{path}:{line}: {name}" for line, name in sorted(used(tree)) if name not in allowed]
+            wrong += [f"{path}:{line}: {name}" for line, name in sorted(used(tree)) if name not in own]
     assert not wrong, f"put the uses of these names into the package's foreign.py: {wrong}"
 
 
@@ -141,6 +143,33 @@ def schedulers() -> None:
     assert not torch_foreign.nested_schedulers(inner[0])
 
 
+def versions_of_modules() -> None:
+    state = nn.Linear(2, 1).state_dict()
+    assert torch_foreign.module_versions(state)[""] == {"version": 1}
+    copied: Any = OrderedDict(state)
+    assert torch_foreign.module_versions(copied) is None
+    torch_foreign.copy_module_versions(state, copied)
+    assert torch_foreign.module_versions(copied) == torch_foreign.module_versions(state)
+
+
+def stand_in_for_an_optimizer() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    stand_in = torch_foreign.optimizer_stand_in([{"lr": 0.1, "initial_lr": 0.1}])
+    private = vars(stand_in).keys() - {"param_groups", "step", "_step_count"}  # schedulers read the last one of theirs
+    for name in private:
+        assert not hasattr(optimizer, name)
+    optimizer.step()
+    assert private <= vars(optimizer).keys()
+    assert vars(stand_in.step).keys() <= vars(optimizer.step).keys()
+    twin = copy.deepcopy(scheduler, {id(optimizer): stand_in})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twin.step()
+    assert stand_in.param_groups[0]["lr"] == 0.05
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def multiplication() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
     torch_foreign.multiply_all(tensors, 0.5)
@@ -163,6 +192,8 @@ TORCH: list[Callable[[], None]] = [
     signal_handler,
     compiled_model,
     schedulers,
+    versions_of_modules,
+    stand_in_for_an_optimizer,
     multiplication,
     backward_callback,
 ]
@@ -171,6 +202,56 @@ TORCH: list[Callable[[], None]] = [
 @pytest.mark.parametrize("check", TORCH, ids=lambda check: check.__name__)
 def test_torch_has_the_names(check: Callable[[], None]) -> None:
     check()
+
+
+# -- TensorFlow and Keras ----------------------------------------------------------------------------
+
+
+def collectives(tf: Any) -> None:
+    from tensorflow.python.eager import context
+
+    from raysgd.tf import foreign
+
+    own = context.Context()  # the process's own could not be used for collectives afterwards
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "context", lambda: own)
+        foreign.abort_collectives()
+        assert not own._initialized
+        foreign.set_coordination_limits(2, join_s=7.0, heartbeat_s=3.0)
+        limits = own.coordination_service
+        assert limits.cluster_register_timeout_in_ms == 7000
+        assert limits.heartbeat_timeout_in_ms == 3000
+        assert [job.num_tasks for job in limits.coordinated_job_list] == [2]
+    assert callable(own.abort_collective_ops)
+    assert foreign.UNAVAILABLE == tf.errors.UNAVAILABLE
+
+
+def data_sets(tf: Any) -> None:
+    from raysgd.tf import foreign
+
+    data = tf.data.Dataset.range(8).batch(4)
+    assert foreign.batch_size(data) == 4
+    assert foreign.batch_size(tf.data.Dataset.range(8).batch(3)) == 3
+    parts = [foreign.shard_by_file(data, 2, index) for index in range(2)]  # without files, every second batch
+    assert sorted(number for part in parts for batch in part for number in batch.numpy()) == list(range(8))
+
+
+def keras_models(tf: Any) -> None:
+    from raysgd.tf import foreign
+
+    for name in ("keras", "tf_keras"):
+        keras = pytest.importorskip(name)
+        inner = keras.Sequential([keras.layers.Dense(2), keras.layers.BatchNormalization()])
+        model = keras.Sequential([keras.layers.Dense(3), inner])
+        kinds = sorted(type(layer).__name__ for layer in foreign.layers_without_inner_ones(model))
+        assert kinds == ["BatchNormalization", "Dense", "Dense"]
+        rate = foreign.learning_rate_variable(keras.optimizers.SGD(0.5))
+        assert rate is not None and float(rate) == 0.5
+
+
+@pytest.mark.parametrize("check", [collectives, data_sets, keras_models], ids=lambda check: check.__name__)
+def test_tensorflow_has_the_names(check: Callable[[Any], None]) -> None:
+    check(pytest.importorskip("tensorflow"))
 
 
 # -- Ray ----------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import torch
 from raysgd.errors import ConfigError
 from raysgd.horovod.arguments import HorovodArguments
 from raysgd.horovod.foreign import has_unsent_gradients, stop_sending
-from raysgd.torch.exchange import Exchange
 from raysgd.torch.foreign import run_after_backward
+from raysgd.torch.wrapping import Exchange
 
 __all__ = ["HorovodExchange"]
 

@@ -1,4 +1,4 @@
-"""The class API for TensorFlow: RaySGD's names of `ray.util.sgd.tf` and an operator, each loaded when it is first used. Both."""
+"""The class API for TensorFlow: RaySGD's names of `ray.util.sgd.tf` and an operator, loaded on first use. Both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums over the ranks of a generation: one collective for each type of number, inside graph functions or outside. Worker."""
+"""Sums over the ranks of a generation: one collective for each dtype, in graph functions or outside. Worker."""
 
 from __future__ import annotations
 

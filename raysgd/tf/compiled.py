@@ -1,4 +1,4 @@
-"""v1's API: a compiled Keras model, trained by raysgd's step with its compiled loss, optimizer and metrics. Worker.
+"""RaySGD's API: raysgd's loop trains a compiled Keras model with its compiled loss, optimizer and metrics. Worker.
 
 `model.fit` does not work with Keras 3 on several workers, and could not be interrupted in the middle of an epoch.
 """
@@ -14,7 +14,7 @@ import tensorflow as tf
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.parts import one_row
+from raysgd.tf.parts import one_row, refuse_sum, rows_in
 
 __all__ = ["CompiledOperator", "checked_fit_config", "operator_from_creators"]
 
@@ -48,7 +48,8 @@ class CompiledOperator(TrainingOperator):
         if getattr(model, "optimizer", None) is None or not getattr(model, "compiled", True):
             raise ConfigError("model_creator must return a compiled model: call model.compile(optimizer=..., loss=...)")
         if self._settings.distributed:
-            _refuse_sums(model)
+            for loss in tf.nest.flatten(model.loss):
+                refuse_sum(loss, "a compiled loss")
         self._keras = importlib.import_module(type(model.optimizer).__module__.partition(".")[0])
         self.register(models=model, optimizers=model.optimizer)
         self.optimizer = self._parts.optimizers[0]
@@ -58,7 +59,8 @@ class CompiledOperator(TrainingOperator):
         self._fit_callbacks.on_train_begin()
 
     def _complete(self) -> None:
-        """Create the metrics as well. Keras creates them with the first batch, but a rank may have none in a validation."""
+        """Create the metrics as well. Keras creates them with the first batch, but a rank may have none in a
+        validation."""
         super()._complete()
         spec = getattr(self._parts.train_dataset, "element_spec", None)
         if spec is None:
@@ -93,7 +95,7 @@ class CompiledOperator(TrainingOperator):
         with self.timers.record("step"):
             loss = self._train_graph(x, y, weight, self._counts)
         self._fit_callbacks.on_train_batch_end(batch_info["batch_idx"], {"loss": float(loss)})
-        return {"train_loss": loss, NUM_SAMPLES: _rows(x)}
+        return {"train_loss": loss, NUM_SAMPLES: rows_in(x)}
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         self._evaluate_callbacks.on_test_begin()
@@ -105,7 +107,7 @@ class CompiledOperator(TrainingOperator):
         with self.timers.record("eval"):
             loss = self._validate_graph(x, y, weight)
         self._evaluate_callbacks.on_test_batch_end(batch_info["batch_idx"], {"loss": float(loss)})
-        return {"validation_loss": loss, NUM_SAMPLES: _rows(x)}
+        return {"validation_loss": loss, NUM_SAMPLES: rows_in(x)}
 
     def _train_step(self, x: Any, y: Any, weight: Any, counts: bool) -> Any:
         with tf.GradientTape() as tape:
@@ -143,9 +145,9 @@ class CompiledOperator(TrainingOperator):
         if callbacks.callbacks:
             samples = float(report.get(NUM_SAMPLES, 0))
             loss = samples and report[prefix + "loss"] * samples
-            whole, count = self._channel.sum([tf.constant(loss, tf.float64), tf.constant(samples, tf.float64)])
+            total, count = self._channel.sum([tf.constant(loss, tf.float64), tf.constant(samples, tf.float64)])
             logs = {name.removeprefix(prefix): value for name, value in report.items() if name.startswith(prefix)}
-            logs["loss"] = float(whole) / max(float(count), 1.0)
+            logs["loss"] = float(total) / max(float(count), 1.0)
             if train:
                 callbacks.on_epoch_end(self._epoch_idx, logs)
             else:
@@ -161,7 +163,7 @@ class CompiledOperator(TrainingOperator):
 def operator_from_creators(
     model_creator: Callable[[dict[str, Any]], Any], data_creator: Callable[[dict[str, Any]], Any]
 ) -> type[CompiledOperator]:
-    """Return an operator class made from v1's two creators."""
+    """Return an operator class made from RaySGD's two creators."""
     for name, creator in {"model_creator": model_creator, "data_creator": data_creator}.items():
         if not callable(creator):
             raise ConfigError(f"{name} must be a function that takes config, got {creator!r}")
@@ -177,8 +179,8 @@ def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ConfigError(f"config[{name!r}] must be a dict of keyword arguments, got {given!r}")
     for key in given:
         if key not in TAKEN[name]:
-            hint = INSTEAD.get(key, f"it has no meaning here; {', '.join(TAKEN[name])} have one")
-            raise ConfigError(f"config[{name!r}] holds {key!r}: {hint}")
+            hint = INSTEAD.get(key, f"only {', '.join(TAKEN[name])} have an effect")
+            raise ConfigError(f"config[{name!r}] cannot have {key!r}: {hint}")
     for key in ("epochs", "steps_per_epoch", "steps"):
         value = given.get(key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -197,21 +199,9 @@ def _pair(data: Any) -> tuple[Any, Any]:
     return data[0], data[1]
 
 
-def _refuse_sums(model: Any) -> None:
-    if any(getattr(loss, "reduction", None) == "sum" for loss in tf.nest.flatten(model.loss)):
-        raise ConfigError(
-            "a compiled loss sums over the batch, so its steps would depend on the number of workers: use "
-            "reduction='sum_over_batch_size'"
-        )
-
-
 def _unpacked(batch: Any) -> tuple[Any, Any, Any]:
     """Return a batch as Keras reads it: x, (x, y) or (x, y, sample_weight)."""
     if not isinstance(batch, (tuple, list)):
         return batch, None, None
     x, y, weight = [*batch, None, None][:3]
     return x, y, weight
-
-
-def _rows(x: Any) -> int:
-    return int(tf.nest.flatten(x)[0].shape[0])

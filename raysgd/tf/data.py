@@ -1,8 +1,8 @@
-"""Where a rank's batches come from. A data set's batch is the batch of all ranks together; each takes its rows. Worker.
+"""Sources of a rank's batches. A data set's batch is the batch of all ranks together; each rank takes its rows. Worker.
 
-Every rank iterates over the same batches in the same order (the trainer gives TensorFlow the same seed on all ranks, so
+All ranks iterate over the same batches in the same order (the trainer gives TensorFlow the same seed on all ranks, so
 that they shuffle alike). So the position in an epoch is one number, which is valid for any number of ranks. With
-sharding by file, every rank reads files of its own instead; the ranks only agree on when the epoch ends.
+sharding by file, each rank reads its own files instead; the ranks only agree on the end of the epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import tensorflow as tf
 
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
+from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
+from raysgd.tf.parts import rows_in
 from raysgd.training.feed import Drawn
 from raysgd.training.position import Position
 
@@ -23,8 +25,8 @@ __all__ = ["OwnSource", "SharedSource", "make_source"]
 
 
 class SharedSource:
-    """All ranks iterate over all batches, and each takes its rows. Every row is used once per epoch, over any number of
-    resizes. Reads the epoch from `position`, because a new process can begin in the middle of an epoch."""
+    """Draws this rank's rows of every batch. Every row is used once per epoch, over any number of resizes. The epoch is
+    read from `position`, because a new process can begin in the middle of an epoch."""
 
     counts_samples = False  # `Drawn.rows` does
 
@@ -39,14 +41,14 @@ class SharedSource:
         """Do nothing: `batches` begins a new pass."""
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        """Return this rank's part of the rest of the epoch, from the live iterator if that is at this offset."""
+        """Return this rank's part of the rest of the epoch, from the live iterator if it is at this offset."""
         epoch = self._position.epoch
         last, self._last = self._last, None
-        goes_on = self._live is not None and self._epoch == epoch
-        if goes_on and last is not None and self._passed == last.offset == offset + 1:
+        continues = self._live is not None and self._epoch == epoch
+        if continues and last is not None and self._passed == last.offset == offset + 1:
             self._last = last
             yield last  # it was drawn before, but not committed
-        elif not goes_on or self._passed != offset:
+        elif not continues or self._passed != offset:
             self._live, self._epoch, self._passed = self._pass(epoch, offset), epoch, offset
         while self._live is not None:
             batch = next(self._live, None)
@@ -54,7 +56,7 @@ class SharedSource:
                 self._live = None
                 return
             self._passed += 1
-            self._last = self._dealt(batch, rank_info, self._passed)
+            self._last = self._part_of(batch, rank_info, self._passed)
             if self._last is not None:
                 yield self._last
 
@@ -73,24 +75,25 @@ class SharedSource:
             return iter(self.loader.skip(offset).prefetch(tf.data.AUTOTUNE))
         return islice(iter(self.loader), offset, None)
 
-    def _dealt(self, batch: Any, rank_info: RankInfo, offset: int) -> Drawn | None:
-        rows = _rows(batch)
+    def _part_of(self, batch: Any, rank_info: RankInfo, offset: int) -> Drawn | None:
+        """Return this rank's rows of a batch; None if it has none and need not take part in the step."""
+        rows = rows_in(batch)
         if rank_info.world_size == 1:
             return Drawn(batch, offset, rows=rows)
         base, extra = divmod(rows, rank_info.world_size)
         rank = rank_info.world_rank
         start, size = rank * base + min(rank, extra), base + (rank < extra)
         if size:
-            return Drawn(_cut(batch, start, start + size), offset, rows=rows, share=size / rows)
+            return Drawn(_cut(batch, start, start + size), offset, rows=rows, fraction=size / rows)
         if not self._pad:
             return None
         again = rank % rows
-        return Drawn(_cut(batch, again, again + 1), offset, fresh=False, rows=rows, share=0.0)
+        return Drawn(_cut(batch, again, again + 1), offset, fresh=False, rows=rows, fraction=0.0)
 
 
 class OwnSource:
-    """Each rank has data of its own. An epoch lasts until all ranks have used their data up; a rank that has none left
-    repeats its last batch, with weight 0."""
+    """Draws from data that only this rank has. An epoch lasts until all ranks have used up their data; a rank that has
+    none left repeats its last batch, with weight 0."""
 
     counts_samples = False
 
@@ -106,7 +109,7 @@ class OwnSource:
         last: Any = None
         while True:
             batch = next(live, None)
-            mine = 0 if batch is None else _rows(batch)
+            mine = 0 if batch is None else rows_in(batch)
             total = int(self._channel.sum([tf.constant(mine)])[0]) if self._together else mine
             if total == 0:
                 return
@@ -129,29 +132,26 @@ def make_source(
     if policy in (policies.AUTO, policies.DATA):
         return SharedSource(data, position, pad=training)
     if policy not in (policies.FILE, policies.OFF):
-        raise ConfigError(f"the data set asks for {policies(policy).name}; AUTO, DATA, FILE and OFF are possible here")
+        raise ConfigError(
+            f"the data set's auto_shard_policy is {policies(policy).name}: it must be AUTO, DATA, FILE or OFF"
+        )
     own = _own_files(data, rank_info) if policy == policies.FILE else data
     return OwnSource(data, own, channel, together=training and rank_info.world_size > 1)
 
 
 def _own_files(data: Any, rank_info: RankInfo) -> Any:
-    """Return this rank's files, in batches of its part of the batch."""
+    """Return the data of this rank's files, in batches whose size is this rank's part of the batch."""
     if rank_info.world_size == 1:
         return data
-    from tensorflow.python.data.experimental.ops import distribute
-
-    size = int(distribute.compute_batch_size(data))
+    size = foreign.batch_size(data)
     if size < rank_info.world_size:
         raise ConfigError(
-            "to shard a data set by file, its batch size must be known and at least the number of workers "
-            f"({rank_info.world_size}): end it with .batch(n) and what follows that keeps the rows apart"
+            f"to shard a data set by file, its batch size must be known and at least the number of workers "
+            f"({rank_info.world_size}), but it is {size if size > 0 else 'unknown'}: call .batch(n) on it, and after that "
+            "only methods that keep the number of rows"
         )
-    own = distribute._AutoShardDataset(data, num_workers=rank_info.world_size, index=rank_info.world_rank)
+    own = foreign.shard_by_file(data, rank_info.world_size, rank_info.world_rank)
     return own.rebatch(size // rank_info.world_size)
-
-
-def _rows(batch: Any) -> int:
-    return int(tf.nest.flatten(batch)[0].shape[0])
 
 
 def _cut(batch: Any, start: int, stop: int) -> Any:
@@ -170,5 +170,5 @@ def _blank(data: Iterable[Any]) -> Any:
     """Return a batch of one row for a rank that has no data at all, but must take part in the sums."""
     spec = getattr(data, "element_spec", None)
     if spec is None:
-        raise ConfigError("a worker has no batch at all: give every worker data, or a tf.data.Dataset")
+        raise ConfigError("a worker has no batch: give every worker data, or use a tf.data.Dataset")
     return tf.nest.map_structure(lambda leaf: tf.zeros([1, *leaf.shape[1:]], leaf.dtype), spec)

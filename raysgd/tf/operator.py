@@ -1,4 +1,4 @@
-"""The class that users of TensorFlow extend: its parts, and what happens with a batch. Worker."""
+"""The class that users of TensorFlow extend: the parts of training, and what to do with a batch. Worker."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from raysgd.errors import ConfigError
 from raysgd.tf.channel import Channel
 from raysgd.tf.parts import (
     KerasParts,
-    as_list,
     as_tensor,
     assign,
     build_unbuilt,
     is_keras_2,
-    like,
+    refuse_sum,
+    rows_in,
     running_statistics,
 )
 from raysgd.tf.settings import TFSettings
@@ -28,7 +28,7 @@ __all__ = ["TrainingOperator"]
 
 
 class TrainingOperator(OperatorBase):
-    """Defines the model, and what happens with a batch, in an epoch and in a validation.
+    """Defines Keras models and their data, and what to do with a batch, in an epoch and in a validation.
 
         class Digits(TrainingOperator):
             def setup(self, config):
@@ -39,18 +39,8 @@ class TrainingOperator(OperatorBase):
                     criterion=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
                 self.register_data(train_dataset=..., validation_dataset=...)
 
-    The loop around it, in every worker:
-
-        operator.setup(config)                          once, when the process group is up
-        for each trainer.train():
-            operator.train_epoch(iterator, info)        until the epoch ends, or `num_steps` batches are done
-                operator.train_batch(batch, batch_info) once for each batch; its numbers are averaged
-        for each trainer.validate():
-            operator.validate(iterator, info)
-                operator.validate_batch(batch, batch_info)
-
-    A data set's batch is the batch of all workers together; each gets its part of it. Override any of the methods. It
-    never deals with processes, checkpoints or worker failures.
+    A data set's batch is the batch of all workers together; each worker gets its part. Override any of its methods;
+    `OperatorBase` shows the loop that calls them. It never deals with processes, checkpoints or worker failures.
     """
 
     model: Any
@@ -68,8 +58,8 @@ class TrainingOperator(OperatorBase):
         super().__init__(config, settings or TFSettings(), rank_info)
         self._channel = Channel(self._rank_info.world_size)
         # This rank's part of the batch: a variable, so that graph functions are not traced again when it changes.
-        self._share = tf.Variable(1.0, trainable=False)
-        self._share_now = 1.0
+        self._fraction = tf.Variable(1.0, trainable=False)
+        self._fraction_now = 1.0
         self._parts = KerasParts()
         self._statistics: list[Any] = []
         self.setup(self._config)
@@ -81,21 +71,21 @@ class TrainingOperator(OperatorBase):
         x, y, weight = self._unpack(batch, "train_batch")
         with self.timers.record("step"):
             loss = self._train_graph(x, y, weight, self._counts)
-        return {"train_loss": loss, NUM_SAMPLES: _rows(y)}
+        return {"train_loss": loss, NUM_SAMPLES: rows_in(y)}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Return the loss and, for class numbers, the arg-max accuracy of one batch `(x, y)`."""
         x, y, weight = self._unpack(batch, "validate_batch")
         with self.timers.record("eval"):
             loss, accuracy = self._validate_graph(x, y, weight)
-        return {"val_loss": loss, "val_accuracy": accuracy, NUM_SAMPLES: _rows(y)}
+        return {"val_loss": loss, "val_accuracy": accuracy, NUM_SAMPLES: rows_in(y)}
 
     def _train_step(self, x: Any, y: Any, weight: Any, counts: bool) -> Any:
         with tf.GradientTape() as tape:
             output = self.model(x, training=True)
             loss = self._loss(y, output, weight)
-            whole = tf.add_n([loss, *(tf.cast(extra, loss.dtype) for extra in self.model.losses)])
-        self.step(tape, whole, model=self.model, optimizer=self.optimizer)
+            total = tf.add_n([loss, *(tf.cast(extra, loss.dtype) for extra in self.model.losses)])
+        self.step(tape, total, model=self.model, optimizer=self.optimizer)
         if counts:
             self._update_metrics(y, output, weight)
         return loss
@@ -140,19 +130,23 @@ class TrainingOperator(OperatorBase):
     def gradients(
         self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None
     ) -> tuple[list[Any], list[Any]]:
-        """Return the gradients of the batch of all workers, which are the same on each of them, and their variables. This
-        is the first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are still scaled."""
+        """Return the gradients of the batch of all workers, which are the same on each of them, and their variables.
+        This is the first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are still
+        scaled."""
         optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
         trained = self._parts.trained_by(optimizer) if model is None else list(model.trainable_variables)
-        found = tape.gradient(loss, trained, output_gradients=self._share * _scale(optimizer, loss))
+        found = tape.gradient(loss, trained, output_gradients=self._fraction * _scale(optimizer, loss))
         pairs = [(g, v) for g, v in zip(found, trained, strict=True) if g is not None]
         if not pairs:
-            raise ConfigError("the loss depends on none of the variables to be trained: there are no gradients")
+            raise ConfigError(
+                "there are no gradients: the loss depends on none of the trainable variables of the model. Compute it inside "
+                "the tape from the model's output"
+            )
         variables = [variable for _, variable in pairs]
         mine = [tf.convert_to_tensor(gradient) for gradient, _ in pairs]
         if self._channel.size == 1:
             return mine, variables
-        parts = [as_tensor(v) * tf.cast(self._share, v.dtype) for v in self._statistics]
+        parts = [as_tensor(v) * tf.cast(self._fraction, v.dtype) for v in self._statistics]
         arrived = self._channel.sum([*mine, *parts])
         with tf.control_dependencies(arrived):
             for variable, mean in zip(self._statistics, arrived[len(pairs) :], strict=True):
@@ -167,10 +161,10 @@ class TrainingOperator(OperatorBase):
         with tf.control_dependencies([tf.convert_to_tensor(gradient) for gradient in gradients]):
             optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
-    def _take_share(self, share: float) -> None:
-        if share != self._share_now:
-            self._share_now = share
-            self._share.assign(share)
+    def _set_fraction(self, fraction: float) -> None:
+        if fraction != self._fraction_now:
+            self._fraction_now = fraction
+            self._fraction.assign(fraction)
 
     def _only(self, parts: list[Any], name: str) -> Any:
         if len(parts) != 1:
@@ -180,13 +174,15 @@ class TrainingOperator(OperatorBase):
     # -- registration ---------------------------------------------------------------------------------
 
     def register(self, *, models: Any, optimizers: Any, criterion: Any = None, metrics: Any = None) -> Any:
-        """Register the parts of training. Return them, each in the container it came in. A criterion or metrics that are
-        not passed are not returned. Pass one optimizer for all models, or one for each model."""
+        """Register the parts of training. Return them, each in the container it came in. A criterion or metrics that
+        are not passed are not returned. Pass one optimizer for all models, or one for each model."""
         parts = self._parts
-        parts.models, parts.optimizers = as_list(models), as_list(optimizers)
+        parts.models, parts.optimizers = parts.as_list(models), parts.as_list(optimizers)
         if not parts.models or not all(hasattr(type(model), "trainable_variables") for model in parts.models):
             raise ConfigError(f"models must be a Keras model, or a list or tuple of them, got {models!r}")
-        if len(parts.optimizers) not in (1, len(parts.models)) or not all(map(_is_optimizer, parts.optimizers)):
+        if len(parts.optimizers) not in (1, len(parts.models)) or not all(
+            hasattr(optimizer, "apply_gradients") for optimizer in parts.optimizers
+        ):
             raise ConfigError(
                 f"optimizers must be one Keras optimizer, or one for each of the {len(parts.models)} models, "
                 f"got {optimizers!r}"
@@ -194,19 +190,12 @@ class TrainingOperator(OperatorBase):
         parts.optimizers = [
             _scaling(optimizer, model) for optimizer, model in zip(parts.optimizers, parts.models, strict=False)
         ]
-        if getattr(criterion, "reduction", None) == "sum":
-            raise ConfigError(
-                "the criterion sums over the batch, so its steps would depend on the number of workers: use "
-                "reduction='sum_over_batch_size'"
-            )
-        parts.metrics, parts.criterion = as_list(metrics), criterion
+        refuse_sum(criterion, "the criterion")
+        parts.metrics, parts.criterion = parts.as_list(metrics), criterion
         parts.registered = True
-        answer = [like(models, parts.models), like(optimizers, parts.optimizers)]
-        if criterion is not None:
-            answer.append(criterion)
-        if metrics is not None:
-            answer.append(like(metrics, parts.metrics))
-        return tuple(answer)
+        optional = [criterion, None if metrics is None else parts.like(metrics, parts.metrics)]
+        registered = [parts.like(models, parts.models), parts.like(optimizers, parts.optimizers)]
+        return (*registered, *(each for each in optional if each is not None))
 
     def register_data(self, *, train_dataset: Any = None, validation_dataset: Any = None) -> None:
         """Register the data: a `tf.data.Dataset` of batches, or anything else that can be iterated repeatedly."""
@@ -224,7 +213,8 @@ class TrainingOperator(OperatorBase):
     _validation_prefix = "val_"
 
     def _complete(self) -> None:
-        """Create all variables that do not exist yet, and give all ranks rank 0's values. Create the graph functions."""
+        """Create all variables that do not exist yet, and give all ranks rank 0's values. Create the graph
+        functions."""
         parts = self._parts
         build_unbuilt(parts)
         for optimizer in parts.optimizers:
@@ -258,18 +248,10 @@ class TrainingOperator(OperatorBase):
         )
 
 
-def _rows(y: Any) -> int:
-    return int(tf.nest.flatten(y)[0].shape[0])
-
-
-def _is_optimizer(value: Any) -> bool:
-    return hasattr(value, "apply_gradients")
-
-
 def _scaling(optimizer: Any, model: Any) -> Any:
     """Return the optimizer, wrapped in Keras' loss scaling if the model's policy is mixed_float16."""
-    policy = getattr(model, "dtype_policy", None) or getattr(model, "_dtype_policy", None)
-    if getattr(policy, "name", "") != "mixed_float16" or "LossScale" in type(optimizer).__name__:
+    policy = getattr(getattr(model, "dtype_policy", None), "name", "")
+    if policy != "mixed_float16" or "LossScale" in type(optimizer).__name__:
         return optimizer
     if is_keras_2(model):
         import tf_keras

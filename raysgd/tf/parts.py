@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,18 +10,19 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.errors import ConfigError
+from raysgd.tf import foreign
 from raysgd.training.operator_base import RegisteredParts
 
 __all__ = [
     "KerasParts",
-    "as_list",
     "as_tensor",
     "assign",
     "build_unbuilt",
     "is_keras_2",
-    "like",
     "one_row",
     "optimizer_variables",
+    "refuse_sum",
+    "rows_in",
     "running_statistics",
     "values",
 ]
@@ -47,17 +48,13 @@ def is_keras_2(model: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(model).__mro__)
 
 
-def as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def like(given: Any, values: list[Any]) -> Any:
-    """Return `values` in the container in which `given` came: single, tuple or list."""
-    if isinstance(given, tuple):
-        return tuple(values)
-    return list(values) if isinstance(given, list) else values[0]
+def refuse_sum(loss: Any, name: str) -> None:
+    """Raise ConfigError for a loss that is a sum over the batch."""
+    if getattr(loss, "reduction", None) == "sum":
+        raise ConfigError(
+            f"{name} sums over the batch, so its steps would depend on the number of workers: use "
+            "reduction='sum_over_batch_size'"
+        )
 
 
 def as_tensor(variable: Any) -> Any:
@@ -78,7 +75,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     """Return counters, slots and the learning rate, in an order that does not depend on what was trained first."""
     own = optimizer.variables
     found = list(own() if callable(own) else own)
-    rate = getattr(optimizer, "_learning_rate", None)  # in Keras 2 it is not among the variables
+    rate = foreign.learning_rate_variable(optimizer)
     if isinstance(rate, tf.Variable) and all(rate is not each for each in found):
         found.append(rate)
     return found
@@ -88,16 +85,10 @@ def running_statistics(models: Sequence[Any]) -> list[Any]:
     """Return what training changes beside the trained variables, such as the moving averages of batch normalisation."""
     found = []
     for model in models:
-        for layer in _leaves(model):
+        for layer in foreign.layers_without_inner_ones(model):
             if layer.trainable:
                 found += [v for v in layer.non_trainable_weights if tf.as_dtype(v.dtype).is_floating]
     return found
-
-
-def _leaves(model: Any) -> Iterator[Any]:
-    for layer in model._flatten_layers(include_self=True, recursive=True):
-        if not any(True for _ in layer._flatten_layers(include_self=False, recursive=True)):
-            yield layer
 
 
 def build_unbuilt(parts: KerasParts) -> None:
@@ -112,6 +103,10 @@ def build_unbuilt(parts: KerasParts) -> None:
                     "with an Input layer, or call model.build(input_shape) in setup"
                 )
             model(tf.nest.map_structure(one_row, features), training=False)
+
+
+def rows_in(batch: Any) -> int:
+    return int(tf.nest.flatten(batch)[0].shape[0])
 
 
 def one_row(spec: Any) -> Any:

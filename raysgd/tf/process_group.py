@@ -1,4 +1,4 @@
-"""How TensorFlow ranks form a process group, and how a collective that waits for a failed peer is ended. Both."""
+"""How the ranks of TensorFlow operators form a process group, and how a collective that waits is ended. Both."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 from raysgd.core.ranks import RankInfo
+from raysgd.errors import causes_of
+from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
 from raysgd.tf.ports import HeldPort, NoFreePortError
 
@@ -20,7 +21,6 @@ __all__ = ["TensorFlowBackend", "prepare_runtime"]
 
 logger = logging.getLogger("raysgd")
 
-UNAVAILABLE = 14
 INTERRUPTIONS = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -29,15 +29,15 @@ INTERRUPTIONS = (
     tf.errors.InternalError,
     tf.errors.UnknownError,
 )
-# User code can raise errors of these types, too (a file on a network drive). These words are the runtime's own.
-WORDS = ("Collective", "Coordination", "RecvBuf", "tasks are unhealthy", "Could not start gRPC server")
+# User code can raise errors of these types, too (for a file on a network drive). Only the runtime uses these texts.
+RUNTIME_TEXTS = ("Collective", "Coordination", "RecvBuf", "tasks are unhealthy", "Could not start gRPC server")
 
 
 class TensorFlowBackend:
-    """On a worker, owns the port for TensorFlow's server, and the membership of TensorFlow's collective runtime. A process
-    can join that only once, so `in_place` is False. On the driver it owns nothing.
+    """On a worker, owns the port for TensorFlow's server, and the membership of TensorFlow's collective runtime. A
+    process can join that only once, so `in_place` is False. On the driver, it owns nothing.
 
-    heartbeat_s  how long it takes to notice that a host cannot be reached; a process that ends is noticed at once
+    heartbeat_s  seconds until a host that cannot be reached counts as failed; a process that ends is noticed at once
     """
 
     in_place = False
@@ -89,7 +89,7 @@ class TensorFlowBackend:
             return
         task = {"type": "worker", "index": rank_info.world_rank}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": settings["addresses"]}, "task": task})
-        self._configure(rank_info.world_size)
+        foreign.set_coordination_limits(rank_info.world_size, join_s=self._join_s, heartbeat_s=self._heartbeat_s)
         self._release()  # now, as the strategy starts the server
         self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
         # The runtime handles SIGTERM now. Restore the worker's handler, because SIGTERM is a preemption notice.
@@ -97,40 +97,25 @@ class TensorFlowBackend:
         # The first collective opens every connection, so that a failure of one is a failure to join.
         Channel(rank_info.world_size).sum([tf.zeros([1])])
 
-    def _configure(self, size: int) -> None:
-        """Set the limits. Without them, the strategy takes an hour to notice that a rank does not come."""
-        context.context().configure_coordination_service(
-            service_type="standalone",
-            service_leader="/job:worker/replica:0/task:0",
-            cluster_register_timeout_in_ms=int(self._join_s * 1000),
-            heartbeat_timeout_in_ms=int(self._heartbeat_s * 1000),
-            coordinated_jobs=[context.coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=size)],
-        )
-
     def leave(self) -> None:
         """Do nothing: only the end of the process leaves the group. The driver interrupts peers that wait."""
 
     def abort(self) -> None:
         if self._strategy is not None:
             self._aborted = True
-            context.context().abort_collective_ops(UNAVAILABLE, "a peer left this generation")
+            foreign.abort_collectives()
 
     def collectives(self) -> int:
-        return -1  # they are inside graph functions, and are not counted
+        return -1  # they are inside graph functions, which do not count them
 
     def is_interruption(self, error: BaseException) -> bool:
-        """Return whether a peer or the network failed, by the error's type and then its text. An error that was raised while
-        such an error was handled counts, too."""
-        seen: BaseException | None = error
-        for _ in range(10):
-            if seen is None:
-                return False
-            if isinstance(seen, NoFreePortError):
-                return True
-            if isinstance(seen, INTERRUPTIONS) and (self._aborted or any(word in str(seen) for word in WORDS)):
-                return True
-            seen = seen.__cause__ or seen.__context__
-        return False
+        """Return whether a peer or the network failed, by the error's type and then its text. An error that was raised
+        while such an error was handled counts, too."""
+        return any(isinstance(each, NoFreePortError) or self._is_of_runtime(each) for each in causes_of(error))
+
+    def _is_of_runtime(self, error: BaseException) -> bool:
+        known = isinstance(error, INTERRUPTIONS)
+        return known and (self._aborted or any(text in str(error) for text in RUNTIME_TEXTS))
 
 
 def prepare_runtime(threads: int | None, *, use_gpu: bool) -> None:

@@ -1,4 +1,4 @@
-"""One operator with its data, counters and state, in one worker. Knows nothing of Ray. Worker."""
+"""A Keras operator with its data, counters and state, in one worker. It does not use Ray. Worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.parts import as_tensor, assign
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.tf.settings import TFSettings
-from raysgd.training.feed import Drawn, Feed, Source
+from raysgd.training.feed import Drawn, Source
 from raysgd.training.position import Position
 from raysgd.training.replica_base import Phase, Refusal, ReplicaBase, ReplicaFactoryBase
 
@@ -39,7 +39,7 @@ class TFReplicaFactory(ReplicaFactoryBase):
 
 
 class TFReplica(ReplicaBase):
-    """Adds what only TensorFlow needs: each batch's share of the rows, Keras metrics, and state as arrays."""
+    """Adds what only TensorFlow needs: each rank's fraction of a batch, Keras metrics, and state as arrays."""
 
     operator_class = TrainingOperator
     data_names = {"train": "train_dataset", "validation": "validation_dataset"}  # noqa: RUF012
@@ -55,21 +55,16 @@ class TFReplica(ReplicaBase):
     # -- data -----------------------------------------------------------------------------------------
 
     def _open_source(self, data: Any, phase: Phase) -> Source:
-        training = phase == "train"
-        position = self._position if training else self._val_position
-        return make_source(data, position, self._rank_info, self.operator._channel, training=training)
+        channel = self.operator._channel
+        return make_source(data, self._position_in(phase), self._rank_info, channel, training=phase == "train")
 
-    def _make_feed(
-        self, source: Source, phase: Phase, limit: int | None, *, unwind: bool = False, **options: Any
-    ) -> Feed:
-        if phase == "train":
-            options["on_batch"] = self._on_batch
-        return super()._make_feed(source, phase, limit, unwind=unwind, **options)
+    def _feed_options(self, phase: Phase) -> dict[str, Any]:
+        return {"on_batch": self._keep_for_undo} if phase == "train" else {}
 
-    def _on_batch(self, drawn: Drawn, place: int, closing: bool) -> None:
-        """Set the batch's share, and keep what must be undone if a peer fails in it."""
+    def _keep_for_undo(self, drawn: Drawn, *_: Any) -> None:
+        """Set the fraction of the batch, and keep what must be undone if a peer fails during the batch."""
         operator = self.operator
-        operator._take_share(drawn.share)
+        operator._set_fraction(drawn.fraction)
         operator._counts = drawn.fresh
         self._steps_before = self._steps()
         if self._rank_info.world_size > 1:
@@ -131,8 +126,8 @@ class TFReplica(ReplicaBase):
         return None
 
     def restore(self, data: Any, loads: int) -> Refusal | None:
-        """Take a checked state, on all ranks or on none: the operator's own `load_state_dict` may still refuse its part.
-        `loads` is the number of the user's loads."""
+        """Load a checked state, on all ranks or on none: the operator's own `load_state_dict` may still raise an error.
+        `loads` is how often the user has loaded a state."""
         state = states.parse(data.data)
         before = states.parse(states.dump({**self.full_state(), "rng": [states.random_state()]}))
         try:
@@ -142,15 +137,12 @@ class TFReplica(ReplicaBase):
             self._put_back(before)
             raise
         if not failed:
-            self._forget_calls(loads)
-            ranks = state.get("rng") or []
-            if self.rank < len(ranks):
-                states.restore_random(ranks[self.rank])
+            self._end_load(state, loads, states.restore_random)
             return None
         again = self._put_back(before)
-        after = "The state is as it was before"
+        after = "The state was not changed"
         if again:
-            after = f"It raised again when it was given its old part back ({again}); all else is as it was before"
+            after = f"It also raised {again} for its old state; the rest of the state was not changed"
         if refused or again:
             return Refusal(
                 f"the operator's load_state_dict raised {refused or again}, on rank {self.rank}. {after}", trace
@@ -158,7 +150,7 @@ class TFReplica(ReplicaBase):
         return None
 
     def _try(self, state: dict[str, Any]) -> tuple[str, str]:
-        """Take a state. Return what the operator's `load_state_dict` raised, with its traceback."""
+        """Load a state. Return the error that the operator's `load_state_dict` raised, and its traceback."""
         try:
             self._adopt(state)
         except Exception as error:
@@ -166,7 +158,8 @@ class TFReplica(ReplicaBase):
         return "", ""
 
     def _put_back(self, state: dict[str, Any]) -> str:
-        """Return to the state before `restore`. Return what the operator raised, if it does not take its own part back."""
+        """Load the state from before `restore`. Return the error that the operator's `load_state_dict` raised, if
+        any."""
         states.restore_variables(self.operator, state)
         self._adopt_positions(state)
         try:
@@ -184,20 +177,11 @@ class TFReplica(ReplicaBase):
         """Return the operator's state and the position, as a copy."""
         return {**states.gather(self.operator), **self._positions()}
 
-    def _copied_state(self) -> dict[str, Any]:
-        return self.full_state()
-
-    def _help_with_snapshot(self) -> None:
-        """Do nothing: rank 0 has the full state."""
-
     def _dump(self, state: dict[str, Any]) -> memoryview:
         return states.dump(state)
 
-    def state(self) -> memoryview:
-        return states.dump(self.full_state())
-
     def load(self, data: Any) -> None:
-        """Take the state of another replica of this trainer, in a new process of a group that may have another size."""
+        """Load the state of another replica of this trainer, in a new process of a group that may have another size."""
         state = states.parse(data)
         self._adopt(state)
         if state["world_size"] != self._rank_info.world_size:
@@ -208,18 +192,18 @@ class TFReplica(ReplicaBase):
         self._adopt_positions(state)
 
     def joined(self, rank_info: RankInfo) -> None:
-        """Begin a new generation in the same process, which is possible only for a group of one."""
+        """Begin a new generation in this process, which is possible only for a group of one."""
         self._cut_short()
         self._rank_info = self.operator._rank_info = rank_info
 
     def close(self) -> None:
         self.operator._close()
-        self._snapshots.close()
+        super().close()
 
 
 def metric_results(metrics: Sequence[Any], channel: Channel) -> dict[str, Any]:
-    """Return each Keras metric's result by its name. Their variables are sums, so summing these over the ranks is exact.
-    All ranks must call this at the same time."""
+    """Return each Keras metric's result by its name. Their variables are sums, so summing these over the ranks is
+    exact. All ranks must call this at the same time."""
     variables = [variable for metric in metrics for variable in metric.variables]
     if channel.size > 1:
         assign(variables, channel.sum(variables))

@@ -1,4 +1,4 @@
-"""The class API for PyTorch: RaySGD's names of `ray.util.sgd.torch`, each loaded when it is first used. Both."""
+"""The class API for PyTorch: RaySGD's names of `ray.util.sgd.torch`, each loaded on first use. Both."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The shared words again, and two limits that the environment may set.
+"""RaySGD's module of constants: those of `raysgd.constants`, and two limits that the environment can set. Both.
 
-`NCCL_TIMEOUT_S` and `SGD_PLACEMENT_GROUP_TIMEOUT_S` are read from the environment each time they are asked
-for as `constants.NAME`; `from ... import NAME` keeps the value of that moment.
+`NCCL_TIMEOUT_S` and `SGD_PLACEMENT_GROUP_TIMEOUT_S` are read from the environment each time `constants.NAME` is
+evaluated; `from ... import NAME` keeps the value of that moment.
 """
 
 from __future__ import annotations

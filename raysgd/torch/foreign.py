@@ -1,13 +1,15 @@
-"""All private names of torch that raysgd uses, except those in checkpoint files. Worker.
+"""All private names of torch that raysgd uses. Worker.
 
-Checked with torch 2.13. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`) call every function here, and name the first private
-name that a new version of torch no longer has.
+Checked with torch 2.13. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`) call every function here, and name the
+first private name that a new version of torch no longer has. Names in a checkpoint's pickle are not among them, because
+they are part of the file format.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,13 +24,16 @@ __all__ = [
     "accumulated_gradients",
     "collective_count",
     "compile_in_place",
+    "copy_module_versions",
     "end_processes",
     "forget_iterator",
     "groups",
     "is_loaders_signal_handler",
     "live_iterator",
+    "module_versions",
     "multiply_all",
     "nested_schedulers",
+    "optimizer_stand_in",
     "processes_of",
     "run_after_backward",
     "set_collective_limit",
@@ -103,8 +108,8 @@ def groups() -> list[Any]:
 
 
 def collective_count() -> int:
-    """Return the number of collective calls of the default group so far, which torch counts in the same way on every rank.
-    Return -1 if there is no group, or if its backend does not count."""
+    """Return the number of collective calls of the default group so far, which torch counts in the same way on every
+    rank. Return -1 if there is no group, or if its backend does not count."""
     if not dist.is_initialized():
         return -1
     try:
@@ -133,8 +138,8 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the gradients of FSDP modules from batches that did not exchange them. FSDP keeps these unsharded, outside of
-    the parameters."""
+    """Return the gradients of FSDP modules from batches that did not exchange them. FSDP keeps these unsharded, outside
+    of the parameters."""
     groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
     parameters = [each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
     kept = [each.unsharded_accumulated_grad for each in parameters]
@@ -144,6 +149,27 @@ def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
 def _parameter_groups(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)  # older torch has one at most
     return [each for each in ([state._fsdp_param_group] if several is None else several) if each is not None]
+
+
+def module_versions(state: Any) -> Any:
+    """Return the versions of a model's modules, which torch attaches to the model's `state_dict`, or None."""
+    return getattr(state, "_metadata", None)
+
+
+def copy_module_versions(state: Any, copied: Any) -> None:
+    """Attach the versions of one `state_dict` to a copy of it."""
+    if hasattr(state, "_metadata"):
+        copied._metadata = state._metadata
+
+
+def optimizer_stand_in(param_groups: list[dict[str, Any]]) -> Any:
+    """Return an object that a scheduler takes for an optimizer that has made a step."""
+
+    def step() -> None:
+        """Do nothing."""
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return types.SimpleNamespace(param_groups=param_groups, step=step, _opt_called=True, _step_count=1)
 
 
 def nested_schedulers(scheduler: Any) -> Sequence[Any]:

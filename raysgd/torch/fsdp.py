@@ -1,4 +1,4 @@
-"""Models that no worker holds alone (FSDP2): cut into shards in place, put together again for checkpoints."""
+"""Models that are sharded over the workers with FSDP2: sharded in place, and gathered for checkpoints. Worker."""
 
 from __future__ import annotations
 
@@ -15,63 +15,68 @@ from raysgd.torch.foreign import accumulated_gradients
 
 __all__ = ["Shards", "gathered", "placed", "placed_optimizer", "shard_layers"]
 
-Place = Callable[[nn.Module, Any], None]
+ShardModel = Callable[[nn.Module, Any], None]  # shards a model in place, over a device mesh
 
 
 class Shards:
-    """Owns what sharding adds to models and optimizers. The models stay the same objects: their parameters are cut in
-    place, and the optimizers' lists are exchanged with them."""
+    """Owns what sharding adds to models and optimizers. The models stay the same objects: their parameters are sharded
+    in place, and replaced in the optimizers' lists."""
 
-    def __init__(self, models: list[nn.Module], optimizers: list[Any], place: Place, device: torch.device) -> None:
-        self._models, self._optimizers, self._place, self._device = models, optimizers, place, device
-        self._hollow: list[nn.Module] = []
-        self._rank_info: tuple[int, int] | None = None
+    def __init__(
+        self, models: list[nn.Module], optimizers: list[Any], shard_model: ShardModel, device: torch.device
+    ) -> None:
+        self._models, self._optimizers, self._shard_model, self._device = models, optimizers, shard_model, device
+        self._metadata_only: list[nn.Module] = []
+        self._rank_and_size: tuple[int, int] | None = None
 
     def joined(self) -> None:
-        """A generation stands. The first one cuts the models; a later one must have the same ranks, since each holds
-        the only copy of its part."""
-        rank_info = (dist.get_rank(), dist.get_world_size())
-        if self._rank_info is None:
-            self._rank_info = rank_info
-            self._cut()
-        elif self._rank_info != rank_info:
+        """Shard the models for the first generation. A later one must have the same ranks, because each rank has the
+        only copy of its part."""
+        now = (dist.get_rank(), dist.get_world_size())
+        if self._rank_and_size is None:
+            self._rank_and_size = now
+            self._shard()
+        elif self._rank_and_size != now:
             raise ConfigError(
-                f"a shard made for rank {self._rank_info[0]} of {self._rank_info[1]} cannot become rank {rank_info[0]} of {rank_info[1]}: "
-                "with parallel='fsdp', save, and load into a trainer with the other number of workers"
+                f"a shard made for rank {self._rank_and_size[0]} of {self._rank_and_size[1]} cannot become rank {now[0]} "
+                f"of {now[1]}: with parallel='fsdp', save a checkpoint, and load it into a trainer with the other number of "
+                "workers"
             )
         else:
-            for module in self._roots():
-                module.reset_iter_state()
-            self._for_all("reshard")
+            for model in self._models:
+                if hasattr(model, "reset_iter_state"):
+                    model.reset_iter_state()  # type: ignore[operator]
+            for module in self._modules():
+                module.reshard()
 
-    def _cut(self) -> None:
+    def _shard(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
-        exchanged: dict[int, nn.Parameter] = {}
+        replaced: dict[int, nn.Parameter] = {}
         for model in self._models:
             for tensor in model.state_dict().values():
                 if isinstance(tensor, torch.Tensor):
-                    dist.broadcast(tensor, src=0)  # the shards of one model, not of several that began differently
-            self._hollow.append(_hollow(model))
+                    dist.broadcast(tensor, src=0)  # so that the shards are those of one model
+            self._metadata_only.append(_without_memory(model))
             before = dict(model.named_parameters(remove_duplicate=False))
-            self._place(model, mesh)
+            self._shard_model(model, mesh)
             after = dict(model.named_parameters(remove_duplicate=False))
-            exchanged |= {id(old): after[name] for name, old in before.items()}
+            replaced |= {id(old): after[name] for name, old in before.items()}
         for optimizer in self._optimizers:
-            _exchange(optimizer, exchanged)
+            _replace_parameters(optimizer, replaced)
 
-    def whole_models(self, states: list[dict[str, Any]]) -> list[nn.Module]:
-        """Bare models that hold these gathered states."""
-        return [_filled(metadata_only, state) for metadata_only, state in zip(self._hollow, states, strict=True)]
+    def full_models(self, states: list[dict[str, Any]]) -> list[nn.Module]:
+        """Return bare models with these gathered states."""
+        return [_filled(metadata_only, state) for metadata_only, state in zip(self._metadata_only, states, strict=True)]
 
-    def held_back(self) -> list[torch.Tensor]:
+    def unexchanged_gradients(self) -> list[torch.Tensor]:
         """Return the gradients of batches that did not exchange them."""
         return accumulated_gradients(list(self._modules()))
 
     def gather_for_validation(self) -> None:
-        """Every worker holds the whole weights for a while: ranks validate different numbers of batches, and none
-        may wait for another."""
+        """Give every worker the full weights. Ranks validate different numbers of batches, so no forward pass may wait
+        for another rank."""
         for module in self._modules():
             module.set_reshard_after_forward(False)
             module.unshard()
@@ -81,19 +86,13 @@ class Shards:
             module.reshard()
             module.set_reshard_after_forward(True)
 
-    def _for_all(self, method: str) -> None:
-        for module in self._modules():
-            getattr(module, method)()
-
     def _modules(self) -> Iterator[Any]:
         return (module for model in self._models for module in model.modules() if hasattr(module, "unshard"))
 
-    def _roots(self) -> Iterator[Any]:
-        return (model for model in self._models if hasattr(model, "reset_iter_state"))
-
 
 def shard_layers(model: nn.Module, mesh: Any) -> None:
-    """Each layer of a list or sequence of layers by itself, so that only one is whole at a time; then the rest."""
+    """Shard each layer of a list or sequence of layers by itself, so that only one layer is gathered at a time, and
+    then the rest of the model."""
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError as error:
@@ -107,15 +106,15 @@ def shard_layers(model: nn.Module, mesh: Any) -> None:
 
 
 def gathered(value: Any, *, keep: bool) -> Any:
-    """The state with every shard made whole: all ranks must ask, in the same order. Who does not `keep` gets None. No tensor
-    in it is shared with the live ones."""
+    """Return the state with full tensors in place of shards; None instead of each tensor unless `keep`. All ranks must
+    call this, in the same order. No tensor shares memory with the live ones."""
     if isinstance(value, torch.Tensor):
         if not hasattr(value, "full_tensor"):
             return value.detach().to("cpu", copy=True) if keep else None
         sharded: Any = value
-        whole = sharded.full_tensor()
-        alone = whole.untyped_storage().data_ptr() == sharded.to_local().untyped_storage().data_ptr()  # of one rank
-        return whole.to("cpu", copy=alone) if keep else None
+        full = sharded.full_tensor()
+        shared = full.untyped_storage().data_ptr() == sharded.to_local().untyped_storage().data_ptr()  # with one rank
+        return full.to("cpu", copy=shared) if keep else None
     if isinstance(value, dict):
         return {key: gathered(each, keep=keep) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -124,12 +123,12 @@ def gathered(value: Any, *, keep: bool) -> Any:
 
 
 def placed(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
-    """A model's state with whole tensors cut as this worker's are."""
-    return {name: _as(value, mine.get(name)) for name, value in saved.items()}
+    """Return a model's state with full tensors sharded like this worker's."""
+    return {name: _sharded_like(mine.get(name), value) for name, value in saved.items()}
 
 
 def placed_optimizer(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state, cut like the parameters it belongs to."""
+    """Return an optimizer's state, sharded like the parameters to which it belongs."""
     groups = getattr(optimizer, "param_groups", [])
     parameters = [parameter for group in groups for parameter in group["params"]]
     if not any(hasattr(each, "full_tensor") for each in parameters) or "state" not in saved:
@@ -137,34 +136,34 @@ def placed_optimizer(saved: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     owner = dict(zip(numbers, parameters, strict=True))
     state = {
-        number: {name: _as(value, owner.get(number)) for name, value in values.items()}
+        number: {name: _sharded_like(owner.get(number), value) for name, value in values.items()}
         for number, values in saved["state"].items()
     }
     return {**saved, "state": state}
 
 
-def _as(value: Any, model: Any) -> Any:
-    whole = isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor")
-    if not whole or not hasattr(model, "full_tensor") or value.shape != model.shape:
+def _sharded_like(parameter: Any, value: Any) -> Any:
+    is_full = isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor")
+    if not is_full or not hasattr(parameter, "full_tensor") or value.shape != parameter.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(value.to(model.device), model.device_mesh, model.placements)
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
-def _exchange(optimizer: Any, exchanged: dict[int, nn.Parameter]) -> None:
-    """The optimizer was made for the whole parameters: now it steps the shards. What it knew of them goes with them."""
+def _replace_parameters(optimizer: Any, replaced: dict[int, nn.Parameter]) -> None:
+    """Let the optimizer step the shards instead of the full parameters for which it was made, and shard its state."""
     for group in optimizer.param_groups:
         old = group["params"]
-        group["params"] = [exchanged.get(id(parameter), parameter) for parameter in old]
+        group["params"] = [replaced.get(id(parameter), parameter) for parameter in old]
         for before, after in zip(old, group["params"], strict=True):
             if before in optimizer.state:
-                known = optimizer.state.pop(before)
-                optimizer.state[after] = {name: _as(value, after) for name, value in known.items()}
+                state = optimizer.state.pop(before)
+                optimizer.state[after] = {name: _sharded_like(after, value) for name, value in state.items()}
 
 
-def _hollow(model: nn.Module) -> nn.Module:
-    """A copy without the weights' memory, from which a bare model can be made."""
+def _without_memory(model: nn.Module) -> nn.Module:
+    """Return a copy whose weights have no memory, from which a bare model can be made."""
     memo: dict[int, Any] = {
         id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
         for each in model.parameters()

@@ -1,7 +1,8 @@
-"""What happens between backward and step: windows of batches that share one step, and clipping.
+"""What happens between the backward pass and the step: accumulation windows, and gradient clipping. Worker.
 
-A window is `accumulate` batches, or what is left of them at the end of an epoch or call. Its gradients are the mean
-over all its samples: the same as of one batch that holds them all (for a loss that is a mean over samples).
+An accumulation window is `accumulate` batches that share one optimizer step, or fewer at the end of an epoch or call.
+Its gradients are the mean over all its samples: the same as of one batch that holds them all, for a loss that is a mean
+over samples.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ __all__ = ["Gradients", "samples_in"]
 
 
 class Gradients:
-    """Owns the open window. Told by the feed where each batch stands; asked by the operator's helpers.
+    """Owns the open window. The feed calls `begin` before each batch; the operator's helpers call the rest.
 
-    Without a feed (a function of the user's, a validation) every batch is a window of its own.
+    Without a feed, as in a validation or in a user's function, every batch is a window of its own.
     """
 
     def __init__(self, options: TrainingOptions, precision: Precision, parts: Parts) -> None:
         self._options, self._precision, self._parts = options, precision, parts
-        self._waits = options.accumulate > 1
+        self._accumulates = options.accumulate > 1
         self.abandon()
 
     def abandon(self) -> None:
-        """The window is void: its batches will be dealt again."""
+        """Forget the open window, because its batches will be drawn again."""
         self._position, self._closing = 0, True
         self._samples, self._total, self._usual = 1.0, 0.0, 1.0
         self._witness: torch.Tensor | None = None
-        if self._waits:
-            self._sync(True)
+        if self._accumulates:
+            self._exchange_gradients(True)
 
     def begin(self, batch: Any, position: int, closing: bool) -> None:
-        """A batch is about to be worked on; `closing`: its window ends with it."""
-        if not self._waits:
+        """Prepare for a batch, which is at this position of its window; `closing` is whether it is the last one."""
+        if not self._accumulates:
             return
         self._position, self._closing = position, closing
         self._samples = float(samples_in(batch))
@@ -51,16 +52,16 @@ class Gradients:
         self._total += self._samples
         if closing and self._total != self._usual:
             self._shorten(position > 0)
-        self._sync(closing)
+        self._exchange_gradients(closing)
 
     def _shorten(self, begun: bool) -> None:
-        """This window ends with less than usual: what it has so far weighs more. Before ranks exchange their sums, since
-        another rank's window can hold another number of samples."""
+        """Give the gradients so far more weight, because this window has fewer samples than usual. This must happen
+        before the ranks exchange gradients, since another rank's window can have another number of samples."""
         if begun:
             factor, shards = self._usual / self._total, self._parts.shards
             for optimizer in self._parts.optimizers:
                 _scale([each.grad for each in self._precision.parameters(optimizer)], factor)
-            _scale(shards.held_back() if shards else [], factor)
+            _scale(shards.unexchanged_gradients() if shards else [], factor)
         self._usual = self._total
 
     def zero_grad(self, optimizers: Sequence[Any]) -> None:
@@ -70,15 +71,15 @@ class Gradients:
                 optimizer.zero_grad()
 
     def backward(self, loss: torch.Tensor, optimizer: Any, loss_id: int = 0) -> None:
-        if self._waits:
-            self._look_for_witness()
+        if self._accumulates:
+            self._check_witness()
             loss = loss * (self._samples / self._usual)
         self._precision.backward(loss, optimizer, loss_id=loss_id)
 
     def step(self, optimizer: Any) -> None:
-        """The step, where the window ends; nothing before that."""
+        """Clip the gradients and apply the step, if the window ends with this batch."""
         if not self._closing:
-            self._remember_witness(optimizer)
+            self._choose_witness(optimizer)
             return
         self._parts.exchange.finish(optimizer)
         options, precision = self._options, self._precision
@@ -92,16 +93,16 @@ class Gradients:
         precision.step(optimizer)
 
     def stepped(self) -> None:
-        """An optimizer stepped, by whatever hand."""
+        """Raise an error if an optimizer has stepped before the end of the window."""
         if not self._closing:
             raise ConfigError(
-                f"accumulate={self._options.accumulate} was asked for, but this operator steps its optimizer itself "
-                "after every batch: use self.zero_grad(), self.backward(loss) and self.step(optimizer), which know the "
-                "window, or leave accumulate out"
+                f"accumulate={self._options.accumulate} was passed, but this operator steps its optimizer itself after "
+                "every batch: use self.zero_grad(), self.backward(loss) and self.step(optimizer), which take the "
+                "accumulation into account, or leave accumulate out"
             )
 
-    def _sync(self, on: bool) -> None:
-        """Inner batches keep their gradients to themselves: one all-reduce per window."""
+    def _exchange_gradients(self, on: bool) -> None:
+        """Let the next backward pass average the gradients over the ranks, or not. It does so once for each window."""
         self._parts.exchange.hold(not on)
         for model in self._parts.wrapped:
             if hasattr(model, "require_backward_grad_sync"):
@@ -109,15 +110,16 @@ class Gradients:
             elif hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(on)  # type: ignore[operator]
 
-    def _remember_witness(self, optimizer: Any) -> None:
+    def _choose_witness(self, optimizer: Any) -> None:
+        """Remember a parameter that has a gradient, to notice if user code clears it before the window ends."""
         parameters = self._precision.parameters(optimizer)
         self._witness = next((each for each in parameters if each.grad is not None), None)
 
-    def _look_for_witness(self) -> None:
+    def _check_witness(self) -> None:
         if self._position and self._witness is not None and self._witness.grad is None:
             raise ConfigError(
                 f"gradients were cleared in the middle of {self._options.accumulate} batches that share one step: call "
-                "self.zero_grad() instead of optimizer.zero_grad(), which knows when they may be cleared"
+                "self.zero_grad() instead of optimizer.zero_grad(); it clears them only where a window begins"
             )
 
 
@@ -126,7 +128,7 @@ def _scale(gradients: Sequence[torch.Tensor | None], factor: float) -> None:
 
 
 def samples_in(batch: Any) -> int:
-    """How many samples a batch holds: the length of the first tensor in it (1 where there is none)."""
+    """Return how many samples a batch has: the length of the first tensor in it, or 1 if there is none."""
     return _length(batch) or 1
 
 

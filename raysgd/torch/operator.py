@@ -1,4 +1,4 @@
-"""The class that users of PyTorch extend: its parts, and what happens with a batch. Worker."""
+"""The class that users of PyTorch extend: the parts of training, and what to do with a batch. Worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.gradients import Gradients
-from raysgd.torch.parts import Parts, as_list, like, move
+from raysgd.torch.parts import Parts, move
 from raysgd.torch.precision import make_precision
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.operator_base import OperatorBase
@@ -29,7 +29,7 @@ __all__ = ["TrainingOperator"]
 
 
 class TrainingOperator(OperatorBase):
-    """Defines the model, and what happens with a batch, in an epoch and in a validation.
+    """Defines the model and the data, and what to do with a batch, in an epoch and in a validation.
 
         class Digits(TrainingOperator):
             def setup(self, config):
@@ -39,17 +39,8 @@ class TrainingOperator(OperatorBase):
                     models=model, optimizers=optimizer, criterion=nn.CrossEntropyLoss())
                 self.register_data(train_loader=..., validation_loader=...)
 
-    The loop around it, in every worker:
-
-        operator.setup(config)                          once, when the process group is up
-        for each trainer.train():
-            operator.train_epoch(iterator, info)        until the epoch ends, or `num_steps` batches are done
-                operator.train_batch(batch, batch_info) once for each batch; its numbers are averaged
-        for each trainer.validate():
-            operator.validate(iterator, info)
-                operator.validate_batch(batch, batch_info)
-
-    Override any of them. It never deals with processes, checkpoints or worker failures.
+    Override any of its methods; `OperatorBase` shows the loop that calls them. An operator never deals with processes,
+    checkpoints or worker failures.
     """
 
     model: Any
@@ -142,17 +133,18 @@ class TrainingOperator(OperatorBase):
         return self._precision.autocast()
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
-        """Run the backward pass, with the loss scaled as precision and accumulation need it. (`loss_id` is for Apex, with
-        num_losses in its arguments.)"""
+        """Run the backward pass, with the loss scaled for the precision and for accumulation. (`loss_id` is for Apex,
+        if its arguments have num_losses.)"""
         self._gradients.backward(loss, optimizer, loss_id)
 
     def step(self, optimizer: Any = None) -> None:
-        """Apply the step of the optimizer (by default the only one), with clipping. Does nothing before the last batch of an
-        accumulation window."""
+        """Clip the gradients, and apply the step of the optimizer (by default the only one). Do nothing before the last
+        batch of an accumulation window."""
         self._gradients.step(self._only_optimizer() if optimizer is None else optimizer)
 
     def zero_grad(self, optimizer: Any = None) -> None:
-        """Clear the gradients of one optimizer, or of all. Does nothing after the first batch of an accumulation window."""
+        """Clear the gradients of one optimizer, or of all. Do nothing after the first batch of an accumulation
+        window."""
         self._gradients.zero_grad(self._parts.optimizers if optimizer is None else [optimizer])
 
     def to_device(self, batch: Any) -> Any:
@@ -178,35 +170,30 @@ class TrainingOperator(OperatorBase):
         ddp_args: Mapping[str, Any] | None = None,
         apex_args: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Register the parts of training. Return them ready to use (on the device, in the precision, wrapped in DDP), each
-        in the container it came in. A criterion or scheduler that is not passed is not returned."""
-        bare = as_list(models)
+        """Register the parts of training. Return them ready to use (on the device, in the precision, wrapped in DDP),
+        each in the container it came in. A criterion or scheduler that is not passed is not returned."""
+        parts = self._parts
+        bare = parts.as_list(models)
         if not bare or not all(isinstance(model, nn.Module) for model in bare):
             raise ConfigError(f"models must be a torch.nn.Module or a list or tuple of them, got {models!r}")
         self._check_arguments(ddp_args, apex_args)
         if schedulers is not None and self.scheduler_step_freq is None:
             raise ConfigError(
-                "a scheduler is registered but nothing says when it steps: pass scheduler_step_freq='batch', 'epoch' "
-                "or 'manual' to the trainer"
+                "register got schedulers, but the trainer does not say when they step: pass it "
+                "scheduler_step_freq='batch', 'epoch' or 'manual'"
             )
-        parts = self._parts
         bare = [model.to(self.device) for model in bare]
         if isinstance(criterion, nn.Module):
             criterion = criterion.to(self.device)
         bare = wrapping.formatted(bare, parts.options, distributed=self._is_distributed)
-        parts.models, parts.optimizers = self._precision.prepare(bare, as_list(optimizers), dict(apex_args or {}))
-        parts.criterion, parts.schedulers = criterion, as_list(schedulers)
-        wrapping.compiled(parts.models, parts.options)
+        parts.models, parts.optimizers = self._precision.prepare(bare, parts.as_list(optimizers), dict(apex_args or {}))
+        parts.criterion, parts.schedulers = criterion, parts.as_list(schedulers)
+        wrapping.compile_models(parts.models, parts.options)
         self._wrap(dict(ddp_args or {}))
         parts.registered = True
-        answer = [like(models, parts.wrapped), like(optimizers, parts.optimizers)]
-        if criterion is not None:
-            answer.append(criterion)
-        if schedulers is not None:
-            answer.append(
-                schedulers if not isinstance(schedulers, (tuple, list)) else like(schedulers, parts.schedulers)
-            )
-        return tuple(answer)
+        optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
+        ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]
+        return (*ready, *(each for each in optional if each is not None))
 
     def _check_arguments(self, ddp_args: Any, apex_args: Any) -> None:
         for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
@@ -218,8 +205,8 @@ class TrainingOperator(OperatorBase):
             )
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
-        """Register the data: DataLoaders (divided among the workers unless add_dist_sampler=False), Ray Datasets (divided
-        by rows; `raysgd.data.RayData` names their columns) or any iterables."""
+        """Register the data: DataLoaders (divided among the workers unless add_dist_sampler=False), Ray Datasets
+        (divided by rows; `raysgd.data.RayData` names their columns) or any iterables."""
         for name, loader in {"train_loader": train_loader, "validation_loader": validation_loader}.items():
             iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") or RayData.is_given_as(loader)
             if loader is not None and not iterable:
@@ -230,8 +217,8 @@ class TrainingOperator(OperatorBase):
         self._parts.validation_loader = validation_loader
 
     def register_metrics(self, *, train: Any = None, validation: Any = None) -> Any:
-        """Register TorchMetrics objects (a Metric or MetricCollection each). Update them in your batch methods; they are
-        computed over all workers, reported by name, and reset for each call. Return them on the device."""
+        """Register TorchMetrics objects (a Metric or MetricCollection each). Update them in your batch methods; they
+        are computed over all workers, reported by name, and reset for each call. Return them on the device."""
         metrics = {"train": train, "validation": validation}
         self._parts.metrics = {name: metric.to(self.device) for name, metric in metrics.items() if metric is not None}
         given = list(self._parts.metrics.values())
@@ -254,7 +241,7 @@ class TrainingOperator(OperatorBase):
         elif self._settings.wrap_ddp:
             parts.ddp_args = wrapping.ddp_arguments(options, ddp_args, self.device_ids)
             parts.wrapped = self._configure_ddp(parts.models, self.device_ids, ddp_args)
-            wrapping.hooked(parts.wrapped, options)
+            wrapping.add_hooks(parts.wrapped, options)
         parts.exchange.prepare(parts.models, parts.optimizers)
         if not self._rank_info.solo:
             parts.exchange.joined()
@@ -325,7 +312,7 @@ class TrainingOperator(OperatorBase):
 
     @property
     def _amp(self) -> Any:
-        """Return what v1's operators call `self._amp.autocast()` on: Apex's amp module, or the native precision."""
+        """Return Apex's amp module or the native precision, because operators of RaySGD call `self._amp.autocast()`."""
         native = self._precision if self._precision.key == "amp_native" else None
         return getattr(self._precision, "amp", native)
 
@@ -333,13 +320,15 @@ class TrainingOperator(OperatorBase):
     def _amp_scaler(self) -> Any:
         return getattr(self._precision, "scaler", None)
 
-    # -- v1's names for the parts ---------------------------------------------------------------------
+    # -- RaySGD's names for the parts -----------------------------------------------------------------
 
     def _given(self, name: str) -> Any:
         value = getattr(self._parts, name)
         if value is None or (isinstance(value, list) and not value):
             call = "register_data" if "loader" in name else "register"
-            raise RuntimeError(f"no {name.replace('_', ' ')} here: did {type(self).__name__}.setup call self.{call}?")
+            raise RuntimeError(
+                f"{type(self).__name__} has no {name.replace('_', ' ')}: pass it to self.{call}(...) in setup"
+            )
         return value
 
     def _get_models(self) -> Any:
@@ -366,7 +355,7 @@ class TrainingOperator(OperatorBase):
     def from_creators(cls, *creators: Any, **named: Any) -> type[TrainingOperator]:
         """Return an operator class made from creator functions, in this order or by name: model_creator,
         optimizer_creator, data_creator, loss_creator, scheduler_creator."""
-        # Imported late and by name: that module's class is a subclass of this one.
+        # Imported here, because that module's class is a subclass of this one.
         made: type[TrainingOperator] = import_module("raysgd.torch.creators").operator_from_creators(*creators, **named)
         return made
 

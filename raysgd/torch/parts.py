@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from raysgd.errors import ConfigError
 from raysgd.torch import wrapping
-from raysgd.torch.exchange import Exchange
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
+from raysgd.torch.wrapping import Exchange
 from raysgd.training.operator_base import RegisteredParts
 
-__all__ = ["Parts", "as_list", "like", "move"]
+__all__ = ["Parts", "move"]
 
 PREFIX = {"train": "train_", "validation": "val_"}
 
@@ -38,6 +38,13 @@ class Parts(RegisteredParts):
     shards: Shards | None = None
     exchange: Exchange = field(default_factory=Exchange)
 
+    @staticmethod
+    def is_single(value: Any) -> bool:
+        """Return whether this is one object; `nn.Sequential` and some optimizers are, although they can be iterated."""
+        if isinstance(value, (nn.Module, Optimizer, str, bytes, dict)) or hasattr(value, "step"):
+            return True
+        return not isinstance(value, Iterable)
+
     def rewrap(self) -> None:
         """Reset what wraps the models, because a new generation is up."""
         for optimizer in self.optimizers:
@@ -53,7 +60,7 @@ class Parts(RegisteredParts):
             self.metrics[phase].reset()
 
     def measured(self, phase: str) -> dict[str, Any]:
-        """Return the registered metric's values over all workers, by name. A collective: all ranks call it at a call's end."""
+        """Return the registered metric's values over all workers, by name. All ranks call this together."""
         metric = self.metrics.get(phase)
         if metric is None:
             return {}
@@ -65,7 +72,8 @@ class Parts(RegisteredParts):
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Return a context in which no rank waits for another one, because they validate different numbers of batches."""
+        """Return a context in which no rank waits for another one, because they validate different numbers of
+        batches."""
         quiet = [model for model in self.wrapped if hasattr(model, "require_forward_param_sync")]
         for model in quiet:
             model.require_forward_param_sync = False  # type: ignore[assignment]
@@ -78,28 +86,6 @@ class Parts(RegisteredParts):
                 model.require_forward_param_sync = True  # type: ignore[assignment]
             if self.shards is not None:
                 self.shards.end_validation()
-
-
-def as_list(value: Any, kind: type | tuple[type, ...] | None = None) -> list[Any]:
-    """Return a list; of one element for a single object, such as `nn.Sequential` or an optimizer that can be iterated."""
-    if value is None:
-        return []
-    if isinstance(value, (nn.Module, Optimizer)) or (kind is not None and isinstance(value, kind)):
-        return [value]
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)) and not hasattr(value, "step"):
-        return list(value)
-    return [value]
-
-
-def like(given: Any, values: list[Any]) -> Any:
-    """Return `values` in the container in which `given` came: single, tuple or list."""
-    if isinstance(given, (nn.Module, Optimizer)) or hasattr(given, "step"):
-        return values[0]
-    if isinstance(given, tuple):
-        return tuple(values)
-    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, dict)):
-        return list(values)
-    return values[0]
 
 
 def move(batch: Any, device: torch.device) -> Any:

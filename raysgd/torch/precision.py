@@ -1,4 +1,4 @@
-"""Number formats: what wraps the forward pass, the backward pass and the step. The only place that knows them."""
+"""Precisions: autocast for the forward pass, loss scaling for the backward pass and the step. Worker."""
 
 from __future__ import annotations
 
@@ -10,63 +10,59 @@ import torch
 
 from raysgd.errors import ConfigError
 
-__all__ = ["Bf16", "Fp16", "Fp32", "Precision", "make_precision"]
-
-
-NOTHING = contextlib.nullcontext()
+__all__ = ["Bf16", "Fp16", "Precision", "make_precision"]
 
 
 class Precision:
-    """Full precision, and the shape of the others. One object per operator; owns scalers and nothing else."""
+    """Full precision (fp32), and the base of the others. Each operator has one; it owns the scaler, if there is one.
+
+    `key` is the state's name in checkpoints.
+    """
 
     key = ""
 
     def prepare(self, models: list[Any], optimizers: list[Any], args: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-        """At registration, before any wrapping; may exchange models and optimizers."""
+        """Return the models and optimizers to use. Called at registration, before the models are wrapped."""
         return models, optimizers
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return NOTHING
+        return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
         loss.backward()
 
     def unscale(self, optimizer: Any) -> None:
-        """Before gradients are looked at (clipping)."""
+        """Unscale the gradients. Called before they are clipped."""
 
     def step(self, optimizer: Any) -> None:
         optimizer.step()
 
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
-        """What the optimizer's step changes, and whose gradients clipping looks at."""
+        """Return what the optimizer's step changes; gradient clipping uses the gradients of these."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def batch_done(self) -> None:
-        """After a batch, however many optimizers stepped in it."""
+        """Called after each batch, no matter how many optimizers stepped in it."""
 
     def skipped(self) -> int:
-        """How many steps were left out in this call, because gradients were not finite."""
+        """Return how many steps of this call were skipped because gradients were not finite."""
         return 0
 
     def forget_skipped(self) -> None:
-        """A call begins."""
+        """Reset what `skipped` returns, because a call begins."""
 
     def abandon(self) -> None:
-        """A batch was cut short: what it had begun is void."""
+        """Undo what a batch has begun, because it was interrupted."""
 
     def state(self) -> dict[str, Any] | None:
         return None
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes back what `state` gave."""
-
-
-class Fp32(Precision):
-    """Nothing to do."""
+        """Restore what `state` returned."""
 
 
 class Bf16(Precision):
-    """bfloat16 where it is safe; its range needs no scaling."""
+    """Autocast to bfloat16. Its range needs no loss scaling."""
 
     def __init__(self, device: torch.device) -> None:
         self._type = device.type
@@ -76,7 +72,8 @@ class Bf16(Precision):
 
 
 class Fp16(Precision):
-    """float16 with a scaled loss. The scale changes between batches only, so several optimizers share it safely."""
+    """Autocast to float16, with loss scaling. The scale changes only between batches, so several optimizers can share
+    it."""
 
     key = "amp_native"
 
@@ -109,7 +106,7 @@ class Fp16(Precision):
         if self._stepped:
             before = self.scaler.scale(self._one)
             self.scaler.update()
-            # The scale falls exactly when a step was skipped. Counted where it lies: nobody waits for the device.
+            # The scale decreases exactly when a step was skipped. The sum stays on the device, so the CPU need not wait.
             self._skipped = self._skipped + (self.scaler.scale(self._one) < before)
         self._stepped.clear()
         self._unscaled.clear()
@@ -135,7 +132,7 @@ class Fp16(Precision):
 
 
 class Apex(Precision):
-    """NVIDIA Apex's amp, where a version that has it is installed."""
+    """Mixed precision with NVIDIA Apex's amp, if an Apex that has it is installed."""
 
     key = "amp_apex"
 
@@ -152,8 +149,8 @@ class Apex(Precision):
         return list(self.amp.master_params(optimizer))
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
-        of = self._optimizers if optimizer is None else optimizer
-        with self.amp.scale_loss(loss, of, loss_id=loss_id) as scaled:
+        optimizers = self._optimizers if optimizer is None else optimizer
+        with self.amp.scale_loss(loss, optimizers, loss_id=loss_id) as scaled:
             scaled.backward()
 
     def state(self) -> dict[str, Any] | None:
@@ -164,40 +161,35 @@ class Apex(Precision):
 
 
 def find_apex() -> Any:
-    """Apex's amp module; an ImportError that says what was found instead."""
+    """Return Apex's amp module. Raise an ImportError that says what is installed instead."""
     try:
         apex = importlib.import_module("apex")
     except ImportError as error:
-        found = "nothing called apex is installed"
-        if error.name != "apex":  # PyPI's apex, which is for another purpose, or one that was built for another torch
-            found = f"the apex that is installed cannot be imported ({error}): it is another package, or was built for another torch"
+        found = "no package named apex is installed"
+        if error.name != "apex":  # PyPI's apex, which has another purpose, or one that was built for another torch
+            found = f"the installed apex cannot be imported ({error}): it is another package, or was built for another torch"
         raise ImportError(
-            f"precision 'apex' needs NVIDIA Apex, and {found}. It is not on PyPI: build a "
-            "release that still has apex.amp (25.02 or before) from NVIDIA's sources, or use 'fp16', which needs "
-            "nothing but torch"
+            f"precision='apex' needs NVIDIA Apex, but {found}. NVIDIA Apex is not on PyPI: build a release that still has "
+            "apex.amp (25.02 or older) from NVIDIA's sources, or use precision='fp16', which needs only torch"
         ) from error
     try:
         return importlib.import_module("apex.amp")
     except ImportError as error:
         kind = "an Apex without amp (it was removed in 2025)" if hasattr(apex, "optimizers") else "another package"
         raise ImportError(
-            f"precision 'apex' needs apex.amp, but the apex found at {getattr(apex, '__file__', '?')} is {kind}. "
-            "Install NVIDIA Apex 25.02 or before from its sources, or use 'fp16', which needs nothing but torch"
+            f"precision='apex' needs apex.amp, but the apex at {getattr(apex, '__file__', '?')} is {kind}. Install NVIDIA "
+            "Apex 25.02 or older from its sources, or use precision='fp16', which needs only torch"
         ) from error
 
 
 def make_precision(name: str, device: torch.device) -> Precision:
+    """Return the precision that a trainer's `precision` names."""
     if name == "fp32":
-        return Fp32()
+        return Precision()
     if name == "bf16":
         return Bf16(device)
     if name == "fp16":
-        return Fp16(device) if _is_native() else Apex()
+        return Fp16(device)
     if name == "apex":
         return Apex()
     raise ConfigError(f"precision must be 'fp32', 'fp16', 'bf16' or 'apex', got {name!r}")
-
-
-def _is_native() -> bool:
-    """Has torch mixed precision of its own? A build without it takes Apex, as RaySGD v1 did."""
-    return hasattr(torch, "autocast") and hasattr(getattr(torch, "amp", None), "GradScaler")

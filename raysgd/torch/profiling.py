@@ -1,22 +1,45 @@
-"""The Torch profiler in a worker, around some batches of a call of the trainer's."""
+"""The Torch profiler in a worker, around some batches of the first calls of `train`. Worker."""
 
 from __future__ import annotations
 
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from raysgd.callbacks.base import TRACES
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.traces import TraceKeeper
 
-__all__ = ["ProfiledReplica", "ProfiledReplicaFactory"]
+__all__ = ["ProfiledReplica", "ProfiledReplicaFactory", "TraceKeeper"]
+
+
+class TraceKeeper:
+    """Owns the traces that were recorded and not reported yet."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._traces: dict[str, bytes] = {}
+
+    def keep(self, profiler: Any) -> None:
+        """Keep the profiler's trace. This is an `on_trace_ready` of `torch.profiler.profile`."""
+        with tempfile.TemporaryDirectory(prefix="raysgd-trace-") as folder:
+            path = Path(folder) / f"rank{self.rank}.{time.time_ns() // 1_000_000}.pt.trace.json"
+            profiler.export_chrome_trace(str(path))
+            self._traces[path.name] = path.read_bytes()
+
+    def taken(self) -> dict[str, Any]:
+        """Return the part of a report that holds the new traces."""
+        traces, self._traces = self._traces, {}
+        return {TRACES: traces} if traces else {}
 
 
 class ProfiledReplica(TorchReplica):
@@ -28,10 +51,10 @@ class ProfiledReplica(TorchReplica):
         settings: TorchSettings,
         rank_info: RankInfo,
         control: Control,
-        profiler: ProfilerSettings,
+        wanted: ProfilerSettings,
     ) -> None:
         super().__init__(operator, settings, rank_info, control)
-        self._wanted, self._traces = profiler, TraceKeeper(rank_info.world_rank)
+        self._wanted, self._traces = wanted, TraceKeeper(rank_info.world_rank)
         self._profiler: Any = None
         self._calls: set[int] = set()
 
@@ -71,10 +94,14 @@ class ProfiledReplicaFactory(TorchReplicaFactory):
     """Makes replicas that are profiled."""
 
     def __init__(
-        self, operator_cls: type[TrainingOperator], config: dict[str, Any], settings: TorchSettings, wanted: Any
+        self,
+        operator_cls: type[TrainingOperator],
+        config: dict[str, Any],
+        settings: TorchSettings,
+        wanted: ProfilerSettings,
     ) -> None:
         super().__init__(operator_cls, config, settings)
-        self.wanted: ProfilerSettings = wanted
+        self.wanted = wanted
 
     def _replica(self, operator: TrainingOperator, rank_info: RankInfo, control: Control) -> TorchReplica:
         return ProfiledReplica(operator, self.settings, rank_info, control, self.wanted)

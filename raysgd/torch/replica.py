@@ -1,4 +1,4 @@
-"""One operator with its data, counters and state, in one worker. Knows nothing of Ray. Worker."""
+"""A torch operator with its data, counters and state, in one worker. It does not use Ray. Worker."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from raysgd.torch.data.sources import close
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.snapshots import settled
-from raysgd.training.feed import Drawn, Feed, Source
+from raysgd.training.feed import Drawn, Source
 from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
@@ -45,8 +44,8 @@ class TorchReplicaFactory(ReplicaFactoryBase):
 
 
 class TorchReplica(ReplicaBase):
-    """Adds what only torch needs: batches that go ahead to the device, accumulation windows, shards, and state that is
-    kept in place when the group changes. The trainer's further calls are in `replica_calls`."""
+    """Adds what only torch needs: prefetching to the device, accumulation windows, shards, and a state that stays in
+    place when the group changes. The trainer's other calls are in `replica_calls`."""
 
     operator_class = TrainingOperator
     data_names = {"train": "train_loader", "validation": "validation_loader"}  # noqa: RUF012
@@ -63,7 +62,7 @@ class TorchReplica(ReplicaBase):
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None
-        self._state_of = 0  # how many workers a loaded state comes from; 0: nothing was loaded
+        self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(self._on_step)
@@ -76,18 +75,15 @@ class TorchReplica(ReplicaBase):
         return super()._train_source(dataset)
 
     def _open_source(self, data: Any, phase: Phase) -> Source:
-        training = phase == "train"
-        return self._opener.registered(data, self._position if training else self._val_position, training=training)
+        return self._opener.registered(data, self._position_in(phase), training=phase == "train")
 
-    def _make_feed(
-        self, source: Source, phase: Phase, limit: int | None, *, unwind: bool = False, **options: Any
-    ) -> Feed:
-        windows = phase == "train" and self._options.accumulate > 1
-        if windows:
-            options |= {"window": self._options.accumulate, "on_batch": self._on_batch}
-        return super()._make_feed(source, phase, limit, unwind=unwind, carrier=self._carrier, **options)
+    def _feed_options(self, phase: Phase) -> dict[str, Any]:
+        options: dict[str, Any] = {"carrier": self._carrier}
+        if phase == "train" and self._options.accumulate > 1:
+            options |= {"window": self._options.accumulate, "on_batch": self._begin_batch}
+        return options
 
-    def _on_batch(self, drawn: Drawn, place: int, closing: bool) -> None:
+    def _begin_batch(self, drawn: Drawn, place: int, closing: bool) -> None:
         self.operator._gradients.begin(drawn.batch, place, closing)
 
     def _on_step(self, *_: Any) -> None:
@@ -100,13 +96,10 @@ class TorchReplica(ReplicaBase):
         self.operator._precision.batch_done()
         super()._on_commit(last)
 
-    def _undo_batch(self) -> None:
-        """Do nothing: joining the next generation clears the gradients."""
-
     # -- results --------------------------------------------------------------------------------------
 
     def _partial_to_report(self) -> dict[str, Any] | None:
-        """Return the partial result. Metrics on a GPU are read only now and then, because reading waits for the
+        """Return the partial result. Metrics on a GPU are read only from time to time, because that waits for the
         device."""
         now = time.monotonic()
         if self.operator.device.type == "cpu" or now >= self._partial_at:
@@ -135,8 +128,8 @@ class TorchReplica(ReplicaBase):
         return self.operator._parts.shards is not None
 
     def full_state(self, *, raw: bool = False) -> dict[str, Any]:
-        """Return the operator's state and the position; tensors are shared with the live ones. Shards are gathered on rank
-        0, unless they are wanted `raw`."""
+        """Return the operator's state and the position, which share memory with the live tensors. Shards are gathered
+        on rank 0; with `raw`, they stay shards."""
         state = states.gather(self.operator)
         if self.in_shards and not raw:
             state |= {name: gathered(state[name], keep=self.rank == 0) for name in ("models", "optimizers")}
@@ -146,15 +139,15 @@ class TorchReplica(ReplicaBase):
         return state
 
     def _state_for_peers(self) -> dict[str, Any]:
-        """Return the full state, and what a peer needs to repeat a validation that was interrupted. Checkpoints do not have
-        that part, because calls of an earlier trainer are never repeated."""
+        """Return the full state, and what a peer needs to repeat an interrupted validation. A checkpoint does not
+        contain that, because calls of an earlier trainer are never repeated."""
         state = self.full_state()
         if self._validation is not None:
             state["validation_loader"] = self._validation.state()
         return state
 
     def _copied_state(self) -> dict[str, Any]:
-        return settled(self._state_for_peers(), in_shards=self.in_shards)
+        return states.unchanging(self._state_for_peers(), in_shards=self.in_shards)
 
     def _help_with_snapshot(self) -> None:
         if self.in_shards:
@@ -164,49 +157,46 @@ class TorchReplica(ReplicaBase):
         return states.dump(state)
 
     def state(self) -> memoryview:
-        """Return the state for a rank that is behind, or new."""
         if self.in_shards:
             raise TrainingFailedError(
-                "with parallel='fsdp' each worker holds a part of the model, and one alone cannot give it to "
-                "another: load the newest checkpoint into a new trainer"
+                "with parallel='fsdp' each worker has only a part of the model, and cannot send the full state to another "
+                "worker: load the newest checkpoint into a new trainer"
             )
-        return states.dump(self._state_for_peers())
+        return super().state()
 
     def load(self, data: Any) -> None:
-        """Take the state of another replica of this trainer: it is trusted, and it fits."""
+        """Load the state of another replica of this trainer. It is trusted, and it fits."""
         state = torch.load(opened(data), map_location="cpu", weights_only=False)
         self._adopt(state)
-        if (place := state.get("validation_loader")) is not None:
+        if (position := state.get("validation_loader")) is not None:
             self._validation = self._open_source(self.operator._parts.validation_loader, "validation")
-            self._validation.load(place)
-        self._state_of = state["world_size"]
+            self._validation.load(position)
+        self._loaded_from = state["world_size"]
 
     def _adopt(self, state: dict[str, Any]) -> None:
         states.restore(self.operator, state)
         self._adopt_positions(state)
-        loader, place = self.operator._parts.train_loader, state.get("loader")
-        if loader is not None and place is not None:
+        loader, position = self.operator._parts.train_loader, state.get("loader")
+        if loader is not None and position is not None:
             if self._train is None or self._train.loader is not loader:
                 self._train = self._open_source(loader, "train")
-            self._train.load(place)
+            self._train.load(position)
 
     def take_over(self, read: Callable[[], dict[str, Any]], loads: int) -> None:
-        """Take a checkpoint that fits, on all ranks or on none. `loads` is the number of the user's loads. Each rank
-        restores its own random states."""
+        """Load the checkpoint that `read` returns, on all ranks or on none. `loads` is how often the user has loaded
+        one."""
         with Undo(self).unless_all_succeed():
             state = read()
             check_fits(self.operator, state)
             self._train = None
             self._adopt(state)
-        self._forget_calls(loads)
-        ranks = state.get("rng") or []
-        if self.rank < len(ranks):
-            states.restore_random(ranks[self.rank])
+        self._end_load(state, loads, states.restore_random)
 
     # -- membership -----------------------------------------------------------------------------------
 
     def joined(self, rank_info: RankInfo) -> None:
-        """Wrap the models again for a new generation. A batch that was not applied will be processed again."""
+        """Wrap the models again for a new generation. A batch that was not applied will be processed again; its
+        gradients are cleared."""
         old, self._rank_info = self._rank_info, rank_info
         self._cut_short()
         self.operator._rank_info = rank_info
@@ -214,11 +204,11 @@ class TorchReplica(ReplicaBase):
         self.operator._gradients.abandon()
         self.operator._parts.rewrap()
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.
-        before = self._state_of if old.solo else old.world_size
+        before = self._loaded_from if old.solo else old.world_size
         if before and before != rank_info.world_size:
             self.operator.resized(before, rank_info.world_size)
 
     def close(self) -> None:
         close(self._train)
         close(self._validation)
-        self._snapshots.close()
+        super().close()

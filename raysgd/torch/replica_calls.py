@@ -6,6 +6,8 @@ A trainer makes a `Call` of one of these functions, and every rank runs it with 
 from __future__ import annotations
 
 import copy
+import logging
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,6 @@ from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.replica import TorchReplica
-from raysgd.torch.snapshots import save_in_background
 from raysgd.training.replica_base import Refusal
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
     "verify_shards",
 ]
 
+logger = logging.getLogger(__name__)
+
 
 def update_scheduler(replica: TorchReplica, metric: Any) -> None:
     schedulers = replica.operator._parts.schedulers
@@ -50,7 +53,7 @@ def get_model(replica: TorchReplica) -> list[Any] | None:
     first, parts = replica.rank == 0, replica.operator._parts
     if parts.shards is not None:
         saved = gathered([model.state_dict() for model in parts.models], keep=first)
-        return parts.shards.whole_models(saved) if first else None
+        return parts.shards.full_models(saved) if first else None
     return [copy.deepcopy(model).cpu() for model in parts.models] if first else None
 
 
@@ -72,12 +75,31 @@ def save(replica: TorchReplica, sink: Any, ranks: list[Any], blocking: bool) -> 
     if blocking:
         sink.send(lambda file: states.write(state, file))
     else:
-        save_in_background(sink, state, in_shards=replica.in_shards)
+        _save_in_background(sink, state, in_shards=replica.in_shards)
+
+
+def _save_in_background(sink: Any, state: dict[str, Any], *, in_shards: bool) -> None:
+    """Send a copy of the state to `sink` in a thread; training waits only for the copy. The connection is opened first,
+    so that the driver notices if this process ends."""
+    stream = sink.connect()
+    try:
+        kept = states.unchanging(state, in_shards=in_shards)
+    except BaseException as error:
+        stream.give_up(error)
+        raise
+
+    def write() -> None:
+        try:
+            stream.send(lambda file: states.write(kept, file))
+        except Exception:
+            logger.warning("a save in the background failed", exc_info=True)  # the driver raises the error
+
+    threading.Thread(target=write, name="raysgd-save", daemon=True).start()
 
 
 def _complete(replica: TorchReplica, ranks: list[Any]) -> dict[str, Any] | None:
-    """Return a checkpoint's content, on rank 0. If the model is sharded, all ranks take part, because each has a part of
-    it."""
+    """Return a checkpoint's content, on rank 0. If the model is sharded, all ranks take part, because each has a part
+    of it."""
     return {**replica.full_state(), "rng": ranks} if replica.rank == 0 or replica.in_shards else None
 
 

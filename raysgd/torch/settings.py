@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from raysgd.constants import VALID_SCHEDULER_STEP
 from raysgd.errors import ConfigError
-from raysgd.torch.exchange import Exchange
 from raysgd.torch.options import TrainingOptions
+from raysgd.torch.wrapping import Exchange
 from raysgd.training.settings import ReplicaSettings
 
 __all__ = ["TorchSettings"]

@@ -1,4 +1,4 @@
-"""Find the TCP connections of a process group, to shut them down when it ends: a rank that waits on one is freed at once. Worker."""
+"""Finds the TCP connections of a process group, to shut them down when it ends, which frees ranks that wait. Worker."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ Address = tuple[str, int]
 
 
 class GlooConnections:
-    """Owns the addresses at which gloo listens, in this process and in its peers, and the address of their store. Each of
-    gloo's connections has one end at such an address, so they are found exactly: no other connection is ever shut down.
+    """Owns the addresses at which gloo listens, in this process and in its peers, and the address of their store. Each
+    of gloo's connections has one end at such an address, so they are found exactly: no other connection is ever shut
+    down.
 
-    gloo opens its listening sockets inside of torch's call that makes a process group, and torch does not report their
-    ports. So they are the listening sockets that appeared during that call. `shut` may be called from any thread, also
-    during it: then the peers' addresses are not known yet, and each rank shuts down the connections that its peers made.
+    gloo opens its listening sockets inside torch's call that makes a process group, and torch does not report their
+    ports. So the listening sockets that appear during that call count as gloo's. `shut` may be called from any thread,
+    also during that call: then the peers' addresses are not known yet, and each rank shuts down the connections that
+    its peers made.
     """
 
     def __init__(self) -> None:
@@ -31,7 +33,7 @@ class GlooConnections:
 
     @contextlib.contextmanager
     def forming(self) -> Iterator[None]:
-        """Surround the call that makes a process group."""
+        """Return a context for the call that makes a process group."""
         self._before = set(_listening())
         try:
             yield
@@ -41,18 +43,18 @@ class GlooConnections:
 
     @property
     def own(self) -> list[Address]:
-        """Where gloo listens in this process."""
+        """Return where gloo listens in this process."""
         return sorted(self._own)
 
     def add_remote(self, addresses: Iterable[tuple[str, int]]) -> None:
-        """Connections to these are the group's: the peers' own addresses, and the store's."""
+        """Add addresses of the group outside this process: those of the peers' gloo, and of the store."""
         self._remote |= {_plain(address) for address in addresses}
 
     def shut(self) -> None:
         before = self._before
         own = self._own if before is None else self._own | set(_listening()) - before
         for connection in _sockets(listening=False):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the connection has ended meanwhile
                 if _plain(connection.getsockname()) in own or _plain(connection.getpeername()) in self._remote:
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -61,10 +63,10 @@ class GlooConnections:
 
 
 class Connections:
-    """Owns the names of the sockets that came up between `opening` and `opened`, in as many such times as there were since
-    `forget`. Knows nothing of what they carry: for NCCL and Horovod, whose ports are not known.
+    """Owns the names of all sockets that appeared between a call of `opening` and one of `opened` since `forget`. It is
+    for NCCL and Horovod, whose ports are not known; a connection of another thread can be among these sockets.
 
-    `shut` may be called from any thread, in the middle of a meeting too.
+    `shut` may be called from any thread, also between `opening` and `opened`.
     """
 
     def __init__(self) -> None:
@@ -86,7 +88,7 @@ class Connections:
     def shut(self) -> None:
         before = self._before
         names = self._mine if before is None else self._mine | _names() - before
-        for connection in _open(names):
+        for connection in _sockets(listening=False, names=names):  # gloo treats the end of a listening socket as fatal
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -95,7 +97,7 @@ class Connections:
 
 
 def _names() -> set[str]:
-    """This process's sockets, as the kernel names them ("socket:[inode]"): copies of a descriptor share a name."""
+    """Return this process's sockets by the kernel's names ("socket:[inode]"), which copies of a descriptor share."""
     return set(_descriptors())
 
 
@@ -109,18 +111,13 @@ def _descriptors() -> dict[str, int]:
     return found
 
 
-def _open(names: set[str]) -> Iterator[socket.socket]:
-    """The connected ones of these sockets, as copies. Listening ones are left alone: gloo takes their end as fatal."""
-    return _sockets(listening=False, names=names)
-
-
 def _listening() -> Iterator[Address]:
     """Return where this process listens."""
     return (_plain(each.getsockname()) for each in _sockets(listening=True))
 
 
 def _sockets(*, listening: bool, names: set[str] | None = None) -> Iterator[socket.socket]:
-    """Yield copies of this process's TCP sockets: those that listen, or those that do not."""
+    """Yield copies of this process's TCP sockets: either those that listen, or those that do not."""
     for name, descriptor in _descriptors().items():
         if names is not None and name not in names:
             continue
@@ -134,7 +131,7 @@ def _copy(descriptor: int) -> socket.socket:
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)
-    except OSError:  # another thread has closed it, and a file has its number now
+    except OSError:  # another thread has closed the socket, and its number belongs to a file now
         os.close(copy)
         raise
 

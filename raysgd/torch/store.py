@@ -1,4 +1,4 @@
-"""The store in which the ranks of one generation find each other: opened by the driver, entered by the workers."""
+"""The store through which ranks find each other: the driver opens one for each generation, workers connect. Both."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ import torch.distributed as dist
 
 from raysgd.core.ranks import RankInfo
 
-__all__ = ["addresses_of", "enter", "exchange", "open_store", "wait_for_all", "without_secret"]
+__all__ = ["addresses_of", "connect", "exchange_addresses", "open_store", "wait_for_all", "without_secret"]
 
 logger = logging.getLogger("raysgd")
 
 SECRET_BYTES = 16
 BACKLOG = 1024
 FIRST_TRY_S = 5.0
-SECOND_CLIENT_S = (1.0, 2.0)  # a second one after a second, a third one two seconds later
+MORE_CLIENTS_S = (1.0, 2.0)  # a second client starts after one second, a third one two seconds later
 
 
 # -- driver -------------------------------------------------------------------------------------------
 
 
 def open_store(host: str, *, limit_s: float) -> tuple[Any, dict[str, Any]]:
-    """Return a new store, and what a rank needs to enter it. The secret begins every key, and is new in each generation."""
+    """Return a new store, and what a rank needs to connect to it. Every key begins with a secret, which is new in each
+    generation."""
     store = _listen(host, datetime.timedelta(seconds=limit_s))
     return store, {"host": host, "port": store.port, "secret": secrets.token_hex(SECRET_BYTES)}
 
@@ -40,9 +41,9 @@ def open_store(host: str, *, limit_s: float) -> tuple[Any, dict[str, Any]]:
 def _listen(host: str, limit: datetime.timedelta) -> Any:
     """Return a store that listens on `host` only, where torch can do that.
 
-    torch before 2.8 takes no bound socket for its libuv server. That server on all addresses comes before torch's older
-    server on one address, because half a message from anyone blocks the older one for good. A torch that was built
-    without libuv has only the older one.
+    torch before 2.8 accepts no bound socket for its libuv server. The libuv server on all addresses is tried before
+    torch's older server on one address, because an incomplete message from any client blocks the older server forever.
+    A torch that was built without libuv has only the older server.
     """
     problem: Exception | None = None
     for bound, libuv in ((True, True), (False, True), (True, False), (False, False)):
@@ -82,40 +83,40 @@ def _bound(host: str) -> socket.socket | None:
 # -- worker -------------------------------------------------------------------------------------------
 
 
-def enter(settings: Mapping[str, Any], *, limit_s: float) -> Any:
-    """Return the store of this rank's generation; every key that goes through it begins with the generation's secret.
+def connect(settings: Mapping[str, Any], *, limit_s: float) -> Any:
+    """Return the store of this rank's generation. It puts the generation's secret in front of every key.
 
-    The driver opens the store before it tells any rank, and closes it when the generation is over. torch's client does
-    not know that: it would try to reach a closed store until its time is up. So a connection of our own watches the
-    store meanwhile. When it ends, the generation is over, and this rank is free at once. No try is given up because it
-    takes long, as it may on a machine whose cores are all busy.
+    The driver opens the store before it calls any rank, and closes it when the generation ends. torch's client cannot
+    know that, and would try to reach a closed store until its time limit. So this function keeps a connection of its
+    own to the store: when that ends, the generation has ended, and the function raises an error at once. Until then it
+    waits for slow attempts, because all cores of a machine can be busy.
     """
     deadline = time.monotonic() + limit_s
-    over = "the rendezvous of this generation is over, or its store cannot be reached"
+    ended = "this generation has ended, or its rendezvous store cannot be reached"
     try:
         watch = socket.create_connection((settings["host"], settings["port"]), timeout=limit_s)
     except OSError as error:
-        raise dist.DistNetworkError(f"{over}: {error}") from error
+        raise dist.DistNetworkError(f"{ended}: {error}") from error
     with watch, _Clients(settings, deadline) as clients, selectors.DefaultSelector() as readable:
         for each in (watch, clients.done):
             readable.register(each, selectors.EVENT_READ)
-        for until_next_s in (*SECOND_CLIENT_S, limit_s):
+        for until_next_s in (*MORE_CLIENTS_S, limit_s):
             clients.add()
             left_s = max(deadline - time.monotonic(), 0.0)
             if readable.select(min(until_next_s, left_s)):
                 break
         store = clients.first()
     if store is None:
-        raise dist.DistNetworkError(over)
+        raise dist.DistNetworkError(ended)
     store.set_timeout(datetime.timedelta(seconds=limit_s))
     return dist.PrefixStore(settings["secret"], store)  # type: ignore[attr-defined]
 
 
 class _Clients:
-    """Owns the threads in which clients of torch's connect. `done` becomes readable when one has, or has failed.
+    """Owns the threads in which torch's clients connect. `done` becomes readable when one has connected or failed.
 
-    torch's client asks the name server for the host's name, only to log it. An answer that gets lost costs 5 seconds,
-    so a second client overtakes one that is slow.
+    torch's client asks the name server for the host's name, only to log it. A lost answer costs 5 seconds, so another
+    client is started when one is slow.
     """
 
     def __init__(self, settings: Mapping[str, Any], deadline: float) -> None:
@@ -123,7 +124,7 @@ class _Clients:
         self._store: Any = None
         self._error: Exception | None = None
         self._wanted = True
-        self.done, self._said = socket.socketpair()
+        self.done, self._signal = socket.socketpair()
 
     def __enter__(self) -> _Clients:
         return self
@@ -133,18 +134,18 @@ class _Clients:
         self.done.close()
 
     def add(self) -> None:
-        # Not a daemon: Python ends those at exit wherever they are, and inside torch's code that aborts the process.
+        # Not a daemon: Python ends daemon threads at exit wherever they are, and inside torch's code that aborts the process.
         threading.Thread(target=self._connect, name="raysgd-store", daemon=False).start()
 
     def first(self) -> Any:
-        """Return the first store that was reached, or None; raise what prevented it."""
+        """Return the first store that was reached, or None. Raise the error of a client if none was reached."""
         if self._store is None and self._error is not None:
             raise self._error
         return self._store
 
     def _connect(self) -> None:
-        """Try until it works, the time is up, or nobody needs this client any more. Each try ends by itself, so that the
-        thread does not stay for long after the generation is over."""
+        """Try to connect until it works, the time is up, or the client is not needed any more. Each attempt has a
+        limit, so that the thread ends soon after the generation."""
         try_s = FIRST_TRY_S
         while self._wanted and self._store is None:
             timeout = datetime.timedelta(seconds=min(try_s, max(self._deadline - time.monotonic(), 1.0)))
@@ -159,19 +160,19 @@ class _Clients:
                 self._error = error
             else:
                 self._store = self._store or store
-            with contextlib.suppress(OSError):  # the waiting thread may be gone, with its end
-                self._said.send(b".")
+            with contextlib.suppress(OSError):  # the waiting thread may have closed the other end
+                self._signal.send(b".")
             return
 
 
 def wait_for_all(store: Any, rank_info: RankInfo, *, limit_s: float) -> None:
-    """Wait until every rank is in the store, or the driver closes it. After this all are close together in time: a peer
-    that one still waits for has died."""
+    """Wait until every rank is connected to the store, or the driver closes it. So a peer for which a rank waits after
+    this has failed."""
     store.set(f"here-{rank_info.world_rank}", "")
     store.wait([f"here-{rank}" for rank in range(rank_info.world_size)], datetime.timedelta(seconds=limit_s))
 
 
-def exchange(store: Any, rank_info: RankInfo, own: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+def exchange_addresses(store: Any, rank_info: RankInfo, own: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """Publish the addresses at which gloo listens in this process. Return those of all ranks."""
     store.set(f"gloo-{rank_info.world_rank}", json.dumps(own))
     everybody = [json.loads(store.get(f"gloo-{rank}")) for rank in range(rank_info.world_size)]
@@ -179,7 +180,7 @@ def exchange(store: Any, rank_info: RankInfo, own: Sequence[tuple[str, int]]) ->
 
 
 def addresses_of(settings: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return the addresses by which this rank can reach the store."""
+    """Return the addresses at which this rank can reach the store."""
     try:
         found = socket.getaddrinfo(settings["host"], settings["port"], type=socket.SOCK_STREAM)
     except OSError as error:
@@ -189,7 +190,7 @@ def addresses_of(settings: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 @contextlib.contextmanager
 def without_secret(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Remove the secret from the text of torch's errors, which name keys: they end in logs and bug reports."""
+    """Remove the secret from the text of torch's errors. They name keys, and appear in logs and bug reports."""
     secret = settings.get("secret")
     try:
         yield

@@ -10,9 +10,9 @@ from typing import Any
 
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import ConfigError
-from raysgd.torch.exchange import Exchange
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.process_group import TorchBackend
+from raysgd.torch.wrapping import Exchange
 
 __all__ = ["Strategy", "choose_strategy"]
 
@@ -32,14 +32,16 @@ class Strategy:
 
 
 def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
-    """Return the strategy of a trainer's `backend`. Raise ConfigError for options that it does not support."""
+    """Return the strategy that a trainer's `backend` names. Raise ConfigError for options that it does not support."""
     name = ("nccl" if use_gpu else "gloo") if backend == "auto" else backend
     if name not in ("gloo", "nccl", "horovod"):
         raise ConfigError(f"backend must be 'auto', 'gloo', 'nccl' or 'horovod', got {backend!r}")
     if name in ("gloo", "nccl"):
         if horovod_args is not None:
-            raise ConfigError(f"horovod_args are for backend='horovod', and the backend is {name!r}: leave one out")
-        in_place = options.parallel != "fsdp"  # the shard of a failed worker is in a snapshot only
+            raise ConfigError(
+                f"horovod_args are only for backend='horovod', got backend={name!r}: leave one of them out"
+            )
+        in_place = options.parallel != "fsdp"  # the shard of a failed worker is only in a snapshot
         return Strategy(make_backend=functools.partial(TorchBackend, name, in_place=in_place))
     return _horovod(options, horovod_args, use_gpu=use_gpu)
 
@@ -50,7 +52,7 @@ def _horovod(options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> S
     arguments = HorovodArguments.parse(horovod_args)
     if options.parallel == "fsdp":
         raise ConfigError(
-            "backend='horovod' averages the gradients of whole models: for parallel='fsdp' use backend='auto'"
+            "backend='horovod' averages the gradients of full models: for parallel='fsdp' use backend='auto'"
         )
     instead = {
         "ddp_args": "Horovod's own arguments go into horovod_args",
@@ -59,13 +61,18 @@ def _horovod(options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> S
     }
     for option, hint in instead.items():
         if getattr(options, option):
-            raise ConfigError(f"{option} is DistributedDataParallel's, which backend='horovod' does without: {hint}")
+            raise ConfigError(
+                f"{option} is an option of DistributedDataParallel, which backend='horovod' does not use: {hint}"
+            )
     if options.parallel is None and horovod_args:
-        raise ConfigError("horovod_args are for gradients that the trainer averages; parallel=None leaves that to you")
+        raise ConfigError(
+            "horovod_args are for gradients that the trainer averages, and with parallel=None it averages none: leave one out"
+        )
     check_installed("torch")
     if options.precision == "apex":
         raise ConfigError(
-            "precision='apex' and backend='horovod' would both replace the optimizers: use precision='fp16' or 'bf16'"
+            "precision='apex' and backend='horovod' cannot be combined, because both replace the optimizers: use "
+            "precision='fp16' or 'bf16'"
         )
     if use_gpu and not import_module("horovod.torch").cuda_built():
         raise ConfigError(

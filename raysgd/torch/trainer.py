@@ -20,7 +20,7 @@ from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.save_load import Checkpoints, SaveHandle
-from raysgd.torch.exchange import Exchange
+from raysgd.torch.wrapping import Exchange
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings

@@ -1,8 +1,8 @@
-"""How bare models become trained ones: memory format, shared BatchNorm, compiler, DDP and the way it sends gradients.
+"""How registered models become ready to train: memory format, SyncBatchNorm, compiler, DDP. Worker.
 
-The order matters, and is: format and layers first, then the compiler, then DDP around it. torch compiles the inner
-model's frame in either order and cuts it at DDP's buckets when DDP is the caller; but with DDP outside, a new
-generation exchanges only DDP, and what was compiled stays.
+The order matters: memory format and layers first, then the compiler, then DDP around it. torch compiles the inner
+model's frame in either order, and splits it at DDP's buckets when DDP is the caller; but with DDP outside, a new
+generation replaces only DDP, and the compiled code stays valid.
 """
 
 from __future__ import annotations
@@ -18,14 +18,34 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.torch.foreign import compile_in_place
 from raysgd.torch.options import TrainingOptions
 
-__all__ = ["compiled", "ddp_arguments", "formatted", "hooked", "rewrap"]
+__all__ = ["Exchange", "add_hooks", "compile_models", "ddp_arguments", "formatted", "rewrap"]
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
+class Exchange:
+    """Averages gradients where no wrapper around the models does it. Each operator has one.
+
+    This one does nothing: DDP, FSDP or the user's code averages the gradients.
+    """
+
+    def prepare(self, models: list[Any], optimizers: list[Any]) -> None:
+        """Called once, when the operator registers its parts."""
+
+    def joined(self) -> None:
+        """Called on all ranks when the process group of a generation is up: make the weights the same everywhere, and
+        reset the exchange."""
+
+    def hold(self, on: bool) -> None:
+        """Called before each batch of an accumulation window: with `on`, gradients stay on this rank."""
+
+    def finish(self, optimizer: Any) -> None:
+        """Called before a step, and before gradients are cleared: wait until all gradients have been exchanged."""
+
+
 def formatted(models: list[nn.Module], options: TrainingOptions, *, distributed: bool) -> list[nn.Module]:
-    """In the memory format and with the BatchNorm layers asked for. Parameters stay the same objects, so optimizers
-    that hold them stay right."""
+    """Return the models in the memory format and with the BatchNorm layers of the options. Their parameters remain the
+    same objects, so the optimizers that refer to them stay valid."""
     if options.sync_batchnorm and distributed:
         models = [nn.SyncBatchNorm.convert_sync_batchnorm(model) for model in models]
     if options.channels_last:
@@ -33,7 +53,7 @@ def formatted(models: list[nn.Module], options: TrainingOptions, *, distributed:
     return models
 
 
-def compiled(models: list[nn.Module], options: TrainingOptions) -> None:
+def compile_models(models: list[nn.Module], options: TrainingOptions) -> None:
     """Compile the models in place, if the options ask for it."""
     if options.compile:
         for model in models:
@@ -44,19 +64,21 @@ def compiled(models: list[nn.Module], options: TrainingOptions) -> None:
 def ddp_arguments(
     options: TrainingOptions, registered: Mapping[str, Any] | None, device_ids: list[int] | None
 ) -> dict[str, Any]:
+    """Return the arguments of DistributedDataParallel. Those passed to `register` override those of the options."""
     options.check_ddp(registered or {})
     return {
         "device_ids": device_ids,
-        "gradient_as_bucket_view": True,  # gradients live in what is sent: one copy less, and less memory
+        "gradient_as_bucket_view": True,  # gradients are views of the buffers that are sent: one copy less
         **options.ddp_args,
         **(registered or {}),
     }
 
 
 def rewrap(wrapped: list[nn.Module], arguments: dict[str, Any], options: TrainingOptions) -> None:
-    """A new generation stands: every DDP wrapper starts over in place, so that all who hold it keep it.
+    """Initialize every DDP wrapper again, in place, for the process group of a new generation. References to the
+    wrappers stay valid.
 
-    The old reducer must go first: it holds hooks on the parameters, and the old process group.
+    The old reducer must be removed first, because it has hooks on the parameters and holds the old process group.
     """
     for wrapper in wrapped:
         if isinstance(wrapper, DistributedDataParallel):
@@ -64,13 +86,13 @@ def rewrap(wrapped: list[nn.Module], arguments: dict[str, Any], options: Trainin
             for name in ("reducer", "logger"):
                 wrapper.__dict__.pop(name, None)
             DistributedDataParallel.__init__(wrapper, inside, **arguments)
-            wrapper.training = mode  # not train(mode): parts that are frozen in eval mode stay so
-    hooked(wrapped, options)
+            wrapper.training = mode  # not train(mode): submodules that were frozen in eval mode stay in it
+    add_hooks(wrapped, options)
 
 
-def hooked(wrapped: list[nn.Module], options: TrainingOptions) -> None:
-    """Registers the communication hook on what is fresh DDP. PowerSGD's memory of past errors begins anew, as it is
-    this rank's of that generation."""
+def add_hooks(wrapped: list[nn.Module], options: TrainingOptions) -> None:
+    """Register the communication hook of the options on new DDP wrappers. PowerSGD starts without past errors, because
+    these belong to one rank of one generation."""
     if options.hook_name is None:
         return
     for wrapper in wrapped:

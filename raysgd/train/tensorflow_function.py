@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import causes_of
+from raysgd.tf.foreign import abort_collectives
 from raysgd.tf.ports import HeldPort, NoFreePortError
 
 __all__ = ["TensorflowFunctionBackend"]
 
-UNAVAILABLE = 14
 # One of these is in the text of TensorFlow's errors when a peer has failed.
 PEER_ERRORS = ("Collective", "CoordinationService", "/job:worker", "RecvBuf")
 
@@ -56,9 +55,7 @@ class TensorflowFunctionBackend:
             self._port = None
 
     def abort(self) -> None:
-        context = sys.modules.get("tensorflow.python.eager.context")
-        if context is not None and context.context()._initialized:
-            context.context().abort_collective_ops(UNAVAILABLE, "a peer left this generation")
+        abort_collectives()
 
     def collectives(self) -> int:
         return -1  # they are inside graph functions, and cannot be counted

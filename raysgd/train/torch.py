@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from raysgd.errors import ConfigError
-from raysgd.torch.precision import Bf16, Fp16, Fp32, Precision, make_precision
-from raysgd.torch.traces import TraceKeeper
+from raysgd.torch.precision import Bf16, Fp16, Precision, make_precision
+from raysgd.torch.profiling import TraceKeeper
 from raysgd.train.backends import TorchConfig
 from raysgd.train.loaders import ElasticLoader, PreparedLoader, distribute
 from raysgd.train.run_session import current
@@ -138,7 +138,7 @@ def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
 
 def backward(tensor: torch.Tensor) -> None:
     """Compute the gradients of the loss, which mixed precision may scale first."""
-    precision: Precision = current("torch.backward").precision or Fp32()
+    precision: Precision = current("torch.backward").precision or Precision()
     precision.backward(tensor)
 
 

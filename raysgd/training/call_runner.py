@@ -1,4 +1,4 @@
-"""Runs the calls of a trainer that measure something: merges what the ranks measured, and calls the callbacks. Driver."""
+"""Runs a trainer's measuring calls: merges what the ranks measured, and calls the callbacks. Driver."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The iterator over which a training or validation loop runs: returns batches, and counts what is committed. Worker.
+"""The iterator over which a training or validation loop runs: it returns batches, and counts what is committed. Worker.
 
-A batch is committed when the loop asks for the next one, or, if an error ends the loop, when an optimizer has stepped in
-it. So it works for the default loop and for a user's own. Batches that share one optimizer step (an accumulation
+A batch is committed when the loop asks for the next one, or, if an error ends the loop, when an optimizer has stepped
+in it. This works for the default loop and for a user's own. Batches that share one optimizer step (an accumulation
 window) are committed together, with the last of them.
 """
 
@@ -29,22 +29,22 @@ class MembershipChange(BaseException):
 class Drawn(NamedTuple):
     """One rank's batch.
 
-    offset  the position in the epoch once the batch is committed
-    fresh   False if its samples are repeated, by a rank that has none left but must take part in the step
-    rows    the samples of all ranks' batches together, if the source counts them
-    share   this rank's part of these samples
+    offset    the position in the epoch once the batch is committed
+    fresh     False if its samples are repeated, by a rank that has none left but must take part in the step
+    rows      the samples of all ranks' batches together, if the source counts them
+    fraction  the part of these samples that this rank has, from 0 to 1
     """
 
     batch: Any
     offset: int
     fresh: bool = True
     rows: int | None = None
-    share: float = 1.0
+    fraction: float = 1.0
 
 
 class Source(Protocol):
-    """Draws one rank's batches. It does not know what is committed: the caller passes the offset. `loader` is the data that
-    it was opened for."""
+    """Draws one rank's batches. It does not know what is committed: the caller passes the offset. `loader` is the data
+    for which it was opened."""
 
     loader: Any
 
@@ -59,14 +59,14 @@ class Source(Protocol):
         """Return this rank's part of the rest of the epoch."""
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
-        """Return how many steps the epoch has from `offset` on; None if that is not known."""
+        """Return how many steps of the epoch are left after `offset`, or None if that is not known."""
 
 
 class Carrier:
-    """Brings batches to the device of the model. This one leaves them where they are.
+    """Transfers batches to the model's device. This one leaves them where they are.
 
-    `send` starts a transfer, and `arrived` returns its result when the batch is needed. `ahead` is whether it pays to
-    send one batch ahead.
+    `send` starts a transfer, and `arrived` returns the batch when it is needed. `ahead` is whether one batch should be
+    sent in advance.
     """
 
     ahead = False
@@ -79,9 +79,9 @@ class Carrier:
 
 
 class LookAhead:
-    """Iterates over drawn batches, one ahead: the next batch is being transferred, and `last` is known.
+    """Iterates over drawn batches, one in advance: the next batch is being transferred, and `last` is known.
 
-    Never draws more than `most` batches, because what is drawn and not used would have to be drawn again.
+    It never draws more than `most` batches, because an unused batch would have to be drawn again.
     """
 
     def __init__(self, drawn: Iterator[Drawn], carrier: Carrier, most: int | None) -> None:
@@ -165,7 +165,7 @@ class Feed:
 
     def __next__(self) -> Any:
         if self._failure is not None:
-            raise self._failure  # the loop caught it, but there is no next batch without a new loader
+            raise self._failure  # the user's loop caught it, but only a new loader can return the next batch
         self._done()
         control, position = self._control, self._position
         if self.stopped or position.call_done:
@@ -217,8 +217,8 @@ class Feed:
         self._stepped = True
 
     def cut_short(self) -> bool:
-        """End the loop after an error: commit what was applied. Return whether a batch was not applied, so that it will be
-        processed again."""
+        """End the loop after an error: commit what was applied. Return whether a batch was not applied, so that it will
+        be processed again."""
         if self._pending is not None and self._stepped:
             self._done(last=True)
         undone = self._pending is not None or bool(self._window)
@@ -227,8 +227,8 @@ class Feed:
         return undone
 
     def leave(self) -> None:
-        """End a loop that returned. If it left before the feed's end, its current batch counts as done. Batches that
-        wait for their common step will be processed again."""
+        """End a loop that returned. Even if batches are left, the current one counts as done. Batches of an open window
+        will be processed again."""
         if self._failure is not None:
             raise self._failure
         self._done()
@@ -267,13 +267,13 @@ class Feed:
         if not self._training and self._shared and self._source.steps_left(self._rank_info, 0) != 0:
             return
         raise ConfigError(
-            f"{self._name} gave no batch at all: its data set is empty, or drop_last=True leaves less than one step for "
+            f"{self._name} returned no batch: its data set is empty, or drop_last=True leaves less than one step for "
             f"{self._rank_info.world_size} worker(s), or it is a generator that an earlier epoch used up. "
             f"Register data with at least one batch: self.register_data({self._name}=...)"
         )
 
     def _look_ahead(self, drawn: Iterator[Drawn]) -> LookAhead | Iterator[Drawn]:
-        """Draw one batch in advance where that pays, or where a window must know which batch is its last."""
+        """Draw one batch in advance if the carrier asks for it, or if a window must know which batch is its last."""
         if not self._carrier.ahead and self._window_size == 1:
             return drawn
         most = None if self._limit is None else self._limit - self._position.call_batches

@@ -1,4 +1,4 @@
-"""What the operators of torch and TensorFlow do alike: their settings, the default validation, and counting. Worker."""
+"""What the operators of torch and TensorFlow have in common: settings, the default validation, counting. Worker."""
 
 from __future__ import annotations
 
@@ -26,11 +26,40 @@ class RegisteredParts:
     criterion: Any = None
     registered: bool = False
 
+    @staticmethod
+    def is_single(value: Any) -> bool:
+        """Return whether a value passed to `register` is one object, and not a container of objects."""
+        return not isinstance(value, (list, tuple))
+
+    def as_list(self, value: Any) -> list[Any]:
+        """Return what was passed to `register` as a list, which is empty for None."""
+        if value is None:
+            return []
+        return [value] if self.is_single(value) else list(value)
+
+    def like(self, given: Any, values: list[Any]) -> Any:
+        """Return `values` in the container in which `given` was passed: a single object, a tuple or a list."""
+        if self.is_single(given):
+            return values[0]
+        return tuple(values) if isinstance(given, tuple) else list(values)
+
 
 class OperatorBase:
-    """Owns the registered parts, the timers and its `RankInfo`, which the replica replaces when the group changes.
+    """The base of the operator classes that users extend, `raysgd.torch.TrainingOperator` and
+    `raysgd.tf.TrainingOperator`.
 
-    The two operator classes of users extend it. Their `__init__` calls `setup` at its end.
+    The loop around it, in every worker:
+
+        operator.setup(config)                          once, when the process group is up
+        for each trainer.train():
+            operator.train_epoch(iterator, info)        until the epoch ends, or `num_steps` batches are done
+                operator.train_batch(batch, batch_info) once for each batch; its numbers are averaged
+        for each trainer.validate():
+            operator.validate(iterator, info)
+                operator.validate_batch(batch, batch_info)
+
+    It owns the registered parts, the timers and its `RankInfo`, which the replica replaces when the group changes. The
+    `__init__` of a subclass calls `setup` at its end.
     """
 
     _parts: Any
@@ -49,8 +78,8 @@ class OperatorBase:
     def setup(self, config: dict[str, Any]) -> None:
         """Create the parts, and register them with `self.register` and `self.register_data`."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no setup(self, config): make model, optimizer and data there, and call "
-            "self.register(...) and self.register_data(...)"
+            f"{type(self).__name__} has no method setup(self, config): define it, make the model, optimizer and data there, "
+            "and call self.register(...) and self.register_data(...)"
         )
 
     def train_epoch(
@@ -130,15 +159,15 @@ class OperatorBase:
         return nullcontext()
 
     def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection, of: str = "train_batch") -> None:
-        """Count one batch's metrics; a batch that is repeated only to take part in a step has no weight."""
+        """Add one batch's metrics. A batch that is repeated only to take part in a step has weight 0."""
         if not isinstance(metrics, dict):
-            raise TypeError(f"{of} must return a dict of metrics, got {shown(metrics)}: {type(self).__name__}.{of}")
+            raise TypeError(f"{type(self).__name__}.{of} must return a dict of metrics, got {shown(metrics)}")
         samples = metrics.get(NUM_SAMPLES, 1)
         weight = samples if getattr(iterator, "fresh", True) else 0
         try:
             meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{type(self).__name__}.{of} returned what cannot be a metric: {error}") from None
+            raise type(error)(f"{type(self).__name__}.{of} returned an invalid metric: {error}") from None
 
     def _need(self, method: str, *names: str) -> None:
         """Raise an error unless `setup` has set the attributes that the default `method` uses."""

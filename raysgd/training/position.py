@@ -22,13 +22,16 @@ class Position:
     step           batches since the beginning of training
     applied        steps of single optimizers: of two ranks in one batch, one can be ahead by one optimizer's step
     loads          how often the user has loaded a state
-    epoch          epochs begun; `offset` is the position in the current one, and `ended` whether it has ended
+    epoch          epochs that have begun
+    offset, ended  the position in the current epoch, and whether the epoch has ended
     stream         the position in a data set passed to `train(dataset=...)`
     parked         the epoch's position while a call trains on such a data set
-    call           the number of the call that is running, or was last; these belong to it, too:
-    call_batches, call_expected, call_done
-    call_epoch     the epoch that the call ends with
-    call_units     samples that all ranks together have committed in the call, if the source counts them
+    call           the number of the current call, or of the last one. The following belong to it:
+    call_batches   batches committed
+    call_expected  batches that the call will have, if that is known
+    call_done      whether the call is done
+    call_epoch     the epoch with which the call ends
+    call_units     samples that all ranks together have committed, if the source counts them
     """
 
     step: int = 0
@@ -47,7 +50,7 @@ class Position:
     parked: list[Any] | None = None
 
     def set_aside(self, *, restart: bool = False) -> None:
-        """Set the epoch's position aside, because a call on another data set begins, and take the stream's position; with
+        """Store the epoch's position, because a call on another data set begins, and use the stream's position; with
         `restart`, its beginning."""
         if self.parked is None:
             self.parked = [self.offset, self.ended, self.stream if restart else None]
@@ -56,7 +59,7 @@ class Position:
             self.call_epoch = self.epoch
 
     def resume_epoch(self) -> None:
-        """Return to the epoch's position, if it was set aside."""
+        """Restore the epoch's position, if it was stored."""
         if self.parked is not None:
             kept = self.parked[2] if len(self.parked) > 2 else None  # older checkpoints have two entries
             self.stream = self.offset if kept is None else kept

@@ -1,4 +1,4 @@
-"""What the replicas of torch and TensorFlow do alike: they train, validate, and report what they measured. Worker."""
+"""What the replicas of torch and TensorFlow have in common: they train, validate, and report metrics. Worker."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class ReplicaBase(ABC):
     ) -> None:
         if not operator._parts.registered:
             raise ConfigError(
-                f"{type(operator).__name__}.setup did not call self.register(models=..., optimizers=...): "
-                "without it there is nothing to train or to save"
+                f"{type(operator).__name__}.setup did not call self.register(models=..., optimizers=...): call it there, "
+                "because the trainer trains and saves what is registered"
             )
         self.operator, self._rank_info, self._control = operator, rank_info, control
         self._distributed = settings.distributed
@@ -158,14 +158,12 @@ class ReplicaBase(ABC):
         timer: AbstractContextManager[Any] = self.operator.timers.record("train_epoch")
         return timer
 
-    def _make_feed(
-        self, source: Source, phase: Phase, limit: int | None, *, unwind: bool = False, **options: Any
-    ) -> Feed:
-        """Return the iterator for a loop; subclasses add the framework's own `options`."""
+    def _make_feed(self, source: Source, phase: Phase, limit: int | None, *, unwind: bool = False) -> Feed:
+        """Return the iterator for a loop."""
         training = phase == "train"
         return Feed(
             source,
-            self._position if training else self._val_position,
+            self._position_in(phase),
             self._rank_info,
             self._control,
             limit=limit,
@@ -174,11 +172,14 @@ class ReplicaBase(ABC):
             unwind=unwind,
             training=training,
             name=self.data_names[phase],
-            **options,
+            **self._feed_options(phase),
         )
 
+    def _position_in(self, phase: Phase) -> Position:
+        return self._position if phase == "train" else self._val_position
+
     def _cut_short(self) -> None:
-        """End a loop that an error has left: what was applied counts."""
+        """End a loop after an error, and commit what was applied."""
         feed, self._feed = self._feed, None
         if feed is not None and feed.cut_short():
             self._undo_batch()
@@ -232,12 +233,11 @@ class ReplicaBase(ABC):
         training = phase == "train"
         data = getattr(self.operator._parts, self.data_names[phase])
         source = self._train if training else self._validation
-        position = self._position if training else self._val_position
-        if source is not None and not position.ended:
+        if source is not None and not self._position_in(phase).ended:
             return source  # type: ignore[no-any-return]
         if data is None:
             raise ConfigError(
-                f"{'train' if training else 'validate'}() needs data: give self.register_data({self.data_names[phase]}=...)"
+                f"{'train' if training else 'validate'}() needs data: call self.register_data({self.data_names[phase]}=...)"
                 f" in {type(self.operator).__name__}.setup{self.without_data if training else ''}"
             )
         if source is None or source.loader is not data:
@@ -275,8 +275,10 @@ class ReplicaBase(ABC):
         """Return the result of a call on this rank."""
         method = "train_epoch" if phase == "train" else "validate"
         if not isinstance(result, dict):
-            raise TypeError(f"{method} must return a dict of results, got {shown(result)}")
-        check_metrics(result, of=f"{type(self.operator).__name__}.{method} returned what cannot be a result")
+            raise TypeError(
+                f"{type(self.operator).__name__}.{method} must return a dict of results, got {shown(result)}"
+            )
+        check_metrics(result, of=f"{type(self.operator).__name__}.{method} returned an invalid result")
         report: dict[str, Any] = dict(result)
         if phase == "train":
             committed = {COMMITTED: self._position.call_units}
@@ -322,14 +324,43 @@ class ReplicaBase(ABC):
         self._validation_began = began.as_dict()
         self._feed = None
 
-    def _forget_calls(self, loads: int) -> None:
-        """Forget the calls of the trainer that wrote the checkpoint. `loads` is the number of this trainer's loads; the state
-        outranks everything that was trained before."""
+    def _end_load(self, state: dict[str, Any], loads: int, restore_random: Callable[[Any], None]) -> None:
+        """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, and restore this rank's
+        random states. `loads` is how often this trainer has loaded a state; a state with more loads is newer than any
+        other."""
         self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._val_position.call, self._val_position.ended = -1, True
         self.take_snapshot()
+        ranks = state.get("rng") or []
+        if self.rank < len(ranks):
+            restore_random(ranks[self.rank])
+
+    def state(self) -> memoryview:
+        """Return the state as bytes, for a rank that is behind or new."""
+        return self._dump(self._state_for_peers())
+
+    def _state_for_peers(self) -> dict[str, Any]:
+        """Return the state for another rank of this trainer."""
+        return self.full_state()
+
+    def _copied_state(self) -> dict[str, Any]:
+        """Return a copy of the full state, which training does not change."""
+        return self.full_state()
+
+    def close(self) -> None:
+        self._snapshots.close()
 
     # -- what frameworks do differently ---------------------------------------------------------------
+
+    def _feed_options(self, phase: Phase) -> dict[str, Any]:
+        """Return further arguments of the `Feed`."""
+        return {}
+
+    def _help_with_snapshot(self) -> None:  # noqa: B027 - it is optional
+        """Do what rank 0 needs from the other ranks for a snapshot. By default, it needs nothing."""
+
+    def _undo_batch(self) -> None:  # noqa: B027 - it is optional
+        """Undo what a batch has changed that was not applied. By default, that is nothing."""
 
     @abstractmethod
     def _open_source(self, data: Any, phase: Phase) -> Source:
@@ -340,20 +371,12 @@ class ReplicaBase(ABC):
         """Add the registered metrics to a report. All ranks call this together."""
 
     @abstractmethod
-    def _copied_state(self) -> dict[str, Any]:
-        """Return the full state, as a copy that training does not change."""
+    def full_state(self) -> dict[str, Any]:
+        """Return the operator's state and the position."""
 
     @abstractmethod
     def _dump(self, state: dict[str, Any]) -> memoryview:
         """Return a state as bytes."""
-
-    @abstractmethod
-    def _help_with_snapshot(self) -> None:
-        """Do what rank 0 needs from the other ranks for a snapshot."""
-
-    @abstractmethod
-    def _undo_batch(self) -> None:
-        """Undo what a batch has changed that was not applied."""
 
 
 # -- calls that run a user's function -----------------------------------------------------------------
@@ -370,9 +393,9 @@ def apply(replica: ReplicaBase, function: Callable[[], Any]) -> Any:
 def accepted_arguments(
     function: Callable[..., Any], *positional: Any, **optional: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments to call the function with: all of `positional`; of `optional`,
-    those whose names it knows, and the first ones also for required parameters of another name (`_` for an `info` that
-    it does not use)."""
+    """Return the positional and keyword arguments that a user's function accepts: all of `positional`, and those of
+    `optional` that it has parameters for. A required parameter with another name, such as `_` for an `info` that the
+    function does not use, receives the next of them."""
     parameters = inspect.signature(function).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return positional, optional

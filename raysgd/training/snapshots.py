@@ -1,4 +1,4 @@
-"""When a snapshot is due, and how it leaves the worker. Worker."""
+"""Decides when a snapshot is due, and uploads it. Worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Snapshotter:
 
     @property
     def wanted(self) -> bool:
-        """Return whether there are to be snapshots, and a driver that receives them."""
+        """Return whether snapshots are to be taken, and there is a driver that receives them."""
         return self._every is not None and self._control.upload is not None
 
     def due_after_batch(self, step: int) -> bool:
@@ -41,8 +41,7 @@ class Snapshotter:
         return True
 
     def wait(self) -> None:
-        """Wait until the previous upload has ended. The newest snapshot must not be skipped because an older one is on its
-        way."""
+        """Wait until the previous upload has ended. The newest snapshot must not be skipped because of an older one."""
         if self._thread is not None:
             self._thread.join()
 

@@ -217,7 +217,7 @@ class OnOneRank(Line):
 def test_the_rank_that_returned_it_is_named(ray_cluster: None) -> None:
     with TorchTrainer(training_operator_cls=OnOneRank, num_workers=2, config={"batch": 2}) as trainer:
         for metrics, kind in [({3: 1.0}, TypeError), ({"m": 10**400}, ValueError)]:
-            with pytest.raises(kind, match=r"OnOneRank\.train_batch returned what cannot be a metric") as caught:
+            with pytest.raises(kind, match=r"OnOneRank\.train_batch returned an invalid metric") as caught:
                 trainer.train(info={"metrics": metrics})
             assert caught.value.raysgd_rank == 1  # type: ignore[attr-defined]
         with pytest.raises(TypeError, match=r"cannot be sent to the driver: opened .*Generator|generator"):

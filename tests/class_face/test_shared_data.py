@@ -87,9 +87,9 @@ def test_fewer_rows_than_workers(trainer: TorchTrainer) -> None:
 
 def test_an_empty_loader(trainer: TorchTrainer) -> None:
     give(trainer, 0, batch_size=8)
-    with pytest.raises(ConfigError, match="train_loader gave no batch"):
+    with pytest.raises(ConfigError, match="train_loader returned no batch"):
         trainer.train()
-    with pytest.raises(ConfigError, match="train_loader gave no batch"):
+    with pytest.raises(ConfigError, match="train_loader returned no batch"):
         trainer.train(num_steps=3)
     give(trainer, 64, batch_size=8)
     assert trainer.train()["num_samples"] == 64

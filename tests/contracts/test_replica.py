@@ -408,14 +408,14 @@ def test_training_without_data_or_batches_is_an_error(operators: Subject) -> Non
     replica = operators.make()
     replica.run(Call(apply_operator, {"function": lambda operator: operator.register_data()}))
     for call in (operators.call(), validation(1)):
-        with pytest.raises(ConfigError, match=r"needs data: give self\.register_data\("):
+        with pytest.raises(ConfigError, match=r"needs data: call self\.register_data\("):
             replica.run(call)
     names = replica.data_names
     replica.run(
         Call(apply_operator, {"function": lambda op: op.register_data(**{name: [] for name in names.values()})})
     )
     for call, name in ((operators.call(2), names["train"]), (validation(2), names["validation"])):
-        with pytest.raises(ConfigError, match=f"{name} gave no batch at all"):
+        with pytest.raises(ConfigError, match=f"{name} returned no batch"):
             replica.run(call)
 
 

@@ -1,4 +1,4 @@
-"""One table of faults, both faces: a class that is trained and a function that is run survive the same, equally well.
+"""One table of faults for both APIs: operators and training functions survive the same faults.
 
 Each face trains one epoch of the same model on the same numbered samples from the same beginning, and keeps a ledger
 with its weights of what they have seen.
@@ -32,7 +32,7 @@ ELASTIC = ElasticConfig(hang_timeout_s=10, grow=True)
 
 @dataclass(frozen=True)
 class Scenario:
-    """Faults of an epoch, and what becomes of them. `along`: ranks that the first one's kill takes with it."""
+    """The faults of an epoch, and what follows. `along` are ranks that are killed together with the first one."""
 
     faults: tuple[Fault, ...]
     lost: int = 1
@@ -54,19 +54,19 @@ SCENARIOS = {
 
 
 class Face(Protocol):
-    """What the table asks of a face."""
+    """What the table needs from an API."""
 
     def begin(self) -> list[int]:
-        """All workers, before the first step of the epoch; their processes, by rank."""
+        """Start all workers, before the first step of the epoch. Return their process ids by rank."""
 
     def epoch(self, faults: tuple[Fault, ...]) -> int:
-        """To the end of the epoch; of how many samples the result speaks."""
+        """Train to the end of the epoch. Return the number of samples in the result."""
 
     def rest(self) -> None:
-        """To the end of the epoch, after an error."""
+        """Train to the end of the epoch, after an error."""
 
     def ledgers(self) -> list[list[int]]:
-        """What the weights have seen, for each rank."""
+        """Return the samples that each rank's weights have seen."""
 
     def recoveries(self) -> list[Recovery]: ...
 
@@ -74,7 +74,7 @@ class Face(Protocol):
 
 
 class ClassFace:
-    """`TorchTrainer`, and the operator of all the other tests of losses."""
+    """`TorchTrainer`, and the operator of the other tests of worker failures."""
 
     def __init__(self, marks: Path) -> None:
         self.ground = Ground(marks, num_workers=WORKERS, elastic=ELASTIC)
@@ -103,8 +103,8 @@ class ClassFace:
 
 
 class FunctionFace:
-    """`train.Trainer`, and the same training as a function: `train.elastic` for survivors, a checkpoint for when there
-    are none."""
+    """`train.Trainer`, and the same training as a function. Survivors use `train.elastic`; if there are none, a checkpoint
+    is loaded."""
 
     def __init__(self, marks: Path) -> None:
         self.marks = marks / "marks"
@@ -116,7 +116,7 @@ class FunctionFace:
 
     def begin(self) -> list[int]:
         if len(self.trainer.worker_group) < WORKERS:
-            self.trainer.run(until_whole)
+            self.trainer.run(until_complete)
         return self.trainer.worker_group.execute(os.getpid)
 
     def epoch(self, faults: tuple[Fault, ...]) -> int:
@@ -142,18 +142,18 @@ class FunctionFace:
         self.trainer.shutdown()
 
 
-def until_whole() -> None:
-    """Nothing but places where new workers can join."""
+def until_complete() -> None:
+    """Wait until all workers have joined, and let new ones join meanwhile."""
     state = train.elastic({"looks": 0})
     while train.world_size() < WORKERS:
         state["looks"] += 1
-        assert state["looks"] < 2400, "nobody joined within two minutes"
+        assert state["looks"] < 2400, "no worker joined within two minutes"
         time.sleep(0.05)
         state.commit()
 
 
 def beginning() -> dict[str, Any]:
-    """Model, optimizer and data, the same in every worker."""
+    """Return model, optimizer and data, the same in every worker."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     generator = torch.Generator().manual_seed(1)
@@ -223,7 +223,7 @@ def test_a_fault_in_an_epoch(shared: Face, name: str) -> None:
 
     assert shared.epoch((first, *more)) == SAMPLES
     assert_exact(shared)
-    # Replacements may have joined before the epoch was over: that is no loss.
+    # Replacements may have joined before the epoch ended; that is not a failure.
     losses = [each for each in shared.recoveries()[before:] if each.reason != "growth"]
     assert {loss.reason for loss in losses} == {scenario.reason}
     assert sum(len(loss.lost_ranks) for loss in losses) == scenario.lost
@@ -234,8 +234,8 @@ def test_a_fault_in_an_epoch(shared: Face, name: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["before", "backward", "after"])
-def test_an_error_of_the_users(shared: Face, where: str) -> None:
-    """It reaches the user with its rank, nobody is lost, and training can go on from where it was or was saved."""
+def test_a_user_error(shared: Face, where: str) -> None:
+    """It reaches the user with its rank, no worker is lost, and training can continue from its position or a checkpoint."""
     shared.begin()
     before = len(shared.recoveries())
     with pytest.raises(ZeroDivisionError, match="planned in raise") as caught:

@@ -1,4 +1,4 @@
-"""Agreeing on where to stop, with ranks that answer as they like: no processes here."""
+"""Ranks agree on a batch boundary: tests choose their answers, without processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raysgd.workers.events import CallEnded, Event, MessageReceived
 
 
 class Ranks:
-    """A group of two ranks without processes: it keeps what they were told, and a test says what they answer."""
+    """A group of two ranks without processes: it records messages, and a test sets the answers."""
 
     def __init__(self, *steps: int) -> None:
         self.told: list[tuple[str, Message]] = []
@@ -54,8 +54,8 @@ class Ranks:
         return self._newest.step
 
 
-def test_a_rank_that_has_begun_nothing_puts_no_boundary_out_of_reach(monkeypatch: Any) -> None:
-    """It says -1 as often as it is asked, while its peer is ready to stop: the boundary stays where it is."""
+def test_a_rank_that_has_begun_no_batch_does_not_move_the_boundary(monkeypatch: Any) -> None:
+    """It always answers -1, while its peer is ready to stop: the boundary does not move."""
     monkeypatch.setattr(module, "PATIENCE_S", 0.0)
     ranks = Ranks(5, 0)
     boundary = Boundary(ranks.table, {"0": 1, "1": 2}, lead=1)

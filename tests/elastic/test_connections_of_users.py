@@ -21,7 +21,7 @@ KEPT = "connections_of_the_user"
 
 @pytest.fixture
 def echo() -> Iterator[int]:
-    """The port of a server that says everything back."""
+    """Return the port of an echo server."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
 
     def answer(connection: socket.socket) -> None:
@@ -41,7 +41,7 @@ def echo() -> Iterator[int]:
 
 
 def connecting(port: int) -> Any:
-    """A hook that lets a thread open connections, as an upload or a metrics client might, until the ranks have met."""
+    """A hook whose thread opens connections, like an upload or a metrics client, until the process group is up."""
 
     def connect(kept: list[socket.socket]) -> None:
         import torch.distributed as dist
@@ -59,7 +59,7 @@ def connecting(port: int) -> Any:
 
 
 def answering() -> tuple[int, int]:
-    """How many connections this worker has kept, and how many of them still work."""
+    """Return how many connections this worker has kept, and how many of them still work."""
     kept = sys.modules[KEPT].kept
     alive = 0
     for connection in kept:

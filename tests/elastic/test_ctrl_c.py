@@ -1,4 +1,4 @@
-"""Ctrl-C in the driver stops at a batch border within seconds; the trainer stays usable, and nothing is left behind."""
+"""Ctrl-C in the driver stops training at a batch boundary within seconds. The trainer stays usable, and nothing leaks."""
 
 import json
 import os
@@ -42,7 +42,7 @@ ground.trainer.shutdown()
 """
 
 
-def test_the_driver_stops_and_goes_on(tmp_path: Path) -> None:
+def test_training_continues_after_ctrl_c(tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -84,7 +84,7 @@ def _alive(pid: int) -> bool:
 def test_ctrl_c_in_a_shutdown_leaves_no_worker(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The script lives on, as a notebook does: workers that stayed would hold their CPUs until it ends."""
+    """The script continues, like a notebook: workers that were left would occupy their CPUs until it ends."""
     ground = Ground(tmp_path / "marks", num_workers=2)
     pids = ground.trainer.apply_all_workers(os.getpid)
     kill, calls = ray.kill, []
@@ -102,7 +102,7 @@ def test_ctrl_c_in_a_shutdown_leaves_no_worker(
     ground.trainer.shutdown()
 
 
-def test_ctrl_c_in_the_wait_for_a_save_ends_the_workers(
+def test_ctrl_c_while_waiting_for_a_save_ends_the_workers(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ground = Ground(tmp_path / "marks", num_workers=2, operator=SlowToSave)
@@ -116,10 +116,10 @@ def test_ctrl_c_in_the_wait_for_a_save_ends_the_workers(
     assert not [path.name for path in tmp_path.iterdir() if path.name != "marks"]
 
 
-def test_ctrl_c_at_the_begin_of_a_save_leaves_nothing(
+def test_ctrl_c_at_the_start_of_a_save_leaves_no_file(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the start of a thread, which waits for it, and so is where Ctrl-C often comes."""
+    """Starting a thread waits for it, so Ctrl-C often arrives there."""
     ground = Ground(tmp_path / "marks", num_workers=2)
     start, before, pressed = threading.Thread.start, threading.active_count(), []
 
@@ -142,7 +142,7 @@ def test_ctrl_c_at_the_begin_of_a_save_leaves_nothing(
 
 
 class Slow:
-    """Takes its time to be written."""
+    """A state that takes long to be written."""
 
     def __deepcopy__(self, memo: object) -> "Slow":
         return self

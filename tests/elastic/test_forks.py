@@ -26,12 +26,12 @@ def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
 
 
 def first_folders(operator: Any) -> list[Any]:
-    """The folder of each new process's sockets, beginning with the first process that this worker creates."""
+    """Return the socket folder of each new process, beginning with the first one that this worker creates."""
     return [multiprocessing.get_context(kind).Process()._config.get("tempdir") for kind in ("fork", "spawn")]  # type: ignore[attr-defined]
 
 
-def test_the_first_loader_process_keeps_its_sockets_in_the_workers_folder(trainer: TorchTrainer) -> None:
-    """The worker removes that folder before it is killed. A process that Python starts makes one of its own otherwise."""
+def test_loader_processes_keep_their_sockets_in_the_workers_folder(trainer: TorchTrainer) -> None:
+    """The worker removes its folder before it is killed. Otherwise each process that Python starts would make its own."""
     folders = trainer.apply_all_operators(first_folders)
     assert all(len(set(each)) == 1 and Path(each[0]).name.startswith("raysgd-worker-") for each in folders)
     assert len({each[0] for each in folders}) == 2, "one for each worker"
@@ -93,9 +93,9 @@ def ended(pid: int, within_s: float) -> bool:
 def test_a_process_outlives_the_helper_thread_that_started_it(trainer: TorchTrainer, start: Callable[[], int]) -> None:
     pids = trainer.apply_all_operators(in_a_helper_thread(start))
     try:
-        time.sleep(0.5)  # the threads have ended before the answers came
+        time.sleep(0.5)  # the threads have ended before the answers arrived
         assert all(alive(pid) for pid in pids), "a process was killed when the thread that started it ended"
-        # Threads that come and go later do not end it either.
+        # Threads that start and end later do not end it either.
         trainer.apply_all_operators(in_a_helper_thread(os.getpid))
         time.sleep(0.2)
         assert all(alive(pid) for pid in pids)
@@ -106,7 +106,7 @@ def test_a_process_outlives_the_helper_thread_that_started_it(trainer: TorchTrai
 
 
 def test_sigterm_ends_a_forked_process(trainer: TorchTrainer) -> None:
-    """The worker takes SIGTERM as a notice; a process that was forked from it must not."""
+    """SIGTERM is a preemption notice for a worker, but not for a process that was forked from it."""
     for where in (in_the_main_thread, in_a_helper_thread):
         for pid in trainer.apply_all_operators(where(sleep_in_a_fork)):
             os.kill(pid, signal.SIGTERM)
@@ -115,7 +115,7 @@ def test_sigterm_ends_a_forked_process(trainer: TorchTrainer) -> None:
 
 
 def test_forked_processes_end_with_a_killed_worker(trainer: TorchTrainer) -> None:
-    """Whichever thread forked them: their copies of the worker's sockets would keep its peers waiting."""
+    """This holds for every thread that forked them: their copies of the worker's sockets would let its peers wait."""
     main = trainer.apply_all_operators(in_the_main_thread(sleep_in_a_fork))
     helper = trainer.apply_all_operators(in_a_helper_thread(sleep_in_a_fork))
     assert all(alive(pid) for pid in (*main, *helper))

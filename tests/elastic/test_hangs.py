@@ -1,4 +1,4 @@
-"""Nothing waits for ever: a hang is reported with rank, phase and stack, and its culprit is ended."""
+"""A hang is reported with rank, phase and stack, and the rank that hangs is ended."""
 
 import logging
 import time
@@ -42,7 +42,7 @@ def ground(shared: Ground) -> Ground:
     ],
     ids=["stopped", "deadlock in user code", "stopped rank 0", "holds the interpreter lock"],
 )
-def test_the_culprit_is_named_and_ended(ground: Ground, fault: Fault, stack: str, caplog: Any) -> None:
+def test_the_rank_that_hangs_is_named_and_ended(ground: Ground, fault: Fault, stack: str, caplog: Any) -> None:
     ground.arm(fault)
     before = len(ground.trainer.recoveries)
     started = time.monotonic()
@@ -57,7 +57,7 @@ def test_the_culprit_is_named_and_ended(ground: Ground, fault: Fault, stack: str
 
 
 class StuckData(Numbered):
-    """One sample's loading never ends, once."""
+    """Loading one sample never ends, once."""
 
     def __init__(self, size: int, marks: str) -> None:
         super().__init__(size)
@@ -90,7 +90,7 @@ def test_a_stuck_data_loader_on_one_rank(ray_cluster: None, tmp_path: Path) -> N
 
 
 class Deadlocked(LedgerOperator):
-    """All ranks wait in a collective that never comes to its end: rank 1 waits in another one, once."""
+    """All ranks wait in a collective that never ends, because rank 1 waits in another one, once."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         mark = Path(self.config["marks"]) / f"deadlock-{self.world_rank}"
@@ -104,7 +104,7 @@ class Deadlocked(LedgerOperator):
         return super().train_batch(batch, batch_info)
 
 
-def test_a_deadlock_with_nobody_to_blame_goes_on(ray_cluster: None, tmp_path: Path) -> None:
+def test_training_continues_after_a_deadlock_of_all_ranks(ray_cluster: None, tmp_path: Path) -> None:
     elastic = ElasticConfig(hang_timeout_s=LIMIT_S, grow=False)
     ground = Ground(tmp_path / "dead", operator=Deadlocked, num_workers=2, elastic=elastic)
     try:

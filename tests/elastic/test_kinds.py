@@ -1,4 +1,4 @@
-"""Losses under every kind of loop and data: a loop of the user's own, live iterators, cut networks, deaths that repeat."""
+"""Worker failures with all kinds of loops and data: custom loops, live iterators, cut networks, repeated failures."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def make(ray_cluster: None, tmp_path: Path) -> Iterator[Any]:
 
 
 class OwnLoop(LedgerOperator):
-    """v1's documented signature, a loop of its own, and an `except` that must not swallow our stop signs."""
+    """A custom loop with v1's signature, and an `except` that must not catch the exceptions that stop it."""
 
     def train_epoch(self, iterator: Any, info: Any) -> dict[str, Any]:
         losses = []
@@ -43,7 +43,7 @@ class OwnLoop(LedgerOperator):
         return {"mean_loss": torch.stack(losses).mean().item() if losses else 0.0}
 
 
-def test_a_train_epoch_of_ones_own(make: Any) -> None:
+def test_a_custom_train_epoch(make: Any) -> None:
     ground = make(operator=OwnLoop)
     ground.arm(Fault(1, 6), Fault(0, 11, where="after"))
     result = ground.trainer.train()
@@ -52,7 +52,7 @@ def test_a_train_epoch_of_ones_own(make: Any) -> None:
     assert result["epoch"] == 1 and result["mean_loss"] > 0
 
 
-def test_growth_under_a_train_epoch_of_ones_own(make: Any) -> None:
+def test_growth_during_a_custom_train_epoch(make: Any) -> None:
     ground = make(operator=OwnLoop, elastic=ElasticConfig(), config={"samples": 1200, "pace": 0.02}, num_workers=2)
     ground.arm(Fault(1, 6))
     for _ in range(8):
@@ -64,7 +64,7 @@ def test_growth_under_a_train_epoch_of_ones_own(make: Any) -> None:
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
-    """Shares itself out by worker info, as such data sets do."""
+    """Divides itself by worker info, as such data sets do."""
 
     def __init__(self, size: int) -> None:
         self.samples = Numbered(size)
@@ -82,19 +82,19 @@ class Streaming(LedgerOperator):
         self.register_data(train_loader=DataLoader(Stream(240), batch_size=4))
 
 
-def test_live_iterators_go_on_where_they_stand(make: Any) -> None:
+def test_live_iterators_continue_where_they_were(make: Any) -> None:
     ground = make(operator=Streaming)
     ground.arm(Fault(1, 6))
     ground.trainer.train()
     seen = ground.trained()
     assert max(seen.values()) == 1
     survivors = {index for index in range(240) if index % 3 != 1}
-    assert survivors <= set(seen), "the survivors' own shares are trained on whole, each sample once"
-    assert len(set(seen) - survivors) == 5 * 4, "and of the lost rank's share, what it had done"
+    assert survivors <= set(seen), "the survivors train on all samples of their parts, each once"
+    assert len(set(seen) - survivors) == 5 * 4, "and of the failed rank's part, on those before the failure"
 
 
 class Buckets(BatchSampler):
-    """A batch sampler of the user's own; its batches stay whole."""
+    """A user's batch sampler, whose batches are not split."""
 
     def __init__(self) -> None:
         super().__init__(RandomSampler(range(100), generator=torch.Generator().manual_seed(5)), 3, False)
@@ -114,7 +114,7 @@ def test_batch_samplers_keep_every_sample(make: Any) -> None:
         ground.assert_epoch_exact()
 
 
-def test_tails_smaller_than_the_group(make: Any) -> None:
+def test_last_steps_with_fewer_samples_than_ranks(make: Any) -> None:
     ground = make(elastic=ElasticConfig(grow="epoch", hang_timeout_s=60))
     for size in (1, 2, 5, 13):
         ground.whole_again(3)
@@ -139,7 +139,7 @@ def test_drop_last_drops_less_than_one_step(make: Any) -> None:
     assert max(seen.values()) == 1 and 101 - len(seen) < 2 * 4
 
 
-def test_a_cut_network_is_joined_again(make: Any) -> None:
+def test_ranks_rejoin_after_the_network_was_cut(make: Any) -> None:
     ground = make()
     ground.arm(Fault(1, 6, "cut", "backward"))
     ground.trainer.train()
@@ -149,7 +149,7 @@ def test_a_cut_network_is_joined_again(make: Any) -> None:
 
 
 def die_when_joining_again(marks: str) -> Any:
-    """An initialization hook: the second time this process meets the others, it dies before it has met them. Once."""
+    """An initialization hook: once, the process is killed when it joins its second generation."""
 
     def hook() -> None:
         join, meetings = TorchBackend.join, []
@@ -165,7 +165,7 @@ def die_when_joining_again(marks: str) -> Any:
     return hook
 
 
-def test_a_death_during_the_rendezvous(make: Any, tmp_path: Path) -> None:
+def test_a_worker_fails_during_the_rendezvous(make: Any, tmp_path: Path) -> None:
     ground = make(num_workers=4, initialization_hook=die_when_joining_again(str(tmp_path / "marks")))
     ground.arm(Fault(3, 6))
     ground.trainer.train()
@@ -175,7 +175,7 @@ def test_a_death_during_the_rendezvous(make: Any, tmp_path: Path) -> None:
 
 
 class Poisoned(LedgerOperator):
-    """One sample kills whoever trains on it, every time: a crash in native code."""
+    """One sample kills each process that trains on it, like a crash in native code."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         if 17 in batch[0].tolist() and self.global_step > 8:

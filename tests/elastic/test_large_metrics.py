@@ -1,4 +1,4 @@
-"""Metrics of any size and kind reach the driver with the call's result, and never break the control channel."""
+"""Metrics of any size and type reach the driver with the call's result, and never break the control channel."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +35,7 @@ def metrics_of(kind: str) -> dict[str, Any]:
 
 
 class Measuring(Line):
-    """Reports such metrics in every batch, beside a plain one."""
+    """Reports such metrics in every batch, and a plain one."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""Nobody is left: fresh processes go on from the newest snapshot, and `batches_redone` tells the truth."""
+"""If no worker is left, new processes resume from the newest snapshot, and `batches_redone` is correct."""
 
 import os
 import signal
@@ -20,11 +20,11 @@ def alone(path: Path, operator: type[LedgerOperator] = LedgerOperator, **elastic
     return Ground(path, num_workers=1, use_ray=True, elastic=settings, config={"pace": 0.005}, operator=operator)
 
 
-def test_one_worker_goes_on_from_the_end_of_the_last_epoch(ray_cluster: None, tmp_path: Path) -> None:
+def test_one_worker_resumes_from_the_end_of_the_last_epoch(ray_cluster: None, tmp_path: Path) -> None:
     ground = alone(tmp_path / "marks")
     try:
         ground.trainer.train()
-        time.sleep(0.3)  # the snapshot leaves from a thread of its own
+        time.sleep(0.3)  # the snapshot is sent in a thread
         ground.assert_epoch_exact()
         ground.arm(Fault(0, 20))
         result = ground.trainer.train()
@@ -38,7 +38,7 @@ def test_one_worker_goes_on_from_the_end_of_the_last_epoch(ray_cluster: None, tm
 
 
 class StoppedInSetup(LedgerOperator):
-    """Whoever comes after the first process is stopped in its set-up, once."""
+    """The process after the first one is stopped in its setup, once."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -49,7 +49,7 @@ class StoppedInSetup(LedgerOperator):
         first.touch()
 
 
-def test_a_fresh_process_that_is_stopped_in_its_setup_holds_nobody(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_new_process_that_is_stopped_in_its_setup_does_not_block_training(ray_cluster: None, tmp_path: Path) -> None:
     ground = alone(tmp_path / "marks", StoppedInSetup, hang_timeout_s=5)
     try:
         ground.trainer.train()
@@ -63,7 +63,7 @@ def test_a_fresh_process_that_is_stopped_in_its_setup_holds_nobody(ray_cluster: 
         ground.trainer.shutdown()
 
 
-def test_a_snapshot_every_few_batches_redoes_few(ray_cluster: None, tmp_path: Path) -> None:
+def test_with_frequent_snapshots_few_batches_are_repeated(ray_cluster: None, tmp_path: Path) -> None:
     ground = alone(tmp_path / "marks", snapshot_every=10)
     try:
         ground.arm(Fault(0, 28))
@@ -87,7 +87,7 @@ def test_without_snapshots_training_starts_over(ray_cluster: None, tmp_path: Pat
         ground.trainer.shutdown()
 
 
-def test_a_notice_to_the_only_worker_redoes_nothing(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_preemption_notice_to_the_only_worker_repeats_no_batch(ray_cluster: None, tmp_path: Path) -> None:
     ground = alone(tmp_path / "marks")
     try:
         ground.arm(Fault(0, 20, "term"))
@@ -99,8 +99,8 @@ def test_a_notice_to_the_only_worker_redoes_nothing(ray_cluster: None, tmp_path:
         ground.trainer.shutdown()
 
 
-def test_what_was_counted_before_the_snapshot_still_counts(ray_cluster: None, tmp_path: Path) -> None:
-    """One is lost in place, then the other: the snapshot's own count begins at the first loss."""
+def test_metrics_from_before_the_snapshot_count(ray_cluster: None, tmp_path: Path) -> None:
+    """One worker fails, and then the other: the snapshot's count begins at the first failure."""
     elastic = ElasticConfig(snapshot_every=5, grow=False)
     ground = Ground(tmp_path / "marks", num_workers=2, elastic=elastic, config={"pace": 0.01})
     try:

@@ -1,4 +1,4 @@
-"""A process of a DataLoader is killed: its rank gets a new loader, and every sample is still used exactly once."""
+"""If a process of a DataLoader is killed, its rank gets a new loader, and every sample is still used exactly once."""
 
 import contextlib
 import logging
@@ -46,7 +46,7 @@ def fatal(marks: str, index: int) -> None:
 
 
 class Fatal(Numbered):
-    """Samples whose loading can be fatal to the process that does it."""
+    """Samples whose loading can kill the process that loads them."""
 
     def __init__(self, size: int, marks: str) -> None:
         super().__init__(size)
@@ -72,7 +72,7 @@ class FatalOperator(LedgerOperator):
 
 
 class OwnLoop(FatalOperator):
-    """An epoch of the user's own, which survives errors in batches."""
+    """A custom epoch that catches errors in batches."""
 
     def train_epoch(self, iterator: Iterator[Any], info: dict[str, Any], **_: Any) -> dict[str, Any]:
         count = 0
@@ -162,7 +162,7 @@ def test_killed_in_an_epoch(ground: Ground, number: int, told: str, caplog: Any)
     assert (recovery.world_size_before, recovery.world_size_after, recovery.batches_redone) == (2, 2, 0)
     assert "rank" in recovery.detail and "node" in recovery.detail and told in recovery.detail
     assert any("train_loader" in r.getMessage() and "restart" in r.getMessage().lower() for r in caplog.records)
-    assert ground.trainer.apply_all_workers(os.getpid) == pids, "the workers themselves live on"
+    assert ground.trainer.apply_all_workers(os.getpid) == pids, "the workers themselves continue to run"
 
 
 def test_killed_on_both_ranks_and_again(ground: Ground) -> None:
@@ -183,7 +183,7 @@ def test_killed_in_validation(ground: Ground) -> None:
 
 
 def test_killed_while_idle(ground: Ground) -> None:
-    """Between two calls in mid-epoch, where the loader's processes wait for the rest of it."""
+    """Between two calls in one epoch, the loader's processes wait for the rest of the epoch."""
     ground.trainer.train(num_steps=3)
     for pid in (pids[0] for pids in loader_processes(ground.trainer) if pids):
         os.kill(pid, signal.SIGKILL)
@@ -191,7 +191,7 @@ def test_killed_while_idle(ground: Ground) -> None:
     ground.assert_epoch_exact()
 
 
-def test_the_bound_is_max_retries_and_the_error_names_memory(ground: Ground) -> None:
+def test_max_retries_limits_failures_and_the_error_mentions_memory(ground: Ground) -> None:
     (ground.marks / "always-50").write_text(str(int(signal.SIGKILL)))
     before = len(ground.trainer.recoveries)
     with pytest.raises(TrainingFailedError, match=r"(?s)max_retries=1.*data loader.*rank.*memory.*num_workers"):
@@ -202,7 +202,7 @@ def test_the_bound_is_max_retries_and_the_error_names_memory(ground: Ground) -> 
     ground.assert_epoch_exact()
 
 
-def test_none_is_allowed_with_zero_retries(ground: Ground) -> None:
+def test_max_retries_0_allows_no_failure(ground: Ground) -> None:
     (ground.marks / "kill-50").write_text(str(int(signal.SIGKILL)))
     with pytest.raises(TrainingFailedError, match="max_retries=0"):
         ground.trainer.train(max_retries=0)
@@ -210,7 +210,7 @@ def test_none_is_allowed_with_zero_retries(ground: Ground) -> None:
     ground.assert_epoch_exact()
 
 
-def test_an_error_of_the_users_with_the_same_words_is_the_users(ground: Ground) -> None:
+def test_a_user_error_with_the_same_text_is_not_retried(ground: Ground) -> None:
     (ground.marks / "raise-50").touch()
     before = len(ground.trainer.recoveries)
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
@@ -218,7 +218,7 @@ def test_an_error_of_the_users_with_the_same_words_is_the_users(ground: Ground) 
     assert len(ground.trainer.recoveries) == before
 
 
-def test_a_loop_that_survives_errors_loses_no_samples(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_custom_loop_that_catches_errors_loses_no_samples(ray_cluster: None, tmp_path: Path) -> None:
     config = {"samples": SAMPLES}
     ground = Ground(tmp_path / "own", operator=OwnLoop, num_workers=2, config=config)
     try:
@@ -264,7 +264,7 @@ class HalfwayLine(Line):
 
 
 def test_a_step_is_never_half_applied() -> None:
-    """torch reports the process's death in whatever the main thread is doing: here, in the optimizer's step."""
+    """torch raises the error of the killed process wherever the main thread is: here, in the optimizer's step."""
     trained = []
     for victim in (False, True):
         Halfway.victim = victim
@@ -277,7 +277,7 @@ def test_a_step_is_never_half_applied() -> None:
 
 
 class FatalStream(IterableDataset[int]):
-    """Shuffled by the seed that torch gives to each process."""
+    """Shuffled with the seed that torch gives to each process."""
 
     def __init__(self, marks: str) -> None:
         self.marks = marks
@@ -305,7 +305,7 @@ class Seen(Line):
         return {"num_samples": len(batch)}
 
 
-def test_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_stream_continues_where_it_was(tmp_path: Path) -> None:
     with inline(Seen, config={"marks": str(tmp_path)}) as trainer:
         for index in (31, 44):
             (tmp_path / f"kill-{index}").write_text(str(int(signal.SIGKILL)))
@@ -318,7 +318,7 @@ def test_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def one_epoch(config: dict[str, Any]) -> dict[str, Any]:
-    """One epoch over one of the kinds of loader; which samples the weights of this rank have seen."""
+    """Train one epoch with one kind of loader. Return the samples that this rank's weights have seen."""
     model = nn.Linear(8, 1)
     loader: Any = DataLoader(Fatal(SAMPLES, config["marks"]), batch_size=4, shuffle=True, num_workers=2)
     if config["kind"] == "elastic":
@@ -346,7 +346,7 @@ def functions(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.mark.parametrize("kind", ["elastic", "prepared"])
-def test_a_function_with_a_loader_of_ours_runs_again(functions: Trainer, kind: str, tmp_path: Path) -> None:
+def test_a_function_with_a_prepared_loader_runs_again(functions: Trainer, kind: str, tmp_path: Path) -> None:
     (tmp_path / "kill-50").write_text(str(int(signal.SIGKILL)))
     before = len(functions.recoveries)
     results = functions.run(one_epoch, {"marks": str(tmp_path), "kind": kind})
@@ -354,7 +354,7 @@ def test_a_function_with_a_loader_of_ours_runs_again(functions: Trainer, kind: s
     assert [r.reason for r in functions.recoveries[before:]] == ["data loader"]
 
 
-def test_a_functions_own_loader_is_the_users(functions: Trainer, tmp_path: Path) -> None:
+def test_an_error_in_a_functions_own_loader_is_a_user_error(functions: Trainer, tmp_path: Path) -> None:
     (tmp_path / "kill-50").write_text(str(int(signal.SIGKILL)))
     before = len(functions.recoveries)
     with pytest.raises(RuntimeError, match="DataLoader worker"):

@@ -1,4 +1,4 @@
-"""Workers die in every place there is; the survivors go on, and the ledger shows each sample exactly once."""
+"""Workers are killed at every place; the survivors continue, and the ledger shows each sample exactly once."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def ground(shared: Ground) -> Ground:
     return shared
 
 
-# Each two of place, rank and way to die meet. Several at once, and one after the other: see test_both_faces.py.
+# Every pair of place, rank and signal is covered. test_both_faces.py has several failures at once and in a row.
 @pytest.mark.parametrize(
     ("rank", "step", "where", "kind"),
     [
@@ -42,7 +42,7 @@ def ground(shared: Ground) -> Ground:
         (2, 20, "after", "kill"),
     ],
 )
-def test_one_of_three_dies_in_an_epoch(ground: Ground, rank: int, step: int, where: str, kind: str) -> None:
+def test_one_of_three_workers_fails_in_an_epoch(ground: Ground, rank: int, step: int, where: str, kind: str) -> None:
     ground.arm(Fault(rank, step, kind, where))
     before = len(ground.trainer.recoveries)
     result = ground.trainer.train()
@@ -54,13 +54,13 @@ def test_one_of_three_dies_in_an_epoch(ground: Ground, rank: int, step: int, whe
     assert result["num_samples"] == ground.samples
 
 
-def test_a_survivor_that_is_behind_dies_when_it_takes_the_state(ground: Ground) -> None:
+def test_a_survivor_fails_while_it_loads_the_state(ground: Ground) -> None:
     ground.arm(Fault(1, 6, where="after"), Fault(2, 6, where="load"), Fault(0, 6, where="load"))
     ground.trainer.train()
     ground.assert_epoch_exact()
 
 
-def test_death_in_validation_repeats_it(ground: Ground) -> None:
+def test_a_failure_in_a_validation_repeats_it(ground: Ground) -> None:
     ground.arm(Fault(1, 1, where="validate"))
     result = ground.trainer.validate()
     assert ground.fired() == 1
@@ -68,7 +68,7 @@ def test_death_in_validation_repeats_it(ground: Ground) -> None:
     assert ground.trained() == Counter()
 
 
-def test_death_while_idle(ground: Ground) -> None:
+def test_a_failure_while_idle(ground: Ground) -> None:
     victim = ground.trainer.apply_all_workers(os.getpid)[1]
     before = len(ground.trainer.recoveries)
     os.kill(victim, signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_death_while_idle(ground: Ground) -> None:
     assert ground.trainer.recoveries[before].reason == "worker death"
 
 
-def test_death_in_apply_keeps_the_survivors_answers(ground: Ground) -> None:
+def test_a_failure_in_apply_keeps_the_survivors_values(ground: Ground) -> None:
     victim = ground.trainer.apply_all_workers(os.getpid)[1]
 
     def die() -> int:
@@ -89,7 +89,7 @@ def test_death_in_apply_keeps_the_survivors_answers(ground: Ground) -> None:
     assert len(answers) == 2 and victim not in answers
 
 
-def test_death_in_save(ground: Ground, tmp_path) -> None:
+def test_a_failure_in_save(ground: Ground, tmp_path) -> None:
     ground.arm(Fault(0, 1, where="save"))
     path = ground.trainer.save(tmp_path / "saved.pt")
     assert ground.fired() == 1
@@ -98,7 +98,7 @@ def test_death_in_save(ground: Ground, tmp_path) -> None:
     ground.assert_epoch_exact()
 
 
-def test_num_steps_over_a_loss(ground: Ground) -> None:
+def test_num_steps_with_a_failure(ground: Ground) -> None:
     ground.trainer.train(num_steps=3)
     ground.arm(Fault(1, 4))
     result = ground.trainer.train(num_steps=10)
@@ -107,14 +107,14 @@ def test_num_steps_over_a_loss(ground: Ground) -> None:
     assert set(ground.trained().values()) <= {1, 2}
 
 
-def test_losses_past_the_bound_tell_the_story(ground: Ground) -> None:
+def test_more_failures_than_max_retries_raise_an_error_that_lists_them(ground: Ground) -> None:
     ground.arm(Fault(0, 3), Fault(1, 8))
     with pytest.raises(TrainingFailedError, match=r"max_retries=1.*(?s:.*)worker death in epoch \d+, batch \d+"):
         ground.trainer.train(max_retries=1)
     ground.trainer.train()
 
 
-def test_no_loss_is_allowed_with_zero_retries(ground: Ground) -> None:
+def test_max_retries_0_allows_no_worker_failure(ground: Ground) -> None:
     ground.arm(Fault(0, 3))
     with pytest.raises(TrainingFailedError, match="max_retries=0"):
         ground.trainer.train(max_retries=0)

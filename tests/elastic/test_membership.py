@@ -1,4 +1,4 @@
-"""Planned changes: growth, resizing by hand, preemption notices. Nothing is lost, nothing is redone."""
+"""Planned changes (growth, `resize`, preemption notices): no batch is lost or repeated."""
 
 import time
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def ground(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     ground.trainer.shutdown()
 
 
-def test_a_replacement_joins_in_mid_epoch(ground: Ground) -> None:
+def test_a_replacement_joins_in_the_middle_of_an_epoch(ground: Ground) -> None:
     ground.arm(Fault(1, 3))
     before = len(ground.trainer.recoveries)
     deadline = time.monotonic() + 60
@@ -36,7 +36,7 @@ def test_a_replacement_joins_in_mid_epoch(ground: Ground) -> None:
     assert growth.in_place and growth.batches_redone == 0
 
 
-def test_the_operator_hears_of_every_change(ground: Ground) -> None:
+def test_resized_is_called_for_every_change(ground: Ground) -> None:
     ground.whole_again(3)
     heard = ground.trainer.apply_all_operators(lambda operator: (operator.resizes, operator.world_size))
     assert all(world == 3 for _, world in heard)
@@ -57,12 +57,12 @@ def test_resize_by_hand_in_the_middle_of_an_epoch(ground: Ground) -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, "2"])
-def test_resize_refuses_nonsense(ground: Ground, count: object) -> None:
+def test_resize_refuses_invalid_numbers(ground: Ground, count: object) -> None:
     with pytest.raises(ConfigError, match="num_workers"):
         ground.trainer.resize(count)
 
 
-def test_sigterm_hands_over_and_shrinks(ground: Ground) -> None:
+def test_sigterm_shrinks_the_group_at_a_batch_boundary(ground: Ground) -> None:
     ground.whole_again(3)
     ground.arm(Fault(1, 6, "term"))
     before = len(ground.trainer.recoveries)
@@ -73,7 +73,7 @@ def test_sigterm_hands_over_and_shrinks(ground: Ground) -> None:
     assert result["num_samples"] == ground.samples
 
 
-def test_death_while_everybody_stops_for_a_newcomer(ground: Ground) -> None:
+def test_a_failure_while_ranks_stop_for_a_replacement(ground: Ground) -> None:
     ground.whole_again(3)
     ground.arm(Fault(1, 3), Fault(0, 0, where="save"))
     ground.trainer.train(max_retries=-1)
@@ -83,7 +83,7 @@ def test_death_while_everybody_stops_for_a_newcomer(ground: Ground) -> None:
 
 
 @pytest.mark.parametrize("grow", ["epoch", False])
-def test_growth_between_calls_or_never(ray_cluster: None, tmp_path, grow: object) -> None:
+def test_growth_only_between_calls_or_never(ray_cluster: None, tmp_path, grow: object) -> None:
     elastic = ElasticConfig(grow=grow, hang_timeout_s=60)
     ground = Ground(tmp_path / "grow", num_workers=2, config={"samples": 200, "pace": 0.01}, elastic=elastic)
     try:

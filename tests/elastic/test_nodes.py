@@ -1,4 +1,4 @@
-"""Machines come and go: a node is lost, comes back, is drained; with nothing free, training waits for it."""
+"""Nodes fail, return and are drained; if no resources are free, training waits for them."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tests.background import Background
 
 pytestmark = pytest.mark.elastic
 
-# A cluster of several nodes needs a Ray of its own: it runs in a process of its own.
+# A cluster of several nodes needs its own Ray, in its own process.
 HEAD = """
 import json, logging, sys, threading, time
 import ray
@@ -28,7 +28,7 @@ ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
 cluster.wait_for_nodes()
 
 def later(seconds, action):
-    # On a thread that stays: Ray ends the processes of a node with the thread that started them.
+    # In a thread that does not end, because Ray ends the processes of a node with the thread that started them.
     done = threading.Event()
     def run():
         time.sleep(seconds)
@@ -122,7 +122,7 @@ Outcome = Callable[[], tuple[dict[str, Any], str]]
 
 
 def run(background: Background, name: str) -> tuple[dict[str, Any], str]:
-    """Runs it as a driver of its own; what it printed as facts, and its log."""
+    """Run the script as a driver. Return the facts that it printed, and its log."""
     folder = background.folder()
     file = folder / "driver.py"
     file.write_text(HEAD + f"marks = Path({str(folder / 'marks')!r})\n" + SCRIPTS[name])
@@ -133,14 +133,14 @@ def run(background: Background, name: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.script("lost", run=run)
-def test_a_node_is_lost_and_another_comes(outcome: Outcome) -> None:
+def test_a_node_fails_and_another_joins(outcome: Outcome) -> None:
     facts, _ = outcome()
     assert facts["exact"] is True and facts["samples"] == 1500
     assert facts["reasons"] == [["node loss", 3, 2, True], ["growth", 2, 3, True]]
 
 
 @pytest.mark.script("nothing free", run=run)
-def test_with_nothing_free_training_waits_and_a_new_node_ends_the_wait(outcome: Outcome) -> None:
+def test_training_waits_for_a_new_node(outcome: Outcome) -> None:
     facts, log = outcome()
     assert facts["exact"] is True
     assert facts["reasons"] == [["node loss", 1, 1, False]]
@@ -148,7 +148,7 @@ def test_with_nothing_free_training_waits_and_a_new_node_ends_the_wait(outcome: 
 
 
 @pytest.mark.script("too few", run=run)
-def test_too_few_machines_for_too_long_is_an_error(outcome: Outcome) -> None:
+def test_waiting_too_long_for_machines_is_an_error(outcome: Outcome) -> None:
     facts, _ = outcome()
     assert "3 waits" in str(facts["error"]) and "min_workers=3" in str(facts["error"])
 

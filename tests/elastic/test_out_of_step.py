@@ -1,4 +1,4 @@
-"""A collective call that only some ranks make is named as that, with ranks, lines and batch, and is not retried."""
+"""A collective call that only some ranks make is reported with ranks, lines and batch, and is not retried."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ EXTRA: dict[str, Callable[[], Any]] = {
     "a broadcast": lambda: dist.broadcast(torch.zeros(1), 0),
     "an all_gather_object": lambda: dist.all_gather_object([None, None], 1),
 }
-# On every other day these are enough: one for each way in which it shows.
+# Except in `make soak`, these are enough: one for each way in which the error shows.
 USUAL = ("a smaller all_reduce", "an all_reduce of the same size", "a barrier")
 KINDS = list(EXTRA) if os.environ.get("RAYSGD_SOAK") else list(USUAL)
 
@@ -90,7 +90,7 @@ def uneven(config: dict[str, Any]) -> int:
     return train.world_rank()
 
 
-def test_a_function_that_one_rank_has_left(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_function_that_one_rank_has_returned_from(ray_cluster: None, tmp_path: Path) -> None:
     elastic = ElasticConfig(hang_timeout_s=LIMIT_S, grow=False)
     with Trainer("torch", num_workers=2, max_retries=-1, logdir=tmp_path, elastic=elastic) as trainer:
         with pytest.raises(Exception, match="out of step") as caught:

@@ -1,4 +1,4 @@
-"""Parts of Ray itself are killed, or the user ends Ray: a clear error in a stated time, and no process is left behind.
+"""Parts of Ray are killed, or the user ends Ray: there is a clear error within a stated time, and no process is left.
 
 Each of these has a Ray of its own, in a process of its own.
 """
@@ -21,7 +21,7 @@ from tests.faults import LedgerOperator
 
 pytestmark = [pytest.mark.elastic, pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")]
 
-# Ray ends a process that has not reached its control service (GCS) for so long. We speak up after half of it.
+# Ray ends a process that has not reached its control service (GCS) for this long. raysgd raises an error after half of it.
 RAY_GIVES_UP_S = 20
 
 HEAD = """
@@ -100,7 +100,7 @@ began = time.monotonic()
 ground.trainer.shutdown()
 say(exact=exact, took=time.monotonic() - began, left=left(workers))
 """,
-    # The workers are on another node. Its raylet is a child of this process, so nobody there notices its death.
+    # The workers are on another node. Its raylet is a child of this process, so no process there notices that it ends.
     "raylet of another node": """
 kill("raylet")
 ground.trainer.shutdown()
@@ -171,7 +171,7 @@ def alive(pid: int) -> bool:
 
 
 def run(background: Background, name: str) -> dict[str, Any]:
-    """Runs it as a driver of its own; what it printed as facts, and which of its processes are left at last."""
+    """Run the script as a driver. Return the facts that it printed, and its processes that are left at the end."""
     folder = background.folder()
     file = folder / "driver.py"
     elsewhere = "another node" in name
@@ -199,7 +199,7 @@ def test_the_raylet_is_killed(outcome: Outcome) -> None:
 
 
 @pytest.mark.script("raylet of another node", run=run)
-def test_workers_end_themselves_where_nobody_else_can(outcome: Outcome) -> None:
+def test_workers_without_a_raylet_end_themselves(outcome: Outcome) -> None:
     facts = outcome()
     assert facts["left"] == [] and facts["at last"] == []
 
@@ -231,7 +231,7 @@ def test_the_control_service_pauses(outcome: Outcome) -> None:
 @pytest.mark.soak
 @pytest.mark.script("gcs, then a worker", run=run)
 def test_a_worker_dies_after_the_control_service(outcome: Outcome) -> None:
-    """Training goes on with the others. What needs new workers is the error."""
+    """Training continues with the others. Only what needs new workers raises an error."""
     facts = outcome()
     assert facts["reasons"] == ["worker death"]
     assert facts["exact"] in (True, "ClusterError")
@@ -240,7 +240,7 @@ def test_a_worker_dies_after_the_control_service(outcome: Outcome) -> None:
 
 
 @pytest.mark.script("ray.shutdown", run=run)
-def test_ray_is_shut_down_under_a_trainer(outcome: Outcome) -> None:
+def test_ray_is_shut_down_while_a_trainer_is_idle(outcome: Outcome) -> None:
     facts = outcome()
     *errors, last = facts["errors"]
     assert {kind for kind, _, _ in errors} == {"NotActiveError"}
@@ -251,7 +251,7 @@ def test_ray_is_shut_down_under_a_trainer(outcome: Outcome) -> None:
 
 
 @pytest.mark.script("ray.shutdown in a call", run=run)
-def test_ray_is_shut_down_in_a_call(outcome: Outcome) -> None:
+def test_ray_is_shut_down_during_a_call(outcome: Outcome) -> None:
     facts = outcome()
     assert facts["error"][0] == "NotActiveError" and facts["ended"][0] == ""
     assert facts["started_anew"] is False

@@ -1,4 +1,4 @@
-"""fp16 over a loss: the scale goes on, a newcomer has it too, and skipped steps are counted once, before and after."""
+"""fp16 and worker failures: replacements get the loss scale, and each skipped step is counted once."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
 
 
 class Bursts(TrainingOperator):
-    """Its gradients are infinite in the steps that the config names; the second rank is killed in one that it names too."""
+    """Its gradients are infinite in the steps that the config names; the second rank is killed in another of them."""
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(0)
@@ -48,14 +48,14 @@ def begin_at_64(operator: Any) -> None:
     operator._amp_scaler.load_state_dict({**operator._amp_scaler.state_dict(), "scale": 64.0})
 
 
-def test_the_scale_and_the_count_survive_a_loss(tmp_path: Path) -> None:
+def test_the_scale_and_the_count_survive_a_failure(tmp_path: Path) -> None:
     config = {"bursts": [1, 3, 8], "dies": 6, "mark": str(tmp_path / "died")}
     given: dict[str, Any] = {"num_workers": 2, "use_gpu": False, "config": config}
     options = TrainingOptions(precision="fp16")
     with TorchTrainer(
         training_operator_cls=Bursts, options=options, elastic=ElasticConfig(grow="epoch"), **given
     ) as trainer:
-        trainer.apply_all_operators(begin_at_64)  # where nothing overflows by itself
+        trainer.apply_all_operators(begin_at_64)  # a scale at which nothing overflows by itself
         result = trainer.train()
         assert [loss.in_place for loss in trainer.recoveries] == [True]
         assert (result["skipped_steps"], result["num_samples"]) == (3, 96)

@@ -1,5 +1,5 @@
-"""A set-up that does not end is named with its limit, rank, node and stack, and is not tried twice; one of a replacement
-does not stop the others."""
+"""A setup that does not end is reported with its limit, rank, node and stack, and is not tried again. That of a replacement
+worker does not stop the others."""
 
 import ctypes
 import logging
@@ -23,7 +23,7 @@ from tests.torch.small import Line
 
 pytestmark = pytest.mark.elastic
 
-# What needs a whole set-up of torch gets more time: its imports alone can take many seconds on a busy machine.
+# A full setup with torch gets more time, because its imports alone can take many seconds on a busy machine.
 LIMIT_S, SHORT_S = 20.0, 3.0
 SHORT = ElasticConfig(hang_timeout_s=SHORT_S)
 
@@ -41,12 +41,12 @@ def never_ends() -> None:
 
 
 def holds_the_interpreter() -> None:
-    """As native code does that forgets to give Python's lock away."""
+    """Hold Python's lock, like native code that does not release it."""
     ctypes.PyDLL(None).sleep(3600)
 
 
 class Stuck(Line):
-    """Its set-up does not end on rank 1."""
+    """Its setup does not end on rank 1."""
 
     def setup(self, config: dict[str, Any]) -> None:
         note(config["notes"], f"rank{self.world_rank}")
@@ -56,14 +56,14 @@ class Stuck(Line):
 
 
 class Unpickled:
-    """Takes for ever to be made again, as a class does whose module takes for ever to be imported."""
+    """Unpickling it never ends, as for a class whose module cannot be imported to the end."""
 
     def __reduce__(self) -> Any:
         return never_ends, ()
 
 
 def start(notes: Path, limit_s: float = SHORT_S, **arguments: Any) -> str:
-    """The error of a trainer that cannot start."""
+    """Return the error of a trainer that cannot start."""
     config = {"notes": str(notes), **arguments.pop("config", {})}
     given: dict[str, Any] = {"training_operator_cls": Line, "num_workers": 2, "timeout_s": limit_s, "elastic": SHORT}
     began = time.monotonic()
@@ -80,20 +80,20 @@ def check(text: str, function: str, *, rank: int = 1, limit_s: float = SHORT_S) 
     assert "actor.py" not in text and "replica_host.py" not in text, f"our own frames are left out: {text}"
 
 
-def test_in_setup_of_one_rank(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_hang_in_setup_of_one_rank(ray_cluster: None, tmp_path: Path) -> None:
     text = start(tmp_path, training_operator_cls=Stuck, config={"wait": never_ends})
     check(text, "never_ends")
     assert "rank 0" not in text, "the rank that only waited for it is not named"
     assert (noted(tmp_path, "rank0"), noted(tmp_path, "rank1")) == (1, 1), "it was tried twice"
 
 
-def test_in_setup_that_holds_the_interpreter(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_hang_in_setup_that_holds_the_interpreter(ray_cluster: None, tmp_path: Path) -> None:
     text = start(tmp_path, 60.0, training_operator_cls=Stuck, config={"wait": holds_the_interpreter})
     assert "rank 1 on node " in text and "has not answered" in text and "interpreter lock" in text, text
     assert noted(tmp_path, "rank1") == 1
 
 
-def test_in_the_initialization_hook(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_hang_in_the_initialization_hook(ray_cluster: None, tmp_path: Path) -> None:
     folder = str(tmp_path)
 
     def hook() -> None:
@@ -106,7 +106,7 @@ def test_in_the_initialization_hook(ray_cluster: None, tmp_path: Path) -> None:
     assert "the initialization hook" in text and noted(tmp_path, "hook") == 2
 
 
-def test_while_the_class_is_imported(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_hang_while_the_class_is_imported(ray_cluster: None, tmp_path: Path) -> None:
     check(start(tmp_path, config={"value": Unpickled()}), "never_ends")
 
 
@@ -115,7 +115,7 @@ class Remote:
         never_ends()
 
 
-def test_of_functions(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_hang_in_the_setup_of_functions(ray_cluster: None, tmp_path: Path) -> None:
     for given in ({"train_cls": Remote}, {"initialization_hook": never_ends}):
         trainer = Trainer("torch", num_workers=1, logdir=tmp_path, elastic=SHORT)
         with pytest.raises(WorkerStartError) as caught:
@@ -133,7 +133,7 @@ def until_over(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.soak
-def test_of_a_replacement_it_does_not_stop_a_function(
+def test_a_hang_of_a_replacement_does_not_stop_a_function(
     ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = str(tmp_path)
@@ -158,9 +158,9 @@ def test_of_a_replacement_it_does_not_stop_a_function(
                 time.sleep(0.1)
         finally:
             (tmp_path / "over").touch()
-        assert running.result(timeout=60) == [None], "the other rank went on"
+        assert running.result(timeout=60) == [None], "the other rank continued"
         assert [each.reason for each in trainer.recoveries] == ["worker death"]
-        # With nobody left, only the set-up stands in the way: that ends the call.
+        # No worker is left, so the setup that does not end ends the call.
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(WorkerStartError, match="a replacement worker on node"):
             trainer.run(until_over, {"notes": folder})
@@ -169,7 +169,7 @@ def test_of_a_replacement_it_does_not_stop_a_function(
 
 
 class StuckReplacement(LedgerOperator):
-    """Set-ups after the first two never end, as long as the file `stuck` is there."""
+    """Setups after the first two never end, as long as the file `stuck` exists."""
 
     def setup(self, config: dict[str, Any]) -> None:
         note(config["notes"], "setup")
@@ -179,7 +179,7 @@ class StuckReplacement(LedgerOperator):
 
 
 @pytest.mark.soak
-def test_of_a_replacement_it_does_not_end_training(
+def test_a_hang_of_a_replacement_does_not_stop_training(
     ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "stuck").touch()
@@ -199,11 +199,11 @@ def test_of_a_replacement_it_does_not_end_training(
         dropped = [r.getMessage() for r in caplog.records if "did not finish its set-up" in r.getMessage()]
         assert dropped and "a replacement worker on node" in dropped[0] and f"within {LIMIT_S:g} s" in dropped[0]
         assert "never_ends" in dropped[0] and Path(__file__).name in dropped[0]
-        # Who asks for it gets the same as an error, and the group stays as it was.
+        # `resize` raises the same as an error, and does not change the group.
         with pytest.raises(WorkerStartError, match="a replacement worker on node"):
             trainer.resize(2)
         assert trainer.world_size == 1 and trainer.validate()["num_samples"] == 50
-        # With nobody left, only the set-up stands in the way: that ends the call, and nothing is lost.
+        # No worker is left, so the setup that does not end ends the call, and nothing is lost.
         os.kill(trainer.apply_all_workers(os.getpid)[0], signal.SIGKILL)
         with pytest.raises(WorkerStartError, match="a replacement worker on node"):
             trainer.train()

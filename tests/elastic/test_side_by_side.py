@@ -1,4 +1,4 @@
-"""Several trainers in one script, in turn and in threads of their own: each recovers by itself, and loses nothing."""
+"""Several trainers in one script, in turn or in threads: each recovers by itself, and loses nothing."""
 
 import json
 import signal
@@ -67,12 +67,12 @@ def test_two_trainers_at_once_in_threads(grounds: list[Ground]) -> None:
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """Each on a thread of its own, which ends before the next one begins."""
+    """Make each call in a new thread, which ends before the next one begins."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
 
 
-def test_a_trainer_that_lives_in_threads(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_trainer_that_is_used_in_several_threads(ray_cluster: None, tmp_path: Path) -> None:
     ground = in_thread(lambda: Ground(tmp_path / "marks", num_workers=2, elastic=ELASTIC))
     try:
         in_thread(lambda: ground.arm(Fault(1, 5)))
@@ -87,7 +87,7 @@ def test_a_trainer_that_lives_in_threads(ray_cluster: None, tmp_path: Path) -> N
 
 
 def test_loader_processes_of_a_trainer_in_a_thread(tmp_path: Path) -> None:
-    """Outside the main thread there is no handler of SIGCHLD: torch looks by itself, every five seconds."""
+    """Outside the main thread there is no handler of SIGCHLD, and torch checks its processes every five seconds."""
     (tmp_path / "kill-31").write_text(str(int(signal.SIGKILL)))
 
     def work() -> tuple[list[int], list[str]]:
@@ -100,7 +100,7 @@ def test_loader_processes_of_a_trainer_in_a_thread(tmp_path: Path) -> None:
 
 
 def steps(config: dict[str, Any]) -> list[int]:
-    """Count to ten together; a worker dies on the way."""
+    """Count to ten with all ranks; one worker is killed meanwhile."""
     state = train.elastic({"done": []})
     while len(state["done"]) < 10:
         for fault in config["faults"]:
@@ -129,7 +129,7 @@ def test_two_function_trainers_at_once_in_threads(ray_cluster: None, tmp_path: P
         assert list(pool.map(work, (0, 1))) == [([list(range(10))], [(0,)]), ([list(range(10))], [(1,)])]
 
 
-# A Ray that the trainer starts by itself must not end with the thread that made the trainer.
+# A Ray that a trainer has started must not end with the thread that made the trainer.
 SCRIPT = """
 import json, sys, threading
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Whatever user code raises on a worker reaches the script with its own type, its rank and its traceback; `sys.exit()` is
+"""Every exception of user code on a worker reaches the script with its own type, rank and traceback. `sys.exit()` becomes
 an error that says what to do. Nothing is retried, and the trainer stays usable."""
 
 import asyncio
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.elastic
 
 
 class Own(BaseException):
-    """No Exception, and not to be made from its `args`."""
+    """Is not an Exception, and cannot be made from its `args`."""
 
     def __init__(self, what: str, *, code: int) -> None:
         super().__init__(f"{what}, with {code}")
@@ -37,7 +37,7 @@ class WithoutText(Exception):
 
 
 class RuntimeWithoutText(RuntimeError):
-    """RuntimeErrors are searched for the words of a broken connection."""
+    """A RuntimeError, whose text raysgd searches for signs of a broken connection."""
 
     def __str__(self) -> str:
         raise ZeroDivisionError("its str")
@@ -51,7 +51,7 @@ class WithoutPickle(Exception):
 
 
 class ToText(Exception):
-    """Arrives as something that cannot be raised."""
+    """Becomes an object that cannot be raised when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return str, ("a text",)
@@ -97,7 +97,7 @@ ALL = pytest.mark.parametrize(("make", "kind"), ERRORS.values(), ids=ERRORS.keys
 
 
 class Raising(Line):
-    """Raises where `info` says: (rank, place, what)."""
+    """Raises an error where `info` says: (rank, place, what)."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         if batch_info.get("rank") == self.world_rank and batch_info["batch_idx"] == 1:
@@ -132,7 +132,7 @@ def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
 
 
 @ALL
-def test_in_a_batch_on_a_worker(trainer: TorchTrainer, make: Any, kind: type[BaseException]) -> None:
+def test_unusual_errors_in_a_batch(trainer: TorchTrainer, make: Any, kind: type[BaseException]) -> None:
     with pytest.raises(kind) as caught:
         trainer.train(info={"rank": 1, "make": make})
     check_remote(caught.value, kind, 1, "train_batch")
@@ -141,7 +141,7 @@ def test_in_a_batch_on_a_worker(trainer: TorchTrainer, make: Any, kind: type[Bas
     assert trainer.train(num_steps=1)["batch_count"] == 1
 
 
-def test_in_a_validation_and_in_functions_for_operators(trainer: TorchTrainer) -> None:
+def test_unusual_errors_in_a_validation_and_in_functions_for_operators(trainer: TorchTrainer) -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         trainer.validate(info={"rank": 0, "make": KeyboardInterrupt})
     check_remote(caught.value, KeyboardInterrupt, 0, "validate_batch")
@@ -166,7 +166,7 @@ def test_ctrl_c_has_no_rank(trainer: TorchTrainer) -> None:
 
 
 @ALL
-def test_in_this_process(make: Any, kind: type[BaseException]) -> None:
+def test_unusual_errors_in_the_drivers_process(make: Any, kind: type[BaseException]) -> None:
     trainer = inline(Raising)
     with pytest.raises(kind) as caught:
         trainer.train(info={"rank": 0, "make": make})
@@ -176,7 +176,7 @@ def test_in_this_process(make: Any, kind: type[BaseException]) -> None:
     if kind is RuntimeError:
         check_exit(caught.value, "the operator's method Raising.train_batch", "on rank 0")
         assert isinstance(caught.value.__cause__, SystemExit)
-    if kind is not KeyboardInterrupt:  # here it may as well be Ctrl-C
+    if kind is not KeyboardInterrupt:  # in this process, it can also come from Ctrl-C
         assert caught.value.raysgd_rank == 0  # type: ignore[attr-defined]
     assert trainer.train(num_steps=1)["batch_count"] == 1
 
@@ -194,7 +194,7 @@ def leave_at_once() -> None:
 
 
 @pytest.mark.parametrize("use_ray", [False, True], ids=["in this process", "on a worker"])
-def test_in_setup(ray_cluster: None, use_ray: bool) -> None:
+def test_unusual_errors_in_setup(ray_cluster: None, use_ray: bool) -> None:
     for make, kind in [(KeyboardInterrupt, KeyboardInterrupt), (lambda: Own("own", code=3), Own)]:
         with pytest.raises(kind) as caught:
             inline(RaisingInSetup, config={"make": make}, use_ray=use_ray)
@@ -206,7 +206,7 @@ def test_in_setup(ray_cluster: None, use_ray: bool) -> None:
 
 
 @pytest.mark.parametrize("use_ray", [False, True], ids=["in this process", "on a worker"])
-def test_in_the_initialization_hook(ray_cluster: None, use_ray: bool) -> None:
+def test_unusual_errors_in_the_initialization_hook(ray_cluster: None, use_ray: bool) -> None:
     with pytest.raises(RuntimeError) as exited:
         inline(initialization_hook=leave_at_once, use_ray=use_ray)
     check_exit(exited.value, "the initialization hook leave_at_once called sys.exit(4)", "on rank 0")
@@ -229,8 +229,8 @@ def functions(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @ALL
-def test_in_a_training_function(functions: Trainer, make: Any, kind: type[BaseException]) -> None:
-    expected = RuntimeError if kind is StopIteration else kind  # as Python itself has it for iterators
+def test_unusual_errors_in_a_training_function(functions: Trainer, make: Any, kind: type[BaseException]) -> None:
+    expected = RuntimeError if kind is StopIteration else kind  # as Python does for iterators
     with pytest.raises(expected) as caught:
         functions.run(raising, {"make": make})
     error = caught.value.__cause__ if kind is StopIteration else caught.value
@@ -241,13 +241,13 @@ def test_in_a_training_function(functions: Trainer, make: Any, kind: type[BaseEx
     assert functions.run(raising, {}) == ["done"]
 
 
-def test_a_loop_over_rounds_does_not_take_an_error_for_the_end(functions: Trainer) -> None:
+def test_stop_iteration_does_not_end_a_loop_over_results(functions: Trainer) -> None:
     with pytest.raises(RuntimeError, match="raised StopIteration"):
         for _ in functions.run_iterator(raising, {"make": StopIteration}):
             pass
 
 
-def test_in_functions_on_a_group(ray_cluster: None) -> None:
+def test_unusual_errors_in_functions_on_a_worker_group(ray_cluster: None) -> None:
     import ray
 
     group = WorkerGroup(num_workers=1)
@@ -263,7 +263,7 @@ def test_in_functions_on_a_group(ray_cluster: None) -> None:
         group.shutdown()
 
 
-def test_a_fit_that_failed_is_written_down(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_failed_fit_is_recorded(ray_cluster: None, tmp_path: Path) -> None:
     config = RunConfig(name="run", storage_path=str(tmp_path))
     fit = DataParallelTrainer(
         raising, train_loop_config={"make": WithoutText}, scaling_config=ScalingConfig(num_workers=1), run_config=config

@@ -1,4 +1,4 @@
-"""A user's own error is never taken for a loss, never retried, and leaves the trainer usable."""
+"""A user error is never mistaken for a worker failure, never retried, and leaves the trainer usable."""
 
 import time
 from collections.abc import Iterator
@@ -38,12 +38,12 @@ def test_all_ranks_raise_at_once(ground: Ground) -> None:
     ground.arm(*(Fault(rank, 2, "raise") for rank in range(3)))
     with pytest.raises(ZeroDivisionError):
         ground.trainer.train()
-    ground.arm()  # a rank that was interrupted by another one's error has not come to its own
+    ground.arm()  # a rank that another rank's error interrupted has not raised its own
     ground.trainer.train()
     ground.assert_epoch_exact()
 
 
-def test_an_error_and_a_death_together_are_the_error(ground: Ground) -> None:
+def test_a_user_error_and_a_failure_at_once_raise_the_user_error(ground: Ground) -> None:
     ground.arm(Fault(0, 4, "raise"), Fault(2, 4, "kill"))
     with pytest.raises(ZeroDivisionError):
         ground.trainer.train()
@@ -53,7 +53,7 @@ def test_an_error_and_a_death_together_are_the_error(ground: Ground) -> None:
 
 
 def test_an_error_in_validation(ground: Ground) -> None:
-    # One peer has done its part by then; the other is cut short in the middle of it.
+    # One peer has finished its part by then; the other one is interrupted in the middle of it.
     ground.arm(Fault(1, 1, "raise", "validate"), Fault(0, 1, "sleep", "validate", seconds=1.0))
     with pytest.raises(ZeroDivisionError):
         ground.trainer.validate()

@@ -1,4 +1,4 @@
-"""Weights after faults equal an undisturbed run's, where the maths allow it."""
+"""Weights after faults equal those of an undisturbed run, wherever that is mathematically possible."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.elastic
 
 
 def run(path: Path, faults: list[Fault]) -> list[torch.Tensor]:
-    """Two epochs with a global batch of 12 on three workers, faults in the first."""
+    """Train two epochs with a global batch of 12 on three workers, with faults in the first one."""
     elastic = ElasticConfig(batch="global", grow=bool(faults), hang_timeout_s=60)
     ground = Ground(path, num_workers=3, elastic=elastic, config={"samples": 240})
     try:

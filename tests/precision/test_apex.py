@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from raysgd import ConfigError, TrainingOptions
-from raysgd.torch import precision
 from tests.torch.small import Line, inline, operator_of, weights
 
 
@@ -139,12 +138,6 @@ def test_several_models_optimizers_and_losses(amp: Double) -> None:
         trainer.train(num_steps=1)
     assert amp.events[1] == ("initialize", 2, 2, {"opt_level": "O1", "num_losses": 3})
     assert [e for e in amp.events if e[0] == "scale"] == [("scale", [0], 0), ("scale", [1], 1), ("scale", [0, 1], 2)]
-
-
-def test_torch_without_its_own_takes_apex(amp: Double, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_is_native", lambda: False)
-    with inline(Registers, use_fp16=True) as trainer:
-        assert operator_of(trainer).use_fp16_apex and not operator_of(trainer).use_fp16_native
 
 
 def test_it_cannot_be_compiled(amp: Double) -> None:

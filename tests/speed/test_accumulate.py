@@ -1,4 +1,4 @@
-"""Several batches, one step: the same weights as one batch that holds them all, in every number format."""
+"""Accumulated batches lead to the same weights as one batch with all their samples, in every precision."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.torch.small import Line, inline, operator_of, weights
 
 
 class Deep(Line):
-    """Enough of a model for clipping to matter; its data do not divide evenly."""
+    """A model that is large enough for clipping to matter, with data that cannot be divided evenly."""
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(5)
@@ -33,7 +33,7 @@ class Deep(Line):
 
 
 class Streaming(Deep):
-    """Batches of a plain iterable, whose end nobody knows in advance."""
+    """Batches of a plain iterable, whose end is not known in advance."""
 
     def loader(self, data: Any, batch: int) -> Any:
         return list(DataLoader(data, batch_size=batch))
@@ -53,7 +53,7 @@ def trained(kind: type[Deep] = Deep, *, calls: Any = (None, None), **arguments: 
     "more", [{}, {"clip_norm": 0.5}, {"clip_value": 0.1}, {"clip_norm": 1.0, "clip_value": 0.2}], ids=str
 )
 @pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-6), ("fp16", 3e-3), ("bf16", 3e-2)])
-def test_four_batches_are_one_batch_four_times_as_large(
+def test_four_accumulated_batches_equal_one_of_four_times_the_size(
     kind: type[Deep], more: dict[str, Any], precision: Any, close: float
 ) -> None:
     small, (result, steps) = trained(
@@ -62,14 +62,14 @@ def test_four_batches_are_one_batch_four_times_as_large(
     large, (expected, _) = trained(kind, config={"batch": 8}, options=TrainingOptions(precision=precision, **more))
     plain, _ = trained(kind, config={"batch": 8}, options=TrainingOptions(precision=precision))
     assert torch.allclose(small, large, atol=close), (small - large).abs().max()
-    assert steps == 6  # 22 rows: two whole windows and a short one, in each of two epochs
+    assert steps == 6  # 22 rows: two full windows and a short one, in each of two epochs
     assert (result["batch_count"], result["num_samples"]) == (11, 22)
     assert result["train_loss"] == pytest.approx(expected["train_loss"], rel=10 * close)
     assert not more or not torch.allclose(plain, large, atol=close)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_clipping_under_fp16_against_a_loop_by_hand(accumulate: int) -> None:
+def test_clipping_under_fp16_equals_a_plain_loop(accumulate: int) -> None:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
@@ -102,7 +102,7 @@ def test_a_call_that_ends_in_a_window_closes_it() -> None:
 
 
 class Own(Deep):
-    """A loop of the user's own, with the helpers."""
+    """A custom loop with the helpers."""
 
     def train_epoch(self, iterator: Any, info: Any) -> dict[str, Any]:
         for x, y in iterator:
@@ -114,7 +114,7 @@ class Own(Deep):
         return {}
 
 
-def test_a_loop_of_the_users_own_with_the_helpers() -> None:
+def test_a_custom_loop_with_the_helpers() -> None:
     ours, (_, steps) = trained(Own, config={"batch": 2}, options=TrainingOptions(accumulate=4))
     assert steps == 6
     assert torch.allclose(ours, trained(config={"batch": 8})[0], atol=1e-6)
@@ -137,7 +137,7 @@ class Clears(Deep):
 
 
 @pytest.mark.parametrize(("kind", "says"), [(StepsItself, "steps its optimizer itself"), (Clears, "self.zero_grad()")])
-def test_operators_that_do_not_know_of_windows_are_told(kind: type[Deep], says: str) -> None:
+def test_operators_that_step_after_every_batch_are_an_error(kind: type[Deep], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         trained(kind, config={"batch": 2}, options=TrainingOptions(accumulate=4))
     trained(kind, config={"batch": 2})
@@ -152,7 +152,7 @@ class FailsOnce(Deep):
 
 
 @pytest.mark.parametrize("base", [Deep, Streaming])
-def test_an_error_in_a_window_redoes_the_whole_window(base: type[Deep]) -> None:
+def test_an_error_in_a_window_repeats_the_whole_window(base: type[Deep]) -> None:
     kind = type("Fails", (FailsOnce, base), {})
     with inline(kind, config={"batch": 2}, options=TrainingOptions(accumulate=4)) as trainer:
         with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""Models in shards (FSDP2), over gloo: train, validate, save whole and in parts, load on another number of workers."""
+"""Sharded models (FSDP2) over gloo: training, validation, full and sharded checkpoints, other numbers of workers."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 class Layers(TrainingOperator):
-    """Sizes that do not divide by the number of workers, a frozen weight, a buffer, and Adam's state to travel."""
+    """A model with sizes that the number of workers does not divide, a frozen weight, a buffer, and Adam's state."""
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(config.get("seed", 5))
@@ -74,7 +74,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[torch.Tensor, float, torch.Tensor]:
-    """What one worker with the whole model has after an epoch: weights, validation loss, and weights after one more."""
+    """Return one worker's weights and validation loss after an epoch, and its weights after another one."""
     with trainer(1, 12) as plain:
         plain.train()
         after, loss = weights(plain), plain.validate()["val_loss"]
@@ -96,21 +96,21 @@ def test_from_two_workers_to_three_and_back(alone: Any, tmp_path: Path, monkeypa
         is_shared(two)
         two.save(whole)
         assert two.save(parts, sharded=True) == parts
-        two.save(parts, sharded=True)  # over the old one
+        two.save(parts, sharded=True)  # replaces the old one
         assert sorted(path.name for path in tmp_path.iterdir()) == ["failed", "parts", "whole.pt"]
-    moves_on(whole, parts, expected, later)
+    loads_with_other_numbers_of_workers(whole, parts, expected, later)
 
 
 def is_shared(two: TorchTrainer) -> None:
-    """Each worker holds a part, and the parts are the whole."""
+    """Check that each worker has a part of the model, and that the parts together are the full model."""
     kinds = two.apply_all_operators(lambda op: [type(p).__name__ for p in op.model.parameters()])
     assert set(kinds[0]) == {"DTensor"}
     held = two.apply_all_operators(lambda op: sum(p.to_local().numel() for p in op.model.parameters()))
     assert sum(held) == sum(p.numel() for p in two.get_model().parameters()) and min(held) > 0
 
 
-def moves_on(whole: str, parts: str, expected: torch.Tensor, later: torch.Tensor) -> None:
-    """Both kinds of files, on other numbers of workers."""
+def loads_with_other_numbers_of_workers(whole: str, parts: str, expected: torch.Tensor, later: torch.Tensor) -> None:
+    """Load both kinds of checkpoints on other numbers of workers."""
     with trainer(1, 12, {"seed": 6}) as plain:
         plain.load(whole)
         plain.train()
@@ -137,7 +137,7 @@ def moves_on(whole: str, parts: str, expected: torch.Tensor, later: torch.Tensor
         assert same(weights(two), later)
 
 
-def test_compiled_and_saved_while_training_goes_on(alone: Any, tmp_path: Path) -> None:
+def test_compiled_shards_are_saved_in_the_background(alone: Any, tmp_path: Path) -> None:
     expected, _, later = alone
     with trainer(2, 6, parallel="fsdp", compile={"backend": "eager"}) as two:
         two.train()
@@ -151,7 +151,7 @@ def test_compiled_and_saved_while_training_goes_on(alone: Any, tmp_path: Path) -
 
 
 @pytest.mark.elastic
-def test_a_lost_shard_comes_back_from_the_snapshot(tmp_path: Path) -> None:
+def test_the_shard_of_a_failed_worker_is_restored_from_the_snapshot(tmp_path: Path) -> None:
     with trainer(2, 6, parallel="fsdp", elastic=ElasticConfig(snapshot_every=2)) as two:
         two.train(num_steps=2)
 

@@ -208,7 +208,7 @@ class WrapperArguments(Line):
         return super().register(**parts, ddp_args={"static_graph": True})
 
 
-def test_arguments_of_a_wrapper_that_is_not_there() -> None:
+def test_ddp_arguments_without_ddp_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"register\(ddp_args=...\) is for Distrib.* parallel is 'fsdp'"):
         inline(WrapperArguments, options=TrainingOptions(parallel="fsdp"))
     with inline(WrapperArguments, wrap_ddp=False) as trainer:  # as in v1

@@ -1,4 +1,4 @@
-"""Batches on their way to the device: one ahead, never one too many, safe to use when they are given out."""
+"""Prefetching to the device: one batch in advance, never more than the call needs, and complete when it is returned."""
 
 import contextlib
 from collections import namedtuple
@@ -21,7 +21,7 @@ Point = namedtuple("Point", "x y")
 
 
 class Streams:
-    """torch.cuda's streams, on paper."""
+    """A stand-in for torch.cuda's streams, which records calls."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -47,7 +47,7 @@ class Streams:
 
 
 class Own:
-    """A batch of a type of its own."""
+    """A batch of a user's class."""
 
     def to(self, device: torch.device) -> str:
         return f"on {device}"
@@ -67,7 +67,7 @@ def drawn(count: int, log: list[int]) -> Iterator[Drawn]:
         yield Drawn(number, number + 1)
 
 
-def test_copies_go_beside_the_work_and_are_waited_for_by_the_stream_alone(streams: Streams) -> None:
+def test_copies_run_on_their_own_stream_and_only_the_stream_waits(streams: Streams) -> None:
     carrier = CudaCarrier(CPU, streams=streams)
     carrier._moves = True
     sent = carrier.send((torch.ones(2), {"y": [torch.zeros(1)]}, Own(), "text"))
@@ -83,7 +83,7 @@ def test_containers_keep_their_kind(streams: Streams) -> None:
     assert isinstance(batch, Point) and isinstance(batch.y, list)
 
 
-def test_one_is_ahead_and_the_last_is_known() -> None:
+def test_one_batch_is_drawn_ahead_and_the_last_is_known() -> None:
     log: list[int] = []
     ahead = LookAhead(drawn(3, log), Carrier(), None)
     seen = [(each.batch, ahead.last, len(log)) for each in ahead]
@@ -91,7 +91,7 @@ def test_one_is_ahead_and_the_last_is_known() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
-def test_it_draws_no_more_than_the_call_needs(most: int) -> None:
+def test_no_more_batches_are_drawn_than_the_call_needs(most: int) -> None:
     log: list[int] = []
     ahead = LookAhead(drawn(3, log), Carrier(), most)
     seen = [(each.batch, ahead.last) for each in ahead]
@@ -99,7 +99,7 @@ def test_it_draws_no_more_than_the_call_needs(most: int) -> None:
     assert [last for _, last in seen] == [False] * (most - 1) + [True] * (most > 0)
 
 
-def test_an_error_in_the_data_comes_once_and_nothing_is_dealt_twice() -> None:
+def test_an_error_in_the_data_is_raised_once_and_no_batch_is_repeated() -> None:
     def broken() -> Iterator[Drawn]:
         yield Drawn("first", 1)
         raise OSError("disk")
@@ -150,7 +150,7 @@ def test_nothing_waits_for_the_device_in_an_epoch(precision: str) -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_gets_a_stream_and_the_right_numbers() -> None:
+def test_cuda_uses_a_stream_and_gets_the_right_numbers() -> None:
     device = torch.device("cuda:0")
     carrier = make_carrier(device, channels_last=True)
     assert isinstance(carrier, CudaCarrier)

@@ -1,4 +1,4 @@
-"""Saves in the background: what was there when save was called, a handle that tells, and no copy too many."""
+"""Background saves: the state at the call of `save`, the handle, errors, and memory."""
 
 import os
 import threading
@@ -20,14 +20,14 @@ MIB = 1 << 20
 
 
 class Extra(Line):
-    """Its own state is what the test says."""
+    """Its extra state is what the test sets."""
 
     def state_dict(self) -> Any:
         return Slow(*self.config["slow"]) if "slow" in self.config else None
 
 
 class Slow:
-    """Takes its time to be pickled, and cannot be when it is told so. A deep copy is as quick as can be."""
+    """Takes long to be pickled, or fails if a test wants that. A deep copy is immediate."""
 
     def __init__(self, seconds: float, fails: bool) -> None:
         self.seconds, self.fails = seconds, fails
@@ -50,7 +50,7 @@ def where(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {}
 
 
-def test_training_goes_on_while_the_state_of_then_is_saved(where: dict[str, Any], tmp_path: Path) -> None:
+def test_training_continues_while_an_earlier_state_is_saved(where: dict[str, Any], tmp_path: Path) -> None:
     with inline(Extra, config={}, **where) as trainer:
         trainer.train()
         saved = weights(trainer)
@@ -64,7 +64,7 @@ def test_training_goes_on_while_the_state_of_then_is_saved(where: dict[str, Any]
         assert torch.equal(weights(trainer), saved)
 
 
-def test_save_returns_before_the_file_is_there_and_shutdown_waits_for_it(tmp_path: Path) -> None:
+def test_save_returns_before_the_file_exists_and_shutdown_waits_for_it(tmp_path: Path) -> None:
     trainer = inline(Extra, config={"slow": (1.0, False)})
     handle = trainer.save(tmp_path / "slow.pt", blocking=False)
     assert isinstance(handle, SaveHandle) and not handle.done() and "running" in repr(handle)
@@ -74,7 +74,7 @@ def test_save_returns_before_the_file_is_there_and_shutdown_waits_for_it(tmp_pat
     assert handle.done() and (tmp_path / "slow.pt").exists()
 
 
-def test_a_failure_is_on_the_handle_and_in_the_next_call(where: dict[str, Any], tmp_path: Path) -> None:
+def test_a_failed_save_is_reported_by_its_handle_and_the_next_call(where: dict[str, Any], tmp_path: Path) -> None:
     with inline(Extra, config={"slow": (0.0, True)}, **where) as trainer:
         unseen = trainer.save(tmp_path / "x.pt", blocking=False)
         while not unseen.done():
@@ -84,14 +84,14 @@ def test_a_failure_is_on_the_handle_and_in_the_next_call(where: dict[str, Any], 
         trainer.train()
         seen = trainer.save(tmp_path / "y.pt", blocking=False)
         assert "this cannot be saved" in str(seen.exception(60))
-        trainer.train()  # who has seen it need not be told again
+        trainer.train()  # an error that was raised once is not raised again
         with pytest.raises((TypeError, CheckpointError), match="this cannot be saved"):
             trainer.save(tmp_path / "z.pt")
         assert list(tmp_path.glob("*.pt")) == []
 
 
 class Gated(Line):
-    """Its own state waits at the test's gate, and cannot be pickled then."""
+    """Its extra state waits at the test's gate, and cannot be pickled then."""
 
     def state_dict(self) -> Any:
         return Held(self.config["gate"])
@@ -109,8 +109,8 @@ class Held:
         raise TypeError("this cannot be saved")
 
 
-def test_each_failure_is_told(tmp_path: Path) -> None:
-    gate = threading.Event()  # closed until both saves run: the first failure would be told by the second save
+def test_each_failed_save_is_reported(tmp_path: Path) -> None:
+    gate = threading.Event()  # closed until both saves run: otherwise the second save would raise the first one's error
     with inline(Gated, config={"gate": gate}) as trainer:
         handles = [trainer.save(tmp_path / name, blocking=False) for name in ("a.pt", "b.pt")]
         gate.set()
@@ -122,7 +122,7 @@ def test_each_failure_is_told(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_shutdown_tells_each_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shutdown_reports_each_failed_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gate = threading.Event()
     trainer = inline(Gated, config={"gate": gate})
     for name in ("a.pt", "b.pt"):
@@ -135,10 +135,10 @@ def test_shutdown_tells_each_failure(tmp_path: Path, caplog: pytest.LogCaptureFi
     ]
 
 
-def test_shutdown_does_not_wait_for_ever(
+def test_shutdown_waits_for_saves_with_a_limit(
     where: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All saves together have one limit. What was there before them is unharmed, and the workers are ended."""
+    """All saves together have one limit. The old files are unchanged, and the workers are ended."""
     monkeypatch.setattr(save_load, "SHUTDOWN_S", 0.5)
     for name in ("a.pt", "b.pt"):
         (tmp_path / name).write_bytes(b"the old one")
@@ -166,9 +166,7 @@ def test_shutdown_does_not_wait_for_ever(
             thread.join(timeout=60)
 
 
-def test_a_shutdown_by_force_gives_saves_up(
-    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_forced_shutdown_abandons_saves(ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.pt").write_bytes(b"the old one")
     trainer = inline(Extra, config={"slow": (30.0, False)}, use_ray=True)
     handle = trainer.save(tmp_path / "a.pt", blocking=False)
@@ -177,7 +175,7 @@ def test_a_shutdown_by_force_gives_saves_up(
     assert os.listdir(tmp_path) == ["a.pt"] and (tmp_path / "a.pt").read_bytes() == b"the old one"
 
 
-def test_a_worker_that_stands_still_in_a_save_is_given_up(
+def test_a_worker_that_hangs_in_a_save_is_ended(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save_load, "STALL_AT_LEAST_S", 1.0)
@@ -192,12 +190,12 @@ def test_a_worker_that_stands_still_in_a_save_is_given_up(
         assert os.listdir(tmp_path) == ["a.pt"] and (tmp_path / "a.pt").read_bytes() == b"the old one"
 
 
-def test_what_is_in_parts_blocks(tmp_path: Path) -> None:
+def test_sharded_saves_block(tmp_path: Path) -> None:
     with inline() as trainer, pytest.raises(ConfigError, match="blocking"):
         trainer.save(tmp_path / "parts", sharded=True, blocking=False)
 
 
-def test_in_parts_without_any_sharding(tmp_path: Path) -> None:
+def test_sharded_saves_without_sharded_models(tmp_path: Path) -> None:
     with inline() as trainer:
         trainer.train()
         saved = weights(trainer)

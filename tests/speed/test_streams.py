@@ -1,4 +1,4 @@
-"""A checkpoint's way to its file: through the file system where both see it, else over the wire; all or nothing."""
+"""Checkpoints are written to a shared file system, or sent to the driver: completely, or not at all."""
 
 import contextlib
 import errno
@@ -48,7 +48,7 @@ def server() -> Iterator[ControlServer]:
 
 @pytest.fixture
 def receiver(tmp_path: Path, server: ControlServer) -> Iterator[Receiver]:
-    """To the file x.pt, which is there already."""
+    """Return a receiver for the file x.pt, which exists already."""
     (tmp_path / "x.pt").write_bytes(OLD)
     receiver = Receiver(tmp_path / "x.pt", server, stall_s=20)
     yield receiver
@@ -79,27 +79,27 @@ def drafts(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name.endswith(".tmp")]
 
 
-def test_what_arrives_is_what_was_sent(way: Any, tmp_path: Path, server: ControlServer) -> None:
+def test_the_received_bytes_equal_the_sent_ones(way: Any, tmp_path: Path, server: ControlServer) -> None:
     receiver = Receiver(tmp_path / "deep" / "x.pt", server)
     way(receiver.sink).send(write)
     assert receiver.done.result(20) == str(tmp_path / "deep" / "x.pt")
     assert_new(tmp_path / "deep")
 
 
-def test_a_sealed_file_is_sealed_when_it_arrives(way: Any, receiver: Receiver, tmp_path: Path) -> None:
+def test_a_sealed_file_has_its_digest_after_the_transfer(way: Any, receiver: Receiver, tmp_path: Path) -> None:
     way(receiver.sink).send(write)
     receiver.done.result(20)
     assert digest.verify((tmp_path / "x.pt").read_bytes())
     assert_new(tmp_path)
 
 
-def test_the_file_system_is_used_where_both_see_it(receiver: Receiver, tmp_path: Path) -> None:
+def test_a_shared_file_system_is_used(receiver: Receiver, tmp_path: Path) -> None:
     stream = receiver.sink.connect()
     assert stream.in_file
     assert not over_the_wire(receiver.sink).connect().in_file
 
 
-def test_a_file_of_the_same_name_on_another_machine_is_not_taken_for_the_drivers(
+def test_a_file_of_the_same_name_on_another_machine_is_recognized(
     receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = tmp_path.parent / "elsewhere"
@@ -109,7 +109,9 @@ def test_a_file_of_the_same_name_on_another_machine_is_not_taken_for_the_drivers
     assert elsewhere.read_bytes() == b"a file of another machine"
 
 
-def test_an_error_on_the_way_is_told_and_leaves_nothing(way: Any, receiver: Receiver, tmp_path: Path) -> None:
+def test_an_error_during_the_transfer_is_reported_and_leaves_no_file(
+    way: Any, receiver: Receiver, tmp_path: Path
+) -> None:
     with pytest.raises(TypeError):
         way(receiver.sink).send(fails)
     with pytest.raises(CheckpointError, match="TypeError: cannot pickle this"):
@@ -117,19 +119,21 @@ def test_an_error_on_the_way_is_told_and_leaves_nothing(way: Any, receiver: Rece
     assert_old(tmp_path)
 
 
-# -- workers that are lost ----------------------------------------------------------------------------
+# -- workers that fail --------------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_lost_may_be_followed_by_another(way: Any, receiver: Receiver, tmp_path: Path) -> None:
+def test_another_worker_can_replace_a_failed_one(way: Any, receiver: Receiver, tmp_path: Path) -> None:
     broken = way(receiver.sink).connect()
-    with contextlib.suppress(CheckpointError, ValueError):  # it is no archive, which a digest could be added to
+    with contextlib.suppress(
+        CheckpointError, ValueError
+    ):  # the file is not an archive, to which a digest could be added
         broken.send(lambda file: (file.write(b"half of it"), file.flush(), broken._connection.close()))
     way(receiver.sink).send(write)
     receiver.done.result(20)
     assert_new(tmp_path)
 
 
-def test_until_the_call_has_ended(way: Any, receiver: Receiver, tmp_path: Path) -> None:
+def test_no_worker_can_connect_after_the_call(way: Any, receiver: Receiver, tmp_path: Path) -> None:
     stream = way(receiver.sink).connect()
     receiver.call_ended()
     stream._connection.close()
@@ -144,7 +148,7 @@ def test_until_the_call_has_ended(way: Any, receiver: Receiver, tmp_path: Path) 
 def test_two_workers_never_mix_their_bytes(
     first: str, second: str, goes: str, receiver: Receiver, tmp_path: Path
 ) -> None:
-    """Rank 0 is lost, or so it seems, and another one takes its place: whenever the first one ends, the file is whole."""
+    """Rank 0 fails, or seems to, and another worker replaces it: whenever the first one ends, the file is complete."""
     lost = WAYS[first](receiver.sink).connect()
     follower = WAYS[second](receiver.sink).connect()
 
@@ -163,17 +167,17 @@ def test_two_workers_never_mix_their_bytes(
     leave("after")
     receiver.done.result(20)
     assert_new(tmp_path)
-    if goes == "never":  # it was not lost, and goes on writing
+    if goes == "never":  # it has not failed, and continues to write
         with contextlib.suppress(CheckpointError, ValueError):
             lost.send(lambda file: file.write(b"bytes of the first" * 100_000))
         assert_new(tmp_path)
 
 
-# -- what is on the disk is what was written ----------------------------------------------------------
+# -- files equal what was written ---------------------------------------------------------------------
 
 
 def flip_a_bit(draft: Path) -> None:
-    """At the end: what is before that is for the digest that every `load` verifies."""
+    """Change the end of the draft. (Every `load` verifies a digest of what is before that.)"""
     with open(draft, "r+b") as file:
         file.seek(-1000, os.SEEK_END)
         byte = file.read(1)[0]
@@ -211,7 +215,7 @@ def full(*_: Any, **__: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_is_told_as_what_it_is(
+def test_a_full_disk_is_reported_as_such(
     way: Any, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = way(receiver.sink)
@@ -227,7 +231,7 @@ def test_a_full_disk_is_told_as_what_it_is(
     assert_old(tmp_path)
 
 
-def test_an_error_of_the_drivers_thread_ends_the_save(
+def test_an_error_in_the_drivers_thread_ends_the_save(
     way: Any, receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -242,11 +246,11 @@ def test_an_error_of_the_drivers_thread_ends_the_save(
     assert_old(tmp_path)
 
 
-# -- nothing waits for ever ---------------------------------------------------------------------------
+# -- limits -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("half", [b"", b"half of it" * 1_000_000])
-def test_a_worker_that_stands_still_is_given_up(way: Any, half: bytes, tmp_path: Path, server: ControlServer) -> None:
+def test_a_worker_that_sends_nothing_is_dropped(way: Any, half: bytes, tmp_path: Path, server: ControlServer) -> None:
     (tmp_path / "x.pt").write_bytes(OLD)
     receiver = Receiver(tmp_path / "x.pt", server, stall_s=0.5)
     stream = way(receiver.sink).connect()
@@ -258,14 +262,14 @@ def test_a_worker_that_stands_still_is_given_up(way: Any, half: bytes, tmp_path:
         with pytest.raises(CheckpointError, match=r"it has made no progress for 0\.5 s"):
             receiver.done.result(20)
 
-    # What it sends next may still find room in the system's buffers.
+    # The system's buffers may still accept what it sends next.
     with contextlib.suppress(CheckpointError, ValueError):
         stream.send(stand_still)
     receiver.close(CheckpointError("it has ended already"))
     assert_old(tmp_path)
 
 
-def test_a_disk_that_stands_still_is_given_up(
+def test_a_disk_that_does_not_respond_ends_the_save(
     tmp_path: Path, server: ControlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "x.pt").write_bytes(OLD)
@@ -316,7 +320,7 @@ def test_clients_without_the_token_are_dropped(
     assert_new(tmp_path)
 
 
-def test_three_hundred_silent_clients_delay_nobody(way: Any, receiver: Receiver, tmp_path: Path) -> None:
+def test_three_hundred_silent_clients_do_not_delay_a_worker(way: Any, receiver: Receiver, tmp_path: Path) -> None:
     with contextlib.ExitStack() as clients:
         for _ in range(300):
             clients.enter_context(client(receiver.sink))
@@ -345,10 +349,10 @@ def test_a_worker_that_was_dropped_among_many_clients_tries_again(
     assert_new(tmp_path)
 
 
-# -- in this process ----------------------------------------------------------------------------------
+# -- the local sink -----------------------------------------------------------------------------------
 
 
-def test_in_this_process(tmp_path: Path) -> None:
+def test_the_local_sink(tmp_path: Path) -> None:
     sink = LocalSink(tmp_path / "x.pt")
     sink.send(write)
     assert sink.done.result(0) == str(tmp_path / "x.pt")
@@ -359,7 +363,7 @@ def test_in_this_process(tmp_path: Path) -> None:
     assert_new(tmp_path)
 
 
-def test_a_full_disk_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_with_the_local_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.pt").write_bytes(OLD)
     monkeypatch.setattr(durable.DurableFile, "write", full)
     with pytest.raises(OSError, match="No space left") as caught:
@@ -368,7 +372,7 @@ def test_a_full_disk_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert_old(tmp_path)
 
 
-def test_what_was_given_up_gets_no_name(tmp_path: Path) -> None:
+def test_an_abandoned_draft_is_not_renamed(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(OLD)
     sink = LocalSink(tmp_path / "x.pt")
 

@@ -1,4 +1,4 @@
-"""Accumulation, compiled models and DDP's hooks on two workers, also when one of them is killed in between."""
+"""Accumulation, compiled models and DDP's hooks on two workers, also if one of them is killed."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 class Net(TrainingOperator):
-    """Counts its steps and, where no hook was asked for, the all-reduces; dies once where the config says."""
+    """Counts its steps and, without a hook, the all-reduces. It is killed once, in the step that the config names."""
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(5)
@@ -37,7 +37,7 @@ class Net(TrainingOperator):
     def count(self, name: str) -> None:
         self.counts[name] += 1
 
-    def reduce(self, state, bucket):  # DDP checks annotations, and knows its own only
+    def reduce(self, state, bucket):  # DDP checks annotations, and accepts only its own
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
         self.count("reduces")
@@ -53,7 +53,7 @@ class Net(TrainingOperator):
 
 
 def trained(config: dict[str, Any], **arguments: Any) -> tuple[torch.Tensor, Any, TorchTrainer]:
-    """Weights after two epochs, the last result, and the trainer, which is shut down."""
+    """Train two epochs. Return the weights, the last result, and the trainer, which is shut down."""
     with TorchTrainer(training_operator_cls=Net, config=config, use_gpu=False, **arguments) as trainer:
         trainer.train()
         result = trainer.train()
@@ -70,7 +70,7 @@ def what_is_there(operator: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected() -> torch.Tensor:
-    """One worker, in this process, whose batches hold what two workers' windows hold."""
+    """Return the weights of one worker in this process. Each of its batches has the samples of two workers' windows."""
     return trained({"batch": 16})[0]
 
 
@@ -83,7 +83,7 @@ def test_one_all_reduce_for_each_window(expected: torch.Tensor) -> None:
 
 
 @pytest.mark.elastic
-def test_a_loss_in_a_window_redoes_it_and_nothing_is_compiled_anew(expected: torch.Tensor, tmp_path: Path) -> None:
+def test_a_failure_in_a_window_repeats_it_without_compiling_again(expected: torch.Tensor, tmp_path: Path) -> None:
     ours, (_, seen), trainer = trained(
         {"batch": 2, "mark": str(tmp_path / "died")},
         num_workers=2,
@@ -93,7 +93,7 @@ def test_a_loss_in_a_window_redoes_it_and_nothing_is_compiled_anew(expected: tor
     assert [loss.in_place for loss in trainer.recoveries] == [True]
     assert torch.allclose(ours, expected, atol=1e-5), (ours - expected).abs().max()
     assert len(seen) == 1 and seen[0]["steps"] == 6
-    assert seen[0]["graphs"] == 1  # for any batch size, before the loss and after it
+    assert seen[0]["graphs"] == 1  # for any batch size, before the failure and after it
 
 
 @pytest.mark.elastic
@@ -105,7 +105,7 @@ def test_a_loss_in_a_window_redoes_it_and_nothing_is_compiled_anew(expected: tor
     ],
     ids=["fp16", "powersgd"],
 )
-def test_hooks_by_name_are_there_again_after_a_loss(
+def test_communication_hooks_are_registered_again_after_a_failure(
     hook: Any, name: str, close: float, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     ours, (_, seen), trainer = trained(

@@ -1,4 +1,4 @@
-"""Memory format, shared BatchNorm and the compiler: what the model becomes, and that a checkpoint does not show it."""
+"""Memory format, SyncBatchNorm and the compiler change the model, but not its checkpoints."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def weights(trainer: TorchTrainer) -> torch.Tensor:
 
 
 class Pictures(TrainingOperator):
-    """A convolution, and a note of the memory formats it was given."""
+    """A convolution that records the memory formats of its inputs."""
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(0)
@@ -50,7 +50,7 @@ def test_channels_last_for_models_and_batches() -> None:
         assert torch.allclose(ours, weights(plain), atol=1e-6)
 
 
-def test_compiled_models_train_the_same_and_leave_no_trace_in_checkpoints(tmp_path: Any) -> None:
+def test_compiled_models_train_the_same_and_checkpoints_do_not_show_it(tmp_path: Any) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with inline(Pictures, options=TrainingOptions(compile={"backend": "eager", "dynamic": False})) as trainer:
@@ -76,7 +76,7 @@ def test_sync_batchnorm_keeps_the_parameters_that_optimizers_hold() -> None:
     assert type(alone[0]) is nn.BatchNorm1d
 
 
-def test_what_register_says_of_ddp_goes_before_the_trainer() -> None:
+def test_ddp_arguments_of_register_override_those_of_the_trainer() -> None:
     options = TrainingOptions(ddp_args={"bucket_cap_mb": 50, "static_graph": True})
     assert ddp_arguments(options, {"bucket_cap_mb": 5}, [0]) == {
         "device_ids": [0],

@@ -1,4 +1,4 @@
-"""Two workers of a TFTrainer are lost at moments that a TorchTrainer survives. Prints what was left, as JSON."""
+"""Two workers of a TFTrainer fail at moments that a TorchTrainer survives. The script prints the results as JSON."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from raysgd.tf import TFTrainer, TrainingOperator
 
 
 class Counting(TrainingOperator):
-    """Validates on the numbers 0 to 49, ten at a time. On rank 1 its process dies in the third batch, once."""
+    """Validates on the numbers 0 to 49, ten at a time. Once, the process of rank 1 is killed in the third batch."""
 
     def setup(self, config: dict[str, Any]) -> None:
         import keras

@@ -1,4 +1,4 @@
-"""A small problem for TensorFlow's face, in Keras 3 or Keras 2, and faults in it by (rank, step), each once."""
+"""A small problem for TFTrainer, in Keras 3 or Keras 2, and faults in it by (rank, step), each of which occurs once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from raysgd.tf import TrainingOperator
 
-ROWS, BATCH = 101, 20  # five whole batches and one of a single row
+ROWS, BATCH = 101, 20  # five full batches, and one of a single row
 
 
 def make_data() -> tuple[np.ndarray, np.ndarray]:
@@ -43,7 +43,7 @@ def data_creator(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 class Small(TrainingOperator):
-    """config: library, normalized, and `fault`: (rank, step, kind), with `marks`, a folder where it is noted."""
+    """The config has `library`, `normalized`, `fault` (rank, step, kind), and `marks`, a folder in which a fault is recorded."""
 
     def setup(self, config: dict[str, Any]) -> None:
         keras = importlib.import_module(config.get("library", "keras"))
@@ -76,5 +76,5 @@ def fire(kind: str, marks: str) -> None:
 
 
 def arrays(state: dict[str, Any]) -> list[np.ndarray]:
-    """Weights and optimizer slots."""
+    """Return the weights and the optimizer's slots."""
     return [np.asarray(array, "float64") for kind in ("models", "optimizers") for one in state[kind] for array in one]

@@ -1,4 +1,4 @@
-"""How TensorFlow's ranks learn each other's addresses: by calls to the workers, so no socket is open that others could use."""
+"""TensorFlow's ranks get each other's addresses by calls to the workers, so no socket is open that others could use."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def test_nothing_listens_while_addresses_are_exchanged(ranks: list[TensorflowFun
 
 
 @pytest.mark.parametrize("packet", [b"", b"1\n", b"[1]\n", b"[" * 200_000 + b"\n", b'{"token": [[]]}\n', b"\xff" * 64])
-def test_nobody_can_send_anything_to_a_port_that_is_held(packet: bytes) -> None:
+def test_a_held_port_accepts_no_connection(packet: bytes) -> None:
     port = HeldPort()
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port.number)) as stranger:
         stranger.sendall(packet)
@@ -52,7 +52,7 @@ def test_ports_are_free_and_not_shared() -> None:
         probe.bind(("", one.number))
 
 
-def test_the_address_is_that_which_the_driver_is_reached_by() -> None:
+def test_the_address_is_of_the_interface_towards_the_driver() -> None:
     port = HeldPort()
     assert port.address_towards("127.0.0.1") == f"127.0.0.1:{port.number}"
     with contextlib.suppress(OSError):  # no IPv6 here

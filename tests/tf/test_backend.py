@@ -1,4 +1,4 @@
-"""What is an interruption, and what is the user's own error; and the addresses that workers offer."""
+"""Which errors are interruptions and which are user errors, and the addresses that workers offer."""
 
 import pickle
 
@@ -24,7 +24,7 @@ def test_the_runtimes_own_errors_are_interruptions() -> None:
     assert not backend.is_interruption(tf.errors.InvalidArgumentError(None, None, "Collective sizes differ"))
 
 
-def test_an_error_raised_while_handling_one_counts_too() -> None:
+def test_an_error_raised_while_handling_an_interruption_counts_too() -> None:
     with pytest.raises(KeyError) as caught:
         try:
             raise unavailable("Collective ops is aborted by: a peer left this generation")
@@ -33,7 +33,7 @@ def test_an_error_raised_while_handling_one_counts_too() -> None:
     assert TensorFlowBackend().is_interruption(caught.value)
 
 
-def test_everybody_is_told_the_addresses_that_were_offered() -> None:
+def test_every_rank_receives_the_offered_addresses() -> None:
     driver = TensorFlowBackend(host="127.0.0.1")
     ranks = [pickle.loads(pickle.dumps(driver)) for _ in range(2)]
     offers = [rank.offer() for rank in ranks]

@@ -1,4 +1,4 @@
-"""Each row once per epoch, on any number of ranks, from any place in it."""
+"""Each row is used once per epoch, on any number of ranks, and from any position in the epoch."""
 
 from pathlib import Path
 from typing import Any
@@ -34,22 +34,22 @@ def rows(drawn: Drawn) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_each_row_once_and_shares_add_up(world: int) -> None:
+def test_each_row_is_used_once_and_fractions_add_up(world: int) -> None:
     ranks = [list(shared(numbers()).batches(rank_info, 0)) for rank_info in rank_infos(world)]
     assert {len(rank) for rank in ranks} == {5}
     for step in zip(*ranks, strict=True):
-        assert sum(drawn.share for drawn in step) == pytest.approx(1)
+        assert sum(drawn.fraction for drawn in step) == pytest.approx(1)
         assert all(len(drawn.batch) for drawn in step), "every rank has something to compute"
     assert sorted(row for rank in ranks for drawn in rank for row in rows(drawn)) == list(range(23))
 
 
-def test_in_a_validation_nobody_repeats() -> None:
+def test_no_rank_repeats_rows_in_a_validation() -> None:
     ranks = [list(shared(numbers(), pad=False).batches(rank_info, 0)) for rank_info in rank_infos(7)]
     assert sorted(row for rank in ranks for drawn in rank for row in rows(drawn)) == list(range(23))
     assert all(drawn.fresh for rank in ranks for drawn in rank)
 
 
-def test_another_number_of_ranks_takes_up_a_shuffled_epoch() -> None:
+def test_another_number_of_ranks_continues_a_shuffled_epoch() -> None:
     def fresh(epoch: int) -> SharedSource:
         tf.random.set_seed(1)
         return shared(numbers(seed=4), epoch=epoch)
@@ -60,18 +60,18 @@ def test_another_number_of_ranks_takes_up_a_shuffled_epoch() -> None:
     assert whole != [rows(drawn) for drawn in fresh(1).batches(rank_infos(1)[0], 0)], "epochs differ"
 
 
-def test_a_call_goes_on_where_the_last_one_ended() -> None:
+def test_a_call_continues_where_the_last_one_ended() -> None:
     source, rank_info = shared(numbers(seed=4)), rank_infos(1)[0]
     first = source.batches(rank_info, 0)
     seen = rows(next(first)) + rows(next(first))
     undone = rows(next(first))
     again = source.batches(rank_info, 2)
-    assert rows(next(again)) == undone, "drawn, but never committed: its turn again"
+    assert rows(next(again)) == undone, "it was drawn, but never committed, so it comes again"
     seen += undone + [row for drawn in again for row in rows(drawn)]
     assert sorted(seen) == list(range(23))
 
 
-def test_any_iterable_of_batches_will_do() -> None:
+def test_any_iterable_of_batches_is_accepted() -> None:
     batches = [np.arange(4), np.arange(4, 7)]
     ranks = [list(shared(batches).batches(rank_info, 0)) for rank_info in rank_infos(2)]
     assert [rows(drawn) for drawn in ranks[0]] == [[0, 1], [4, 5]]
@@ -79,7 +79,7 @@ def test_any_iterable_of_batches_will_do() -> None:
 
 
 class Ensemble(Channel):
-    """Adds what the other ranks will have."""
+    """Adds the numbers of the other ranks."""
 
     def __init__(self, others: list[int]) -> None:
         super().__init__(1)
@@ -89,14 +89,14 @@ class Ensemble(Channel):
         return [tensors[0] + next(self._others)]
 
 
-def test_who_has_less_of_his_own_repeats_without_weight() -> None:
+def test_a_rank_with_less_data_repeats_it_with_weight_0() -> None:
     source = OwnSource(numbers(5), numbers(5), Ensemble([5, 3, 0]), together=True)
     drawn = list(source.batches(rank_infos(2)[0], 0))
-    assert [(len(each.batch), each.share, each.fresh) for each in drawn] == [(5, 0.5, True), (5, 0.0, False)]
+    assert [(len(each.batch), each.fraction, each.fresh) for each in drawn] == [(5, 0.5, True), (5, 0.0, False)]
     assert drawn[0].rows == 10 and drawn[1].rows == 3
 
 
-def test_by_file_each_rank_reads_files_of_its_own(tmp_path: Path) -> None:
+def test_with_sharding_by_file_each_rank_reads_its_own_files(tmp_path: Path) -> None:
     names = []
     for number in range(4):
         names.append(str(tmp_path / f"{number}.txt"))
@@ -113,7 +113,7 @@ def test_by_file_each_rank_reads_files_of_its_own(tmp_path: Path) -> None:
     assert len(ranks[0]) == len(ranks[1]) == 6
 
 
-def test_policies() -> None:
+def test_sharding_policies() -> None:
     def source(name: str) -> Any:
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[name]

@@ -1,4 +1,4 @@
-"""TFTrainer with one worker, in this process: what it computes, reports, keeps and refuses."""
+"""TFTrainer with one worker in this process: training, metrics, checkpoints, and invalid arguments."""
 
 import importlib
 import os
@@ -27,7 +27,7 @@ def of_creators(config: dict[str, Any] | None = None, **given: Any) -> TFTrainer
 
 
 def alone(library: str, epochs: int, **fit: Any) -> Any:
-    """What Keras itself makes of it."""
+    """Return the results of Keras' own `fit`."""
     config = {"library": library}
     train, _ = data_creator(config)
     model = model_creator(config)
@@ -37,7 +37,7 @@ def alone(library: str, epochs: int, **fit: Any) -> Any:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_it_learns_what_keras_learns(library: str) -> None:
+def test_training_equals_keras(library: str) -> None:
     pytest.importorskip(library)
     model = alone(library, 2)
     with of_creators({"library": library}) as trainer:
@@ -56,7 +56,9 @@ def test_it_learns_what_keras_learns(library: str) -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_both_faces_train_alike_and_a_checkpoint_holds_the_optimizer(library: str, tmp_path: Path) -> None:
+def test_operators_and_compiled_models_train_alike_and_checkpoints_have_the_optimizer(
+    library: str, tmp_path: Path
+) -> None:
     pytest.importorskip(library)
     with TFTrainer(training_operator_cls=Small, config={"library": library, "normalized": True}) as trainer:
         first = trainer.train()
@@ -73,10 +75,10 @@ def test_both_faces_train_alike_and_a_checkpoint_holds_the_optimizer(library: st
     assert [a.shape for a in arrays(again)] == [a.shape for a in arrays(state)]
     slots = [array for array in again["optimizers"][0] if array.ndim == 2]
     assert slots and all(np.abs(slot).sum() > 0 for slot in slots)
-    assert int(again["optimizers"][0][0]) == 22, "the optimizer's own counter goes on"
+    assert int(again["optimizers"][0][0]) == 22, "the optimizer's counter continues"
 
 
-def test_steps_go_on_in_the_epoch() -> None:
+def test_num_steps_continues_in_the_epoch() -> None:
     with TFTrainer(training_operator_cls=Small) as trainer:
         results = [trainer.train(num_steps=4) for _ in range(3)]
         rest = trainer.train()
@@ -103,7 +105,7 @@ def test_fit_config_counts_epochs_and_calls_callbacks() -> None:
         assert trainer.train()["epoch"] == 8, "the next call has all its epochs"
 
 
-def test_class_weights_are_those_of_keras() -> None:
+def test_class_weights_equal_those_of_keras() -> None:
     weights = {0: 0.5, 1: 1.0, 2: 4.0}
     model = alone("keras", 1, class_weight=weights)
     with of_creators({"fit_config": {"class_weight": weights}}) as trainer:
@@ -118,13 +120,13 @@ def test_class_weights_are_those_of_keras() -> None:
     [
         ({"fit_config": {"batch_size": 3}}, "'batch_size': batch the data set"),
         ({"fit_config": {"validation_data": 1}}, "validate"),
-        ({"fit_config": {"workers": 2}}, "'workers': it has no meaning here"),
+        ({"fit_config": {"workers": 2}}, "'workers': only epochs, .* have an effect"),
         ({"evaluate_config": {"sample_weight": 1}}, "sample_weight"),
         ({"fit_config": {"epochs": 0}}, "at least 1"),
         ({BATCH_SIZE: 0}, "batch of all workers"),
     ],
 )
-def test_what_has_no_meaning_is_refused_by_name(config: dict[str, Any], says: str) -> None:
+def test_fit_arguments_without_effect_are_refused_by_name(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         of_creators(config)
 
@@ -162,7 +164,7 @@ def test_a_foreign_checkpoint_changes_nothing(tmp_path: Path) -> None:
 
 
 class Pair(TrainingOperator):
-    """Two models with an optimizer each, in a batch of one's own."""
+    """Two models with an optimizer each, trained by a custom batch method."""
 
     def setup(self, config: dict[str, Any]) -> None:
         keras = importlib.import_module("keras")
@@ -191,7 +193,7 @@ class Pair(TrainingOperator):
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
-def test_several_models_in_a_batch_of_ones_own_in_any_precision(policy: str) -> None:
+def test_several_models_in_a_custom_batch_in_any_precision(policy: str) -> None:
     with TFTrainer(training_operator_cls=Pair, config={"policy": policy}) as trainer:
         start = trainer.state_dict()["models"]
         for _ in range(3):
@@ -216,7 +218,7 @@ def test_save_follows_a_link_and_refuses_a_pipe(tmp_path: Path) -> None:
 
 
 class Returning(Small):
-    """Returns, or does, what the test wants."""
+    """Returns or does what a test passes."""
 
     returned: Any = None
 
@@ -241,7 +243,7 @@ def returning(what: Any) -> TFTrainer:
     ],
     ids=str,
 )
-def test_what_cannot_be_a_metric_is_refused_by_name(metrics: Any, kind: type[Exception], text: str) -> None:
+def test_an_invalid_metric_is_refused_by_name(metrics: Any, kind: type[Exception], text: str) -> None:
     with returning(metrics) as trainer, pytest.raises(kind, match=rf"Returning\.train_batch .*{text}"):
         trainer.train()
 
@@ -254,7 +256,7 @@ def test_other_values_are_in_the_result() -> None:
     assert np.isnan(result["nan"]) and list(result["vector"]) == [1.0, 1.0, 1.0]
 
 
-def test_what_is_no_exception_arrives_too() -> None:
+def test_errors_that_are_not_exceptions_reach_the_user() -> None:
     def leave() -> None:
         sys.exit(3)
 

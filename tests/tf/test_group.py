@@ -1,4 +1,4 @@
-"""TFTrainer on several workers: the same weights as one has, whatever is lost on the way."""
+"""TFTrainer on several workers: the weights equal those of one worker, also after worker failures."""
 
 import functools
 import time
@@ -24,7 +24,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @functools.cache
 def undisturbed(epochs: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One worker, alone in a process of its own: its state and its last result."""
+    """Train with one worker in its own process. Return its state and its last result."""
     with TFTrainer(training_operator_cls=Small, config={}, use_ray=True) as trainer:
         for _ in range(epochs):
             result = trainer.train()
@@ -53,7 +53,7 @@ def test_compiled_models_on_several_workers(ray_cluster: None, workers: int, lib
 
 @pytest.mark.elastic
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_a_worker_dies_in_mid_epoch(ray_cluster: None, tmp_path: Path, rank: int) -> None:
+def test_a_worker_fails_in_the_middle_of_an_epoch(ray_cluster: None, tmp_path: Path, rank: int) -> None:
     config = {"fault": (rank, 15, "kill"), "marks": str(tmp_path), "normalized": rank == 1}
     with TFTrainer(training_operator_cls=Small, config=config, num_workers=2) as trainer:
         trainer.train()
@@ -71,7 +71,7 @@ def test_a_worker_dies_in_mid_epoch(ray_cluster: None, tmp_path: Path, rank: int
 
 
 @pytest.mark.elastic
-def test_an_error_of_the_users_leaves_the_trainer_usable(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_user_error_leaves_the_trainer_usable(ray_cluster: None, tmp_path: Path) -> None:
     config = {"fault": (1, 5, "raise"), "marks": str(tmp_path)}
     with TFTrainer(training_operator_cls=Small, config=config, num_workers=2) as trainer:
         with pytest.raises(ZeroDivisionError, match="planned"):
@@ -91,13 +91,13 @@ def test_a_hang_and_a_resize(ray_cluster: None, tmp_path: Path) -> None:
         trainer.resize(3)
         grown = trainer.train()
         same(trainer.state_dict(), undisturbed(2)[0])
-        for _ in range(3):  # on a busy machine a process takes longer to start than a change of members waits for it
+        for _ in range(3):  # on a busy machine a process may take longer to start than the group waits for it
             if trainer.world_size < 3:
                 trainer.train()
         reasons = [recovery.reason for recovery in trainer.recoveries]
         assert trainer.world_size > 1
     assert hung["num_samples"] == grown["num_samples"] == ROWS
-    # On a busy machine the hung one's replacement may join later, as growth.
+    # On a busy machine the replacement of the worker that hung may join later, as growth.
     assert reasons[0] == "hang" and set(reasons[1:]) == {"growth"}
 
 
@@ -110,7 +110,7 @@ class StuckInSetup(Small):
 
 @pytest.mark.elastic
 @pytest.mark.soak
-def test_a_set_up_that_does_not_end_is_named(ray_cluster: None) -> None:
+def test_a_setup_that_does_not_end_is_reported(ray_cluster: None) -> None:
     given = {"num_workers": 2, "timeout_s": 40.0, "elastic": ElasticConfig(hang_timeout_s=40)}
     with pytest.raises(WorkerStartError, match=r"rank 1 on node .* within 40 s") as caught:
         TFTrainer(training_operator_cls=StuckInSetup, config={}, **given)

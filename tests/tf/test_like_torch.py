@@ -1,4 +1,4 @@
-"""What TorchTrainer and TFTrainer do alike."""
+"""Behaviour that TorchTrainer and TFTrainer have in common."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ class Empty(Small):
 def test_an_epoch_without_a_batch_is_an_error() -> None:
     with (
         TFTrainer(training_operator_cls=Empty, config={"empty": ["train_dataset"]}) as trainer,
-        pytest.raises(ConfigError, match="train_dataset gave no batch"),
+        pytest.raises(ConfigError, match="train_dataset returned no batch"),
     ):
         trainer.train()
 
@@ -41,43 +41,43 @@ def test_an_epoch_without_a_batch_is_an_error() -> None:
 def test_a_validation_without_a_batch_is_an_error() -> None:
     with (
         TFTrainer(training_operator_cls=Empty, config={"empty": ["validation_dataset"]}) as trainer,
-        pytest.raises(ConfigError, match="validation_dataset gave no batch"),
+        pytest.raises(ConfigError, match="validation_dataset returned no batch"),
     ):
         trainer.validate()
 
 
 class ShortLoop(Small):
-    """A training loop that takes only what it uses."""
+    """A training loop that accepts only the arguments that it uses."""
 
     def train_epoch(self, iterator: Any) -> dict[str, Any]:  # type: ignore[override]
         return {"batches": sum(1 for _ in iterator)}
 
 
 class ShortValidation(Small):
-    """A validation that takes only what it uses."""
+    """A validation that accepts only the arguments that it uses."""
 
     def validate(self, val_iterator: Any) -> dict[str, Any]:  # type: ignore[override]
         return {"batches": sum(1 for _ in val_iterator)}
 
 
-def test_a_training_loop_gets_the_arguments_that_it_takes() -> None:
+def test_a_training_loop_gets_the_arguments_that_it_accepts() -> None:
     with TFTrainer(training_operator_cls=ShortLoop) as trainer:
         assert trainer.train()["batches"] == 11
 
 
-def test_a_validation_gets_the_arguments_that_it_takes() -> None:
+def test_a_validation_gets_the_arguments_that_it_accepts() -> None:
     with TFTrainer(training_operator_cls=ShortValidation) as trainer:
         assert trainer.validate()["batches"] == 11
 
 
 class LastProgress(Callback):
-    """Keeps the last progress of the training calls."""
+    """Keeps the last progress message of the training calls."""
 
     def on_progress(self, now: Underway) -> None:
         self.progress = now.progress
 
 
-def test_the_last_progress_of_a_call_is_its_end() -> None:
+def test_the_last_progress_message_of_a_call_is_its_end() -> None:
     heard = LastProgress()
     with TFTrainer(training_operator_cls=Small, callbacks=[heard]) as trainer:
         trainer.train()
@@ -88,7 +88,7 @@ _ONE_RUN = threading.Lock()
 
 
 def run(background: Background) -> dict[str, Any]:
-    """Run the script once for all tests that look at it."""
+    """Run the script once, for all tests that read its output."""
     with _ONE_RUN:
         return _facts(background)
 
@@ -107,14 +107,14 @@ def _facts(background: Background) -> dict[str, Any]:
 @pytest.mark.elastic
 @pytest.mark.slow
 def test_an_interrupted_validation_is_repeated_from_where_it_began(outcome: Callable[[], dict[str, Any]]) -> None:
-    """`validate(num_steps=2)` twice: the second call validates on the batches after the first one's, also after a failure."""
+    """Of two calls of `validate(num_steps=2)`, the second continues after the batches of the first one, also after a failure."""
     assert outcome()["validated"] == [9.5, 29.5]
 
 
 @pytest.mark.script(run=run)
 @pytest.mark.elastic
 @pytest.mark.slow
-def test_a_loaded_state_survives_the_loss_of_all_workers(outcome: Callable[[], dict[str, Any]]) -> None:
+def test_a_loaded_state_survives_the_failure_of_all_workers(outcome: Callable[[], dict[str, Any]]) -> None:
     saved, trained, after = outcome()["kernels"]
     assert trained != saved
     assert after == saved

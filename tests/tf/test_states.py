@@ -1,4 +1,4 @@
-"""A state's bytes give it back, hold no code, and say so when they are damaged or foreign."""
+"""A state can be restored from its bytes, which hold no code; damaged or other bytes are an error."""
 
 import io
 import pickle
@@ -22,7 +22,7 @@ STATE: dict[str, Any] = {
 }
 
 
-def test_what_goes_in_comes_out() -> None:
+def test_a_state_survives_the_round_trip() -> None:
     back = states.parse(states.dump(STATE))
     assert back["operator"].pop("empty").shape == (0, 2)
     assert back["operator"] == {name: value for name, value in STATE["operator"].items() if name != "empty"}
@@ -30,7 +30,7 @@ def test_what_goes_in_comes_out() -> None:
     assert back["models"][0][0].dtype == np.float32 and back["optimizers"][0][0].shape == ()
 
 
-def test_half_precision_comes_out_too() -> None:
+def test_half_precision_survives_the_round_trip() -> None:
     value = tf.constant([1.5, -2.0], tf.bfloat16)
     back = states.parse(states.dump({**STATE, "operator": value}))["operator"]
     assert tf.convert_to_tensor(back).dtype == tf.bfloat16
@@ -42,7 +42,7 @@ def test_objects_are_refused_by_name() -> None:
         states.dump({**STATE, "operator": {"net": object()}})
 
 
-def test_damage_is_told() -> None:
+def test_damage_is_reported() -> None:
     data = bytes(states.dump(STATE))
     for broken in (data[: len(data) // 2], b"", b"nonsense", data[:60] + bytes([data[60] ^ 255]) + data[61:]):
         with pytest.raises(CheckpointError):
@@ -67,7 +67,7 @@ def test_a_pickle_inside_is_not_run() -> None:
         states.parse(pickle.dumps(Evil()))
 
 
-def test_other_formats_are_told_apart() -> None:
+def test_other_formats_are_recognized() -> None:
     other = states.dump({**STATE, "format": "something else"})
     with pytest.raises(CheckpointError, match="not a checkpoint of a TFTrainer"):
         states.parse(other)

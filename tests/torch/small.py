@@ -1,4 +1,4 @@
-"""A small operator and its data, for tests that do not care what is learned."""
+"""A small operator and its data, for tests in which it does not matter what is learned."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 
 
 def rows(count: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs (the row's number, a one) and what to make of them: y = x / 10 + 1."""
+    """Inputs (the row's number, and 1) and targets: y = x / 10 + 1."""
     x = torch.stack([torch.arange(count, dtype=torch.float32) / 10, torch.ones(count)], dim=1)
     return x, x.sum(dim=1, keepdim=True)
 
@@ -30,7 +30,7 @@ class Numbers(Dataset[int]):
 
 
 class Line(TrainingOperator):
-    """A linear model. What the config does not say is as small as it can be."""
+    """A linear model. By default everything is as small as possible."""
 
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(config.get("seed", 0))
@@ -52,7 +52,7 @@ class Line(TrainingOperator):
 
 
 class Recording(Line):
-    """Keeps the first column of every batch it was given, in `seen`, and what came with it."""
+    """Keeps the first column of every batch in `seen`, and the `batch_info` that came with it."""
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
@@ -75,7 +75,7 @@ class Recording(Line):
 
 
 def inline(operator: type[TrainingOperator] = Line, **arguments: Any) -> TorchTrainer:
-    """A trainer without Ray, in this process."""
+    """Return a trainer without Ray, in this process."""
     config = arguments.pop("config", {})
     return TorchTrainer(training_operator_cls=operator, config=config, **{"use_gpu": False, **arguments})
 

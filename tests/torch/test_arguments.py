@@ -1,4 +1,4 @@
-"""What a trainer refuses: each error names the argument, says what is legal, and what to do."""
+"""Arguments that a trainer refuses: each error names the argument, what is allowed, and what to do."""
 
 import re
 import subprocess
@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
+def test_invalid_arguments_are_refused(name: str) -> None:
     given, says = REFUSED[name]
     with pytest.raises(ConfigError, match=re.escape(says)) as caught:
         TorchTrainer(**{"training_operator_cls": Line, **given})
@@ -81,7 +81,7 @@ def test_refused(name: str) -> None:
         ("apex_args", "self.register(apex_args=...)"),
     ],
 )
-def test_arguments_of_old_say_where_they_went(name: str, hint: str) -> None:
+def test_removed_arguments_name_their_replacement(name: str, hint: str) -> None:
     with pytest.raises(DeprecationWarning, match=f"TorchTrainer takes no {name} any more") as caught:
         TorchTrainer(training_operator_cls=Line, **{name: 4})
     assert hint in str(caught.value)
@@ -89,12 +89,12 @@ def test_arguments_of_old_say_where_they_went(name: str, hint: str) -> None:
     inline(**{name: None}).shutdown()
 
 
-def test_an_argument_that_nobody_ever_took() -> None:
+def test_an_unknown_argument_gets_a_suggestion() -> None:
     with pytest.raises(TypeError, match="takes no argument 'num_worker': did you mean 'num_workers'"):
         inline(num_worker=2)
 
 
-def test_an_argument_unlike_all_others_gets_the_list() -> None:
+def test_an_unknown_argument_without_a_similar_one_gets_the_list() -> None:
     with pytest.raises(TypeError, match=r"takes no argument 'xyz'\. Its arguments are .*num_workers"):
         inline(xyz=2)
 
@@ -111,12 +111,12 @@ def test_everything_is_a_keyword() -> None:
         TorchTrainer()
 
 
-def test_the_oldest_form_is_told_what_to_do() -> None:
+def test_creators_as_arguments_say_what_to_do() -> None:
     with pytest.raises(DeprecationWarning, match=r"model_creator.*from_creators"):
         TorchTrainer(model_creator=lambda config: None, num_workers=2)
 
 
-def test_more_workers_at_least_than_at_most() -> None:
+def test_min_workers_above_num_workers_is_refused() -> None:
     with pytest.raises(ConfigError, match="min_workers is 5, but num_workers is 2"):
         TorchTrainer(training_operator_cls=Line, num_workers=2, elastic=ElasticConfig(min_workers=5))
 
@@ -138,15 +138,15 @@ def test_more_workers_at_least_than_at_most() -> None:
         ("resize", {"num_workers": 2}, "create it with num_workers=2 or more"),
     ],
 )
-def test_calls_refuse(method: str, given: dict[str, Any], says: str) -> None:
+def test_calls_refuse_invalid_arguments(method: str, given: dict[str, Any], says: str) -> None:
     with inline() as trainer:
         with pytest.raises(ConfigError, match=re.escape(says)):
             getattr(trainer, method)(**given)
-        assert trainer.train()["num_samples"] == 12, "a refused call leaves the trainer as it was"
+        assert trainer.train()["num_samples"] == 12, "a refused call does not change the trainer"
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_after_shutdown(force: bool) -> None:
+def test_calls_after_shutdown_raise_an_error(force: bool) -> None:
     trainer = inline()
     trainer.shutdown(force=force)
     trainer.shutdown()
@@ -168,7 +168,7 @@ def test_after_shutdown(force: bool) -> None:
         assert isinstance(caught.value, RuntimeError)
 
 
-def test_a_context_ends_the_trainer_also_after_an_error() -> None:
+def test_a_with_block_ends_the_trainer_also_after_an_error() -> None:
     with pytest.raises(KeyError), inline() as trainer:
         raise KeyError("own")
     with pytest.raises(NotActiveError):
@@ -206,7 +206,7 @@ def test_an_error_in_the_hook_is_the_users_own() -> None:
         inline(initialization_hook=hook)
 
 
-def test_after_an_error_in_a_batch_the_same_trainer_trains_on() -> None:
+def test_a_trainer_stays_usable_after_an_error_in_a_batch() -> None:
     with inline(raising("later")) as trainer:
         for _ in range(2):
             with pytest.raises(LookupError, match="in train_batch"):
@@ -240,7 +240,7 @@ def test_a_global_batch_size(total: int, workers: int, shown: int, each: int, wa
     assert own == {BATCH_SIZE: total, "more": 1}
 
 
-def test_the_callers_config_is_left_alone() -> None:
+def test_the_callers_config_is_not_changed() -> None:
     class Changing(Line):
         def setup(self, config: dict[str, Any]) -> None:
             config["changed"] = True
@@ -252,7 +252,7 @@ def test_the_callers_config_is_left_alone() -> None:
     assert own == {}
 
 
-def test_use_local_with_one_worker_says_nothing() -> None:
+def test_use_local_with_one_worker_does_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with inline(use_local=True, elastic=ElasticConfig()) as trainer:

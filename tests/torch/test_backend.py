@@ -1,4 +1,4 @@
-"""How ranks meet, also when a peer is late or lost; how they part under a wrapped model; and what counts as a break."""
+"""How ranks form and leave a process group, also if a peer is late or fails, and which errors count as interruptions."""
 
 import multiprocessing
 import pickle
@@ -22,7 +22,7 @@ GENERATIONS = 30
 
 
 def wait() -> None:
-    """The error's traceback holds the model, and the model its group: both go when the error does."""
+    """Raise an error whose traceback refers to the model, and so to its group: both are freed with the error."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
     everybody: list[Any] = [None, None]
     dist.all_gather_object(everybody, model)
@@ -46,8 +46,8 @@ def one_rank(backend: TorchBackend, plans: list[tuple[RankInfo, dict[str, Any]]]
             backend.leave()
 
 
-def test_the_end_of_a_group_never_waits_for_threads_that_wait_for_the_interpreter() -> None:
-    """Without a handle of the backend's own, rank 0 stands still for good after a few generations."""
+def test_leaving_a_group_cannot_deadlock_with_its_threads() -> None:
+    """If the backend kept no reference to the group, rank 0 would hang after a few generations."""
     drivers = [TorchBackend("gloo", join_s=30, collective_s=30) for _ in range(GENERATIONS)]
     plans: list[list[tuple[RankInfo, dict[str, Any]]]] = [[], []]
     for generation, driver in enumerate(drivers):
@@ -63,12 +63,12 @@ def test_the_end_of_a_group_never_waits_for_threads_that_wait_for_the_interprete
     stuck = [index for index, rank in enumerate(ranks) if rank.exitcode is None]
     for rank in ranks:
         rank.kill()
-    assert not stuck, "these ranks stand still"
+    assert not stuck, "these ranks hang"
     assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
-def meet_late(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any], late_s: float, said: Any) -> None:
-    raysgd.torch.process_group.MEET_S = 1.0
+def join_late(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any], late_s: float, said: Any) -> None:
+    raysgd.torch.process_group.FORM_S = 1.0
     time.sleep(late_s)
     driver.join(rank_info, settings)
     gloo = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
@@ -76,12 +76,12 @@ def meet_late(driver: TorchBackend, rank_info: RankInfo, settings: dict[str, Any
     driver.leave()
 
 
-def test_a_short_limit_for_the_connections_is_none_for_those_who_come_late_nor_for_collectives() -> None:
+def test_the_limit_for_connections_applies_neither_to_late_ranks_nor_to_collectives() -> None:
     driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=50), assign_ranks(["a", "a"], generation=1)
     context = multiprocessing.get_context("spawn")
     said = context.Queue()
     ranks = [
-        context.Process(target=meet_late, args=(driver, rank_info, settings, late_s, said), daemon=True)
+        context.Process(target=join_late, args=(driver, rank_info, settings, late_s, said), daemon=True)
         for late_s, rank_info, settings in zip((0, 3), rank_infos, driver.plan(rank_infos), strict=True)
     ]
     for rank in ranks:
@@ -91,8 +91,8 @@ def test_a_short_limit_for_the_connections_is_none_for_those_who_come_late_nor_f
         rank.join(timeout=60)
 
 
-def test_who_met_a_generation_that_did_not_come_to_stand_joins_the_next_one() -> None:
-    """A peer died right after the meeting: the recruits are asked again, and were no members that would be asked to leave."""
+def test_a_rank_whose_generation_failed_to_form_joins_the_next_one() -> None:
+    """A peer failed right after the rendezvous: the other ranks join the next one, without a call of `leave` in between."""
     host = ReplicaHost(TorchBackend("gloo"), Control())
     try:
         for generation in (1, 2):
@@ -103,7 +103,7 @@ def test_who_met_a_generation_that_did_not_come_to_stand_joins_the_next_one() ->
     assert not dist.is_initialized()
 
 
-def test_a_member_of_a_group_can_be_sent_to_others() -> None:
+def test_a_backend_in_use_can_be_pickled() -> None:
     backend = TorchBackend("gloo")
     backend.join(RankInfo(solo=True), {})
     try:
@@ -112,7 +112,7 @@ def test_a_member_of_a_group_can_be_sent_to_others() -> None:
         backend.leave()
 
 
-def test_only_what_gloo_says_itself_is_an_interruption() -> None:
+def test_only_gloos_own_errors_are_interruptions() -> None:
     backend = TorchBackend("gloo")
     assert backend.is_interruption(RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection reset"))
     assert not backend.is_interruption(RuntimeError("the glove does not fit"))

@@ -13,7 +13,7 @@ from raysgd.torch.parts import move
 from tests.torch.small import Line, inline, operator_of
 
 
-def test_the_default_batch_says_which_batches_it_takes() -> None:
+def test_the_default_train_batch_names_the_batches_that_it_accepts() -> None:
     class Dicts(Line):
         def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
             return {"train_loader": [{"x": torch.ones(1)}]}
@@ -57,7 +57,7 @@ def test_several_features_reach_the_model() -> None:
         (torch.ones(3), torch.ones(3), 0.0),
     ],
 )
-def test_accuracy_is_counted_where_there_are_classes(output: Any, target: Any, accuracy: float) -> None:
+def test_accuracy_is_computed_for_class_targets(output: Any, target: Any, accuracy: float) -> None:
     operator = Line({})
     operator.model, operator.criterion = (lambda x: output), (lambda a, b: torch.zeros(()))
     assert float(operator.validate_batch((output, target), {})["val_accuracy"]) == pytest.approx(accuracy)
@@ -100,7 +100,7 @@ def test_update_scheduler() -> None:
         trainer.update_scheduler(1.0)
 
 
-def test_a_scheduler_needs_to_know_when() -> None:
+def test_a_scheduler_without_a_frequency_is_refused() -> None:
     with pytest.raises(ConfigError, match="scheduler_step_freq='batch', 'epoch' or 'manual'"):
         inline(config={"scheduler": decaying})
 
@@ -119,7 +119,7 @@ def test_models_are_in_the_right_mode() -> None:
 
 
 class Movable:
-    """A batch of the user's own."""
+    """A batch of a user's class."""
 
     def __init__(self) -> None:
         self.where: Any = None
@@ -143,13 +143,13 @@ def test_batches_of_any_kind_are_moved() -> None:
     assert moved["e"].where == device
 
 
-def test_a_dict_with_its_own_to_uses_it() -> None:
+def test_a_dict_with_a_to_method_is_moved_by_it() -> None:
     class Encoding(UserDict):  # type: ignore[type-arg]
         def to(self, device: Any) -> str:
             return f"to {device}"
 
     class Strict(dict):  # type: ignore[type-arg]
-        """Cannot be made from its content, but can be moved."""
+        """A dict that cannot be made from its content, but can be moved."""
 
         def __init__(self, *, rows: int) -> None:
             super().__init__(rows=rows)

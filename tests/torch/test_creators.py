@@ -60,7 +60,7 @@ def test_a_list_of_one_optimizer_trains() -> None:
         assert operator_of(trainer).optimizers == [operator_of(trainer).optimizer]
 
 
-def test_lists_of_models_and_optimizers_are_all_there() -> None:
+def test_lists_of_models_and_optimizers_are_registered() -> None:
     with inline(TrainingOperator.from_creators(two_models, one_each, loader)) as trainer:
         operator = operator_of(trainer)
         assert len(operator.models) == len(operator.optimizers) == 2
@@ -68,7 +68,7 @@ def test_lists_of_models_and_optimizers_are_all_there() -> None:
         assert len(trainer.get_model()) == 2
 
 
-def test_a_scheduler_without_a_loss_is_a_scheduler() -> None:
+def test_a_scheduler_creator_without_a_loss_creator_works() -> None:
     made = TrainingOperator.from_creators(model, optimizer, loader, scheduler_creator=scheduler)
     with inline(made, scheduler_step_freq="manual") as trainer:
         operator = operator_of(trainer)

@@ -1,4 +1,4 @@
-"""Epochs and `num_steps`: where one call stops, the next goes on."""
+"""Epochs and `num_steps`: each call continues where the previous one stopped."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -45,7 +45,7 @@ def test_num_steps(calls: list[Call]) -> None:
     assert numbers == [position % 12 for position in range(len(numbers))]
 
 
-def test_validation_has_its_own_place() -> None:
+def test_validation_has_its_own_position() -> None:
     with inline(Recording) as trainer:
         assert trainer.validate(num_steps=2)["val_sum"] == (0 + 1 + 2 + 3 + 4 + 5 + 6 + 7) / 2
         trainer.train(num_steps=1)
@@ -76,22 +76,22 @@ def test_any_iterable_is_a_loader(loader: Any) -> None:
 
 @pytest.mark.parametrize("steps", [None, 5])
 @pytest.mark.parametrize("loader", [lambda: [], lambda: DataLoader(Numbers(0))])
-def test_a_loader_that_gives_nothing_says_so(loader: Any, steps: int | None) -> None:
+def test_an_empty_loader_is_an_error(loader: Any, steps: int | None) -> None:
     with inline(Recording, config={"loader": loader}) as trainer:
-        with pytest.raises(ConfigError, match=r"train_loader gave no batch at all.*drop_last"):
+        with pytest.raises(ConfigError, match=r"train_loader returned no batch.*drop_last"):
             trainer.train(num_steps=steps)
-        with pytest.raises(ConfigError, match="validation_loader gave no batch"):
+        with pytest.raises(ConfigError, match="validation_loader returned no batch"):
             trainer.validate(num_steps=steps)
 
 
-def test_a_used_up_generator_says_so_in_its_second_epoch() -> None:
+def test_a_used_up_generator_is_an_error_in_its_second_epoch() -> None:
     with inline(Recording, config={"loader": lambda: iter([torch.tensor([1])])}) as trainer:
         trainer.train()
         with pytest.raises(ConfigError, match="an earlier epoch used up"):
             trainer.train(num_steps=5)
 
 
-def test_a_loader_that_is_exchanged_is_taken_up() -> None:
+def test_a_loader_that_is_replaced_is_used() -> None:
     with inline(Recording) as trainer:
         trainer.train()
         trainer.apply_all_operators(lambda operator: operator.register_data(train_loader=DataLoader(Numbers(3))))
@@ -101,7 +101,7 @@ def test_a_loader_that_is_exchanged_is_taken_up() -> None:
 
 
 class Stumbling(Recording):
-    """Raises in its second batch, once: before or after the optimizer's step."""
+    """Raises an error in its second batch, once: before or after the optimizer's step."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         wrong = self.global_step == 1 and not getattr(self, "stumbled", False)
@@ -116,7 +116,7 @@ class Stumbling(Recording):
 
 
 @pytest.mark.parametrize(("when", "rest"), [("before", [*range(4, 12)]), ("after", [*range(8, 12)])])
-def test_after_an_error_what_was_applied_counts_and_the_rest_is_done(when: str, rest: list[int]) -> None:
+def test_after_an_error_applied_batches_count_and_the_rest_follows(when: str, rest: list[int]) -> None:
     with inline(Stumbling, config={"when": when}) as trainer:
         with pytest.raises(KeyError, match="first time"):
             trainer.train()
@@ -128,7 +128,7 @@ def test_after_an_error_what_was_applied_counts_and_the_rest_is_done(when: str, 
         assert trainer.train()["epoch"] == 2
 
 
-def test_after_an_error_in_validation_it_starts_where_it_had_started() -> None:
+def test_after_an_error_a_validation_starts_where_it_had_started() -> None:
     class Stumbles(Recording):
         def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
             if batch_info["batch_idx"] == 1 and not getattr(self, "stumbled", False):
@@ -143,7 +143,7 @@ def test_after_an_error_in_validation_it_starts_where_it_had_started() -> None:
 
 
 class Leaving(Recording):
-    """A loop of the user's own that leaves after two batches."""
+    """A custom loop that ends after two batches."""
 
     def train_epoch(self, iterator: Iterable[Any], info: Any) -> dict[str, Any]:
         done = 0
@@ -155,7 +155,7 @@ class Leaving(Recording):
         return {"done": done}
 
 
-def test_an_own_loop_that_leaves_early_has_done_its_last_batch() -> None:
+def test_the_last_batch_of_a_custom_loop_that_ends_early_counts() -> None:
     with inline(Leaving) as trainer:
         results = [trainer.train() for _ in range(3)]
         assert [(result["done"], result["epoch"]) for result in results] == [(2, 1), (1, 1), (2, 2)]
@@ -173,13 +173,13 @@ class Sums(Line):
         return {"first": float(x[0, 0]), "num_samples": len(x)}
 
 
-def test_a_data_set_passed_to_one_call_is_a_stream_of_its_own() -> None:
+def test_a_data_set_passed_to_a_call_has_its_own_position() -> None:
     dataset = Dataset(pairs(6), batch_size=2, max_concurrency=1)
     with inline(config={"batch": 6, "rows": 12}) as trainer:
         trainer.train(num_steps=1)
         with_data = trainer.train(dataset=dataset, num_steps=2)
         assert (with_data["batch_count"], with_data["num_samples"]) == (2, 4)
-        assert trainer.train()["batch_count"] == 1, "the epoch of the loader goes on where it was"
+        assert trainer.train()["batch_count"] == 1, "the epoch of the loader continues where it was"
     with inline(Sums) as trainer:
         assert [trainer.train(dataset=dataset, num_steps=1)["first"] for _ in range(4)] == [0, 2, 4, 0]
 
@@ -190,7 +190,7 @@ def test_a_transform_is_applied() -> None:
         assert trainer.train(dataset=dataset, num_steps=1)["first"] == 5
 
 
-def test_an_error_in_such_a_call_does_not_confuse_the_next() -> None:
+def test_an_error_in_a_call_with_a_data_set_does_not_affect_the_next() -> None:
     def broken(item: Any) -> Any:
         raise OSError("no connection")
 
@@ -203,13 +203,13 @@ def test_an_error_in_such_a_call_does_not_confuse_the_next() -> None:
         assert seen(trainer) == [*range(4, 12)]
 
 
-def test_an_empty_data_set_says_so() -> None:
-    with inline() as trainer, pytest.raises(ConfigError, match="gave no batch"):
+def test_an_empty_data_set_is_an_error() -> None:
+    with inline() as trainer, pytest.raises(ConfigError, match="returned no batch"):
         trainer.train(dataset=Dataset([], batch_size=2), num_steps=3)
 
 
 @pytest.mark.parametrize("method", ["train", "validate"])
-def test_without_data_it_says_what_to_register(method: str) -> None:
+def test_training_without_data_names_what_to_register(method: str) -> None:
     class NoData(Line):
         def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
             return {}
@@ -222,8 +222,8 @@ def test_without_data_it_says_what_to_register(method: str) -> None:
 
 
 @pytest.mark.parametrize("calls", range(1, 6))
-def test_a_checkpoint_of_any_call_can_be_trained_on(calls: int, tmp_path: Any) -> None:
-    """Calls are counted by each trainer for itself: a checkpoint's count must not be taken for one of ours."""
+def test_training_continues_from_a_checkpoint_of_any_call(calls: int, tmp_path: Any) -> None:
+    """Each trainer counts its own calls: the number in a checkpoint must not be mistaken for one of this trainer's."""
     with inline(Recording) as trainer:
         for _ in range(calls):
             trainer.train()

@@ -1,4 +1,4 @@
-"""Reading checkpoints: from bytes without a copy, and from a file by whoever sees the very same one."""
+"""Reading checkpoints: from bytes without a copy, and from a file by each process that sees the same file."""
 
 import io
 import os
@@ -25,12 +25,12 @@ def test_bytes_are_read_as_a_file_is() -> None:
         assert mine.read(count) == plain.read(count)
 
 
-def test_nothing_is_before_the_beginning() -> None:
+def test_seeking_before_the_start_is_refused() -> None:
     with pytest.raises(ValueError, match="-1"):
         Bytes(DATA).seek(-1)
 
 
-def test_torch_reads_them() -> None:
+def test_torch_reads_wrapped_bytes() -> None:
     saved = {"a": torch.randn(1_000), "b": [torch.arange(3), "text"]}
     buffer = io.BytesIO()
     torch.save(saved, buffer)
@@ -38,7 +38,7 @@ def test_torch_reads_them() -> None:
     assert torch.equal(back["a"], saved["a"]) and torch.equal(back["b"][0], saved["b"][0]) and back["b"][1] == "text"
 
 
-def test_a_file_is_known_by_more_than_its_name(tmp_path: Path) -> None:
+def test_a_file_is_identified_by_more_than_its_name(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(DATA)
     seen = SeenFile.of(path)
@@ -57,11 +57,11 @@ def test_a_file_is_known_by_more_than_its_name(tmp_path: Path) -> None:
     assert not seen.here
 
 
-def test_the_end_of_a_large_file_tells(tmp_path: Path) -> None:
+def test_a_change_in_a_large_file_is_noticed_by_its_end(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(TAIL)}, tmp_path / "a.pt")
     seen = SeenFile.of(tmp_path / "a.pt")
     changed = torch.zeros(TAIL)
-    changed[0] = 1  # far from the end: what stands there is its checksum
+    changed[0] = 1  # far from the end, where its checksum is
     torch.save({"a": changed}, tmp_path / "a.pt")
     os.utime(tmp_path / "a.pt", ns=(seen.changed_ns, seen.changed_ns))
     assert (tmp_path / "a.pt").stat().st_size == seen.size > 4 * TAIL

@@ -1,4 +1,4 @@
-"""Tensors in memory: the batches are those that a DataLoader collates, whichever way they came."""
+"""Tensors in memory: gathered batches equal those that a DataLoader collates."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +21,7 @@ def tensors() -> TensorDataset:
 
 
 class Odd:
-    """A sampler that says its indices in other ways."""
+    """A sampler that returns its indices as other types."""
 
     def __init__(self, *indices: Any) -> None:
         self.indices = indices
@@ -63,7 +63,7 @@ def planned(loader: DataLoader[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_the_same_as_collated(name: str) -> None:
+def test_gathered_batches_equal_collated_ones(name: str) -> None:
     assert can_gather(LOADERS[name]())
     expected, got = list(LOADERS[name]()), planned(LOADERS[name]())
     assert len(got) == len(expected) > 0
@@ -75,21 +75,21 @@ def test_the_same_as_collated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_GATHERED)
-def test_whoever_is_not_just_rows_of_tensors_is_left_alone(name: str) -> None:
+def test_other_data_sets_are_not_gathered(name: str) -> None:
     loader = NOT_GATHERED[name]()
     assert not can_gather(loader)
     assert PlannedSource(loader, pad=False)._twin.dataset is loader.dataset
 
 
 def test_a_batch_is_a_copy() -> None:
-    """As a collated one is: writing into it leaves the data alone."""
+    """Like a collated batch: writing to it does not change the data."""
     dataset = TensorDataset(torch.arange(6.0))
     (batch,) = Gathered(dataset).__getitems__([1, 2])
     batch.zero_()
     assert dataset.tensors[0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_what_is_no_index_goes_to_the_data_set_itself() -> None:
+def test_what_is_not_an_index_is_passed_to_the_data_set() -> None:
     dataset = TensorDataset(torch.arange(6.0))
     parts = [slice(0, 2), slice(3, 5)]
     (batch,) = Gathered(dataset).__getitems__(parts)

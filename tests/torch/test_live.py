@@ -1,4 +1,4 @@
-"""What can only be iterated: IterableDatasets, shared through worker info or a hook, and plain iterables."""
+"""Data that can only be iterated: IterableDatasets, divided by worker info or by a hook, and plain iterables."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from raysgd.torch.data.sources import LiveSource
 
 
 class Stream(IterableDataset[int]):
-    """Shares itself the usual way: through worker info."""
+    """Divides itself in the usual way, by worker info."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -25,7 +25,7 @@ class Stream(IterableDataset[int]):
 
 
 class Lazy(Stream):
-    """Looks at worker info only when the first item is asked for, and at every item again."""
+    """Reads the worker info at each item, and not before the first one."""
 
     def __iter__(self) -> Iterator[int]:
         for number in range(self.count):
@@ -47,7 +47,7 @@ class Hooked(IterableDataset[int]):
 
 
 class Ranged(IterableDataset[int]):
-    """Shared by a worker_init_fn, as torch's own documentation does it."""
+    """Is divided by a worker_init_fn, as in torch's documentation."""
 
     def __init__(self, start: int, end: int) -> None:
         self.start, self.end = start, end
@@ -97,16 +97,16 @@ def test_a_worker_init_fn_shares_the_stream_over_ranks_too() -> None:
     assert [sorted(part) for part in taken] == [list(range(8)), list(range(8, 16))]
 
 
-def test_a_data_sets_own_hook_goes_first() -> None:
+def test_a_data_sets_own_hook_takes_precedence() -> None:
     assert shares(DataLoader(Hooked(), batch_size=2), 2) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
 
 
 @pytest.mark.parametrize("loader", [[1, 2, 3], (1, 2), range(4)])
-def test_plain_iterables_are_the_users_own_business(loader: Any) -> None:
+def test_plain_iterables_are_not_divided(loader: Any) -> None:
     assert shares(loader, 2) == [list(loader)] * 2
 
 
-def test_an_error_in_the_stream_leaves_no_worker_info_behind() -> None:
+def test_an_error_in_a_stream_resets_the_worker_info() -> None:
     class Broken(Stream):
         def __iter__(self) -> Iterator[int]:
             yield 0
@@ -117,7 +117,7 @@ def test_an_error_in_the_stream_leaves_no_worker_info_behind() -> None:
     assert get_worker_info() is None
 
 
-def test_a_live_source_goes_on_where_it_was_and_deals_an_uncommitted_batch_again() -> None:
+def test_a_live_source_continues_and_returns_an_uncommitted_batch_again() -> None:
     source = LiveSource(DataLoader(Stream(6), batch_size=2), shard=True, together=True)
     source.begin(0, RankInfo(), shared=False)
     first = next(source.batches(RankInfo(), 0))
@@ -128,7 +128,7 @@ def test_a_live_source_goes_on_where_it_was_and_deals_an_uncommitted_batch_again
     assert [each.offset for each in rest] == [2, 3]
 
 
-def test_each_epoch_starts_a_generator_function_anew_and_an_iterator_only_once() -> None:
+def test_each_epoch_restarts_a_generator_function_but_not_an_iterator() -> None:
     once = LiveSource(iter([1, 2]), shard=False, together=False)
     for expected in ([1, 2], []):
         once.begin(0, RankInfo(), shared=False)

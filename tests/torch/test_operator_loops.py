@@ -1,4 +1,4 @@
-"""The default loops and overrides of them: what is passed down, what comes up, when schedulers step."""
+"""The default loops and overrides of them: their arguments and results, and when schedulers step."""
 
 import inspect
 import math
@@ -105,7 +105,7 @@ def test_train_batch_is_called_with_its_keyword_and_validate_batch_by_position()
         assert trainer.train()["num_samples"] == trainer.validate()["num_samples"] == 12
 
 
-def test_the_keys_of_the_default_results_and_their_order() -> None:
+def test_the_default_results_have_these_keys_in_this_order() -> None:
     with inline() as trainer:
         train, val = trainer.train(), trainer.validate()
         assert list(train) == ["epoch", "batch_count", "num_samples", "train_loss", "last_train_loss"]
@@ -132,7 +132,7 @@ def test_profile() -> None:
         assert "profile" not in trainer.train()
 
 
-def test_without_reduction_there_is_a_list() -> None:
+def test_without_reduction_the_result_is_a_list() -> None:
     with inline() as trainer:
         (result,) = trainer.train(reduce_results=False)
         assert result["num_samples"] == 12
@@ -167,21 +167,21 @@ def test_metrics_of_every_kind() -> None:
 
 @pytest.mark.parametrize("answer", [None, 1.0, [1]])
 @pytest.mark.parametrize("method", ["train_batch", "validate_batch"])
-def test_a_batch_must_answer_with_a_dict(method: str, answer: Any) -> None:
+def test_batch_methods_must_return_a_dict(method: str, answer: Any) -> None:
     operator = type("Own", (Line,), {method: lambda self, batch, batch_info: answer})
-    with inline(operator) as trainer, pytest.raises(TypeError, match=f"{method} must return a dict .*: Own.{method}"):
+    with inline(operator) as trainer, pytest.raises(TypeError, match=f"Own.{method} must return a dict"):
         trainer.train() if method == "train_batch" else trainer.validate()
 
 
 @pytest.mark.parametrize("method", ["train_epoch", "validate"])
-def test_an_epoch_must_answer_with_a_dict(method: str) -> None:
+def test_epoch_methods_must_return_a_dict(method: str) -> None:
     operator = type("Own", (Line,), {method: lambda self, iterator, info: None})
-    with inline(operator) as trainer, pytest.raises(TypeError, match=f"^{method} must return a dict"):
+    with inline(operator) as trainer, pytest.raises(TypeError, match=f"^Own.{method} must return a dict"):
         trainer.train() if method == "train_epoch" else trainer.validate()
 
 
 @pytest.mark.parametrize("missing", ["model", "optimizer", "criterion"])
-def test_the_default_batch_names_what_is_missing(missing: str) -> None:
+def test_the_default_batch_methods_name_missing_parts(missing: str) -> None:
     class Forgetful(Line):
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)
@@ -194,8 +194,8 @@ def test_the_default_batch_names_what_is_missing(missing: str) -> None:
         trainer.train()
 
 
-def test_one_worker_trains_as_a_plain_loop_does() -> None:
-    """Shuffled, with dropout, several epochs: bit for bit."""
+def test_one_worker_trains_like_a_plain_loop() -> None:
+    """The weights are equal bit for bit, also with shuffling, dropout and several epochs."""
 
     class Dropping(Line):
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def test_one_worker_trains_as_a_plain_loop_does() -> None:
     assert torch.equal(nn.utils.parameters_to_vector(plain.model.parameters()), trained)
 
 
-def test_an_iterable_data_set_is_streamed_anew_each_epoch() -> None:
+def test_an_iterable_data_set_is_restarted_each_epoch() -> None:
     class Three(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
@@ -231,8 +231,8 @@ def test_an_iterable_data_set_is_streamed_anew_each_epoch() -> None:
         assert list(flat(operator_of(trainer).seen)) == [0, 1, 2, 0, 1, 2]
 
 
-def test_an_operator_can_be_driven_by_hand() -> None:
-    """Without a trainer, as in a notebook: the methods take plain iterables."""
+def test_an_operator_works_without_a_trainer() -> None:
+    """The methods accept plain iterables, for example in a notebook."""
     operator = Recording({})
     result = operator.train_epoch([torch.tensor([1, 2])], {"x": 1})
     assert (result["batch_count"], result["num_samples"], operator.global_step) == (1, 2, 1)
@@ -240,7 +240,7 @@ def test_an_operator_can_be_driven_by_hand() -> None:
     assert "info" in inspect.signature(operator.validate).parameters
 
 
-def test_a_batch_method_may_name_its_parameters_as_it_likes() -> None:
+def test_batch_methods_may_name_their_parameters_freely() -> None:
     class Named(Line):
         def train_batch(self, it: Any, inf: Any) -> dict[str, Any]:
             assert "batch_idx" in inf

@@ -1,4 +1,4 @@
-"""Map-style loaders dealt out over ranks: whatever the user's loader is, its order and its options survive.
+"""Map-style loaders divided over ranks: the order and the options of every kind of loader are kept.
 
 Ranks are played one after the other, in this process: each has its own copy of the loader, as workers have.
 """
@@ -36,7 +36,7 @@ def whole(source: PlannedSource, rank_info: RankInfo, offset: int = 0) -> list[D
 
 
 def played(make: Loaders, world: int, *, pad: bool = True, epoch: int = 0) -> list[list[Drawn]]:
-    """An epoch of every rank. All copies draw the same order, as rank 0's would be everybody's."""
+    """Return each rank's epoch. All copies draw the same order, as if rank 0 had sent its order to the others."""
     ranks = []
     for rank in range(world):
         torch.manual_seed(7)
@@ -56,7 +56,7 @@ def plain_epoch(make: Loaders) -> list[list[int]]:
 
 
 class Evens(Sampler[int]):
-    """A user's own sampler: even numbers, backwards."""
+    """A user's sampler: even numbers in descending order."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -69,7 +69,7 @@ class Evens(Sampler[int]):
 
 
 class ByLength(Sampler[list[int]]):
-    """A user's own batch sampler: batches of growing size."""
+    """A user's batch sampler, whose batches grow."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes
@@ -105,7 +105,7 @@ LOADERS: dict[str, Loaders] = {
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_one_rank_sees_what_the_plain_loader_gives(name: str) -> None:
+def test_one_rank_gets_the_batches_of_the_plain_loader(name: str) -> None:
     make = LOADERS[name]
     ((drawn),) = played(make, 1)
     assert batches(drawn) == plain_epoch(make)
@@ -138,18 +138,18 @@ def test_validation_repeats_nothing(rows: int, world: int, counted: int) -> None
     assert sorted(flat(batches([each for drawn in ranks for each in drawn]))) == list(range(counted))
 
 
-def test_the_tail_is_shared_out() -> None:
+def test_the_last_samples_are_divided_among_the_ranks() -> None:
     ranks = played(lambda: DataLoader(Numbers(101), batch_size=32), 2)
     assert [[len(batch) for batch in batches(drawn)] for drawn in ranks] == [[32, 19], [32, 18]]
 
 
-def test_drop_last_drops_the_last_step_of_all() -> None:
+def test_drop_last_drops_the_last_step_of_all_ranks() -> None:
     ranks = played(lambda: DataLoader(Numbers(101), batch_size=32, drop_last=True), 2)
     assert [[len(batch) for batch in batches(drawn)] for drawn in ranks] == [[32], [32]]
     assert played(lambda: DataLoader(Numbers(31), batch_size=32, drop_last=True), 2) == [[], []]
 
 
-def test_a_users_batches_stay_whole_and_a_short_last_step_is_cut() -> None:
+def test_batches_of_a_batch_sampler_are_not_split_except_in_the_last_step() -> None:
     make = lambda: DataLoader(Numbers(100), batch_sampler=ByLength(1, 2, 3, 4, 5))  # noqa: E731
     ranks = played(make, 2)
     assert [len(batch) for batch in batches(ranks[0])] == [1, 3, 3]
@@ -158,8 +158,8 @@ def test_a_users_batches_stay_whole_and_a_short_last_step_is_cut() -> None:
     assert played(make, 1)[0][4].batch.tolist() == [10, 11, 12, 13, 14]
 
 
-def test_a_sampler_that_gives_whole_batches() -> None:
-    """DataLoader(sampler=BatchSampler(...), batch_size=None): the data set is asked for a list of indices."""
+def test_a_sampler_that_returns_batches() -> None:
+    """With DataLoader(sampler=BatchSampler(...), batch_size=None), the data set receives lists of indices."""
 
     class Lists(Numbers):
         def __getitem__(self, index: Any) -> Any:
@@ -177,7 +177,7 @@ def test_without_batches_each_rank_gets_items() -> None:
     assert [each.fresh for each in ranks[1]] == [True, True, False]
 
 
-def test_a_distributed_sampler_of_the_users_is_asked_as_if_it_were_alone() -> None:
+def test_a_users_distributed_sampler_is_used_as_if_it_had_one_rank() -> None:
     def make() -> DataLoader[Any]:
         data = Numbers(10)
         return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=1, seed=3))
@@ -200,7 +200,7 @@ def test_a_sampler_without_a_length_says_what_to_do() -> None:
         source.begin(0, RankInfo(), shared=False)
 
 
-def test_each_part_of_a_loader_is_told_the_epoch() -> None:
+def test_set_epoch_is_called_on_each_part_of_a_loader() -> None:
     told: list[tuple[str, int]] = []
 
     class Told(Numbers):
@@ -218,7 +218,7 @@ def test_each_part_of_a_loader_is_told_the_epoch() -> None:
 
 
 class Own(DataLoader[Any]):
-    """A user's own loader class, with what it carries and does."""
+    """A user's loader class, with attributes and methods of its own."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -232,7 +232,7 @@ def collate(items: list[int]) -> torch.Tensor:
     return torch.tensor(items) + 100
 
 
-def test_every_option_of_the_loader_survives() -> None:
+def test_every_option_of_the_loader_is_kept() -> None:
     generator = torch.Generator().manual_seed(1)
     options: dict[str, Any] = {"collate_fn": collate, "timeout": 3.0, "generator": generator}
     make = lambda: Own(Numbers(4), batch_size=2, num_workers=0, **{**options, "timeout": 0})  # noqa: E731
@@ -248,7 +248,7 @@ def test_every_option_of_the_loader_survives() -> None:
     kept = "prefetch_factor persistent_workers worker_init_fn multiprocessing_context timeout num_workers"
     for name in f"{kept} collate_fn pin_memory dataset batch_size".split():
         assert getattr(twin, name) == getattr(given, name), name
-    assert isinstance(given.sampler, SequentialSampler), "the user's own loader is left as it was"
+    assert isinstance(given.sampler, SequentialSampler), "the user's loader is not changed"
 
 
 class WhichWorker(Numbers):
@@ -259,7 +259,7 @@ class WhichWorker(Numbers):
 
 
 def test_persistent_loader_processes_follow_a_new_plan() -> None:
-    """Three epochs, the second dealt anew in its middle: processes stay, and none sees a stale plan."""
+    """In three epochs, the second of which is divided again in its middle, the processes stay, and none uses an old plan."""
     loader = DataLoader(WhichWorker(16), batch_size=2, num_workers=2, persistent_workers=True, shuffle=True, timeout=30)
     source, alone = PlannedSource(loader, pad=True), RankInfo()
     source.begin(0, alone, shared=False)
@@ -286,14 +286,14 @@ def test_persistent_loader_processes_follow_a_new_plan() -> None:
     assert not any(process.is_alive() for process in processes)
 
 
-def test_the_place_in_an_epoch_is_kept_between_calls_and_found_again_by_a_copy() -> None:
+def test_the_position_in_an_epoch_is_kept_between_calls_and_restored_in_a_copy() -> None:
     make = LOADERS["shuffled"]
     torch.manual_seed(7)
     source = PlannedSource(make(), pad=True)
     source.begin(0, RankInfo(), shared=False)
     running = source.batches(RankInfo(), 0)
     first = [next(running) for _ in range(2)]
-    assert source.batches(RankInfo(), 6) is running, "the same loader goes on: nothing is read twice"
+    assert source.batches(RankInfo(), 6) is running, "the same iterator continues: nothing is read twice"
 
     elsewhere = PlannedSource(make(), pad=True)
     elsewhere.order = copy.deepcopy(source.order)
@@ -301,7 +301,7 @@ def test_the_place_in_an_epoch_is_kept_between_calls_and_found_again_by_a_copy()
     assert batches(first + rest) == plain_epoch(make)
 
 
-def test_a_global_batch_is_shared_whatever_the_world() -> None:
+def test_a_global_batch_is_divided_over_any_number_of_ranks() -> None:
     for world in (1, 2, 4):
         steps = []
         for rank in range(world):
@@ -312,5 +312,5 @@ def test_a_global_batch_is_shared_whatever_the_world() -> None:
         assert steps == [[8 // world] * 2] * world
 
 
-def test_an_empty_data_set_gives_no_batch() -> None:
+def test_an_empty_data_set_has_no_batches() -> None:
     assert played(lambda: DataLoader(Numbers(0), batch_size=3), 2) == [[], []]

@@ -1,4 +1,4 @@
-"""Number formats, on the CPU: each learns, and custom loops are right in each."""
+"""Precisions on the CPU: training works in each of them, also in custom loops."""
 
 import importlib.util
 from typing import Any
@@ -20,13 +20,13 @@ FORMATS: list[dict[str, Any]] = [
 
 
 def begin_at_16(operator: Any) -> None:
-    """Where no step has to be skipped first."""
+    """Set a scale at which no step is skipped."""
     if operator._amp_scaler is not None:
         operator._amp_scaler.load_state_dict({**operator._amp_scaler.state_dict(), "scale": 16.0})
 
 
 class Watching(Line):
-    """Notes the type its model works in."""
+    """Records the type in which its model computes."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         result = super().train_batch(batch, batch_info)
@@ -37,7 +37,7 @@ class Watching(Line):
 
 @pytest.mark.parametrize("use_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("arguments", FORMATS)
-def test_it_learns(arguments: dict[str, Any], use_gpu: bool) -> None:
+def test_each_precision_learns(arguments: dict[str, Any], use_gpu: bool) -> None:
     kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
     with inline(Line, use_gpu=use_gpu) as full:
         expected = [full.train()["train_loss"] for _ in range(12)]
@@ -59,7 +59,7 @@ def test_it_learns(arguments: dict[str, Any], use_gpu: bool) -> None:
         ({"options": TrainingOptions(precision="fp16")}, True, True, False),
     ],
 )
-def test_what_the_operator_is_told(arguments: dict[str, Any], use_fp16: Any, native: bool, apex: bool) -> None:
+def test_the_operator_knows_its_precision(arguments: dict[str, Any], use_fp16: Any, native: bool, apex: bool) -> None:
     with inline(**arguments) as trainer:
         operator = operator_of(trainer)
         assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == (
@@ -81,26 +81,26 @@ def test_what_the_operator_is_told(arguments: dict[str, Any], use_fp16: Any, nat
         ),
     ],
 )
-def test_what_is_no_precision(arguments: dict[str, Any], says: str) -> None:
+def test_invalid_precisions_are_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         inline(**arguments)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("apex") is not None, reason="an apex is installed")
-def test_apex_says_where_it_could_come_from() -> None:
-    with pytest.raises(ImportError, match=r"needs NVIDIA Apex.*use 'fp16'"):
+def test_a_missing_apex_says_how_to_install_it() -> None:
+    with pytest.raises(ImportError, match=r"needs NVIDIA Apex.*use precision='fp16'"):
         inline(use_fp16="apex")
 
 
 def calm(precision: Any) -> Any:
-    """With a scale that these few steps need not find first by skipping some."""
+    """Set a scale at which these few steps skip none."""
     if precision.state() is not None:
         precision.load({**precision.state(), "scale": 16.0})
     return precision
 
 
 def two_optimizers(precision: str, steps: list[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Batches in which several optimizers step, some twice; against the same in full precision."""
+    """Batches in which several optimizers step, some of them twice. The results are compared with full precision."""
     torch.manual_seed(0)
     number = calm(make_precision(precision, torch.device("cpu")))
     models = [nn.Linear(2, 1), nn.Linear(2, 1)]
@@ -124,7 +124,7 @@ def test_several_optimizers_share_one_scale(steps: list[tuple[int, ...]]) -> Non
         assert torch.allclose(full, half, atol=5e-3)
 
 
-def test_a_batch_that_was_cut_short_leaves_the_scaler_as_it_was() -> None:
+def test_an_interrupted_batch_does_not_change_the_scaler() -> None:
     precision = calm(Fp16(torch.device("cpu")))
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -142,7 +142,7 @@ def test_a_batch_that_was_cut_short_leaves_the_scaler_as_it_was() -> None:
 
 
 class Accumulating(Line):
-    """A loop of the user's own: a step for every two batches."""
+    """A custom loop with one step for every two batches."""
 
     def train_epoch(self, iterator: Any, info: dict[str, Any] | None = None) -> dict[str, Any]:
         for index, (x, y) in enumerate(iterator):
@@ -155,7 +155,7 @@ class Accumulating(Line):
         return {}
 
 
-def test_an_own_loop_that_accumulates() -> None:
+def test_a_custom_loop_that_accumulates() -> None:
     results = {}
     for precision in ("fp32", "fp16"):
         with inline(Accumulating, options=TrainingOptions(precision=precision), config={"rows": 16}) as trainer:

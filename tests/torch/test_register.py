@@ -1,4 +1,4 @@
-"""What goes into `register` comes out in the same shape."""
+"""`register` returns its arguments in the same containers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ class Many(torch.optim.SGD):
 
 
 class Duck:
-    """Steps, and can be iterated, without being torch's own kind of optimizer."""
+    """Can step and be iterated, but is not a subclass of torch's Optimizer."""
 
     param_groups: tuple[Any, ...] = ()
 
@@ -54,7 +54,7 @@ class Duck:
         return iter([1, 2])
 
 
-def test_single_things_come_back_single() -> None:
+def test_single_parts_are_returned_single() -> None:
     one = model()
     optimizer = sgd(one)
     assert registered(models=one, optimizers=optimizer) == (one, optimizer)
@@ -99,7 +99,7 @@ def test_optimizers_that_can_be_iterated_are_single() -> None:
     ("criterion", "scheduler", "length"),
     [(False, False, 2), (True, False, 3), (False, True, 3), (True, True, 4)],
 )
-def test_what_is_absent_is_left_out(criterion: bool, scheduler: bool, length: int) -> None:
+def test_parts_that_are_not_passed_are_not_returned(criterion: bool, scheduler: bool, length: int) -> None:
     one = model()
     optimizer = sgd(one)
     parts: dict[str, Any] = {"models": one, "optimizers": optimizer}
@@ -138,15 +138,15 @@ def test_register_refuses(parts: dict[str, Any], says: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["train_loader", "validation_loader"])
-def test_register_data_refuses_what_cannot_be_iterated(name: str) -> None:
+def test_register_data_refuses_objects_that_cannot_be_iterated(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be a DataLoader or another iterable"):
         Bare({"body": lambda operator: operator.register_data(**{name: 7})})
 
 
-def test_v1s_names_say_what_is_missing() -> None:
+def test_old_names_name_the_missing_part() -> None:
     operator = Bare()
     for name in ("models", "optimizers", "schedulers", "criterion"):
-        with pytest.raises(RuntimeError, match=r"did Bare.setup call self.register\?"):
+        with pytest.raises(RuntimeError, match=r"Bare has no .*: pass it to self\.register\("):
             getattr(operator, f"_get_{name}")()
     for name in ("train_loader", "validation_loader"):
         with pytest.raises(RuntimeError, match=r"self\.register_data"):
@@ -164,11 +164,11 @@ def test_properties_of_a_single_worker() -> None:
     assert operator._get_models() == [operator.model]
 
 
-def test_an_operator_without_setup_says_so() -> None:
-    with pytest.raises(NotImplementedError, match="no setup"):
+def test_an_operator_without_setup_is_an_error() -> None:
+    with pytest.raises(NotImplementedError, match=r"has no method setup\(self, config\)"):
         inline(type("Lazy", (TrainingOperator,), {}))
 
 
-def test_setup_without_register_says_so() -> None:
+def test_setup_without_register_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"Bare.setup did not call self.register\(models=..., optimizers=...\)"):
         inline(Bare)

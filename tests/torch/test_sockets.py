@@ -1,4 +1,4 @@
-"""The connections of a meeting, told from all others, and shut."""
+"""The connections of a process group are distinguished from all others, and shut down."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ Pair = tuple[socket.socket, socket.socket]
 
 @pytest.fixture
 def connect() -> Iterator[Callable[[], Pair]]:
-    """Makes a connection over the loopback; both its ends."""
+    """Return a function that opens a loopback connection and returns both ends."""
     with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as server:
 
         def pair() -> Pair:
@@ -32,43 +32,43 @@ def is_shut(pair: Pair) -> bool:
         return False
 
 
-def meet(connections: Connections, connect: Callable[[], Pair]) -> Pair:
-    """A meeting in which one connection is opened."""
+def open_one(connections: Connections, connect: Callable[[], Pair]) -> Pair:
+    """Open a connection during a rendezvous. Return both ends."""
     connections.opening()
     pair = connect()
     connections.opened()
     return pair
 
 
-def test_only_what_the_meeting_opened_is_shut(connect: Callable[[], Pair]) -> None:
+def test_only_connections_opened_during_a_rendezvous_are_shut(connect: Callable[[], Pair]) -> None:
     connections = Connections()
-    pairs = [connect(), meet(connections, connect), connect()]
+    pairs = [connect(), open_one(connections, connect), connect()]
     connections.shut()
     assert [is_shut(pair) for pair in pairs] == [False, True, False]
 
 
-def test_a_meeting_that_is_said_again_forgets_nothing(connect: Callable[[], Pair]) -> None:
-    """A function that says `hvd.init()` in each of its runs."""
+def test_a_repeated_rendezvous_forgets_no_connection(connect: Callable[[], Pair]) -> None:
+    """A function calls `hvd.init()` in each of its runs."""
     connections = Connections()
-    own = meet(connections, connect)
+    own = open_one(connections, connect)
     connections.opening()
     connections.opened()
     connections.shut()
     assert is_shut(own)
 
 
-def test_in_the_middle_of_a_meeting(connect: Callable[[], Pair]) -> None:
+def test_connections_are_shut_during_a_rendezvous(connect: Callable[[], Pair]) -> None:
     connections = Connections()
-    first = meet(connections, connect)
+    first = open_one(connections, connect)
     connections.opening()
     second = connect()
     connections.shut()
     assert is_shut(first) and is_shut(second)
 
 
-def test_what_is_forgotten_is_left_alone(connect: Callable[[], Pair]) -> None:
+def test_forgotten_connections_stay_open(connect: Callable[[], Pair]) -> None:
     connections = Connections()
-    own = meet(connections, connect)
+    own = open_one(connections, connect)
     connections.forget()
     connections.shut()
     assert not is_shut(own)
@@ -92,7 +92,9 @@ def test_connections_to_a_listener_of_the_group_are_shut(connect: Callable[[], P
         gloo.shut()
         accepted.settimeout(0.2)
         assert is_shut((accepted, own)) and not is_shut(other)
-        stack.enter_context(socket.create_connection(listener.getsockname(), timeout=5))  # it still listens
+        stack.enter_context(
+            socket.create_connection(listener.getsockname(), timeout=5)
+        )  # the listening socket is still open
 
 
 def test_connections_to_a_peer_and_to_the_store_are_shut(connect: Callable[[], Pair]) -> None:

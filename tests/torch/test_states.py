@@ -1,4 +1,4 @@
-"""Checkpoints: complete, portable between trainers, and refused with a reason when they cannot be right."""
+"""Checkpoints are complete, portable between trainers, and refused with a reason if they are invalid."""
 
 import io
 import random
@@ -18,7 +18,7 @@ from tests.torch.small import Line, inline, operator_of, weights
 
 
 class Noisy(Line):
-    """Every batch depends on all random states, and the operator has a state of its own."""
+    """Every batch depends on all random states, and the operator has extra state."""
 
     drawn = 0.0
 
@@ -51,8 +51,8 @@ def seed_all(seed: int) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 2, 3, 4])
-def test_a_loaded_trainer_goes_on_as_if_nothing_had_been(tmp_path: Path, before: int) -> None:
-    """Also in the middle of a shuffled epoch, with dropout: the very same weights."""
+def test_training_after_a_load_equals_uninterrupted_training(tmp_path: Path, before: int) -> None:
+    """The weights are equal, also in the middle of a shuffled epoch, with dropout."""
     with inline(Noisy, **ARGUMENTS) as trainer:
         seed_all(5)
         trainer.train(num_steps=before)
@@ -70,7 +70,7 @@ def test_a_loaded_trainer_goes_on_as_if_nothing_had_been(tmp_path: Path, before:
         assert operator_of(trainer).optimizer.param_groups[0]["lr"] == rate
 
 
-def test_state_dict_goes_the_same_way_without_a_file() -> None:
+def test_state_dict_does_the_same_without_a_file() -> None:
     with inline(Noisy, **ARGUMENTS) as first, inline(Noisy, **ARGUMENTS) as second:
         first.train()
         state = first.state_dict()
@@ -99,7 +99,7 @@ def test_state_is_a_copy() -> None:
         assert not torch.equal(weights(trainer)[:2], before.flatten())
 
 
-def test_a_checkpoint_of_v1_is_taken() -> None:
+def test_a_checkpoint_of_v1_can_be_loaded() -> None:
     with inline() as trainer:
         operator = operator_of(trainer)
         model, optimizer = operator.model.state_dict(), operator.optimizer.state_dict()
@@ -115,7 +115,7 @@ def saved(content: Any) -> bytes:
 
 
 class Other(Line):
-    """Another model than Line's."""
+    """A model other than Line's."""
 
     def setup(self, config: dict[str, Any]) -> None:
         model = config["model"]()
@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_right_is_refused_and_changes_nothing(tmp_path: Path, name: str) -> None:
+def test_an_invalid_state_is_refused_and_changes_nothing(tmp_path: Path, name: str) -> None:
     make, says = REFUSED[name]
     path = tmp_path / "given.pt"
     path.write_bytes(make())
@@ -190,7 +190,7 @@ def test_what_cannot_be_right_is_refused_and_changes_nothing(tmp_path: Path, nam
 
 
 class OwnType:
-    """A type that plain loading does not know."""
+    """A type that loading without trust does not know."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -217,7 +217,7 @@ def test_operator_state_of_own_types_needs_trust(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Unpickling it leaves a trace."""
+    """Writes a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -235,7 +235,7 @@ def test_loading_runs_no_code_from_the_file(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-def test_saving_makes_folders_and_says_where(tmp_path: Path) -> None:
+def test_saving_makes_folders_and_returns_the_path(tmp_path: Path) -> None:
     with inline() as trainer:
         path = trainer.save(tmp_path / "deep" / "line.pt")
         assert path == str(tmp_path / "deep" / "line.pt")
@@ -245,7 +245,7 @@ def test_saving_makes_folders_and_says_where(tmp_path: Path) -> None:
             trainer.restore(path)
 
 
-def test_random_states_come_back_whole() -> None:
+def test_random_states_are_restored() -> None:
     seed_all(3)
     kept = states.random_state()
     first = (random.random(), random.gauss(0, 1), float(numpy.random.randn()), float(torch.rand(())))
@@ -255,7 +255,7 @@ def test_random_states_come_back_whole() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16"])
-def test_the_scaler_is_part_of_it(precision: str) -> None:
+def test_the_scaler_is_part_of_a_checkpoint(precision: str) -> None:
     with (
         inline(options=TrainingOptions(precision=precision)) as first,
         inline(options=TrainingOptions(precision=precision)) as second,
@@ -266,7 +266,7 @@ def test_the_scaler_is_part_of_it(precision: str) -> None:
         assert operator_of(second)._amp_scaler.get_scale() == 123.0
 
 
-def test_get_model_is_a_copy_of_its_own() -> None:
+def test_get_model_returns_a_copy() -> None:
     with inline() as trainer:
         model = trainer.get_model()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Who can reach the store of a generation, and what a rank does that comes late or to a busy machine."""
+"""Who can reach the store of a generation, and what ranks do that are late or run on a busy machine."""
 
 import contextlib
 import datetime
@@ -20,18 +20,18 @@ import torch.distributed as dist
 from raysgd.core.ranks import assign_ranks
 from raysgd.torch.process_group import TorchBackend
 
-HOST = "127.0.0.2"  # also of this machine, as all of 127.0.0.0/8 on Linux, and not the one that others listen on
+HOST = "127.0.0.2"  # another loopback address: on Linux, all of 127.0.0.0/8 are
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs a second loopback address, which Linux has")
 
 
 def listening(port: int) -> list[str]:
-    """The addresses on which this process listens at that port."""
+    """Return the addresses on which this process listens at that port."""
     connections = psutil.Process().net_connections(kind="tcp")
     return [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.port == port]
 
 
 @ON_LINUX
-def test_the_store_listens_on_the_address_that_the_workers_are_given() -> None:
+def test_the_store_listens_on_the_address_that_workers_receive() -> None:
     driver = TorchBackend("gloo", host=HOST, join_s=10)
     settings = driver.plan(assign_ranks(["a", "a"]))
     try:
@@ -41,8 +41,8 @@ def test_the_store_listens_on_the_address_that_the_workers_are_given() -> None:
         driver.plan([])
 
 
-def meet(backend: TorchBackend, rank_info: Any, settings: dict[str, Any], said: Any) -> None:
-    """Join, look at the group with a new subgroup, and leave."""
+def join_and_leave(backend: TorchBackend, rank_info: Any, settings: dict[str, Any], said: Any) -> None:
+    """Join, use a new subgroup, and leave."""
     try:
         backend.join(rank_info, settings)
         count = torch.ones(1)
@@ -56,7 +56,7 @@ def meet(backend: TorchBackend, rank_info: Any, settings: dict[str, Any], said: 
 def met(driver: TorchBackend, plans: list[tuple[Any, dict[str, Any]]]) -> list[Any]:
     context = multiprocessing.get_context("spawn")
     said = context.Queue()
-    ranks = [context.Process(target=meet, args=(driver, *plan, said), daemon=True) for plan in plans]
+    ranks = [context.Process(target=join_and_leave, args=(driver, *plan, said), daemon=True) for plan in plans]
     for rank in ranks:
         rank.start()
     answers = [said.get(timeout=100) for _ in ranks]
@@ -67,7 +67,7 @@ def met(driver: TorchBackend, plans: list[tuple[Any, dict[str, Any]]]) -> list[A
 
 
 def test_a_client_that_knows_the_names_of_the_keys_cannot_disturb_a_rendezvous() -> None:
-    """It writes them all the time. Ranks that read what it wrote would take it for their peers' addresses."""
+    """The client writes these keys all the time. Ranks that read its values would use them as their peers' addresses."""
     driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=30), assign_ranks(["a", "a"], generation=1)
     settings = driver.plan(rank_infos)
     stranger, over = dist.TCPStore(settings[0]["host"], settings[0]["port"], None, False), threading.Event()
@@ -87,7 +87,7 @@ def test_a_client_that_knows_the_names_of_the_keys_cannot_disturb_a_rendezvous()
         driver.plan([])
 
 
-def test_every_generation_has_a_secret_of_its_own_that_no_error_shows() -> None:
+def test_every_generation_has_a_secret_which_no_error_contains() -> None:
     driver, rank_infos = TorchBackend("gloo", join_s=1), assign_ranks(["a", "a"], generation=1)
     first, second = driver.plan(rank_infos)[0], driver.plan(rank_infos)[0]
     secrets = {value for value in first.values() if isinstance(value, str) and len(value) >= 32}
@@ -114,7 +114,7 @@ def attacks() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("what", attacks())
 def test_a_rendezvous_with_strangers_at_the_store(what: str) -> None:
-    """Ten of them, and they stay."""
+    """Ten clients that do not belong to the group stay connected."""
     driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=30), assign_ranks(["a"], generation=1)
     settings = driver.plan(rank_infos)[0]
     with ExitStack() as stack:
@@ -129,8 +129,8 @@ def test_a_rendezvous_with_strangers_at_the_store(what: str) -> None:
             driver.plan([])
 
 
-def test_a_rank_that_a_rendezvous_ends_under_is_free_at_once() -> None:
-    """It is connected already, and waits for the store's first answer, when the driver closes it."""
+def test_a_rank_stops_waiting_when_its_rendezvous_ends() -> None:
+    """The rank is connected, and waits for the store's first answer, when the driver closes the store."""
     listener = socket.create_server(("127.0.0.1", 0))
     taken: list[socket.socket] = []
 
@@ -146,7 +146,7 @@ def test_a_rank_that_a_rendezvous_ends_under_is_free_at_once() -> None:
     late = TorchBackend("gloo", join_s=60)
     settings = {"host": "127.0.0.1", "port": listener.getsockname()[1], "secret": "0" * 32}
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="is over") as raised:
+    with pytest.raises(RuntimeError, match="has ended") as raised:
         late.join(assign_ranks(["a", "a"])[1], settings)
     assert late.is_interruption(raised.value)
     assert time.monotonic() - began < 10
@@ -154,7 +154,7 @@ def test_a_rank_that_a_rendezvous_ends_under_is_free_at_once() -> None:
 
 
 def wait_for_clients() -> None:
-    """Wait for the threads in which torch's client still tries to connect, which it stops after 5 s."""
+    """Wait for the threads in which torch's client still tries to connect. It stops after 5 s."""
     for thread in threading.enumerate():
         if thread.name == "raysgd-store":
             thread.join(timeout=30)
@@ -167,7 +167,7 @@ def pump(near: socket.socket, far: socket.socket) -> None:
 
 
 class Relay:
-    """Stands before a store. What the first client to speak says arrives `late_s` later; that of others at once."""
+    """A proxy of a store. It forwards the first client's messages after `late_s`, and those of others at once."""
 
     def __init__(self, settings: dict[str, Any], late_s: float) -> None:
         self.clients = 0
@@ -192,15 +192,15 @@ class Relay:
             try:
                 far = socket.create_connection(self._store)
             except OSError:
-                return  # the rendezvous is over
+                return  # the rendezvous has ended
             threading.Thread(target=pump, args=(far, near), daemon=True).start()
             pump(near, far)
 
 
 @pytest.mark.parametrize(("late_s", "clients"), [(0.8, 1), (50, 2)])
-def test_a_rank_whose_client_hangs_is_in_the_store_through_a_second_one(late_s: float, clients: int) -> None:
-    """A name server that does not answer holds torch's client up. On a busy machine it is only slow, and then a second
-    one would make the machine busier."""
+def test_a_second_client_replaces_one_that_hangs(late_s: float, clients: int) -> None:
+    """A name server that does not answer delays torch's client. On a busy machine the client is only slow, and a second
+    client would make the machine busier."""
     driver, rank_infos = TorchBackend("gloo", join_s=60, collective_s=30), assign_ranks(["a"])
     relay = Relay(driver.plan(rank_infos)[0], late_s)
     began = time.monotonic()
@@ -217,9 +217,7 @@ def test_a_rank_whose_client_hangs_is_in_the_store_through_a_second_one(late_s: 
 
 
 @pytest.mark.parametrize("refuses", ["bound sockets", "libuv"])
-def test_a_torch_that_cannot_take_a_bound_socket_still_has_a_store(
-    monkeypatch: pytest.MonkeyPatch, refuses: str
-) -> None:
+def test_a_store_without_support_for_bound_sockets(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
     plain = dist.TCPStore
 
     def older(*args: Any, **others: Any) -> Any:
@@ -240,8 +238,8 @@ def test_a_torch_that_cannot_take_a_bound_socket_still_has_a_store(
     driver.plan([])
 
 
-def test_a_driver_behind_nat_still_has_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address that others know it by is not one of its own, so no socket can be bound to it."""
+def test_a_store_of_a_driver_behind_nat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address at which others reach the driver is not one of its own, so no socket can be bound to it."""
     plain = socket.create_server
 
     def refused(address: Any, **others: Any) -> socket.socket:

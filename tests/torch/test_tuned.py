@@ -1,4 +1,4 @@
-"""Hyperparameters that Tune changes reach the optimizers, and only where the config had given them."""
+"""Hyperparameters that Tune changes reach the optimizers, but only those that came from the config."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ def made(lr: float, scheduler: Any = None) -> Any:
         ({"momentum": 0.5, "lr": 0.1, "width": 3}, [Option(0, 0, "momentum"), Option(0, 0, "lr")]),
     ],
 )
-def test_only_what_the_config_gave(values: dict[str, float], found: list[Option]) -> None:
+def test_only_values_from_the_config_are_changed(values: dict[str, float], found: list[Option]) -> None:
     assert options(made(0.1), values) == found
 
 
@@ -39,7 +39,7 @@ def test_only_what_the_config_gave(values: dict[str, float], found: list[Option]
         lambda optimizer: SequentialLR(optimizer, [ExponentialLR(optimizer, 0.5), ExponentialLR(optimizer, 0.5)], [9]),
     ],
 )
-def test_a_schedule_goes_on_from_the_new_value(scheduler: Any) -> None:
+def test_a_schedule_continues_from_the_new_value(scheduler: Any) -> None:
     operator = made(0.1, scheduler)
     (schedule,) = operator._parts.schedulers
     schedule.step()
@@ -52,7 +52,7 @@ def test_a_schedule_goes_on_from_the_new_value(scheduler: Any) -> None:
     assert first.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
-def test_from_nothing() -> None:
+def test_a_value_that_was_zero_can_be_changed() -> None:
     operator = made(0.0)
     retune(operator, [Option(0, 0, "lr")], {"lr": (0.0, 0.4)})
     assert operator._parts.optimizers[0].param_groups[0]["lr"] == 0.4

@@ -16,6 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from raysgd.errors import CheckpointError
+from raysgd.torch import foreign
 from raysgd.torch.checkpoint.optimizer_checks import check_optimizer, check_scaler, check_scheduler
 from raysgd.torch.checkpoint.states import scaler_of, set_random
 from raysgd.torch.data.sampling import has_own_batches, is_planned, random_sources
@@ -84,7 +85,7 @@ def _check_model(number: int, mine: dict[str, Any], saved: Any, *, metadata_only
             raise CheckpointError(
                 f"model {number}: {name} is a {type(value).__name__} here and a tensor in the checkpoint"
             )
-    versions = getattr(saved, "_metadata", None) or {}
+    versions = foreign.module_versions(saved) or {}
     fits = isinstance(versions, Mapping) and all(isinstance(each, Mapping) for each in versions.values())
     if not fits or any(
         type(each.get("version")) not in (int, type(None)) or "assign_to_params_buffers" in each

@@ -11,7 +11,6 @@ import inspect
 import logging
 import math
 import numbers
-import types
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any, TypeGuard
 import torch
 
 from raysgd.errors import CheckpointError
+from raysgd.torch import foreign
 from raysgd.torch.checkpoint.states import completed
 
 __all__ = ["check_optimizer", "check_scaler", "check_scheduler"]
@@ -350,13 +350,7 @@ def _scheduler_twin(scheduler: Any) -> Any:
     """Return a copy of the scheduler with a copy of its optimizer's options."""
     optimizer = scheduler.optimizer
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-    def step() -> None:
-        """Schedulers check whether this was called."""
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    substitute = types.SimpleNamespace(param_groups=copy.deepcopy(groups), step=step, _opt_called=True, _step_count=1)
-    return copy.deepcopy(scheduler, {id(optimizer): substitute})
+    return copy.deepcopy(scheduler, {id(optimizer): foreign.optimizer_stand_in(copy.deepcopy(groups))})
 
 
 def _scheduler_step(twin: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import random
@@ -21,6 +22,7 @@ from raysgd.torch.operator import TrainingOperator
 __all__ = [
     "FORMAT",
     "completed",
+    "copied",
     "dump",
     "dump_given",
     "gather",
@@ -33,6 +35,7 @@ __all__ = [
     "scaler_of",
     "set_random",
     "shaped",
+    "unchanging",
     "write",
 ]
 
@@ -59,6 +62,23 @@ def gather(operator: TrainingOperator) -> dict[str, Any]:
     if scaler is not None:
         state[precision.key] = scaler
     return state
+
+
+def unchanging(state: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
+    """Return a replica's state that training does not change. What was gathered from shards is a copy already."""
+    own = {"models", "optimizers"} if in_shards else set()
+    return {name: value if name in own else copied(value) for name, value in state.items()}
+
+
+def copied(value: Any) -> Any:
+    """Return a deep copy, with tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(each) for each in value)
+    return copy.deepcopy(value)
 
 
 def dump(state: dict[str, Any]) -> memoryview:

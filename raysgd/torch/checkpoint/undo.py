@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from raysgd.errors import CheckpointError
+from raysgd.torch import foreign
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.files import UnseenError
 from raysgd.torch.data.sampling import is_planned, random_sources
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.snapshots import copied
 from raysgd.training.position import Position
 
 __all__ = ["Undo"]
@@ -52,7 +52,7 @@ class Undo:
             self._steps += _optimizer_steps(optimizer)
         for scheduler in parts.schedulers:
             self._steps += [_attributes(scheduler), _state_dict(scheduler)]
-        scaler = copied(precision.state())
+        scaler = states.copied(precision.state())
         if scaler:
             self._steps.append(functools.partial(precision.load, scaler))
         self._steps += [_attributes(operator), _state_dict(operator)]
@@ -121,11 +121,10 @@ def _reason(error: Exception) -> str:
 def _kept_model(state: Any) -> OrderedDict[str, Any]:
     """Return a copy in main memory; of sharded tensors, this rank's shards on their device."""
     kept: Any = OrderedDict(
-        (name, value.detach().clone() if hasattr(value, "full_tensor") else copied(value))
+        (name, value.detach().clone() if hasattr(value, "full_tensor") else states.copied(value))
         for name, value in state.items()
     )
-    if hasattr(state, "_metadata"):
-        kept._metadata = state._metadata
+    foreign.copy_module_versions(state, kept)
     return kept  # type: ignore[no-any-return]
 
 
@@ -143,7 +142,7 @@ def _attributes(thing: Any) -> Step:
 
 def _state_dict(thing: Any) -> Step:
     """Return a step that restores the present state of an object."""
-    kept = copied(thing.state_dict())
+    kept = states.copied(thing.state_dict())
     return lambda: None if kept is None else thing.load_state_dict(kept)
 
 
