@@ -20,11 +20,11 @@ from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.save_load import Checkpoints, SaveHandle
-from raysgd.torch.wrapping import Exchange
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
+from raysgd.torch.wrapping import Exchange
 from raysgd.training.arguments import check_call, check_common, needs_ray, refuse_unknown
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
