@@ -71,8 +71,7 @@ def _horovod(options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> S
     check_installed("torch")
     if options.precision == "apex":
         raise ConfigError(
-            "precision='apex' and backend='horovod' cannot be combined, because both replace the optimizers: use "
-            "precision='fp16' or 'bf16'"
+            "precision='apex' and backend='horovod' both replace the optimizers: use precision='fp16' or 'bf16'"
         )
     if use_gpu and not import_module("horovod.torch").cuda_built():
         raise ConfigError(
