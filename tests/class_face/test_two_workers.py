@@ -57,7 +57,7 @@ def test_the_global_batch_is_divided_and_the_callers_dict_is_unchanged(trainer: 
 
 
 def test_use_local_warns(trainer: TorchTrainer) -> None:
-    assert "no rank runs in the driver" in trainer.warned  # type: ignore[attr-defined]
+    assert "no rank runs in this process" in trainer.warned  # type: ignore[attr-defined]
 
 
 def test_hook_rendezvous_and_setup_run_in_this_order(trainer: TorchTrainer) -> None:
