@@ -119,7 +119,7 @@ def test_arguments_are_checked(given: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"options": TrainingOptions(parallel="fsdp")}, "whole models"),
+        ({"options": TrainingOptions(parallel="fsdp")}, "full models"),
         ({"options": TrainingOptions(ddp_args={"bucket_cap_mb": 1})}, "horovod_args"),
         ({"options": TrainingOptions(comm_hook="fp16")}, "'compression': 'fp16'"),
         ({"options": TrainingOptions(sync_batchnorm=True)}, "SyncBatchNorm"),
