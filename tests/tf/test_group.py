@@ -55,13 +55,14 @@ def test_compiled_models_on_several_workers(ray_cluster: None, workers: int, lib
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_worker_fails_in_the_middle_of_an_epoch(ray_cluster: None, tmp_path: Path, rank: int) -> None:
     config = {"fault": (rank, 15, "kill"), "marks": str(tmp_path), "normalized": rank == 1}
-    with TFTrainer(training_operator_cls=Small, config=config, num_workers=2) as trainer:
+    both = ElasticConfig(min_workers=2)  # on a busy machine, one of the new processes can take much longer than the other
+    with TFTrainer(training_operator_cls=Small, config=config, num_workers=2, elastic=both) as trainer:
         trainer.train()
         result = trainer.train()
-        recovery, *growth = trainer.recoveries  # on a busy machine a replacement may join later
+        (recovery,) = trainer.recoveries
         state = trainer.state_dict()
     assert (recovery.reason, recovery.lost_ranks, recovery.in_place) == ("worker death", (rank,), False)
-    assert recovery.world_size_after + len(growth) == 2 and recovery.batches_redone <= 1
+    assert recovery.world_size_after == 2 and recovery.batches_redone <= 1
     assert (recovery.epoch, recovery.batch) == (2, 4)
     expected, whole = undisturbed(2) if rank == 0 else (None, None)
     assert (result["epoch"], result["batch_count"], result["num_samples"]) == (2, 11, ROWS)
