@@ -55,7 +55,7 @@ def test_compiled_models_on_several_workers(ray_cluster: None, workers: int, lib
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_worker_fails_in_the_middle_of_an_epoch(ray_cluster: None, tmp_path: Path, rank: int) -> None:
     config = {"fault": (rank, 15, "kill"), "marks": str(tmp_path), "normalized": rank == 1}
-    both = ElasticConfig(min_workers=2)  # on a busy machine, one of the new processes can take much longer than the other
+    both = ElasticConfig(min_workers=2)  # on a busy machine, one of the new processes can start much later
     with TFTrainer(training_operator_cls=Small, config=config, num_workers=2, elastic=both) as trainer:
         trainer.train()
         result = trainer.train()
