@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 
+import raysgd
 from raysgd import ConfigError, train
 from raysgd.train import Checkpoint, DataParallelTrainer, ScalingConfig, TorchTrainer, Trainer
 
@@ -219,6 +220,7 @@ def test_to_tune_trainable_is_refused(ray_cluster: None, monkeypatch: pytest.Mon
         Trainer("none").to_tune_trainable(lambda a, b: None)
     for name in [name for name in sys.modules if name.startswith("raysgd.tune")]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(raysgd, "tune", raising=False)
     monkeypatch.setitem(sys.modules, "ray.tune", None)
     with pytest.raises(ValueError, match=r"raysgd\[tune\]"):
         Trainer("none").to_tune_trainable(lambda config: None)
