@@ -220,7 +220,9 @@ def missing(name: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.script(run=run)
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "quickstart.py" else pytest.mark.soak) for name in SCRIPTS]
+)
 def test_example(name: str, outcome: Callable[[], str]) -> None:
     if missing(name):
         pytest.skip(f"without {', '.join(missing(name))}")
