@@ -65,6 +65,7 @@ def _listen(host: str, limit: datetime.timedelta) -> Any:
             continue
         if listener is not None:
             listener.detach()  # the store closes it
+        problem = None  # its traceback refers to this frame, which would keep the store open after its generation
         return store
     assert problem is not None
     raise problem

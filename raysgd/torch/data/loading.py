@@ -102,7 +102,7 @@ def _described(process: Any) -> str:
 
 
 def _end(iterator: Any) -> None:
-    """End the remaining processes of a broken iterator. The dead process may have held locks that nobody releases, and
+    """End the remaining processes of a broken iterator. The dead process may have held locks that are never released, and
     torch's own cleanup can wait for one of them, so the cleanup runs in a thread."""
     for process in processes_of(iterator):
         process.kill()
