@@ -10,6 +10,7 @@ import pickle
 import site
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -22,6 +23,9 @@ from raysgd.workers.blob import PickledObject
 
 __all__ = ["dumps", "pack"]
 
+# cloudpickle has one list of the modules to pickle by value per process: one thread at a time may change it.
+_REGISTERING = threading.RLock()
+
 
 def pack(value: Any) -> PickledObject | None:
     """Return the user's object as bytes that any node can read.
@@ -31,7 +35,7 @@ def pack(value: Any) -> PickledObject | None:
     if value is None:
         return None
     try:
-        with _by_value():
+        with _REGISTERING, _by_value():
             return PickledObject(dumps(value))
     except (TypeError, pickle.PicklingError, AttributeError) as error:
         raise TypeError(

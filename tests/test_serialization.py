@@ -1,0 +1,64 @@
+"""Pickling for the workers. Pure; no Ray cluster."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Event
+
+import pytest
+
+from raysgd.workers.serialization import pack
+
+
+@pytest.fixture
+def eager_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def of_this_module() -> str:
+    return "sent with its content"
+
+
+def _is_by_value(packed: object) -> bool:
+    return b"sent with its content" in bytes(packed.data)  # type: ignore[attr-defined]
+
+
+def test_many_threads_at_once_pickle_by_value(eager_switches: None) -> None:
+    threads = 8
+    barrier = Barrier(threads)
+
+    def work(_: int) -> bool:
+        barrier.wait(60)
+        return all(_is_by_value(pack(of_this_module)) for _ in range(20))
+
+    with ThreadPoolExecutor(threads) as pool:
+        assert list(pool.map(work, range(threads))) == [True] * threads
+
+
+class _Waiting:
+    """Says that its pickling has begun, and pickles until the other thread has come as far as it can."""
+
+    def __init__(self, until: Event) -> None:
+        self.begun, self.until = Event(), until
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        self.begun.set()
+        self.until.wait(0.5)
+        return dict, ()
+
+
+def test_a_thread_that_ends_first_does_not_end_the_other_ones_pickling() -> None:
+    second_has_begun, first_has_ended = Event(), Event()
+    one, other = _Waiting(second_has_begun), _Waiting(first_has_ended)
+    other.begun = second_has_begun
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(pack, [one, of_this_module])
+        first.add_done_callback(lambda _: first_has_ended.set())
+        assert one.begun.wait(60)
+        second = pool.submit(pack, [other, of_this_module])
+        assert _is_by_value(first.result(60)) and _is_by_value(second.result(60))
