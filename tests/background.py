@@ -25,6 +25,8 @@ from typing import Any
 
 import pytest
 
+from tests.forked_workers import ForkServer
+
 __all__ = ["Background", "Lane", "turn"]
 
 # If both need a core, scripts get a ninth of what the tests get, which is enough for Ray's own deadlines.
@@ -44,7 +46,8 @@ sys.stdin.read()
 class Background:
     """Runs scripts at a low priority. Owns their folder and their cluster."""
 
-    def __init__(self) -> None:
+    def __init__(self, forks: ForkServer | None) -> None:
+        self._forks = forks
         self._made = tempfile.TemporaryDirectory(prefix="scripts-")
         self._cluster: subprocess.Popen[str] | None = None
         self._environment = dict(os.environ)  # a copy, because scripts must not see what tests change later
@@ -61,6 +64,8 @@ class Background:
         """Run a Python program to its end. With `connected`, it uses the scripts' cluster and starts none of its
         own."""
         environment = {**self._environment, **extra}
+        if self._forks is not None:
+            self._forks.start()
         if connected:
             with self._one_at_a_time:
                 environment |= {"RAY_ADDRESS": self._address, **self._token}

@@ -27,6 +27,9 @@ GUARD = pytest.StashKey[Guard]()
 # other. Directly in /tmp, because the paths of Ray's sockets must stay under about 100 bytes.
 RAY_FOLDER = tempfile.mkdtemp(prefix="raysgd-", dir="/tmp" if os.path.isdir("/tmp") else None)
 
+# Workers of Ray are forks of a process that has imported torch, also those of scripts.
+FORKS = None if os.environ.get("RAYSGD_FORKED_WORKERS") == "0" else ForkServer(Path(RAY_FOLDER))
+
 # These are set before ray is imported, because its workers inherit them. Workers keep the tests' priority, which Ray
 # would lower to that of the scripts in background.py. More than one thread of arithmetic per worker would slow down a
 # small machine, a test must never use a real cluster, and newer versions of Ray write a token into the home folder
@@ -36,7 +39,9 @@ os.environ.update(
     RAY_TMPDIR=RAY_FOLDER,
     RAY_AUTH_TOKEN=secrets.token_hex(32),
     OMP_NUM_THREADS="1",
-    PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    PYTHONPATH=os.pathsep.join(
+        filter(None, [FORKS and str(FORKS.customization), str(ROOT), os.environ.get("PYTHONPATH")])
+    ),
     RAY_worker_niceness="0",
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
     RAY_DEDUP_LOGS="0",
@@ -46,22 +51,11 @@ os.environ.update(
 
 
 @pytest.fixture(scope="session")
-def forked_workers(lane: Lane) -> Iterator[ForkServer | None]:
-    """Start the server whose forks become Ray's workers, unless RAYSGD_FORKED_WORKERS is 0."""
-    if os.environ.get("RAYSGD_FORKED_WORKERS") == "0":
-        yield None
-        return
-    server = ForkServer(Path(RAY_FOLDER))
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="session")
-def ray_cluster(forked_workers: ForkServer | None) -> Iterator[None]:
+def ray_cluster(lane: Lane) -> Iterator[None]:
     """Start one local cluster for all tests that ask for it, with 8 logical CPUs on any machine."""
     import ray
 
-    with forked_workers.used_by_ray() if forked_workers is not None else nullcontext():
+    with FORKS.used_by_ray() if FORKS is not None else nullcontext():
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
@@ -70,12 +64,14 @@ def ray_cluster(forked_workers: ForkServer | None) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
     """Run the scripts that later tests check, beginning with the first test, at a lower priority."""
-    background = Background()
+    background = Background(FORKS)
     lane = Lane(request.session.items, background)
     lane.widen(1)
     yield lane
     lane.close()
     background.close()
+    if FORKS is not None:
+        FORKS.close()
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,13 @@
     server = ForkServer(folder)
     with server.used_by_ray():
         ray.init(...)
+    os.environ["PYTHONPATH"] = str(server.customization)  # the same for the clusters of scripts, after server.start()
 
 Of the three seconds of CPU time that a rank needs until its first step, importing torch takes two, and the tests start
 about a thousand ranks. Here, the interpreter that Ray starts for a worker is a short script. It passes its arguments,
-environment, working directory and standard streams to a fork server and exits; the fork then runs the same script of Ray
-that the interpreter would have run. From there on nothing differs: the worker is a process of its own, imports Ray,
-registers with the raylet, and can be killed.
+environment, working directory, priority and standard streams to a fork server and exits; the fork then runs the same
+script of Ray that the interpreter would have run. From there on nothing differs: the worker is a process of its own,
+imports Ray, registers with the raylet, and can be killed.
 
 Two servers with different hash seeds take turns, so that the iteration order of sets differs between ranks, as it does
 outside the tests. All other processes of Ray, and workers with a `runtime_env`, start as usual. With
@@ -22,8 +23,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 __all__ = ["ForkServer"]
@@ -40,7 +42,7 @@ def forked():
             server.connect({address!r} + str(os.getpid() % {servers}))
         except OSError:  # the server is still importing
             return False
-        request = json.dumps([ARGUMENTS, dict(os.environ), os.getcwd()]).encode()
+        request = json.dumps([ARGUMENTS, dict(os.environ), os.getcwd(), os.nice(0)]).encode()
         socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
         server.sendall(request)
         return server.recv(1) == b"1"
@@ -48,29 +50,47 @@ if not forked():
     os.execv({python!r}, [{python!r}, *ARGUMENTS])
 """
 SERVERS = 2
+# Python imports this module at its start, if the folder is in PYTHONPATH. It does for scripts what `used_by_ray` does
+# for this process, but not for the interpreters of other environments.
+SITE_CUSTOMIZE = """import os, sys
+if sys.prefix == {prefix!r} and os.path.exists({launcher!r}):
+    sys.executable = {launcher!r}
+"""
 
 
 class ForkServer:
-    """Owns the processes that are forked, and the script that Ray starts instead of an interpreter."""
+    """Owns the processes that are forked, and the script that Ray starts instead of an interpreter.
+
+    Without `start`, or before the processes have imported everything, the script runs an interpreter."""
 
     def __init__(self, folder: Path) -> None:
-        address = str(folder / "fork-")
+        self._address = str(folder / "fork-")
         self._launcher = folder / "python"
-        self._launcher.write_text(LAUNCHER.format(python=sys.executable, address=address, servers=SERVERS))
+        self._launcher.write_text(LAUNCHER.format(python=sys.executable, address=self._address, servers=SERVERS))
         self._launcher.chmod(0o755)
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.forked_workers", f"{address}{number}"],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONHASHSEED": str(int.from_bytes(os.urandom(3), "big"))},
-                start_new_session=True,
-            )
-            for number in range(SERVERS)
-        ]
+        self.customization = folder / "forks"
+        self.customization.mkdir()
+        module = SITE_CUSTOMIZE.format(prefix=sys.prefix, launcher=str(self._launcher))
+        (self.customization / "sitecustomize.py").write_text(module)
+        self._lock = threading.Lock()
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Start the processes, if they are not running yet."""
+        with self._lock:
+            for number in range(len(self._processes), SERVERS):
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.forked_workers", f"{self._address}{number}"],
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONHASHSEED": str(int.from_bytes(os.urandom(3), "big"))},
+                    start_new_session=True,
+                )
+                self._processes.append(process)
 
     @contextmanager
     def used_by_ray(self) -> Iterator[None]:
-        """Let clusters that are started in this block start their workers by forking."""
+        """Let clusters that this process starts in this block start their workers by forking."""
+        self.start()
         interpreter, sys.executable = sys.executable, str(self._launcher)
         try:
             yield
@@ -107,12 +127,15 @@ def become(connection: socket.socket, length: int, descriptors: list[int]) -> No
     """Set up this process with the arguments, environment, directory and streams that the raylet gave to the script."""
     import json
 
-    os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request = b""
     while len(request) < length:
         request += connection.recv(1 << 16)
-    arguments, environment, folder = json.loads(request)
+    arguments, environment, folder, priority = json.loads(request)
+    os.setsid()
+    os.nice(priority - os.nice(0))
+    with suppress(OSError), open("/proc/self/autogroup", "w") as group:  # where Linux shares out time by sessions
+        group.write(str(priority))
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
