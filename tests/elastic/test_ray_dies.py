@@ -22,7 +22,7 @@ from tests.faults import LedgerOperator
 pytestmark = [pytest.mark.elastic, pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")]
 
 # Ray ends a process that has not reached its control service (GCS) for this long. raysgd raises an error after half of it.
-RAY_GIVES_UP_S = 20
+RAY_GIVES_UP_S = 30
 
 HEAD = """
 import json, logging, os, signal, sys, threading, time
