@@ -22,7 +22,7 @@ TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloadin
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	--constraint constraints.txt
 
-.PHONY: help demo test pure sim soak check fix docs bench horovod clean
+.PHONY: help demo test pure sim soak versions check fix docs bench horovod clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make pure   those of them that only decide, in seconds"
 	@echo "make sim    simulate failures in virtual time; SEEDS=2000 says how many schedules of them"
 	@echo "make soak   run every test, also those that take minutes, with larger numbers of cases; ARGS='-k name' picks some"
+	@echo "make versions  run the tests that depend on them with the oldest and the newest Python, torch and Ray (downloads several GB)"
 	@echo "make check  lint, format, types, docs"
 	@echo "make fix    repair lint and format where that is mechanical"
 	@echo "make docs   build the documentation into docs/_build/html"
@@ -55,6 +56,10 @@ sim: $(VENV)/dev.stamp
 # Those tests too that take minutes, and larger numbers in others (hours).
 soak: $(VENV)/dev.stamp
 	@RAYSGD_SOAK=1 $(BIN)/python -m pytest -q --timeout 3600 $(ARGS)
+
+# The interpreters must be installed. ARGS=oldest or ARGS=newest picks one combination.
+versions:
+	@$(PYTHON) tools/try_versions.py $(ARGS)
 
 check: $(VENV)/dev.stamp
 	@$(BIN)/ruff check .

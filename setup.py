@@ -25,7 +25,7 @@ PACKAGES = [
     *(f"raysgd.operators.{name}" for name in find_packages("operators")),
 ]
 
-TORCH = ["torch>=2.4", "numpy", "tqdm"]
+TORCH = ["torch>=2.8", "numpy", "tqdm"]
 TENSORFLOW = ["tensorflow>=2.16", "numpy", "tqdm"]
 # Not Horovod itself: it has no wheels, and its sources need mending first. `tools/build_horovod.py` does that;
 # here is what it and Horovod need.
@@ -33,7 +33,7 @@ HOROVOD = [*TORCH, "cffi", "cloudpickle", "cmake", "packaging", "psutil", "pyyam
 LIGHTNING = [*TORCH, "lightning>=2.1"]
 TORCHMETRICS = [*TORCH, "torchmetrics>=1.0"]
 TUNE = ["ray[tune]"]
-DATA = ["ray[data]>=2.9", "numpy"]
+DATA = ["ray[data]>=2.40", "numpy"]
 STORAGE = ["fsspec"]
 S3 = [*STORAGE, "s3fs"]
 # MLflow's local store is a database, for which mlflow-skinny brings neither sqlalchemy nor alembic.
@@ -74,7 +74,7 @@ setup(
     packages=PACKAGES,
     package_dir={"raysgd.operators": "operators"},
     package_data={"raysgd": ["py.typed"]},
-    install_requires=["ray>=2.9"],
+    install_requires=["ray>=2.40"],
     extras_require={
         "torch": TORCH,
         "tensorflow": TENSORFLOW,

@@ -1,6 +1,6 @@
 """All private names of torch that raysgd uses. Worker.
 
-Checked with torch 2.13. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`) call every function here, and name the
+Checked with torch 2.8, 2.13 and 2.15. `tests/test_foreign.py` (and `tests/speed/test_fsdp.py`) call every function here, and name the
 first private name that a new version of torch no longer has. Names in a checkpoint's pickle are not among them, because
 they are part of the file format.
 """
@@ -93,7 +93,12 @@ def worker_info_seen_as(info: Any) -> Iterator[None]:
 
 def set_collective_limit(seconds: float) -> None:
     """Set how long a collective call of the default group may take."""
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
+    limit = datetime.timedelta(seconds=seconds)
+    public = getattr(dist, "set_timeout", None)  # torch 2.15 and later
+    if public is not None:
+        public(limit)
+    else:
+        dist.distributed_c10d._set_pg_timeout(limit)
 
 
 def abort_default_group() -> None:
@@ -138,12 +143,13 @@ def _calling(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the gradients of FSDP modules from batches that did not exchange them. FSDP keeps these unsharded, outside
-    of the parameters."""
+    """Return the gradients of FSDP modules from batches that did not exchange them, each once. FSDP keeps these unsharded,
+    outside of the parameters. Since torch 2.15, both names mean the same tensor."""
     groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
     parameters = [each for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
     kept = [each.unsharded_accumulated_grad for each in parameters]
-    return [each for each in (*kept, *(p._unsharded_param.grad for p in parameters)) if each is not None]
+    found = [*kept, *(each._unsharded_param.grad for each in parameters)]
+    return list({id(each): each for each in found if each is not None}.values())
 
 
 def _parameter_groups(state: Any) -> list[Any]:

@@ -93,10 +93,8 @@ class Shards:
 def shard_layers(model: nn.Module, mesh: Any) -> None:
     """Shard each layer of a list or sequence of layers by itself, so that only one layer is gathered at a time, and
     then the rest of the model."""
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError as error:
-        raise ConfigError(f"parallel='fsdp' needs torch 2.6 or newer, this is {torch.__version__}") from error
+    from torch.distributed.fsdp import fully_shard
+
     for container in list(model.modules()):
         if isinstance(container, (nn.ModuleList, nn.Sequential)) and container is not model:
             for layer in container:

@@ -39,36 +39,33 @@ def open_store(host: str, *, limit_s: float) -> tuple[Any, dict[str, Any]]:
 
 
 def _listen(host: str, limit: datetime.timedelta) -> Any:
-    """Return a store that listens on `host` only, where torch can do that.
+    """Return a store that listens on `host` only, if this machine has that address.
 
-    torch before 2.8 accepts no bound socket for its libuv server. The libuv server on all addresses is tried before
-    torch's older server on one address, because an incomplete message from any client blocks the older server forever.
-    A torch that was built without libuv has only the older server.
-    """
-    problem: Exception | None = None
-    for bound, libuv in ((True, True), (False, True), (True, False), (False, False)):
-        listener = _bound(host) if bound else None
-        if bound and listener is None:
-            continue
-        place: dict[str, Any] = {"master_listen_fd": listener.fileno()} if listener is not None else {}
-        port = listener.getsockname()[1] if listener is not None else 0
-        try:
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                host, port, None, True, timeout=limit, wait_for_workers=False, use_libuv=libuv, **place
-            )
-        except (TypeError, ValueError, RuntimeError) as error:
-            if listener is not None:
-                listener.close()
-            if "libuv" not in str(error) and not isinstance(error, TypeError):
-                raise
-            problem = error
-            continue
+    A torch that was built without libuv has only an older server, which an incomplete message from any client blocks
+    forever."""
+    try:
+        return _server(host, limit, use_libuv=True)
+    except (ValueError, RuntimeError) as error:
+        if "libuv" not in str(error):
+            raise
+    return _server(host, limit, use_libuv=False)
+
+
+def _server(host: str, limit: datetime.timedelta, *, use_libuv: bool) -> Any:
+    listener = _bound(host)
+    place: dict[str, Any] = {"master_listen_fd": listener.fileno()} if listener is not None else {}
+    port = listener.getsockname()[1] if listener is not None else 0
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, None, True, timeout=limit, wait_for_workers=False, use_libuv=use_libuv, **place
+        )
+    except BaseException:
         if listener is not None:
-            listener.detach()  # the store closes it
-        problem = None  # its traceback refers to this frame, which would keep the store open after its generation
-        return store
-    assert problem is not None
-    raise problem
+            listener.close()
+        raise
+    if listener is not None:
+        listener.detach()  # the store closes it
+    return store
 
 
 def _bound(host: str) -> socket.socket | None:

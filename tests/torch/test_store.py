@@ -217,18 +217,15 @@ def test_a_second_client_replaces_one_that_hangs(late_s: float, clients: int) ->
     assert relay.clients == clients
 
 
-@pytest.mark.parametrize("refuses", ["bound sockets", "libuv"])
-def test_a_store_without_support_for_bound_sockets(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+def test_a_store_of_a_torch_without_libuv(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = dist.TCPStore
 
-    def older(*args: Any, **others: Any) -> Any:
-        if refuses == "libuv" and others.get("use_libuv", True):
+    def without_libuv(*args: Any, **others: Any) -> Any:
+        if others.get("use_libuv", True):
             raise dist.DistStoreError("use_libuv was requested but PyTorch was built without libuv support")
-        if refuses == "bound sockets" and others.get("use_libuv", True) and "master_listen_fd" in others:
-            raise NotImplementedError("The libuv TCPStore backend does not support initialization with an listen fd")
         return plain(*args, **others)
 
-    monkeypatch.setattr(dist, "TCPStore", older)
+    monkeypatch.setattr(dist, "TCPStore", without_libuv)
     driver = TorchBackend("gloo", join_s=10)
     settings = driver.plan(assign_ranks(["a", "a"]))[0]
     monkeypatch.undo()
