@@ -357,6 +357,10 @@ def test_a_function_with_a_prepared_loader_runs_again(functions: Trainer, kind: 
 def test_an_error_in_a_functions_own_loader_is_a_user_error(functions: Trainer, tmp_path: Path) -> None:
     (tmp_path / "kill-50").write_text(str(int(signal.SIGKILL)))
     before = len(functions.recoveries)
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
+    with pytest.raises(
+        (RuntimeError, ConnectionError, EOFError)
+    ) as raised:  # torch's error, or that of the broken pipe
         functions.run(one_epoch, {"marks": str(tmp_path), "kind": "plain"})
+    assert isinstance(raised.value, (ConnectionError, EOFError)) or "DataLoader worker" in str(raised.value)
+    assert raised.value.raysgd_rank in (0, 1)  # type: ignore[union-attr]
     assert functions.recoveries[before:] == []
