@@ -9,7 +9,7 @@ import pytest
 
 from raysgd import ElasticConfig, Recovery, TFTrainer
 from raysgd.callbacks import Callback, TorchProfilerCallback
-from tests.callbacks.listening import Broken, Heard
+from tests.callbacks.recording import Broken, Heard
 from tests.faults import Fault, Ground
 
 pytestmark = pytest.mark.elastic

@@ -14,7 +14,7 @@ from raysgd.callbacks import Callback, History, JsonLoggerCallback, Result, Run
 from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig, Trainer, TrainingCallback
 from raysgd.train import Result as ReadBack
 from raysgd.train.callbacks import LoggerCallback, TorchTensorboardProfilerCallback, Trial, make_callback_list
-from tests.callbacks.listening import Broken, Demanding, Heard
+from tests.callbacks.recording import Broken, Demanding, Heard
 
 
 @pytest.fixture(scope="module")

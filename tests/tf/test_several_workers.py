@@ -115,4 +115,4 @@ def test_a_setup_that_does_not_end_is_reported(ray_cluster: None) -> None:
     given = {"num_workers": 2, "timeout_s": 40.0, "elastic": ElasticConfig(hang_timeout_s=40)}
     with pytest.raises(WorkerStartError, match=r"rank 1 on node .* within 40 s") as caught:
         TFTrainer(training_operator_cls=StuckInSetup, config={}, **given)
-    assert "test_group.py" in str(caught.value) and "rank 0" not in str(caught.value)
+    assert "test_several_workers.py" in str(caught.value) and "rank 0" not in str(caught.value)

@@ -26,7 +26,7 @@ from raysgd.callbacks import (
     csv_files,
 )
 from raysgd.callbacks.writers import flat, for_json, scalars
-from tests.callbacks.listening import Line
+from tests.callbacks.recording import Line
 
 
 def result(**more: Any) -> Result:

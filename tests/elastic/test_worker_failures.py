@@ -27,7 +27,7 @@ def ground(shared: Ground) -> Ground:
     return shared
 
 
-# Every pair of place, rank and signal is covered. test_both_faces.py has several failures at once and in a row.
+# Every pair of place, rank and signal is covered. test_both_apis.py has several failures at once and in a row.
 @pytest.mark.parametrize(
     ("rank", "step", "where", "kind"),
     [
