@@ -158,7 +158,7 @@ def test_printing() -> None:
     callback.on_recovery(
         Recovery(
             reason="worker death",
-            lost_ranks=(1,),
+            removed_ranks=(1,),
             world_size_before=2,
             world_size_after=1,
             in_place=True,

@@ -61,7 +61,7 @@ def test_a_worker_fails_in_the_middle_of_an_epoch(ray_cluster: None, tmp_path: P
         result = trainer.train()
         (recovery,) = trainer.recoveries
         state = trainer.state_dict()
-    assert (recovery.reason, recovery.lost_ranks, recovery.in_place) == ("worker death", (rank,), False)
+    assert (recovery.reason, recovery.removed_ranks, recovery.in_place) == ("worker death", (rank,), False)
     assert recovery.world_size_after == 2 and recovery.batches_redone <= 1
     assert (recovery.epoch, recovery.batch) == (2, 4)
     expected, whole = undisturbed(2) if rank == 0 else (None, None)
