@@ -12,8 +12,8 @@ PACKAGE := setup.py pyproject.toml constraints.txt
 SOURCES := $(shell find raysgd operators -name '*.py')
 PAGES := $(shell find docs -name '*.md') docs/conf.py
 
-PURE := $(patsubst %,tests/test_%.py,config constants hang watchdog meters metrics owners partial_results plan policy progress replacements rendezvous \
-	storage timers utils_names) tests/data tests/elastic/test_boundary.py tests/train/test_rounds.py
+PURE := $(patsubst %,tests/test_%.py,config constants hang watchdog meters metrics state_owners partial_results sampling_plan policy progress \
+	replacements rendezvous atomic_writes timers compat_utils) tests/data tests/elastic/test_boundary.py tests/train/test_rounds.py
 
 # Of pip's talk, only what explains a wait: big downloads, builds, the unpacking. Warnings and errors pass untouched.
 TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloading " $$2 " " $$3 $$4; fflush() } \

@@ -58,7 +58,7 @@ def main():
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as marks, tempfile.TemporaryDirectory() as logs:
-        small = ElasticConfig(grow=False)  # no replacements: the function runs again once for each loss
+        small = ElasticConfig(grow=False)  # no replacements: the function runs again once for each failure
         with Trainer(backend="torch", num_workers=args.num_workers, logdir=logs, elastic=small) as trainer:
             rounds = trainer.run_iterator(
                 train_func,
@@ -68,8 +68,8 @@ def main():
             for rows in rounds:
                 print(f"epoch {rows[0]['epoch']}  train_loss {rows[0]['train_loss']:.4f}")
             starts = rounds.get_final_results()
-            losses = [recovery for recovery in trainer.recoveries if recovery.reason == "worker death"]
-            print(f"went on at epoch {starts[0]} after {len(losses)} loss(es)")
+            failures = [recovery for recovery in trainer.recoveries if recovery.reason == "worker death"]
+            print(f"resumed at epoch {starts[0]} after {len(failures)} worker failure(s)")
             print(f"newest in memory: epoch {trainer.latest_checkpoint['epoch']}")
         files = [path for path in Path(logs).rglob("*") if path.is_file()]
         print(f"files on disk: {len(files)}")

@@ -1,4 +1,4 @@
-"""The class face for TensorFlow: an operator says what is trained, and metrics of Keras are exact over all workers.
+"""The class API for TensorFlow: an operator says what is trained, and metrics of Keras are exact over all workers.
 
 Then the trainer is saved, and another one, with another number of workers, goes on from the file.
 

@@ -14,6 +14,7 @@ __all__ = [
     "Limits",
     "WorkerResources",
     "at_least",
+    "check_flag",
     "flag_from_environment",
     "is_real",
     "seconds_from_environment",
@@ -37,6 +38,12 @@ def at_least(name: str, value: Any, least: float, *, whole: bool = False) -> Non
     if not is_real(value) or (whole and not isinstance(value, int)) or value < least:
         kind = "a whole number" if whole else "a number"
         raise ConfigError(f"{name} must be {kind} of at least {least}, got {value!r}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ConfigError unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
 def seconds_from_environment(name: str, default: int) -> int:

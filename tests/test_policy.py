@@ -5,7 +5,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, WorkerFailed
-from raysgd.core.policy import GiveUp, Rejoin, Restart, Situation, Wait, backoff, classify, decide, different_calls
+from raysgd.core.policy import (
+    GiveUp,
+    Recovery,
+    Rejoin,
+    Restart,
+    Situation,
+    Wait,
+    backoff,
+    classify,
+    decide,
+    different_calls,
+)
 
 OK, PAUSED = Ok(1), Interrupted(asked=True)
 CUT = Interrupted(cause="RuntimeError: Connection closed by peer")
@@ -166,3 +177,16 @@ def test_at_the_second_time_different_lines_are_enough() -> None:
 def test_a_users_error_takes_precedence(outcomes: list, count: int) -> None:
     named = {f"w{rank}": outcome for rank, outcome in enumerate(outcomes[:count])}
     assert (classify(named).kind == "user_error") == any(isinstance(o, Failed) for o in named.values())
+
+
+def test_lost_ranks_is_the_former_name_of_removed_ranks() -> None:
+    recovery = Recovery(
+        reason="node failure",
+        removed_ranks=(1, 3),
+        world_size_before=4,
+        world_size_after=2,
+        in_place=True,
+        batches_redone=0,
+        seconds=1.0,
+    )
+    assert recovery.lost_ranks == recovery.removed_ranks == (1, 3)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raysgd.callbacks.base import Callback, CallResult, Result, Run, Underway
 from raysgd.callbacks.csv_files import CSVCallback
@@ -15,6 +14,7 @@ from raysgd.callbacks.progress_bar import ProgressBar
 from raysgd.callbacks.tensorboard import TensorBoardCallback
 from raysgd.callbacks.torch_profiler import TorchProfilerCallback
 from raysgd.callbacks.wandb_runs import WandbCallback
+from raysgd.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from raysgd.callbacks.ray_metrics import RayMetricsCallback
@@ -37,13 +37,6 @@ __all__ = [
     "Underway",
     "WandbCallback",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "RayMetricsCallback":
-        raise AttributeError(f"module 'raysgd.callbacks' has no attribute {name!r}")
-    return import_module("raysgd.callbacks.ray_metrics").RayMetricsCallback  # imports Ray
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+# The module of this one imports Ray.
+_HOMES = {"RayMetricsCallback": "raysgd.callbacks.ray_metrics"}
+__getattr__, __dir__ = lazy_names("raysgd.callbacks", _HOMES, __all__)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["FRAMEWORKS", "load"]
+__all__ = ["FRAMEWORKS", "lazy_names", "load"]
 
 FRAMEWORKS = ("torch", "tensorflow")  # each is also the name of the extra that installs it
 
@@ -23,3 +23,10 @@ def load(package: str, name: str, homes: Mapping[str, str]) -> Any:
         if missing not in FRAMEWORKS:
             raise
         raise ImportError(f"{package}.{name} needs {missing}: pip install 'raysgd[{missing}]'") from error
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str], listed: Sequence[str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the functions `__getattr__` and `__dir__` of a package with such names. `listed` is its `__all__`."""
+    return lambda name: load(package, name, homes), lambda: sorted(listed or homes)

@@ -34,9 +34,9 @@ OUT_OF_STEP = "out of step"
 class Recovery:
     """One change of the workers, as users see it in `trainer.recoveries`.
 
-    reason          "worker death", "node loss", "hang", "network", "data loader" or "out of step"; for a planned
+    reason          "worker death", "node failure", "hang", "network", "data loader" or "out of step"; for a planned
                     change, "preemption", "growth", "shrink" or "restart"
-    lost_ranks      the ranks that failed or left
+    removed_ranks   the ranks that failed, or that left in a planned change
     in_place        True if survivors continued with their state, False if new processes started from a snapshot
     batches_redone  how many committed batches were trained again
     seconds         how long the change took
@@ -45,7 +45,7 @@ class Recovery:
     """
 
     reason: str
-    lost_ranks: tuple[int, ...]
+    removed_ranks: tuple[int, ...]
     world_size_before: int
     world_size_after: int
     in_place: bool
@@ -54,6 +54,11 @@ class Recovery:
     epoch: int = 0
     batch: int = 0
     detail: str = ""
+
+    @property
+    def lost_ranks(self) -> tuple[int, ...]:
+        """Return `removed_ranks`, under its former name."""
+        return self.removed_ranks
 
 
 @dataclass(frozen=True)

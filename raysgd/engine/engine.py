@@ -388,7 +388,7 @@ class Engine:
             self._table.dismiss(info.worker)
         recovery = Recovery(
             reason=OUT_OF_STEP,
-            lost_ranks=ranks,
+            removed_ranks=ranks,
             world_size_before=before,
             world_size_after=before - len(ranks),
             in_place=True,

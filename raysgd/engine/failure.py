@@ -89,7 +89,7 @@ def failed_error(why: str, recoveries: list[Recovery]) -> TrainingFailedError:
     """Return the error about a call that raysgd gave up, with each of its recoveries."""
     lines = [f"training failed: {why}."]
     for recovery in recoveries:
-        ranks = ", ".join(map(str, recovery.lost_ranks)) or "none"
+        ranks = ", ".join(map(str, recovery.removed_ranks)) or "none"
         lines.append(
             f"  {recovery.reason} in epoch {recovery.epoch}, batch {recovery.batch}, failed ranks: {ranks}"
             f" ({recovery.world_size_before} -> {recovery.world_size_after} workers): {recovery.detail}"

@@ -131,7 +131,7 @@ class Membership:
             return Observation("broken", reason="preemption", detail=detail)
         change = Recovery(
             reason=leaving[leavers[0]] if leavers else "growth",
-            lost_ranks=ranks,
+            removed_ranks=ranks,
             world_size_before=len(members),
             world_size_after=len(stay) + len(joining),
             in_place=bool(stay),

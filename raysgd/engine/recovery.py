@@ -209,7 +209,7 @@ class RecoveryLoop:
         base = case.revived.progress.step if case.revived is not None else case.furthest.step
         recovery = Recovery(
             reason=case.seen.reason,
-            lost_ranks=tuple(sorted(case.failed_ranks)),
+            removed_ranks=tuple(sorted(case.failed_ranks)),
             world_size_before=case.world,
             world_size_after=after,
             in_place=case.revived is None,

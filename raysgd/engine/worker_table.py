@@ -217,7 +217,7 @@ class WorkerTable:
         else:
             reason, why = info.ended.reason, info.ended.cause
             if info.node and not self.group.is_node_alive(info.node):
-                reason, why = "node loss", f"its node {info.node[:8]} failed"
+                reason, why = "node failure", f"its node {info.node[:8]} failed"
             elif info.notice:
                 reason = "preemption"
         return WorkerFailed(why, reason, info.partial, info.progress)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from raysgd.config import at_least, is_real
+from raysgd.config import at_least, check_flag, is_real
 from raysgd.errors import ConfigError
 
 __all__ = ["HorovodArguments", "check_installed"]
@@ -57,8 +57,7 @@ class HorovodArguments:
             raise ConfigError(
                 "horovod_args['gradient_predivide_factor'] divides an average, and cannot be used with op='sum': leave one out"
             )
-        if not isinstance(self.sparse_as_dense, bool):
-            raise ConfigError(f"horovod_args['sparse_as_dense'] must be True or False, got {self.sparse_as_dense!r}")
+        check_flag("horovod_args['sparse_as_dense']", self.sparse_as_dense)
 
     @classmethod
     def parse(cls, given: Any) -> HorovodArguments:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raysgd.config import check_flag
 from raysgd.errors import ConfigError
 
 __all__ = ["DataConfig", "named_datasets", "parse_data_config"]
@@ -36,8 +37,7 @@ class DataConfig:
         if names != "all" and not is_list:
             raise ConfigError(f"datasets_to_split must be 'all' or a list of names of datasets, got {names!r}")
         for name in ("enable_shard_locality", "equal"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_flag(name, getattr(self, name))
 
     def splits(self, name: str) -> bool:
         return self.datasets_to_split == "all" or name in self.datasets_to_split

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 from raysgd.tf.operator import TrainingOperator
@@ -182,9 +183,8 @@ def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             hint = INSTEAD.get(key, f"only {', '.join(TAKEN[name])} have an effect")
             raise ConfigError(f"config[{name!r}] cannot have {key!r}: {hint}")
     for key in ("epochs", "steps_per_epoch", "steps"):
-        value = given.get(key)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"config[{name!r}][{key!r}] must be a whole number of at least 1, got {value!r}")
+        if given.get(key) is not None:
+            at_least(f"config[{name!r}][{key!r}]", given[key], 1, whole=True)
     weights = given.get("class_weight")
     if weights is not None and not (isinstance(weights, Mapping) and all(isinstance(k, int) for k in weights)):
         raise ConfigError(

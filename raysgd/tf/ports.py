@@ -1,4 +1,4 @@
-"""A port for TensorFlow's server, taken before the server starts: every rank's address must be known by then. Worker.
+"""A port for TensorFlow's server, taken before the server starts: every rank's address must be known by then. Both.
 
 Standard library only, because training functions use it before TensorFlow is imported.
 """
@@ -6,10 +6,16 @@ Standard library only, because training functions use it before TensorFlow is im
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import random
 import socket
+from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["HeldPort", "NoFreePortError"]
+from raysgd.core.ranks import RankInfo
+
+__all__ = ["HeldPort", "HeldPortBackend", "NoFreePortError"]
 
 PORTS = (15000, 32000)
 TRIES = 100
@@ -51,3 +57,38 @@ class HeldPort:
 
     def release(self) -> None:
         self._held.close()
+
+
+class HeldPortBackend:
+    """What the backends of operators and of functions have in common. On a worker, owns the port for TensorFlow's server. A
+    process can join TensorFlow's collectives only once, so `in_place` is False."""
+
+    in_place = False
+    needs_offers = True
+
+    def __init__(self, *, host: str) -> None:
+        self._host = host
+        self._port: HeldPort | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_port": None}
+
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        return [{"addresses": [offer["address"] for offer in offers]} for _ in rank_infos]
+
+    def offer(self) -> dict[str, Any]:
+        self._release()
+        self._port = HeldPort()
+        return {"address": self._port.address_towards(self._host)}
+
+    def _release(self) -> None:
+        if self._port is not None:
+            self._port.release()
+            self._port = None
+
+    def _set_tf_config(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        task = {"type": "worker", "index": rank_info.world_rank}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": settings["addresses"]}, "task": task})
+
+    def collectives(self) -> int:
+        return -1  # they are inside graph functions, which do not count them

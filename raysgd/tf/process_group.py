@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import signal
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +12,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import causes_of
 from raysgd.tf import foreign
 from raysgd.tf.channel import Channel
-from raysgd.tf.ports import HeldPort, NoFreePortError
+from raysgd.tf.ports import HeldPortBackend, NoFreePortError
 
 __all__ = ["TensorFlowBackend", "prepare_runtime"]
 
@@ -33,15 +30,12 @@ INTERRUPTIONS = (
 RUNTIME_TEXTS = ("Collective", "Coordination", "RecvBuf", "tasks are unhealthy", "Could not start gRPC server")
 
 
-class TensorFlowBackend:
-    """On a worker, owns the port for TensorFlow's server, and the membership of TensorFlow's collective runtime. A
-    process can join that only once, so `in_place` is False. On the driver, it owns nothing.
+class TensorFlowBackend(HeldPortBackend):
+    """On a worker, owns the port for TensorFlow's server, and the membership of TensorFlow's collective runtime. On the
+    driver, it owns nothing.
 
     heartbeat_s  seconds until a host that cannot be reached counts as failed; a process that ends is noticed at once
     """
-
-    in_place = False
-    needs_offers = True
 
     def __init__(
         self,
@@ -52,31 +46,14 @@ class TensorFlowBackend:
         threads: int | None = None,
         use_gpu: bool = False,
     ) -> None:
-        self._host, self._join_s, self._heartbeat_s = host, join_s, heartbeat_s
+        super().__init__(host=host)
+        self._join_s, self._heartbeat_s = join_s, heartbeat_s
         self._threads, self._use_gpu = threads, use_gpu
-        self._port: HeldPort | None = None
         self._strategy: Any = None
         self._aborted = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_port": None, "_strategy": None}
-
-    # -- driver ---------------------------------------------------------------------------------------
-
-    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        return [{"addresses": [offer["address"] for offer in offers]} for _ in rank_infos]
-
-    # -- worker ---------------------------------------------------------------------------------------
-
-    def offer(self) -> dict[str, Any]:
-        self._release()
-        self._port = HeldPort()
-        return {"address": self._port.address_towards(self._host)}
-
-    def _release(self) -> None:
-        if self._port is not None:
-            self._port.release()
-            self._port = None
+        return {**super().__getstate__(), "_strategy": None}
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         if self._strategy is not None:
@@ -87,8 +64,7 @@ class TensorFlowBackend:
         if rank_info.world_size == 1:
             self._release()
             return
-        task = {"type": "worker", "index": rank_info.world_rank}
-        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": settings["addresses"]}, "task": task})
+        self._set_tf_config(rank_info, settings)
         foreign.set_coordination_limits(rank_info.world_size, join_s=self._join_s, heartbeat_s=self._heartbeat_s)
         self._release()  # now, as the strategy starts the server
         self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -104,9 +80,6 @@ class TensorFlowBackend:
         if self._strategy is not None:
             self._aborted = True
             foreign.abort_collectives()
-
-    def collectives(self) -> int:
-        return -1  # they are inside graph functions, which do not count them
 
     def is_interruption(self, error: BaseException) -> bool:
         """Return whether a peer or the network failed, by the error's type and then its text. An error that was raised

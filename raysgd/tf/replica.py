@@ -118,9 +118,9 @@ class TFReplica(ReplicaBase):
             state = states.parse(data.data)
             states.check(self.operator, state)
             states.check_random(state.get("rng"))
-            Position.check(state.get("position") or {"epoch": state.get("epoch", 0)}, "position")
+            Position.check(state.get("position") or {"epoch": state.get("epoch", 0)}, "position", tensorflow=True)
             for name in ("validation_position", "validation_began"):
-                Position.check(state.get(name) or {}, name)
+                Position.check(state.get(name) or {}, name, tensorflow=True)
         except CheckpointError as error:
             return Refusal(str(error))
         return None

@@ -20,6 +20,7 @@ import numpy as np
 from raysgd.errors import CheckpointError
 from raysgd.storage import digest, locations
 from raysgd.tf.parts import assign, optimizer_variables, values
+from raysgd.training.position import check_count
 
 __all__ = [
     "FORMAT",
@@ -77,9 +78,7 @@ def check(operator: Any, state: dict[str, Any]) -> None:
         for variable, array in zip(optimizer_variables(optimizer), arrays, strict=True):
             if variable is optimizer.iterations and int(array) < 0:
                 raise CheckpointError(f"optimizer {number} has made {int(array)} steps in the checkpoint")
-    step = state.get("global_step", 0)
-    if type(step) is not int or not 0 <= step < 1 << 62:
-        raise CheckpointError(f"the checkpoint's global_step must be a whole number of at least 0, it is {step!r:.60}")
+    check_count("global_step", state.get("global_step", 0))
 
 
 def _of_variable(variable: Any) -> tuple[str, tuple[int, ...]]:

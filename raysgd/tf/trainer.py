@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, overload
 
 from raysgd.callbacks.base import Callback
-from raysgd.config import ElasticConfig, WorkerResources, at_least
+from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flag
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.storage import locations
 from raysgd.tf import states
@@ -103,8 +103,7 @@ class TFTrainer(TrainerBase):
         check_common(operator_cls, TrainingOperator, number, initialization_hook, timeout_s, elastic)
         # The batch size is that of all workers together, as a data set's is, so it is not divided.
         self.config = check_config(config, number)
-        if not isinstance(use_gpu, bool):
-            raise ConfigError(f"use_gpu must be True or False, got {use_gpu!r}")
+        check_flag("use_gpu", use_gpu)
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
         remote, elastic = needs_ray(use_ray, number, resources), elastic or ElasticConfig()
         settings = TFSettings(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from raysgd.core.lazy import load
+from raysgd.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from raysgd.torch.creators import CreatorOperator
@@ -21,11 +21,4 @@ _HOMES = {
     "CreatorOperator": "raysgd.torch.creators",
     "BaseTorchTrainable": "raysgd.tune",
 }
-
-
-def __getattr__(name: str) -> Any:
-    return load("raysgd.torch", name, _HOMES)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names("raysgd.torch", _HOMES, __all__)

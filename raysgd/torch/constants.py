@@ -9,37 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysgd.config import seconds_from_environment
-from raysgd.constants import (
-    BATCH_COUNT,
-    BATCH_SIZE,
-    NUM_SAMPLES,
-    NUM_STEPS,
-    SCHEDULER_STEP,
-    SCHEDULER_STEP_BATCH,
-    SCHEDULER_STEP_EPOCH,
-    SCHEDULER_STEP_MANUAL,
-    USE_FP16,
-    VALID_SCHEDULER_STEP,
-)
+from raysgd.constants import *  # noqa: F403
+from raysgd.constants import __all__ as _constants
 
 if TYPE_CHECKING:
     NCCL_TIMEOUT_S: int
     SGD_PLACEMENT_GROUP_TIMEOUT_S: int
 
-__all__ = [
-    "BATCH_COUNT",
-    "BATCH_SIZE",
-    "NCCL_TIMEOUT_S",
-    "NUM_SAMPLES",
-    "NUM_STEPS",
-    "SCHEDULER_STEP",
-    "SCHEDULER_STEP_BATCH",
-    "SCHEDULER_STEP_EPOCH",
-    "SCHEDULER_STEP_MANUAL",
-    "SGD_PLACEMENT_GROUP_TIMEOUT_S",
-    "USE_FP16",
-    "VALID_SCHEDULER_STEP",
-]
+__all__ = ["NCCL_TIMEOUT_S", "SGD_PLACEMENT_GROUP_TIMEOUT_S"]
+__all__ += _constants
 
 _DEFAULT_SECONDS = {"NCCL_TIMEOUT_S": 1800, "SGD_PLACEMENT_GROUP_TIMEOUT_S": 100}
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.config import ElasticConfig, at_least, is_real
+from raysgd.config import ElasticConfig, at_least, check_flag, is_real
 from raysgd.errors import ConfigError
 
 __all__ = ["TrainingOptions"]
@@ -70,8 +70,7 @@ class TrainingOptions:
             if value is not None and not (is_real(value) and value > 0):
                 raise ConfigError(f"{name} must be a number above 0, or None for no clipping, got {value!r}")
         for name in ("channels_last", "sync_batchnorm"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_flag(name, getattr(self, name))
         if not isinstance(self.compile, bool):
             _check_arguments("compile", self.compile, torch.compile, {"model"}, allowed="True, False or a dict")
         _check_arguments("ddp_args", self.ddp_args, DistributedDataParallel.__init__, SUPPLIED)
@@ -144,8 +143,8 @@ class TrainingOptions:
         return replace(self, parallel=self._parallel_with(wrap_ddp), precision=self._precision_with(use_fp16))
 
     def _parallel_with(self, wrap_ddp: Any) -> ParallelName | None:
-        if wrap_ddp is not None and not isinstance(wrap_ddp, bool):
-            raise ConfigError(f"wrap_ddp must be True or False, got {wrap_ddp!r}")
+        if wrap_ddp is not None:
+            check_flag("wrap_ddp", wrap_ddp)
         older: ParallelName | None = None if wrap_ddp is False else "ddp"
         if self.parallel == "auto":
             return older

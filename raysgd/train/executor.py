@@ -332,7 +332,9 @@ class BackendExecutor:
             first, self._hooks_called_for = self._hooks_called_for < 0, engine.generation
             changes = engine.recoveries[self._seen_recoveries :]
             self._seen_recoveries = len(engine.recoveries)
-            failed = sorted({rank for change in changes if change.reason not in PLANNED for rank in change.lost_ranks})
+            failed = sorted(
+                {rank for change in changes if change.reason not in PLANNED for rank in change.removed_ranks}
+            )
             if failed and not first:
                 self._backend.handle_failure(self._group, failed, self._config)
             else:

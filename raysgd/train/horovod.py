@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from raysgd.core.lazy import lazy_names
 from raysgd.train.backends import HorovodConfig
 
 __all__ = ["HorovodConfig"]
 
-
-def __getattr__(name: str) -> Any:
-    """Support `from raysgd.train.horovod import HorovodTrainer`, as in Ray, without importing Ray on the workers."""
-    if name == "HorovodTrainer":
-        from raysgd.train.frameworks import HorovodTrainer
-
-        return HorovodTrainer
-    raise AttributeError(f"module 'raysgd.train.horovod' has no attribute {name!r}")
+# As in Ray. The module of this name imports Ray, which the workers do not need.
+__getattr__ = lazy_names("raysgd.train.horovod", {"HorovodTrainer": "raysgd.train.frameworks"})[0]

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from raysgd.core.lazy import lazy_names
 from raysgd.train.backends import TensorflowConfig
 from raysgd.train.run_session import current
 
@@ -21,11 +22,5 @@ def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
     return tf_dataset_shard.with_options(options)
 
 
-def __getattr__(name: str) -> Any:
-    """Support `from raysgd.train.tensorflow import TensorflowTrainer`, as in Ray, without importing Ray on the
-    workers."""
-    if name == "TensorflowTrainer":
-        from raysgd.train.frameworks import TensorflowTrainer
-
-        return TensorflowTrainer
-    raise AttributeError(f"module 'raysgd.train.tensorflow' has no attribute {name!r}")
+# As in Ray. The module of this name imports Ray, which the workers do not need.
+__getattr__ = lazy_names("raysgd.train.tensorflow", {"TensorflowTrainer": "raysgd.train.frameworks"})[0]

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from raysgd.core.lazy import lazy_names
 from raysgd.errors import ConfigError
 from raysgd.torch.precision import Bf16, Fp16, Precision, make_precision
 from raysgd.torch.profiling import TraceKeeper
@@ -222,10 +223,5 @@ class TorchWorkerProfiler:
         return self._traces.taken()
 
 
-def __getattr__(name: str) -> Any:
-    """Support `from raysgd.train.torch import TorchTrainer`, as in Ray, without importing Ray on the workers."""
-    if name == "TorchTrainer":
-        from raysgd.train.frameworks import TorchTrainer
-
-        return TorchTrainer
-    raise AttributeError(f"module 'raysgd.train.torch' has no attribute {name!r}")
+# As in Ray. The module of this name imports Ray, which the workers do not need.
+__getattr__ = lazy_names("raysgd.train.torch", {"TorchTrainer": "raysgd.train.frameworks"})[0]

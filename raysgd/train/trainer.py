@@ -11,7 +11,7 @@ from typing import Any
 from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import create_folder
 from raysgd.callbacks.history import History
-from raysgd.config import ElasticConfig, WorkerResources
+from raysgd.config import ElasticConfig, WorkerResources, check_flag
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
 from raysgd.ray_data.splits import make_splits
@@ -64,8 +64,7 @@ class Trainer:
         elastic: ElasticConfig | None = None,
     ) -> None:
         config = parse_backend(backend)
-        if not isinstance(use_gpu, bool):
-            raise ConfigError(f"use_gpu must be True or False, got {use_gpu!r}")
+        check_flag("use_gpu", use_gpu)
         if elastic is not None and not isinstance(elastic, ElasticConfig):
             raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
         wanted = WorkerResources.parse(1, use_gpu, resources_per_worker, gpu_asked=use_gpu)

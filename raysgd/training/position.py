@@ -9,10 +9,22 @@ from typing import Any
 from raysgd.core.progress import Progress
 from raysgd.errors import CheckpointError
 
-__all__ = ["Position"]
+__all__ = ["Position", "check_count"]
 
 # A TensorFlow data set is begun once for each epoch before this one, so that its shuffle continues.
 MOST_EPOCHS, MOST = 1_000_000, 1 << 62
+
+
+def check_count(name: str, value: Any, least: int = 0, most: int = MOST) -> None:
+    """Raise CheckpointError unless a checkpoint's value is an integer in this range."""
+    if type(value) is not int or not least <= value <= most:
+        allowed = f"of at least {least}" if most == MOST else f"from {least} to {most}"
+        raise CheckpointError(f"{name} is {value!r:.60}, and must be an integer {allowed}")
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if type(value) is not bool:
+        raise CheckpointError(f"{name} is {value!r:.60}, and must be True or False")
 
 
 @dataclass
@@ -74,25 +86,37 @@ class Position:
             setattr(self, each.name, values.get(each.name, each.default))
 
     @classmethod
-    def check(cls, values: Any, name: str) -> None:
-        """Raise CheckpointError unless `adopt` can take these values from a TensorFlow checkpoint."""
-        known: dict[str, Any] = {each.name: each.default for each in fields(cls)}
-        if not isinstance(values, dict) or not values.keys() <= known.keys():
-            found = (
-                sorted(map(str, values.keys() - known.keys())) if isinstance(values, dict) else type(values).__name__
+    def check(cls, values: Any, name: str, *, tensorflow: bool = False) -> None:
+        """Raise CheckpointError unless `adopt` can take these values from a checkpoint. For TensorFlow, unknown values and
+        streams are refused, and the number of epochs is limited."""
+        if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+            raise CheckpointError(f"{name} is a {type(values).__name__}, and must be a dictionary of counters")
+        unknown = values.keys() - {each.name for each in fields(cls)}
+        if tensorflow and (unknown or values.get("parked") is not None):
+            raise CheckpointError(
+                f"{name} contains {sorted(unknown or {'parked'})}, which TFTrainer.save() does not write"
             )
-            raise CheckpointError(f"the checkpoint's {name} must be a dictionary of {', '.join(known)}; it is {found}")
-        for each, default in known.items():
-            value = values.get(each, default)
-            most = MOST_EPOCHS if each in ("epoch", "call_epoch") else MOST
-            right = value is None if default is None else type(value) is type(default)
-            if right and type(value) is int:
-                right = min(default, 0) <= value <= most
-            if not right:
-                kind = {bool: "True or False", int: f"a whole number of 0 to {most}"}.get(type(default), "None")
-                raise CheckpointError(f"the checkpoint's {name} has {each}={value!r:.60}: it must be {kind}")
-        if values.get("ended") is False and not values.get("epoch"):
-            raise CheckpointError(f"the checkpoint's {name} is in the middle of an epoch, but no epoch has begun")
+        for each in fields(cls):
+            value, where = values.get(each.name, each.default), f"{name}[{each.name!r}]"
+            if isinstance(each.default, bool):
+                _check_flag(where, value)
+            elif each.name != "parked":
+                limited = tensorflow and each.name in ("epoch", "call_epoch")
+                check_count(where, value, -1 if each.name == "call" else 0, MOST_EPOCHS if limited else MOST)
+            elif value is not None:
+                cls._check_parked(value, where)
+        if not values.get("ended", True) and not values.get("epoch"):
+            raise CheckpointError(f"{name} is in the middle of an epoch, but no epoch has begun")
+
+    @staticmethod
+    def _check_parked(value: Any, where: str) -> None:
+        """Check the epoch's offset, whether it has ended, and (not in older files) the position in a stream."""
+        if not isinstance(value, (list, tuple)) or len(value) not in (2, 3):
+            raise CheckpointError(f"{where} must be None or a list of two or three values")
+        check_count(f"{where}[0]", value[0])
+        _check_flag(f"{where}[1]", value[1])
+        if value[2:] and value[2] is not None:
+            check_count(f"{where}[2]", value[2])
 
     def open_call(self, call: int) -> bool:
         """Begin a call, or continue it. Return False if its work is done already."""

@@ -21,7 +21,7 @@ import torch
 from raysgd import ElasticConfig, train
 from raysgd.train import Trainer
 from tests.attacks.attackers import ATTACKS, Storm, listening, note_ports
-from tests.callbacks.listening import Heard
+from tests.callbacks.recording import Heard
 from tests.faults import Fault, Ground
 
 pytestmark = [

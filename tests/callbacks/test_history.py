@@ -8,7 +8,7 @@ import pytest
 
 from raysgd import TorchTrainer
 from raysgd.callbacks import History, Result
-from tests.callbacks.listening import Line
+from tests.callbacks.recording import Line
 
 
 def result(**more: Any) -> Result:

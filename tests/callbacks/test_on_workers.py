@@ -9,7 +9,7 @@ import pytest
 
 from raysgd import ElasticConfig, Recovery, TFTrainer
 from raysgd.callbacks import Callback, TorchProfilerCallback
-from tests.callbacks.listening import Broken, Heard
+from tests.callbacks.recording import Broken, Heard
 from tests.faults import Fault, Ground
 
 pytestmark = pytest.mark.elastic
@@ -77,7 +77,7 @@ def test_a_failure_is_reported_and_a_broken_callback_changes_nothing(callbacks: 
     assert [name for name, _ in calls] == ["recovery", "result"]
     recovery, result = calls[0][1], calls[1][1]
     assert recovery == callbacks.trainer.recoveries[-1]
-    assert (recovery.reason, recovery.lost_ranks) == ("worker death", (0,))
+    assert (recovery.reason, recovery.removed_ranks) == ("worker death", (0,))
     assert result.world_size == 1
     assert "1 of 2 workers" in repr(callbacks.trainer)
 

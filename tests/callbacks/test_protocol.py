@@ -9,7 +9,7 @@ import pytest
 from raysgd import TorchTrainer
 from raysgd.callbacks import Callback, Result
 from raysgd.callbacks.callback_list import CallbackList
-from tests.callbacks.listening import Broken, Demanding, Heard, Line
+from tests.callbacks.recording import Broken, Demanding, Heard, Line
 
 
 def trainer(*callbacks: Callback, **more: Any) -> TorchTrainer:

@@ -20,7 +20,7 @@ ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=Fal
 
 from raysgd import TorchTrainer
 from raysgd.callbacks import RayMetricsCallback
-from tests.callbacks.listening import Line
+from tests.callbacks.recording import Line
 
 with TorchTrainer(
     training_operator_cls=Line, use_gpu=False, use_ray=True, num_cpus_per_worker=1, callbacks=[RayMetricsCallback()]
@@ -80,7 +80,7 @@ def test_without_ray_there_is_an_error() -> None:
         "import logging; logging.basicConfig()\n"
         "from raysgd import TorchTrainer\n"
         "from raysgd.callbacks import RayMetricsCallback\n"
-        "from tests.callbacks.listening import Line\n"
+        "from tests.callbacks.recording import Line\n"
         "with TorchTrainer(training_operator_cls=Line, use_gpu=False, callbacks=[RayMetricsCallback()]) as trainer:\n"
         "    print(trainer.train()['num_samples'])\n"
     )

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("tensorflow")
 
 from raysgd import TFTrainer
-from tests.callbacks.listening import Heard
+from tests.callbacks.recording import Heard
 from tests.tf.small import data_creator, model_creator
 
 

@@ -51,7 +51,7 @@ def test_the_rank_that_hangs_is_named_and_ended(ground: Ground, fault: Fault, st
     assert LIMIT_S < time.monotonic() - started < LIMIT_S + 8
     ground.assert_epoch_exact()
     hang = ground.trainer.recoveries[before]
-    assert (hang.reason, hang.lost_ranks, hang.in_place) == ("hang", (fault.rank,), True)
+    assert (hang.reason, hang.removed_ranks, hang.in_place) == ("hang", (fault.rank,), True)
     warning = next(r.getMessage() for r in caplog.records if ": killing rank" in r.getMessage())
     assert f"rank {fault.rank} on" in warning and "batch" in warning and stack in warning
 
@@ -84,7 +84,7 @@ def test_a_stuck_data_loader_on_one_rank(ray_cluster: None, tmp_path: Path) -> N
         ground.trainer.train()
         ground.assert_epoch_exact()
         hang = ground.trainer.recoveries[0]
-        assert hang.reason == "hang" and len(hang.lost_ranks) == 1 and "loading data" in hang.detail
+        assert hang.reason == "hang" and len(hang.removed_ranks) == 1 and "loading data" in hang.detail
     finally:
         ground.trainer.shutdown()
 

@@ -29,9 +29,9 @@ def test_one_worker_resumes_from_the_end_of_the_last_epoch(ray_cluster: None, tm
         ground.arm(Fault(0, 20))
         result = ground.trainer.train()
         ground.assert_epoch_exact()
-        loss = ground.trainer.recoveries[-1]
-        assert (loss.in_place, loss.world_size_after) == (False, 1)
-        assert 5 <= loss.batches_redone <= 19  # up to its last message
+        failure = ground.trainer.recoveries[-1]
+        assert (failure.in_place, failure.world_size_after) == (False, 1)
+        assert 5 <= failure.batches_redone <= 19  # up to its last message
         assert (result["epoch"], result["num_samples"], result["batch_count"]) == (2, 240, 60)
     finally:
         ground.trainer.shutdown()

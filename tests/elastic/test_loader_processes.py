@@ -158,7 +158,7 @@ def test_killed_in_an_epoch(ground: Ground, number: int, told: str, caplog: Any)
     ground.assert_epoch_exact()
     assert result["num_samples"] == SAMPLES
     (recovery,) = ground.trainer.recoveries[before:]
-    assert (recovery.reason, recovery.lost_ranks, recovery.in_place) == ("data loader", (), True)
+    assert (recovery.reason, recovery.removed_ranks, recovery.in_place) == ("data loader", (), True)
     assert (recovery.world_size_before, recovery.world_size_after, recovery.batches_redone) == (2, 2, 0)
     assert "rank" in recovery.detail and "node" in recovery.detail and told in recovery.detail
     assert any("train_loader" in r.getMessage() and "restart" in r.getMessage().lower() for r in caplog.records)

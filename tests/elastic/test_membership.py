@@ -30,8 +30,8 @@ def test_a_replacement_joins_in_the_middle_of_an_epoch(ground: Ground) -> None:
     while len(ground.trainer.recoveries) < before + 2 and time.monotonic() < deadline:
         ground.trainer.train()
         ground.assert_epoch_exact()
-    loss, growth = ground.trainer.recoveries[before : before + 2]
-    assert (loss.reason, growth.reason) == ("worker death", "growth")
+    failure, growth = ground.trainer.recoveries[before : before + 2]
+    assert (failure.reason, growth.reason) == ("worker death", "growth")
     assert (growth.world_size_before, growth.world_size_after) == (2, 3)
     assert growth.in_place and growth.batches_redone == 0
 
@@ -69,7 +69,7 @@ def test_sigterm_shrinks_the_group_at_a_batch_boundary(ground: Ground) -> None:
     result = ground.trainer.train()
     ground.assert_epoch_exact()
     notice = ground.trainer.recoveries[before]
-    assert (notice.reason, notice.lost_ranks, notice.batches_redone) == ("preemption", (1,), 0)
+    assert (notice.reason, notice.removed_ranks, notice.batches_redone) == ("preemption", (1,), 0)
     assert result["num_samples"] == ground.samples
 
 

@@ -4,8 +4,8 @@ import io
 import tarfile
 from typing import Any
 
+from tests.files.damage import flipped
 from tests.files.function_cases import LIST
-from tests.files.tally import flipped
 
 
 def tar_of(*members: tarfile.TarInfo, data: bytes = b"x", **given: Any) -> bytes:

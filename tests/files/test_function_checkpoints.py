@@ -13,8 +13,8 @@ from raysgd import CheckpointError
 from raysgd.storage import digest, locations
 from raysgd.train import Checkpoint
 from raysgd.train.checkpoint_manager import CheckpointManager
+from tests.files.damage import SOAK, Tallies, flipped, flips, lengths, quiet, show
 from tests.files.function_cases import CONTENT, FOLDER_WAYS, LIST, files_of, is_content, make_source, read_folder
-from tests.files.tally import SOAK, Tallies, flipped, flips, lengths, quiet, show
 
 __all__ = ["quiet"]
 
@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_at_a_uri_is_refused_or_loaded_as_saved(
 
 def importlib_places() -> None:
     """Register a store that fsspec does not include."""
-    import tests.test_places  # noqa: F401
+    import tests.test_locations  # noqa: F401
 
 
 def test_added_files_are_ignored_and_changed_files_are_reported(source: Path, tmp_path: Path) -> None:

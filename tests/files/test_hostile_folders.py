@@ -17,8 +17,8 @@ from raysgd import CheckpointError
 from raysgd.storage import digest, locations
 from raysgd.train import Checkpoint
 from tests.files.archives import ARCHIVES, member, tar_of
+from tests.files.damage import quiet
 from tests.files.function_cases import FOLDER_WAYS, files_of, make_source
-from tests.files.tally import quiet
 
 __all__ = ["quiet"]
 

@@ -15,8 +15,8 @@ from raysgd import CheckpointError
 from raysgd.storage import digest
 from raysgd.train import Checkpoint
 from tests.files.archives import ARCHIVES
+from tests.files.damage import quiet, show
 from tests.files.function_cases import CONTENT
-from tests.files.tally import quiet, show
 
 torch = pytest.importorskip("torch")
 
@@ -150,7 +150,7 @@ import contextlib, logging, resource, sys, time
 from pathlib import Path
 from raysgd import CheckpointError
 from raysgd.train import Checkpoint
-from tests.files.tally import megabytes_of
+from tests.files.damage import megabytes_of
 
 def read(path):
     with contextlib.suppress(CheckpointError):

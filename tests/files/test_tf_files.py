@@ -14,7 +14,7 @@ import numpy as np  # noqa: E402
 from raysgd import CheckpointError  # noqa: E402
 from raysgd.storage import digest  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
-from tests.files.tally import SOAK, Tallies, flipped, flips, lengths, megabytes_of, quiet, show  # noqa: E402
+from tests.files.damage import SOAK, Tallies, flipped, flips, lengths, megabytes_of, quiet, show  # noqa: E402
 from tests.files.tf_cases import (  # noqa: E402
     WRONG,
     Bench,

@@ -15,7 +15,7 @@ tf = pytest.importorskip("tensorflow")
 
 from raysgd import CheckpointError  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
-from tests.files.tally import Tally  # noqa: E402
+from tests.files.damage import Tally  # noqa: E402
 from tests.tf.small import Small  # noqa: E402
 
 VOLATILE = ("loads", "call", "call_done")

@@ -58,7 +58,7 @@ def test_one_of_three_workers_fails(ground: Ground, rank: int, step: int, kind: 
     assert ground.fired() == 1
     ground.assert_epoch_exact()
     failure = ground.trainer.recoveries[before]
-    assert (failure.reason, failure.lost_ranks, failure.in_place) == ("worker death", (rank,), True)
+    assert (failure.reason, failure.removed_ranks, failure.in_place) == ("worker death", (rank,), True)
     assert (failure.world_size_before, failure.world_size_after, failure.batches_redone) == (3, 2, 0)
     assert result["num_samples"] == ground.samples
 
@@ -142,6 +142,6 @@ def test_a_stopped_process_is_detected_as_a_hang(ray_cluster: None, tmp_path: Pa
         ground.trainer.train()
         ground.assert_epoch_exact()
         (hang,) = ground.trainer.recoveries
-        assert (hang.reason, hang.lost_ranks, hang.in_place, hang.batches_redone) == ("hang", (1,), True, 0)
+        assert (hang.reason, hang.removed_ranks, hang.in_place, hang.batches_redone) == ("hang", (1,), True, 0)
     finally:
         ground.trainer.shutdown()

@@ -74,7 +74,7 @@ def test_a_worker_failure_changes_neither_weights_nor_hooks(ray_cluster: None, t
             assert (result["epoch"], result["num_samples"]) == (epoch + 1, ROWS)
             trainer.validate()
             if epoch == 1:
-                assert trainer.recoveries[0].lost_ranks == (1,)
+                assert trainer.recoveries[0].removed_ranks == (1,)
                 trainer.resize(2)  # it may have joined before: between two calls
         calls = trainer.apply_all_operators(lambda operator: operator.module.calls)
         assert_all_equal(trainer, alone("Spread", {"folder": str(tmp_path)}))

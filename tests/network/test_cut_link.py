@@ -27,6 +27,6 @@ def test_the_first_host_continues_alone() -> None:
     assert facts["lost_and_doubled"] == [[0, 0]] * 3
     recovery = facts["recoveries"][0]
     assert recovery["in_place"] and recovery["world_size_after"] == 1 and recovery["batches_redone"] == 0
-    assert recovery["reason"] in ("network", "node loss")
+    assert recovery["reason"] in ("network", "node failure")
     # After half of the limit, the other machine counts as failed. Then the survivor forms a group of its own.
     assert facts["cut_to_next_step_s"] < facts["hang_timeout_s"]

@@ -164,7 +164,7 @@ def test_the_shard_of_a_failed_worker_is_restored_from_the_snapshot(tmp_path: Pa
 
         two.apply_all_operators(die_once)
         two.train()
-        assert [loss.in_place for loss in two.recoveries] == [False]
+        assert [failure.in_place for failure in two.recoveries] == [False]
         lost = weights(two)
     with trainer(1, 12) as plain:
         plain.train()

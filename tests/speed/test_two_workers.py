@@ -90,7 +90,7 @@ def test_a_failure_in_a_window_repeats_it_without_compiling_again(expected: torc
         options=TrainingOptions(accumulate=4, compile={"backend": "aot_eager", "dynamic": True}),
         elastic=ElasticConfig(batch="global", grow=False),
     )
-    assert [loss.in_place for loss in trainer.recoveries] == [True]
+    assert [failure.in_place for failure in trainer.recoveries] == [True]
     assert torch.allclose(ours, expected, atol=1e-5), (ours - expected).abs().max()
     assert len(seen) == 1 and seen[0]["steps"] == 6
     assert seen[0]["graphs"] == 1  # for any batch size, before the failure and after it

@@ -11,7 +11,7 @@ from raysgd.callbacks.base import TRACES
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RoundResult
-from tests.callbacks.listening import Heard
+from tests.callbacks.recording import Heard
 
 RUN = Run(trainer="Trainer", name="function", num_workers=2, folder=Path("run_001"))
 

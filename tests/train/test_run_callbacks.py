@@ -14,7 +14,7 @@ from raysgd.callbacks import Callback, History, JsonLoggerCallback, Result, Run
 from raysgd.train import DataParallelTrainer, RunConfig, ScalingConfig, Trainer, TrainingCallback
 from raysgd.train import Result as ReadBack
 from raysgd.train.callbacks import LoggerCallback, TorchTensorboardProfilerCallback, Trial, make_callback_list
-from tests.callbacks.listening import Broken, Demanding, Heard
+from tests.callbacks.recording import Broken, Demanding, Heard
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_callbacks_are_called_with_recoveries(ray_cluster: None, tmp_path: Path)
         made.run(once, callbacks=[heard])
         recoveries = heard.named("recovery")
         assert recoveries == made.recoveries[: len(recoveries)]
-    assert (recoveries[0].reason, recoveries[0].lost_ranks) == ("worker death", (1,))
+    assert (recoveries[0].reason, recoveries[0].removed_ranks) == ("worker death", (1,))
     assert heard.order[:2] == ["start", "recovery"]
 
 

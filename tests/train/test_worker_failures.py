@@ -95,7 +95,7 @@ def test_the_survivors_run_the_function_again(made: Make, marks: str, rank: int,
     assert seen[-1] == [4, 4]
     assert {row for rows in seen for row in rows} >= {0, 1, 4}
     (failure,) = trainer.recoveries
-    assert (failure.reason, failure.lost_ranks, failure.in_place) == ("worker death", (rank,), True)
+    assert (failure.reason, failure.removed_ranks, failure.in_place) == ("worker death", (rank,), True)
     assert failure.seconds < 20, "no limit had to expire"
 
 
@@ -131,7 +131,7 @@ def test_survivors_that_wait_in_a_collective_are_interrupted(made: Make, marks: 
     began = time.monotonic()
     assert trainer.run(function, {"marks": marks}) == [(1.0, 2), (1.0, 2)]
     assert time.monotonic() - began < 15
-    assert [failure.lost_ranks for failure in trainer.recoveries] == [(1,)]
+    assert [failure.removed_ranks for failure in trainer.recoveries] == [(1,)]
 
 
 def test_when_no_worker_is_left_new_workers_resume_from_the_checkpoint(made: Make, marks: str) -> None:

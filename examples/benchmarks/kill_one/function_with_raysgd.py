@@ -1,4 +1,4 @@
-"""raysgd's function face: the same function as Ray Train v2's here, with a checkpoint reported once per epoch."""
+"""raysgd's function API: the same function as Ray Train v2's here, with a checkpoint reported once per epoch."""
 
 import os
 import tempfile

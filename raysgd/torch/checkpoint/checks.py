@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sized
-from dataclasses import fields
 from typing import Any
 
 import numpy
@@ -21,14 +20,13 @@ from raysgd.torch.checkpoint.optimizer_checks import check_optimizer, check_scal
 from raysgd.torch.checkpoint.states import scaler_of, set_random
 from raysgd.torch.data.sampling import has_own_batches, is_planned, random_sources
 from raysgd.torch.operator import TrainingOperator
-from raysgd.training.position import Position
+from raysgd.training.position import Position, check_count
 
 __all__ = ["check_fits"]
 
 DEEPEST = 100  # levels of nested containers
 SHARED = 100_000  # values that a copy may have in addition to four times those in the file
 EXPANDED = 64 << 20  # bytes by which a tensor may exceed its storage
-LARGEST_COUNT = 1 << 62
 CONTAINERS = (list, tuple, Mapping, set, frozenset)
 
 
@@ -174,48 +172,13 @@ def _check_counters(state: dict[str, Any]) -> None:
     """Raise CheckpointError unless the counters are integers that are consistent with each other."""
     for name, least in {"global_step": 0, "epoch": 0, "world_size": 1}.items():
         if name in state:
-            _check_count(name, state[name], least)
+            check_count(name, state[name], least)
     for name in ("position", "validation_position", "validation_began"):
         if state.get(name) is not None:
-            _check_position(name, state[name])
+            Position.check(state[name], name)
     position = state.get("position") or {}
     if position and "epoch" in state and position.get("epoch", 0) != state["epoch"]:
         raise CheckpointError(f"its epoch is {state['epoch']}, but its position is in epoch {position.get('epoch', 0)}")
-
-
-def _check_count(name: str, value: Any, least: int = 0) -> None:
-    if type(value) is not int or not least <= value < LARGEST_COUNT:
-        raise CheckpointError(f"{name} is {value!r:.60}, and must be an integer of at least {least}")
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if type(value) is not bool:
-        raise CheckpointError(f"{name} is {value!r:.60}, and must be True or False")
-
-
-def _check_position(name: str, position: Any) -> None:
-    if not isinstance(position, Mapping) or not all(isinstance(key, str) for key in position):
-        raise CheckpointError(f"{name} is a {type(position).__name__}, and must be a dictionary of counters")
-    for field in fields(Position):
-        value, where = position.get(field.name, field.default), f"{name}[{field.name!r}]"
-        if isinstance(field.default, bool):
-            _check_flag(where, value)
-        elif field.name != "parked":
-            _check_count(where, value, -1 if field.name == "call" else 0)
-        elif value is not None:
-            _check_parked(where, value)
-    if not position.get("ended", True) and position.get("epoch", 0) == 0:
-        raise CheckpointError(f"{name} is in the middle of an epoch, but no epoch has begun")
-
-
-def _check_parked(where: str, value: Any) -> None:
-    """Check the epoch's offset, whether it has ended, and (not in older files) the position in a stream."""
-    if not isinstance(value, (list, tuple)) or len(value) not in (2, 3):
-        raise CheckpointError(f"{where} must be None or a list of two or three values")
-    _check_count(f"{where}[0]", value[0])
-    _check_flag(f"{where}[1]", value[1])
-    if value[2:] and value[2] is not None:
-        _check_count(f"{where}[2]", value[2])
 
 
 # -- the train_loader's order of samples --------------------------------------------------------------
@@ -236,7 +199,7 @@ def _check_loader(operator: TrainingOperator, state: dict[str, Any]) -> None:
         if not isinstance(number, (list, tuple)) or len(number) != 2:
             raise CheckpointError("loader: the number of its pass must be a list of two integers")
         for each in number:
-            _check_count("loader['number']", each, -1)
+            check_count("loader['number']", each, -1)
     loader = operator._parts.train_loader
     if loader is not None and is_planned(loader):
         for source, generator in zip(random_sources(loader), generators, strict=False):

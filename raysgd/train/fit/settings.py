@@ -11,7 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from raysgd.config import ElasticConfig, WorkerResources
+from raysgd.config import ElasticConfig, WorkerResources, check_flag
 from raysgd.errors import ConfigError
 from raysgd.storage.masking import mask
 
@@ -81,8 +81,7 @@ class ScalingConfig:
         if isinstance(self.num_workers, list):
             object.__setattr__(self, "num_workers", tuple(self.num_workers))
         _check_num_workers(self.num_workers)
-        if not isinstance(self.use_gpu, bool):
-            raise ConfigError(f"use_gpu must be True or False, got {self.use_gpu!r}")
+        check_flag("use_gpu", self.use_gpu)
         if self.placement_strategy not in STRATEGIES:
             raise ConfigError(
                 f"placement_strategy must be one of {', '.join(STRATEGIES)}, got {self.placement_strategy!r}"

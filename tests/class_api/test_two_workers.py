@@ -13,7 +13,7 @@ from torch import nn
 from raysgd import ConfigError, NotActiveError
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
-from tests.class_face.parts import Classes, Net, OwnError, weights
+from tests.class_api.operators import Classes, Net, OwnError, weights
 
 OWN_CONFIG: dict[str, Any] = {BATCH_SIZE: 17}
 

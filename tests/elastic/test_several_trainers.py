@@ -45,8 +45,8 @@ def test_two_trainers_in_turn(grounds: list[Ground]) -> None:
     for ground in grounds:
         ground.trainer.train()  # the rest
         ground.assert_epoch_exact()
-    losses = [ground.trainer.recoveries[mark:] for ground, mark in zip(grounds, before, strict=True)]
-    assert [[loss.lost_ranks for loss in each] for each in losses] == [[(0,)], [(1,)]]
+    failures = [ground.trainer.recoveries[mark:] for ground, mark in zip(grounds, before, strict=True)]
+    assert [[failure.removed_ranks for failure in each] for each in failures] == [[(0,)], [(1,)]]
 
 
 def test_two_trainers_at_once_in_threads(grounds: list[Ground]) -> None:
@@ -60,7 +60,7 @@ def test_two_trainers_at_once_in_threads(grounds: list[Ground]) -> None:
             assert ground.trainer.train()["num_samples"] == ground.samples
             ground.assert_epoch_exact()
             assert ground.trainer.validate()["num_samples"] == 50
-        return [each.lost_ranks for each in ground.trainer.recoveries[before:] if each.reason != "growth"]
+        return [each.removed_ranks for each in ground.trainer.recoveries[before:] if each.reason != "growth"]
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(epochs, grounds, (0, 1))) == [[(0,), (0,)], [(1,), (1,)]]
@@ -81,7 +81,7 @@ def test_a_trainer_that_is_used_in_several_threads(ray_cluster: None, tmp_path: 
         path = in_thread(lambda: ground.trainer.save(tmp_path / "saved.pt"))
         in_thread(lambda: ground.trainer.load(path, trusted=True))
         ground.trainer.train()  # and on the main thread again
-        assert [loss.reason for loss in ground.trainer.recoveries] == ["worker death"]
+        assert [failure.reason for failure in ground.trainer.recoveries] == ["worker death"]
     finally:
         in_thread(ground.trainer.shutdown)
 
@@ -121,7 +121,7 @@ def test_two_function_trainers_at_once_in_threads(ray_cluster: None, tmp_path: P
         trainer.start()
         try:
             done = trainer.run(steps, {"faults": [Fault(rank, 4)], "marks": str(marks)})
-            return done, [each.lost_ranks for each in trainer.recoveries]
+            return done, [each.removed_ranks for each in trainer.recoveries]
         finally:
             trainer.shutdown()
 

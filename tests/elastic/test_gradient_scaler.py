@@ -57,7 +57,7 @@ def test_the_scale_and_the_count_survive_a_failure(tmp_path: Path) -> None:
     ) as trainer:
         trainer.apply_all_operators(begin_at_64)  # a scale at which nothing overflows by itself
         result = trainer.train()
-        assert [loss.in_place for loss in trainer.recoveries] == [True]
+        assert [failure.in_place for failure in trainer.recoveries] == [True]
         assert (result["skipped_steps"], result["num_samples"]) == (3, 96)
         trainer.resize(2)
         states = trainer.apply_all_operators(lambda operator: operator._amp_scaler.state_dict())

@@ -12,7 +12,7 @@ import torch
 from raysgd import CheckpointError
 from raysgd.storage import locations
 from raysgd.torch import TorchTrainer
-from tests.class_face.parts import Drawing, weights
+from tests.class_api.operators import Drawing, weights
 
 
 def on(workers: int) -> TorchTrainer:

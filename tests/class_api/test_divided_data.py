@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from raysgd import ConfigError
 from raysgd.data import Dataset
 from raysgd.torch import TorchTrainer
-from tests.class_face.parts import Classes, Uneven, data
+from tests.class_api.operators import Classes, Uneven, data
 
 
 class Ledger(Classes):

@@ -26,7 +26,7 @@ from raysgd.callbacks import (
     csv_files,
 )
 from raysgd.callbacks.writers import flat, for_json, scalars
-from tests.callbacks.listening import Line
+from tests.callbacks.recording import Line
 
 
 def result(**more: Any) -> Result:
@@ -158,7 +158,7 @@ def test_printing() -> None:
     callback.on_recovery(
         Recovery(
             reason="worker death",
-            lost_ranks=(1,),
+            removed_ranks=(1,),
             world_size_before=2,
             world_size_after=1,
             in_place=True,

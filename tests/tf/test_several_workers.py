@@ -61,7 +61,7 @@ def test_a_worker_fails_in_the_middle_of_an_epoch(ray_cluster: None, tmp_path: P
         result = trainer.train()
         (recovery,) = trainer.recoveries
         state = trainer.state_dict()
-    assert (recovery.reason, recovery.lost_ranks, recovery.in_place) == ("worker death", (rank,), False)
+    assert (recovery.reason, recovery.removed_ranks, recovery.in_place) == ("worker death", (rank,), False)
     assert recovery.world_size_after == 2 and recovery.batches_redone <= 1
     assert (recovery.epoch, recovery.batch) == (2, 4)
     expected, whole = undisturbed(2) if rank == 0 else (None, None)
@@ -115,4 +115,4 @@ def test_a_setup_that_does_not_end_is_reported(ray_cluster: None) -> None:
     given = {"num_workers": 2, "timeout_s": 40.0, "elastic": ElasticConfig(hang_timeout_s=40)}
     with pytest.raises(WorkerStartError, match=r"rank 1 on node .* within 40 s") as caught:
         TFTrainer(training_operator_cls=StuckInSetup, config={}, **given)
-    assert "test_group.py" in str(caught.value) and "rank 0" not in str(caught.value)
+    assert "test_several_workers.py" in str(caught.value) and "rank 0" not in str(caught.value)

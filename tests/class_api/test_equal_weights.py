@@ -5,7 +5,7 @@ import torch
 
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
-from tests.class_face.parts import Classes, plain_loop, weights
+from tests.class_api.operators import Classes, plain_loop, weights
 
 EPOCHS = 3
 

@@ -136,14 +136,14 @@ def run(background: Background, name: str) -> tuple[dict[str, Any], str]:
 def test_a_node_fails_and_another_joins(outcome: Outcome) -> None:
     facts, _ = outcome()
     assert facts["exact"] is True and facts["samples"] == 1500
-    assert facts["reasons"] == [["node loss", 3, 2, True], ["growth", 2, 3, True]]
+    assert facts["reasons"] == [["node failure", 3, 2, True], ["growth", 2, 3, True]]
 
 
 @pytest.mark.script("nothing free", run=run)
 def test_training_waits_for_a_new_node(outcome: Outcome) -> None:
     facts, log = outcome()
     assert facts["exact"] is True
-    assert facts["reasons"] == [["node loss", 1, 1, False]]
+    assert facts["reasons"] == [["node failure", 1, 1, False]]
     assert "waiting" in log and "1 CPU (" in log
 
 

@@ -145,7 +145,7 @@ def test_ranks_rejoin_after_the_network_was_cut(make: Any) -> None:
     ground.trainer.train()
     ground.assert_epoch_exact()
     cut = ground.trainer.recoveries[0]
-    assert (cut.reason, cut.lost_ranks, cut.world_size_after, cut.in_place) == ("network", (), 3, True)
+    assert (cut.reason, cut.removed_ranks, cut.world_size_after, cut.in_place) == ("network", (), 3, True)
 
 
 def die_when_joining_again(marks: str) -> Any:
@@ -170,8 +170,8 @@ def test_a_worker_fails_during_the_rendezvous(make: Any, tmp_path: Path) -> None
     ground.arm(Fault(3, 6))
     ground.trainer.train()
     ground.assert_epoch_exact()
-    loss = ground.trainer.recoveries[0]
-    assert (loss.lost_ranks, loss.world_size_after, loss.in_place) == ((1, 3), 2, True)
+    failure = ground.trainer.recoveries[0]
+    assert (failure.removed_ranks, failure.world_size_after, failure.in_place) == ((1, 3), 2, True)
 
 
 class Poisoned(LedgerOperator):

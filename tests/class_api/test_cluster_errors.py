@@ -11,7 +11,7 @@ import torch
 
 from raysgd import ConfigError, ResourceError, WorkerStartError
 from raysgd.torch import TorchTrainer
-from tests.class_face.parts import Classes, OwnError
+from tests.class_api.operators import Classes, OwnError
 
 
 def free_cpus() -> float:

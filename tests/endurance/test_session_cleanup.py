@@ -12,7 +12,7 @@ import pytest
 
 from tests.background import Background
 
-TINY = Path(__file__).with_name("tiny.py")
+SMALL_SESSION = Path(__file__).with_name("small_session.py")
 
 # A cluster that a developer runs beside the tests. Other processes find it through its address file.
 CLUSTER = """
@@ -54,8 +54,16 @@ def run(background: Background) -> Seen:
         try:
             assert process.stdout is not None
             seen = Seen(process.stdout.readline().strip(), before=listed(user))
-            tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={TINY.parents[2]}", str(TINY))
-            done = background.run(*tests, folder=TINY.parents[2], **own, HOME=name, RAY_AUTH_TOKEN="")
+            tests = (
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                f"--rootdir={SMALL_SESSION.parents[2]}",
+                str(SMALL_SESSION),
+            )
+            done = background.run(*tests, folder=SMALL_SESSION.parents[2], **own, HOME=name, RAY_AUTH_TOKEN="")
             seen.output, seen.after = done.stdout + done.stderr, listed(user)
             seen.found = background.run("-c", FIND, **own, RAY_ADDRESS="auto").stdout
             notes = Path(own["RAYSGD_TINY_NOTES"])

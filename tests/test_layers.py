@@ -15,7 +15,7 @@ FILES = sorted([*LIBRARY, *(ROOT / "operators").rglob("*.py")])
 
 # The longest entry that matches a file decides its layer. The __init__ files of packages collect names for users, so no
 # file of a lower layer may import them.
-FLOORS = {
+LAYERS = {
     "0": "errors config constants version core",
     "1a": "storage callbacks data ray_data/columns",
     "1b": "torch tf horovod train training",
@@ -28,7 +28,7 @@ FLOORS = {
     "train/torch train/tensorflow train/horovod",
     "5b": "operators cli torch/resnet compat utils",
 }
-FLOOR_OF = {unit: floor for floor, units in FLOORS.items() for unit in units.split()}
+LAYER_OF = {unit: layer for layer, units in LAYERS.items() for unit in units.split()}
 
 # Which imports are allowed within one layer, apart from those within one entry. All of layer 0 may import SHARED.
 SHARED = {"errors", "config", "constants", "version"}
@@ -82,7 +82,7 @@ NAMES = {name_of(path) for path in FILES}
 
 def entry_of(name: str) -> str:
     """Return the longest entry of the table that matches this file."""
-    covering = [unit for unit in FLOOR_OF if name == unit or name.startswith(unit + "/")]
+    covering = [unit for unit in LAYER_OF if name == unit or name.startswith(unit + "/")]
     assert covering, f"{name}.py is in no layer: add it here and in docs/structure.md"
     return max(covering, key=len)
 
@@ -122,15 +122,15 @@ def inside(path: Path) -> set[str]:
 
 def may_import(importer: str, imported: str) -> bool:
     upper, lower = entry_of(importer), entry_of(imported)
-    if FLOOR_OF[upper] != FLOOR_OF[lower]:
-        return FLOOR_OF[upper] > FLOOR_OF[lower]
+    if LAYER_OF[upper] != LAYER_OF[lower]:
+        return LAYER_OF[upper] > LAYER_OF[lower]
     return upper == lower or lower in SHARED or lower in SIBLINGS.get(upper, set())
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_point_down(path: Path) -> None:
     wrong = sorted(name for name in inside(path) if not may_import(name_of(path), name))
-    assert not wrong, f"{name_of(path)} (layer {FLOOR_OF[entry_of(name_of(path))]}) must not import {wrong}"
+    assert not wrong, f"{name_of(path)} (layer {LAYER_OF[entry_of(name_of(path))]}) must not import {wrong}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -139,7 +139,7 @@ def test_other_packages_are_imported_only_where_the_table_allows(path: Path) -> 
     outside = {module.split(".")[0] for module in imports(path)} - {"raysgd"}
     away = sorted(p for p in outside if p in HOMES and not any(f"{name}/".startswith(f"{home}/") for home in HOMES[p]))
     assert not away, f"{name_of(path)} must not import {away}; only these may: {[HOMES[p] for p in away]}"
-    if FLOOR_OF[entry_of(name_of(path))] == "0":
+    if LAYER_OF[entry_of(name_of(path))] == "0":
         assert outside <= sys.stdlib_module_names, f"layer 0 may import only the standard library: {name_of(path)}"
 
 

@@ -1,6 +1,6 @@
 """One table of faults for both APIs: operators and training functions survive the same faults.
 
-Each face trains one epoch of the same model on the same numbered samples from the same beginning, and keeps a ledger
+Each API trains one epoch of the same model on the same numbered samples from the same beginning, and keeps a ledger
 with its weights of what they have seen.
 """
 
@@ -35,7 +35,7 @@ class Scenario:
     """The faults of an epoch, and what follows. `along` are ranks that are killed together with the first one."""
 
     faults: tuple[Fault, ...]
-    lost: int = 1
+    failed: int = 1
     along: tuple[int, ...] = ()
     reason: str = "worker death"
     in_place: bool = True
@@ -45,15 +45,15 @@ SCENARIOS = {
     "killed before a step": Scenario((Fault(1, 5),)),
     "killed in a step": Scenario((Fault(0, 6, where="backward"),)),
     "killed after a step": Scenario((Fault(2, 7, where="after"),)),
-    "two killed at once": Scenario((Fault(0, 8),), lost=2, along=(2,)),
-    "two killed one after the other": Scenario((Fault(2, 4), Fault(0, 9)), lost=2),
-    "killed while a recovery runs": Scenario((Fault(2, 4), Fault(1, 0, where="resized")), lost=2),
+    "two killed at once": Scenario((Fault(0, 8),), failed=2, along=(2,)),
+    "two killed one after the other": Scenario((Fault(2, 4), Fault(0, 9)), failed=2),
+    "killed while a recovery runs": Scenario((Fault(2, 4), Fault(1, 0, where="resized")), failed=2),
     "stopped": Scenario((Fault(1, 5, "stop"),), reason="hang"),
-    "all killed": Scenario((Fault(0, 9),), lost=3, along=(1, 2), in_place=False),
+    "all killed": Scenario((Fault(0, 9),), failed=3, along=(1, 2), in_place=False),
 }
 
 
-class Face(Protocol):
+class Api(Protocol):
     """What the table needs from an API."""
 
     def begin(self) -> list[int]:
@@ -73,7 +73,7 @@ class Face(Protocol):
     def close(self) -> None: ...
 
 
-class ClassFace:
+class ClassApi:
     """`TorchTrainer`, and the operator of the other tests of worker failures."""
 
     def __init__(self, marks: Path) -> None:
@@ -102,7 +102,7 @@ class ClassFace:
         self.ground.trainer.shutdown()
 
 
-class FunctionFace:
+class FunctionApi:
     """`train.Trainer`, and the same training as a function. Survivors use `train.elastic`; if there are none, a checkpoint
     is loaded."""
 
@@ -198,23 +198,23 @@ def one_epoch(config: dict[str, Any]) -> list[int]:
     return ledger
 
 
-@pytest.fixture(scope="module", params=[ClassFace, FunctionFace], ids=["class", "function"])
+@pytest.fixture(scope="module", params=[ClassApi, FunctionApi], ids=["class", "function"])
 def shared(
     request: pytest.FixtureRequest, ray_cluster: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Face]:
-    face = request.param(tmp_path_factory.mktemp("face"))
-    yield face
-    face.close()
+) -> Iterator[Api]:
+    api = request.param(tmp_path_factory.mktemp("api"))
+    yield api
+    api.close()
 
 
-def assert_exact(face: Face) -> None:
-    ledgers = face.ledgers()
+def assert_exact(api: Api) -> None:
+    ledgers = api.ledgers()
     assert ledgers and all(ledger == ledgers[0] for ledger in ledgers), "every rank holds the same"
     assert Counter(ledgers[0]) == Counter(range(SAMPLES)), "the weights have seen each sample exactly once"
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_fault_in_an_epoch(shared: Face, name: str) -> None:
+def test_a_fault_in_an_epoch(shared: Api, name: str) -> None:
     scenario = SCENARIOS[name]
     processes = shared.begin()
     first, *more = scenario.faults
@@ -224,18 +224,18 @@ def test_a_fault_in_an_epoch(shared: Face, name: str) -> None:
     assert shared.epoch((first, *more)) == SAMPLES
     assert_exact(shared)
     # Replacements may have joined before the epoch ended; that is not a failure.
-    losses = [each for each in shared.recoveries()[before:] if each.reason != "growth"]
-    assert {loss.reason for loss in losses} == {scenario.reason}
-    assert sum(len(loss.lost_ranks) for loss in losses) == scenario.lost
-    assert all(loss.in_place for loss in losses) == scenario.in_place
-    assert losses[0].world_size_before == WORKERS
-    if scenario.lost == 1:
-        assert losses[0].lost_ranks == (first.rank,)
+    failures = [each for each in shared.recoveries()[before:] if each.reason != "growth"]
+    assert {failure.reason for failure in failures} == {scenario.reason}
+    assert sum(len(failure.removed_ranks) for failure in failures) == scenario.failed
+    assert all(failure.in_place for failure in failures) == scenario.in_place
+    assert failures[0].world_size_before == WORKERS
+    if scenario.failed == 1:
+        assert failures[0].removed_ranks == (first.rank,)
 
 
 @pytest.mark.parametrize("where", ["before", "backward", "after"])
-def test_a_user_error(shared: Face, where: str) -> None:
-    """It reaches the user with its rank, no worker is lost, and training can continue from its position or a checkpoint."""
+def test_a_user_error(shared: Api, where: str) -> None:
+    """It reaches the user with its rank, no worker fails, and training can continue from its position or a checkpoint."""
     shared.begin()
     before = len(shared.recoveries())
     with pytest.raises(ZeroDivisionError, match="planned in raise") as caught:

@@ -1,4 +1,4 @@
-"""A small test session, which test_leaves_nothing.py runs as a developer would: it starts one cluster of each kind that tests use."""
+"""A small test session, which test_session_cleanup.py runs as a developer would: it starts one cluster of each kind that tests use."""
 
 import os
 

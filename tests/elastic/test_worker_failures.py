@@ -15,7 +15,7 @@ pytestmark = pytest.mark.elastic
 
 @pytest.fixture(scope="module")
 def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    ground = Ground(tmp_path_factory.mktemp("losses"), num_workers=3, elastic=ElasticConfig(hang_timeout_s=60))
+    ground = Ground(tmp_path_factory.mktemp("failures"), num_workers=3, elastic=ElasticConfig(hang_timeout_s=60))
     yield ground
     ground.trainer.shutdown()
 
@@ -27,7 +27,7 @@ def ground(shared: Ground) -> Ground:
     return shared
 
 
-# Every pair of place, rank and signal is covered. test_both_faces.py has several failures at once and in a row.
+# Every pair of place, rank and signal is covered. test_both_apis.py has several failures at once and in a row.
 @pytest.mark.parametrize(
     ("rank", "step", "where", "kind"),
     [
@@ -48,9 +48,9 @@ def test_one_of_three_workers_fails_in_an_epoch(ground: Ground, rank: int, step:
     result = ground.trainer.train()
     assert ground.fired() == 1
     ground.assert_epoch_exact()
-    loss = ground.trainer.recoveries[before]
-    assert (loss.reason, loss.lost_ranks, loss.in_place) == ("worker death", (rank,), True)
-    assert (loss.world_size_before, loss.world_size_after, loss.batches_redone) == (3, 2, 0)
+    failure = ground.trainer.recoveries[before]
+    assert (failure.reason, failure.removed_ranks, failure.in_place) == ("worker death", (rank,), True)
+    assert (failure.world_size_before, failure.world_size_after, failure.batches_redone) == (3, 2, 0)
     assert result["num_samples"] == ground.samples
 
 

@@ -17,7 +17,7 @@ from raysgd.tf import TFTrainer  # noqa: E402
 from tests.background import Background  # noqa: E402
 from tests.tf.small import Small  # noqa: E402
 
-SCRIPT = Path(__file__).with_name("like_torch.py")
+SCRIPT = Path(__file__).with_name("same_as_torch.py")
 
 
 class Empty(Small):
