@@ -50,7 +50,12 @@ FOR_TESTS = (
 # Private names of torch and Ray, state dictionaries and files, process groups, worker processes, failures and growth in
 # both APIs, sharded models, and the example that the README begins with.
 TESTS = (
-    *("tests/test_foreign.py", "tests/torch", "tests/files/test_torch_two_workers.py", "tests/files/test_torch_folders.py"),
+    *(
+        "tests/test_foreign.py",
+        "tests/torch",
+        "tests/files/test_torch_two_workers.py",
+        "tests/files/test_torch_folders.py",
+    ),
     *("tests/contracts/test_worker_group.py", "tests/elastic/test_both_apis.py", "tests/elastic/test_membership.py"),
     *("tests/elastic/test_last_worker.py", "tests/speed/test_fsdp.py", "tests/train/test_trainer.py"),
     "tests/test_examples.py::test_example[quickstart.py]",
