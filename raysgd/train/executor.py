@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from raysgd.config import ElasticConfig
-from raysgd.core.messages import FunctionReport
+from raysgd.config import ElasticConfig, at_least
+from raysgd.core.messages import AllowReports, FunctionReport
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.call_lock import CallLock, Claim
@@ -37,7 +37,7 @@ from raysgd.train.errors import (
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.fit.settings import HANG_S, CheckpointConfig, check_failure_limit, check_strategy
+from raysgd.train.fit.settings import HANG_S, REPORTS_AHEAD, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, function_name, payload_of
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
@@ -72,6 +72,7 @@ class BackendExecutor:
         *,
         elastic: ElasticConfig | None = None,
         start_with: int | None = None,
+        max_reports_ahead: int = REPORTS_AHEAD,
     ) -> None:
         self._config, self._backend = backend_config, backend_of(backend_config)
         self._count, self._least = num_workers, start_with
@@ -79,6 +80,8 @@ class BackendExecutor:
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
         check_failure_limit("max_retries", max_retries)
+        at_least("max_reports_ahead", max_reports_ahead, 1, whole=True)
+        self._reports_ahead = max_reports_ahead
         self._max_retries = max_retries
         self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
         self._engine: Engine | None = None
@@ -221,8 +224,15 @@ class BackendExecutor:
             decode, packed = type(self._backend).decode_data, engine.pack(task)
             self._recoveries_before = len(engine.recoveries)
             ready()
+            number = next(self._numbers)
             self._run = run = FunctionRun(
-                next(self._numbers), manager, fail=engine.cancel, decode=decode, options=options
+                number,
+                manager,
+                fail=engine.cancel,
+                decode=decode,
+                options=options,
+                ahead=self._reports_ahead,
+                allow=lambda reports: engine.send(AllowReports(number, reports)),
             )
             self._running = claim
             engine.state_changed_by_hand(replaced=True)
@@ -244,6 +254,7 @@ class BackendExecutor:
             try:
                 result = run.next_round(POLL_S)
             except queue.Empty:
+                run.tolerate_ahead()
                 on_poll()
                 continue
             on_poll()
@@ -259,6 +270,7 @@ class BackendExecutor:
         """Wait until the function has ended, and return what every rank returned. Rounds that were not fetched do not
         delay this."""
         run = self._current("finish_training")
+        run.release()
         assert self._thread is not None
         while self._thread.is_alive():
             self._thread.join(POLL_S)
@@ -307,6 +319,7 @@ class BackendExecutor:
                 lead=1,  # a function's steps are checkpoints, which may be hours apart
                 prepare=lambda: self._prepare(engine, run),
                 hurry_s=HURRY_S,
+                waits_for_user=run.waits_for_user,
             )
             run.finish([pickle.loads(value) for value in engine.run(job)[-1].values])
         except TrainingFailedError as failed:

@@ -41,12 +41,14 @@ class Attempt:
 
     checkpoint  the newest checkpoint of the run, as bytes
     reports     how many rounds earlier attempts of the run have reported
+    allowed     the number of the report in which a rank waits, unless the user has fetched more by then
     """
 
     run: int
     number: int = 0
     checkpoint: bytes | None = None
     reports: int = 0
+    allowed: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
     trial: Mapping[str, Any] = field(default_factory=dict)
     shards: tuple[Mapping[str, Any], ...] = ()
@@ -57,7 +59,8 @@ class Session:
     """Owns one rank's counters in one attempt.
 
     `dumps` is the driver's choice of pickler. `at_boundary` is called after each checkpoint and commit, where the run
-    can continue with other workers. `commit` holds the last commit of `train.elastic`.
+    can continue with other workers. `wait` is called with each report's number, and returns when the driver allows the
+    function to go on. `commit` holds the last commit of `train.elastic`.
     """
 
     def __init__(
@@ -69,10 +72,11 @@ class Session:
         dumps: Callable[[Any], bytes],
         encode: Callable[[dict[str, Any]], dict[str, Any]],
         at_boundary: Callable[[], None],
+        wait: Callable[[int], None] = lambda reports: None,
         commit: Any = None,
     ) -> None:
         self.rank_info, self.attempt, self.commit = rank_info, attempt, commit
-        self.dumps, self.at_boundary = dumps, at_boundary
+        self.dumps, self.at_boundary, self._wait = dumps, at_boundary, wait
         self.precision: Any = None  # set by train.torch.accelerate
         self._control, self._encode = control, encode
         self._payload = attempt.checkpoint
@@ -83,12 +87,15 @@ class Session:
     # -- reporting ------------------------------------------------------------------------------------
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
-        """Send metrics, and a checkpoint if there is one. Return when the driver has received them."""
+        """Send metrics, and a checkpoint if there is one. Return when the driver has received them, and is not too many
+        rounds behind."""
         check_metrics(metrics, of="train.report() cannot report this")
         self._reports += 1
         row = {**self._autofilled(), **self._encode(dict(metrics))}
         payload = self._packed(checkpoint) if checkpoint is not None else None
         self._send("report", row, payload)
+        self._wait(self._reports)
+        self._check_stop()
 
     def save_checkpoint(self, values: dict[str, Any]) -> None:
         self._send("checkpoint", {}, self._packed(Checkpoint.from_dict(values)))

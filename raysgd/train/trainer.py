@@ -20,7 +20,7 @@ from raysgd.train.backends import parse_backend
 from raysgd.train.callbacks import make_callback_list
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
 from raysgd.train.executor import BackendExecutor, FunctionJob
-from raysgd.train.fit.settings import CheckpointConfig
+from raysgd.train.fit.settings import REPORTS_AHEAD, CheckpointConfig
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
@@ -49,7 +49,8 @@ class Trainer:
 
     `logdir` is a path, or a URI such as `s3://bucket/runs`: then checkpoints are stored there, and what callbacks write
     in `~/ray_results` is copied there when a run ends. `max_retries` is how many worker failures one run survives (-1:
-    any number).
+    any number). `max_reports_ahead` is how many rounds of reports the function may be ahead of what was fetched; with 1,
+    each `train.report` waits until its round was fetched.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Trainer:
         max_retries: int = 3,
         *,
         elastic: ElasticConfig | None = None,
+        max_reports_ahead: int = REPORTS_AHEAD,
     ) -> None:
         config = parse_backend(backend)
         if not isinstance(use_gpu, bool):
@@ -79,6 +81,7 @@ class Trainer:
             wanted.custom,
             max_retries,
             elastic=elastic,
+            max_reports_ahead=max_reports_ahead,
         )
         self._executor = self._make()
         self.storage, self.logdir = _make_places(logdir)
