@@ -45,6 +45,7 @@ class FunctionReplicaFactory:
 
     dumps: Callable[[Any], bytes] = pickle.dumps
     encode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
+    decode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
     make: Callable[[], Any] | None = None
 
     def __call__(self, rank_info: RankInfo, control: Control) -> FunctionReplica:
@@ -91,6 +92,7 @@ class FunctionReplica:
             replace(attempt, checkpoint=None if checkpoint is None else bytes(checkpoint.data)),
             dumps=self._factory.dumps,
             encode=self._factory.encode,
+            decode=self._factory.decode,
             at_boundary=self._at_boundary,
             wait=functools.partial(self._wait, attempt),
             commit=self._commit,

@@ -20,7 +20,7 @@ from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
 from raysgd.train.errors import ReportMismatchError
 from raysgd.train.fit.settings import REPORTS_AHEAD
-from raysgd.train.run_session import Attempt
+from raysgd.train.run_session import UNLIMITED, Attempt
 
 __all__ = [
     "FunctionRun",
@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 DETAILED = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
-UNLIMITED = 1 << 62
 CALLS = {"report": "train.report()", "checkpoint": "train.save_checkpoint()"}
 
 
@@ -163,12 +162,13 @@ class FunctionRun:
         *,
         fail: Callable[[BaseException], None],
         decode: Callable[[dict[str, Any]], dict[str, Any]],
+        decode_checkpoint: Callable[[bytes], bytes] = lambda payload: payload,
         options: RunOptions | None = None,
         ahead: int = REPORTS_AHEAD,
         allow: Callable[[int], None] = lambda reports: None,
     ) -> None:
         self.number, self.manager = number, manager
-        self._fail, self._decode = fail, decode
+        self._fail, self._decode, self._decode_checkpoint = fail, decode, decode_checkpoint
         self._ahead, self._allow = ahead, allow
         self._fetched = self._lenience = 0
         self._mismatched = False
@@ -208,7 +208,9 @@ class FunctionRun:
             return
         try:
             split = message.metrics_size
-            metrics = self._decode(pickle.loads(body[:split]))
+            metrics = pickle.loads(body[:split])
+            if message.kind == "report":
+                metrics = self._decode(metrics)
             payload = bytes(memoryview(body)[split:]) if message.has_checkpoint else None
             complete = self._rounds.add(Report(message.rank, message.kind, metrics, payload))
             if complete is not None:
@@ -246,6 +248,7 @@ class FunctionRun:
     def _close_round(self, round_: Round, *, complete: bool = True) -> None:
         payload = checkpoint_of(round_)
         if payload is not None:
+            payload = self._decode_checkpoint(payload)
             number = self.manager.register(payload)
             self._writer.put(partial(self.manager.store, number, payload, round_[0].metrics), heavy=True)
         if round_[0].kind == "report":

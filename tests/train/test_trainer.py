@@ -26,8 +26,8 @@ class Listener(TrainingCallback):
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def start_training(self, logdir: str) -> None:
-        self.calls.append(Path(logdir).name)
+    def start_training(self, logdir: Path) -> None:
+        self.calls.append(logdir.name)
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
         self.calls.append([row["step"] for row in results])

@@ -249,6 +249,13 @@ class RunConfig:
             if given is not None and not isinstance(given, kind):
                 raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {given!r}")
 
+    def __copy__(self) -> RunConfig:
+        """Raise an error in `ray.tune.Tuner`, which copies its settings to change them, and needs more of them."""
+        raise ConfigError(
+            "raysgd.train.RunConfig cannot be copied. If you passed it to ray.tune.Tuner, pass Tune's own settings there: "
+            "run_config=ray.tune.RunConfig(name=..., storage_path=...). To change one setting, use dataclasses.replace"
+        )
+
     def to_store(self) -> RunConfig:
         """Return a copy without callbacks and without the secrets of a URI: `restore` is given the path again."""
         masked = mask(self.storage_path) if isinstance(self.storage_path, str) else self.storage_path
