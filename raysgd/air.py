@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from raysgd.ray_data.datasets import DataConfig as DatasetConfig
 from raysgd.train import session
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.fit.result import Result
@@ -11,7 +10,6 @@ from raysgd.train.fit.settings import CheckpointConfig, FailureConfig, RunConfig
 __all__ = [
     "Checkpoint",
     "CheckpointConfig",
-    "DatasetConfig",
     "FailureConfig",
     "Result",
     "RunConfig",

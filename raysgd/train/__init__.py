@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from raysgd.ray_data.datasets import DEFAULT_NAME as TRAIN_DATASET_KEY
 from raysgd.ray_data.datasets import DataConfig
 from raysgd.train.backends import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
 from raysgd.train.callbacks import SGDCallback, TrainingCallback
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from raysgd.train.worker_group import WorkerGroup
 
 __all__ = [
+    "TRAIN_DATASET_KEY",
     "Backend",
     "BackendConfig",
     "BackendExecutor",
