@@ -26,7 +26,9 @@ LAYERS = {
     "training/call_runner training/trainer_base tune",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod",
-    "5b": "operators cli torch/resnet compat utils",
+    "5b": "operators cli torch/resnet compat utils air train/backend train/base_trainer train/constants "
+    "train/data_parallel_trainer train/utils train/backends/backend train/backends/torch train/backends/tensorflow "
+    "train/backends/horovod train/callbacks/callback train/callbacks/logging train/callbacks/print train/callbacks/profile",
 }
 LAYER_OF = {unit: layer for layer, units in LAYERS.items() for unit in units.split()}
 
@@ -50,6 +52,7 @@ SIBLINGS = {
     "tune": {"train/executor", "train/iterator", "tf/trainer", "torch/setup"},
     "torch/resnet": {"operators"},
     "utils": {"compat"},
+    "train/utils": {"compat"},
     "torch/trainer": {
         "torch/checkpoint/save_load",
         "torch/setup",

@@ -25,6 +25,7 @@ from raysgd.core.progress import Progress
 __all__ = [
     "Admitted",
     "Alive",
+    "AllowReports",
     "BoundaryAnswer",
     "Bye",
     "CheckpointComplete",
@@ -185,6 +186,15 @@ class StackRequest(Message):
     """The driver's watchdog asks where a worker is. `StackReport` follows, unless the process is stopped."""
 
     round: int
+
+
+@dataclass(frozen=True)
+class AllowReports(Message):
+    """The driver sends this to each rank when the user has fetched a round of a training function's reports. In this
+    run, a rank waits in `train.report` after its report number `reports`, until the driver allows more."""
+
+    run: int
+    reports: int
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ class Control:
         self._stop_at: int | None = None
         self._confirmed = False
         self._interrupted = False
+        self._allowed = (0, 0)
         self._clock, self._changed = clock, changed or threading.Condition()
         self.progress = Progress()
 
@@ -135,6 +136,12 @@ class Control:
             self._stop_at, self._confirmed = None, False
             self._changed.notify_all()
 
+    def allow_reports(self, run: int, reports: int) -> None:
+        """Note that a training function may go on after this many reports in this run."""
+        with self._changed:
+            self._allowed = max(self._allowed, (run, reports))
+            self._changed.notify_all()
+
     def clear(self) -> None:
         """Drop all requests, because a new call or generation begins."""
         with self._changed:
@@ -164,6 +171,12 @@ class Control:
                 return False
             self.begun = step
         return True
+
+    def wait_until_allowed(self, run: int, reports: int) -> None:
+        """Wait until the driver allows this report of a training function, or until the generation ends."""
+        with self._changed:
+            while not self._interrupted and self._allowed < (run, reports):
+                self._changed.wait(0.5)
 
     def set_world_size(self, ranks: int) -> None:
         """Set the interval between reports for a group of this size: the driver receives about 40 reports per second in

@@ -31,7 +31,8 @@ class Job:
     repeat   it starts over on the new generation (validation, reading state)
     keep     the survivors' answers are the result (user functions that should not run twice)
 
-    `prepare` is called whenever the call is fanned out, and returns arguments to add to it. `lead` is how many steps
+    `prepare` is called whenever the call is fanned out, and returns arguments to add to it. `waits_for_user` says
+    whether the ranks wait for the user at the moment, which is not a hang. `lead` is how many steps
     ahead of all ranks a planned stop is first proposed. `hurry_s` is how long ranks may continue after one of them has
     stopped for a planned change; with None, all stop at the same step."""
 
@@ -41,6 +42,7 @@ class Job:
     lead: int = 2
     prepare: Callable[[], Mapping[str, Any]] = dict
     hurry_s: float | None = None
+    waits_for_user: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ class FanOut:
         if self._boundary is not None:
             self._boundary.advance(self._running())
             self._hurry()
+        if self._job.waits_for_user():
+            self._table.note_progress(running)
         self._watchdog.tick(self._running(), others_failed=self._troubled_at is not None)
 
     def _running(self) -> list[str]:

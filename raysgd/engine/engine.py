@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from raysgd.config import ElasticConfig, Limits
-from raysgd.core.messages import FunctionReport
+from raysgd.core.messages import FunctionReport, Message
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.core.progress import Progress, most_advanced
@@ -236,6 +236,11 @@ class Engine:
     def cancel(self, error: BaseException | None) -> None:
         """Stop the running call, which raises `error`. With None, withdraw that. Any thread may call this."""
         self._table.cancel(error)
+
+    def send(self, message: Message) -> None:
+        """Send a message to every rank, without waiting. Any thread may call this."""
+        for worker in self._table.members():
+            self.group.send(worker, message)
 
     def pack(self, value: Any) -> Any:
         """Return a user's object in the form in which it is sent to workers as an argument of a job."""

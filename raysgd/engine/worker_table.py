@@ -190,6 +190,11 @@ class WorkerTable:
         info.busy = info.last_call = call
         return call
 
+    def note_progress(self, workers: Iterable[str]) -> None:
+        """Note that these workers do not hang at the moment."""
+        for worker in workers:
+            self._workers[worker].moved_at = self.clock()
+
     def reply(self, call: int) -> Outcome | None:
         """Return the call's outcome, once, or None if there is none yet. If the worker has failed, so has its call."""
         outcome = self._replies.pop(call, None)
@@ -393,6 +398,8 @@ class WorkerTable:
             info.progress, info.partial = message.progress, message.partial
             self._on_progress(info)
             self._raise_cancelled()  # also here, because `pump` is not called while the inline worker trains
+        elif isinstance(message, FunctionReport):
+            info.moved_at = self.clock()
         elif isinstance(message, PreemptionNotice):
             info.notice = True
         elif isinstance(message, BoundaryAnswer | StackReport):

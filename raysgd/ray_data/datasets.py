@@ -9,7 +9,7 @@ from typing import Any, Literal
 from raysgd.config import check_flag
 from raysgd.errors import ConfigError
 
-__all__ = ["DataConfig", "named_datasets", "parse_data_config"]
+__all__ = ["DataConfig", "is_dataset", "named_datasets", "parse_data_config"]
 
 DEFAULT_NAME = "train"
 
@@ -57,6 +57,13 @@ def named_datasets(given: Any) -> dict[str, Any]:
             raise ConfigError(f"the name of a dataset must be a string, got {name!r}")
         _check_dataset(name, dataset)
     return named
+
+
+def is_dataset(given: Any) -> bool:
+    """Return whether this is a Ray Dataset, or a dictionary of Ray Datasets."""
+    if isinstance(given, Mapping):
+        return bool(given) and all(is_dataset(each) for each in given.values())
+    return hasattr(given, "streaming_split") or hasattr(given, "iter_epochs")
 
 
 def _check_dataset(name: str, dataset: Any) -> None:

@@ -29,12 +29,16 @@ class TraceKeeper:
         self.rank = rank
         self._traces: dict[str, bytes] = {}
 
-    def keep(self, profiler: Any) -> None:
-        """Keep the profiler's trace. This is an `on_trace_ready` of `torch.profiler.profile`."""
+    def keep(self, profiler: Any, also_in: Path | None = None) -> None:
+        """Keep the profiler's trace. This is an `on_trace_ready` of `torch.profiler.profile`. `also_in` is a directory on
+        this machine for another copy."""
         with tempfile.TemporaryDirectory(prefix="raysgd-trace-") as folder:
             path = Path(folder) / f"rank{self.rank}.{time.time_ns() // 1_000_000}.pt.trace.json"
             profiler.export_chrome_trace(str(path))
             self._traces[path.name] = path.read_bytes()
+        if also_in is not None:
+            also_in.mkdir(parents=True, exist_ok=True)
+            (also_in / path.name).write_bytes(self._traces[path.name])
 
     def taken(self) -> dict[str, Any]:
         """Return the part of a report that holds the new traces."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from raysgd.ray_data.datasets import DEFAULT_NAME as TRAIN_DATASET_KEY
 from raysgd.ray_data.datasets import DataConfig
 from raysgd.train.backends import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
-from raysgd.train.callbacks import TrainingCallback
+from raysgd.train.callbacks import SGDCallback, TrainingCallback
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.elastic_state import elastic
 from raysgd.train.errors import (
@@ -37,7 +38,7 @@ from raysgd.train.functions import (
 )
 
 if TYPE_CHECKING:
-    from raysgd.train import tensorflow, torch
+    from raysgd.train import session, tensorflow, torch
     from raysgd.train.executor import BackendExecutor
     from raysgd.train.fit.trainer import DataParallelTrainer
     from raysgd.train.frameworks import HorovodTrainer, TensorflowTrainer, TorchTrainer
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from raysgd.train.worker_group import WorkerGroup
 
 __all__ = [
+    "TRAIN_DATASET_KEY",
     "Backend",
     "BackendConfig",
     "BackendExecutor",
@@ -63,6 +65,7 @@ __all__ = [
     "Result",
     "RunConfig",
     "SGDBackendError",
+    "SGDCallback",
     "SGDIterator",
     "ScalingConfig",
     "TensorflowConfig",
@@ -83,6 +86,7 @@ __all__ = [
     "local_rank",
     "report",
     "save_checkpoint",
+    "session",
     "tensorflow",
     "torch",
     "world_rank",
@@ -100,7 +104,7 @@ _LAZY = {
     "TrainingIterator": "iterator",
     "WorkerGroup": "worker_group",
 }
-_MODULES = ("tensorflow", "torch")
+_MODULES = ("session", "tensorflow", "torch")
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from raysgd.core.lazy import load
 from raysgd.errors import CheckpointError, ConfigError
 from raysgd.storage import archives, digest, folders, locations
 from raysgd.storage.locations import Place, Uri
@@ -323,3 +324,9 @@ def _unpickled(data: bytes, where: str, trusted: bool) -> dict[str, Any]:
             f"{where}: the checkpoint of a training function is a dictionary, found a {type(content).__name__}"
         )
     return content
+
+
+def __getattr__(name: str) -> Any:
+    """Support names of `ray.train.checkpoint` that are elsewhere, without importing their modules here."""
+    homes = {"CheckpointManager": "checkpoint_manager", "CheckpointStrategy": "fit.settings"}
+    return load("raysgd.train.checkpoint", name, {each: f"raysgd.train.{home}" for each, home in homes.items()})

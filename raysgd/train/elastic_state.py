@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd.errors import ConfigError
-from raysgd.train.run_session import Session, current
+from raysgd.train.run_session import OutsideSession, Session, current
 
 __all__ = ["Commit", "ElasticState", "elastic"]
 
@@ -38,6 +38,8 @@ def elastic(state: Mapping[str, Any]) -> ElasticState:
     When the function runs again after a worker failure, this call restores the last commit of the most advanced rank.
     """
     session = current("elastic")
+    if isinstance(session, OutsideSession):
+        session.commit = Commit()
     if not isinstance(state, Mapping) or not state:
         raise ConfigError(f"train.elastic takes a dict of the state to keep, such as {{'model': model}}, got {state!r}")
     return ElasticState(dict(state), session)

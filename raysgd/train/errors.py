@@ -16,7 +16,7 @@ __all__ = [
 
 
 class OutsideRunError(RaysgdError, ValueError):
-    """A function such as train.report() was called outside a training function."""
+    """A function such as train.elastic() was called outside a training function."""
 
 
 class ReportMismatchError(RaysgdError, RuntimeError):

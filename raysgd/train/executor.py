@@ -15,21 +15,24 @@ import itertools
 import logging
 import pickle
 import queue
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from raysgd.config import ElasticConfig
-from raysgd.core.messages import FunctionReport
+from raysgd.config import ElasticConfig, at_least
+from raysgd.core.messages import AllowReports, FunctionReport
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import TrainingFailedError
 from raysgd.storage.locations import Place, place
-from raysgd.train.backends import BackendConfig, backend_of
+from raysgd.train.backends import Backend, BackendConfig, backend_of
+from raysgd.train.checkpoint import Checkpoint, is_directory
 from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.errors import (
     InactiveWorkerGroupError,
@@ -37,9 +40,10 @@ from raysgd.train.errors import (
     TrainingRunningError,
     TrainingWorkerError,
 )
-from raysgd.train.fit.settings import HANG_S, CheckpointConfig, check_failure_limit, check_strategy
+from raysgd.train.fit.settings import HANG_S, REPORTS_AHEAD, CheckpointConfig, check_failure_limit, check_strategy
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run import FunctionRun, RoundResult, RunOptions, check_function, function_name, payload_of
+from raysgd.train.run_session import TrainingResultType
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, check_resources, limits_for
 from raysgd.workers.blob import Blob
 from raysgd.workers.cluster import driver_address, ensure_cluster
@@ -72,6 +76,7 @@ class BackendExecutor:
         *,
         elastic: ElasticConfig | None = None,
         start_with: int | None = None,
+        max_reports_ahead: int = REPORTS_AHEAD,
     ) -> None:
         self._config, self._backend = backend_config, backend_of(backend_config)
         self._count, self._least = num_workers, start_with
@@ -79,6 +84,8 @@ class BackendExecutor:
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
         check_failure_limit("max_retries", max_retries)
+        at_least("max_reports_ahead", max_reports_ahead, 1, whole=True)
+        self._reports_ahead = max_reports_ahead
         self._max_retries = max_retries
         self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
         self._engine: Engine | None = None
@@ -116,7 +123,9 @@ class BackendExecutor:
         engine = Engine(
             RayGroup(backend, self._resources),
             backend,
-            FunctionReplicaFactory(dumps=dumps, encode=type(self._backend).encode_data, make=make),
+            FunctionReplicaFactory(
+                dumps=dumps, encode=self._backend.encode_data, decode=self._backend.decode_data, make=make
+            ),
             hook=initialization_hook,
             target=self._count,
             least=self._least,
@@ -193,7 +202,7 @@ class BackendExecutor:
     def start_training(
         self,
         train_func: Callable[..., Any],
-        run_dir: str | Place,
+        run_dir: str | Place | None = None,
         checkpoint: Any = None,
         checkpoint_strategy: CheckpointConfig | None = None,
         latest_checkpoint_id: int | None = None,
@@ -203,26 +212,36 @@ class BackendExecutor:
         manager: CheckpointManager | None = None,
         ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the function on every worker, and return at once. A `manager` replaces the arguments for checkpoints.
-        `ready` is called after all checks, right before the function begins."""
+        """Start the function on every worker, and return at once. Without a `run_dir`, checkpoints are only kept in memory.
+        A `manager` replaces the arguments for checkpoints. `ready` is called after all checks, right before the function begins."""
         engine = self._active()
         task = check_function(train_func, config)
         check_strategy(checkpoint_strategy)
         name = function_name(train_func)
         with (claim := self._starting.claim(f"the function {name!r}")):
             self._check_free()
+            if run_dir is None:
+                checkpoint_strategy = CheckpointConfig(num_to_keep=0)
             manager = manager or CheckpointManager(
-                place(run_dir) / "checkpoints",
+                place(run_dir or tempfile.gettempdir()) / "checkpoints",
                 checkpoint_strategy,
                 latest_id=latest_checkpoint_id or 0,
                 initial=payload_of(checkpoint, dumps),
             )
             manager.check_storage()
-            decode, packed = type(self._backend).decode_data, engine.pack(task)
+            packed = engine.pack(task)
             self._recoveries_before = len(engine.recoveries)
             ready()
+            number = next(self._numbers)
             self._run = run = FunctionRun(
-                next(self._numbers), manager, fail=engine.cancel, decode=decode, options=options
+                number,
+                manager,
+                fail=engine.cancel,
+                decode=self._backend.decode_data,
+                decode_checkpoint=functools.partial(_decoded, self._backend),
+                options=options,
+                ahead=self._reports_ahead,
+                allow=lambda reports: engine.send(AllowReports(number, reports)),
             )
             self._running = claim
             engine.state_changed_by_hand(replaced=True)
@@ -236,6 +255,16 @@ class BackendExecutor:
         result = self.fetch_next_round()
         return None if result is None else result.rows
 
+    def get_next_results(self) -> list[SimpleNamespace] | None:
+        """Return the next round as results with a `type` and `data`, as in Ray Train 1.x."""
+        rows = self.fetch_next_result()
+        return None if rows is None else [SimpleNamespace(type=TrainingResultType.REPORT, data=row) for row in rows]
+
+    def run(self, train_func: Callable[..., Any]) -> list[Any]:
+        """Run a function to its end, and return what every rank returned."""
+        self.start_training(train_func)
+        return self.finish_training()
+
     def fetch_next_round(self, on_poll: Callable[[], None] = lambda: None) -> RoundResult | None:
         """Return the next round with the number of the newest checkpoint at that time. `on_poll` is called regularly while
         this waits, and before it returns."""
@@ -244,6 +273,7 @@ class BackendExecutor:
             try:
                 result = run.next_round(POLL_S)
             except queue.Empty:
+                run.tolerate_ahead()
                 on_poll()
                 continue
             on_poll()
@@ -259,6 +289,7 @@ class BackendExecutor:
         """Wait until the function has ended, and return what every rank returned. Rounds that were not fetched do not
         delay this."""
         run = self._current("finish_training")
+        run.release()
         assert self._thread is not None
         while self._thread.is_alive():
             self._thread.join(POLL_S)
@@ -307,6 +338,7 @@ class BackendExecutor:
                 lead=1,  # a function's steps are checkpoints, which may be hours apart
                 prepare=lambda: self._prepare(engine, run),
                 hurry_s=HURRY_S,
+                waits_for_user=run.waits_for_user,
             )
             run.finish([pickle.loads(value) for value in engine.run(job)[-1].values])
         except TrainingFailedError as failed:
@@ -352,6 +384,10 @@ class BackendExecutor:
         latest = None if self._run is None else self._run.manager.latest
         return None if latest is None else latest.to_dict()
 
+    def get_latest_checkpoint(self) -> dict[str, Any] | None:
+        """Return `latest_checkpoint`."""
+        return self.latest_checkpoint
+
     @property
     def latest_checkpoint_id(self) -> int | None:
         """Return the number of the newest checkpoint. A run may start to count at a number above 0."""
@@ -370,6 +406,14 @@ class BackendExecutor:
     def best_checkpoint_path(self) -> Place | None:
         """Return where the best stored checkpoint is, by the run's strategy; by default, the newest."""
         return None if self._run is None else self._run.manager.best_path
+
+
+def _decoded(backend: Backend, payload: bytes) -> bytes:
+    """Return a checkpoint that a worker has encoded as the user gave it."""
+    if backend.decode_data is Backend.decode_data or is_directory(payload):
+        return payload
+    content = Checkpoint.from_bytes(payload, trusted=True).to_dict()
+    return Checkpoint.from_dict(backend.decode_data(content)).to_bytes(dumps=dumps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ logger = logging.getLogger("raysgd")
 
 
 class TrainingIterator:
-    """Yields what all ranks reported in each round: a list of dicts. The function continues without waiting for
-    that."""
+    """Yields what all ranks reported in each round: a list of dicts. The function waits in `train.report` when it is
+    `max_reports_ahead` rounds ahead."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class TrainingIterator:
         if self._finished:
             return None
         try:
-            result = self._executor.fetch_next_round(self._report_recoveries)
-            if result is not None:
+            while (result := self._executor.fetch_next_round(self._report_recoveries)) is not None:
                 visible = _without_traces(result)
                 self._record(visible)
-                self._report_round(result.rows, visible.rows)
-                return visible
+                if result.complete:
+                    self._report_round(result.rows, visible.rows)
+                    return visible
             self._results = self._executor.finish_training()
         except BaseException as error:  # of the function, of a callback that stops training, or Ctrl-C
             self._stop(error)

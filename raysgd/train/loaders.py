@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.torch.data.loading import LoaderIterator
+from raysgd.torch.data.prefetch import DeviceCarrier, make_carrier
 from raysgd.torch.data.sampling import is_planned
 from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.parts import move
@@ -51,8 +54,11 @@ class PreparedLoader:
     """A loader whose batches are on the device. Each epoch has another order, even without calls of `set_epoch`. If one of
     the loader's processes fails, the function runs again."""
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device | None) -> None:
-        self.loader, self._device = loader, device
+    def __init__(self, loader: DataLoader[Any], device: torch.device | None, *, ahead: bool = False) -> None:
+        """With `ahead`, a batch is sent to a GPU while the one before is used."""
+        self.loader = loader
+        make = functools.partial(make_carrier, channels_last=False) if ahead else DeviceCarrier
+        self._carrier = None if device is None else make(device)
         self._epoch = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -60,8 +66,15 @@ class PreparedLoader:
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(max(self._epoch, sampler.epoch))
             self._epoch = sampler.epoch + 1
+        if self._carrier is None:
+            yield from LoaderIterator(self.loader)
+            return
+        sent: deque[Any] = deque()
         for batch in LoaderIterator(self.loader):
-            yield batch if self._device is None else move(batch, self._device)
+            sent.append(self._carrier.send(batch))
+            if len(sent) > self._carrier.ahead:
+                yield self._carrier.arrived(sent.popleft())
+        yield from map(self._carrier.arrived, sent)
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -43,6 +45,7 @@ class FunctionReplicaFactory:
 
     dumps: Callable[[Any], bytes] = pickle.dumps
     encode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
+    decode: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
     make: Callable[[], Any] | None = None
 
     def __call__(self, rank_info: RankInfo, control: Control) -> FunctionReplica:
@@ -89,7 +92,9 @@ class FunctionReplica:
             replace(attempt, checkpoint=None if checkpoint is None else bytes(checkpoint.data)),
             dumps=self._factory.dumps,
             encode=self._factory.encode,
+            decode=self._factory.decode,
             at_boundary=self._at_boundary,
+            wait=functools.partial(self._wait, attempt),
             commit=self._commit,
         )
         self._control.begun = self._steps + 1
@@ -131,13 +136,25 @@ class FunctionReplica:
     def _at_boundary(self) -> None:
         """Count a step, and stop the function here if the ranks have agreed on this boundary."""
         self._steps += 1
-        # A signal in the middle of a message would send half of it. `begin` notices a stop that was requested
-        # meanwhile.
-        stoppable, self._stoppable = self._stoppable, False
-        self._control.report(self.progress)
-        self._stoppable = stoppable
+        with self._unstoppable():  # a signal in the middle of a message would send half of it
+            self._control.report(self.progress)
         if not self._control.begin(self._steps + 1):
             raise Stopped(asked=not self._control.interrupted)
+
+    def _wait(self, attempt: Attempt, reports: int) -> None:
+        """Wait until the user has fetched enough of the function's reports."""
+        if reports > attempt.allowed:
+            with self._unstoppable():  # a signal could leave the lock held, for which the control thread would wait
+                self._control.wait_until_allowed(attempt.run, reports)
+
+    @contextlib.contextmanager
+    def _unstoppable(self) -> Iterator[None]:
+        """Ignore signals in a block after which the caller looks whether the function was stopped meanwhile."""
+        stoppable, self._stoppable = self._stoppable, False
+        try:
+            yield
+        finally:
+            self._stoppable = stoppable
 
     def _interrupt(self) -> None:
         """Stop the function, because the generation has ended. Called by the control thread."""

@@ -19,7 +19,8 @@ from raysgd.storage.locations import Uri, place
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.checkpoint_manager import BackgroundWriter, CheckpointManager
 from raysgd.train.errors import ReportMismatchError
-from raysgd.train.run_session import Attempt
+from raysgd.train.fit.settings import REPORTS_AHEAD
+from raysgd.train.run_session import UNLIMITED, Attempt
 
 __all__ = [
     "FunctionRun",
@@ -69,6 +70,11 @@ class Rounds:
         if all(self._waiting):
             return tuple(queue.popleft() for queue in self._waiting)
         return None
+
+    @property
+    def ahead(self) -> int:
+        """Return by how many rounds some rank is ahead of the slowest one."""
+        return max(map(len, self._waiting), default=0)
 
     def take_incomplete(self) -> list[Round]:
         """Remove and return the rounds that are still incomplete, oldest first."""
@@ -130,16 +136,23 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """A complete round: the metrics of each rank, and the number of the newest checkpoint at that time."""
+    """A round: the metrics of each rank, and the number of the newest checkpoint at that time.
+
+    A round is incomplete if the workers failed, or the run ended, before every rank had reported. It has only rank 0's
+    row, and is only recorded, because no attempt will report it again: the checkpoint that goes with it was kept.
+    """
 
     rows: list[dict[str, Any]]
     checkpoint_id: int
+    complete: bool = True
 
 
 class FunctionRun:
     """Owns the rounds of the current attempt, the queue of complete rounds, and the writer that stores checkpoints.
 
-    Calls `fail` for errors in here, because reports are received while the engine is waiting for the function.
+    Calls `fail` for errors in here, because reports are received while the engine is waiting for the function. A rank
+    waits in `train.report` while the user has not fetched the last `ahead` rounds. `allow` is called with the number of
+    the report in which ranks wait from then on.
     """
 
     def __init__(
@@ -149,10 +162,16 @@ class FunctionRun:
         *,
         fail: Callable[[BaseException], None],
         decode: Callable[[dict[str, Any]], dict[str, Any]],
+        decode_checkpoint: Callable[[bytes], bytes] = lambda payload: payload,
         options: RunOptions | None = None,
+        ahead: int = REPORTS_AHEAD,
+        allow: Callable[[int], None] = lambda reports: None,
     ) -> None:
         self.number, self.manager = number, manager
-        self._fail, self._decode = fail, decode
+        self._fail, self._decode, self._decode_checkpoint = fail, decode, decode_checkpoint
+        self._ahead, self._allow = ahead, allow
+        self._fetched = self._lenience = 0
+        self._mismatched = False
         self._options = options or RunOptions()
         self._detailed = flag_from_environment(DETAILED)
         self._attempt = 0
@@ -166,8 +185,8 @@ class FunctionRun:
     # -- the engine's thread --------------------------------------------------------------------------
 
     def begin_attempt(self, world_size: int, nodes: Sequence[str] = ()) -> Attempt:
-        """Return what the ranks need for the next attempt. Incomplete rounds of the last attempt count too, because a
-        report that the driver received is never lost."""
+        """Return what the ranks need for the next attempt. Rank 0's newest checkpoint of the last attempt counts, because
+        what the driver received from it is never lost."""
         self._close_incomplete_rounds()
         self._attempt += 1
         self._rounds = Rounds(world_size)
@@ -176,6 +195,7 @@ class FunctionRun:
             run=self.number,
             number=self._attempt,
             reports=self._reports,
+            allowed=self._allowed,
             metadata=dict(self._options.metadata),
             trial=dict(self._options.trial),
             shards=tuple(shards),
@@ -184,16 +204,19 @@ class FunctionRun:
 
     def receive(self, message: FunctionReport, body: Any) -> None:
         """Receive one rank's report. Ignore late reports of earlier attempts, whose senders no longer wait for it."""
-        if (message.run, message.attempt) != (self.number, self._attempt):
+        if (message.run, message.attempt) != (self.number, self._attempt) or self._mismatched:
             return
         try:
             split = message.metrics_size
-            metrics = self._decode(pickle.loads(body[:split]))
+            metrics = pickle.loads(body[:split])
+            if message.kind == "report":
+                metrics = self._decode(metrics)
             payload = bytes(memoryview(body)[split:]) if message.has_checkpoint else None
             complete = self._rounds.add(Report(message.rank, message.kind, metrics, payload))
             if complete is not None:
                 self._close_round(complete)
         except Exception as error:
+            self._mismatched = isinstance(error, ReportMismatchError)  # what follows does not belong together either
             self._fail(error)
 
     def finish(self, values: list[Any]) -> None:
@@ -214,31 +237,57 @@ class FunctionRun:
         self._complete.put(None)
 
     def _close_incomplete_rounds(self) -> None:
-        """Close the rounds that not all ranks have completed. Of their checkpoints, keep only the first: ranks that
-        synchronize in collectives are at most one checkpoint apart, and others must not skip work."""
-        use_checkpoint = True
-        for incomplete in self._rounds.take_incomplete():
-            self._close_round(incomplete, use_checkpoint=use_checkpoint)
-            use_checkpoint = use_checkpoint and checkpoint_of(incomplete) is None
+        """Close the rounds that not all ranks have completed, up to the first checkpoint of rank 0: ranks that synchronize
+        in collectives are at most one checkpoint apart, and others must not skip work. Drop the rest, which the next
+        attempt repeats."""
+        by_rank_0 = [each[:1] for each in self._rounds.take_incomplete() if each[0].rank == 0]
+        saved = next((number for number, each in enumerate(by_rank_0, 1) if checkpoint_of(each) is not None), 0)
+        for incomplete in by_rank_0[:saved]:
+            self._close_round(incomplete, complete=False)
 
-    def _close_round(self, round_: Round, *, use_checkpoint: bool = True) -> None:
-        payload = checkpoint_of(round_) if use_checkpoint else None
+    def _close_round(self, round_: Round, *, complete: bool = True) -> None:
+        payload = checkpoint_of(round_)
         if payload is not None:
+            payload = self._decode_checkpoint(payload)
             number = self.manager.register(payload)
             self._writer.put(partial(self.manager.store, number, payload, round_[0].metrics), heavy=True)
         if round_[0].kind == "report":
             self._reports += 1
-            result = RoundResult([report.metrics for report in round_], self.manager.latest_id)
+            result = RoundResult([report.metrics for report in round_], self.manager.latest_id, complete)
             self._writer.put(partial(self._complete.put, result))  # visible once its checkpoint is stored
 
     # -- the user's thread ----------------------------------------------------------------------------
 
     def next_round(self, timeout: float) -> RoundResult | None:
-        """Return the next complete round, or None if there are no more. Raise queue.Empty after the timeout."""
+        """Return the next round, or None if there are no more. Raise queue.Empty after the timeout."""
         result = self._complete.get(timeout=timeout)
         if result is None:
             self._complete.put(None)
+            return None
+        self._fetched, self._lenience = self._fetched + 1, 0
+        self._allow(self._allowed)
         return result
+
+    def tolerate_ahead(self) -> None:
+        """Let ranks that are ahead of others continue, because the user has been waiting for some time, and they may wait
+        for a round that the others never report, or that they report only after a collective call."""
+        if self._rounds.ahead:
+            self._lenience = max(1, 2 * self._lenience)
+            self._allow(self._allowed)
+
+    def release(self) -> None:
+        """Let the function run to its end, because the user fetches no more rounds."""
+        self._ahead = UNLIMITED
+        self._allow(self._allowed)
+
+    def waits_for_user(self) -> bool:
+        """Return whether the ranks wait in `train.report` until the user fetches a round."""
+        return self._reports - self._fetched >= self._ahead
+
+    @property
+    def _allowed(self) -> int:
+        """Return the number of the last report that does not wait for the user."""
+        return self._fetched + self._ahead - 1 + self._lenience
 
     def unfetched(self) -> list[RoundResult]:
         """Remove and return the rounds that are complete now."""

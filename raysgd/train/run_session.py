@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import pickle
 import platform
 import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
 from raysgd.core.messages import FunctionReport
@@ -16,10 +19,31 @@ from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, described
 from raysgd.train.checkpoint import Checkpoint, is_directory
-from raysgd.train.errors import OutsideRunError
 from raysgd.train.fit.settings import TIMESTAMP
 
-__all__ = ["Attempt", "Session", "Stopped", "current", "own_address", "running"]
+__all__ = [
+    "UNLIMITED",
+    "Attempt",
+    "OutsideSession",
+    "Session",
+    "Stopped",
+    "TrainingResultType",
+    "current",
+    "own_address",
+    "running",
+]
+
+logger = logging.getLogger("raysgd")
+
+
+UNLIMITED = 1 << 62
+
+
+class TrainingResultType(Enum):
+    """The kinds of results of Ray Train 1.x."""
+
+    REPORT = "report"
+    CHECKPOINT = "checkpoint"
 
 
 class Stopped(BaseException):
@@ -41,12 +65,14 @@ class Attempt:
 
     checkpoint  the newest checkpoint of the run, as bytes
     reports     how many rounds earlier attempts of the run have reported
+    allowed     the number of the report in which a rank waits, unless the user has fetched more by then
     """
 
     run: int
     number: int = 0
     checkpoint: bytes | None = None
     reports: int = 0
+    allowed: int = UNLIMITED
     metadata: Mapping[str, Any] = field(default_factory=dict)
     trial: Mapping[str, Any] = field(default_factory=dict)
     shards: tuple[Mapping[str, Any], ...] = ()
@@ -57,7 +83,8 @@ class Session:
     """Owns one rank's counters in one attempt.
 
     `dumps` is the driver's choice of pickler. `at_boundary` is called after each checkpoint and commit, where the run
-    can continue with other workers. `commit` holds the last commit of `train.elastic`.
+    can continue with other workers. `wait` is called with each report's number, and returns when the driver allows the
+    function to go on. `commit` holds the last commit of `train.elastic`.
     """
 
     def __init__(
@@ -68,13 +95,16 @@ class Session:
         *,
         dumps: Callable[[Any], bytes],
         encode: Callable[[dict[str, Any]], dict[str, Any]],
+        decode: Callable[[dict[str, Any]], dict[str, Any]] = lambda data: data,
         at_boundary: Callable[[], None],
+        wait: Callable[[int], None] = lambda reports: None,
         commit: Any = None,
     ) -> None:
         self.rank_info, self.attempt, self.commit = rank_info, attempt, commit
-        self.dumps, self.at_boundary = dumps, at_boundary
+        self.dumps, self.at_boundary, self._wait = dumps, at_boundary, wait
         self.precision: Any = None  # set by train.torch.accelerate
-        self._control, self._encode = control, encode
+        self._control, self._encode, self._decode = control, encode, decode
+        self._encoded = False  # whether `_payload` is this rank's own, which the driver has not decoded
         self._payload = attempt.checkpoint
         self._unpacked: Checkpoint | None = None
         self._reports = attempt.reports
@@ -83,12 +113,15 @@ class Session:
     # -- reporting ------------------------------------------------------------------------------------
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
-        """Send metrics, and a checkpoint if there is one. Return when the driver has received them."""
+        """Send metrics, and a checkpoint if there is one. Return when the driver has received them, and is not too many
+        rounds behind."""
         check_metrics(metrics, of="train.report() cannot report this")
         self._reports += 1
         row = {**self._autofilled(), **self._encode(dict(metrics))}
         payload = self._packed(checkpoint) if checkpoint is not None else None
         self._send("report", row, payload)
+        self._wait(self._reports)
+        self._check_stop()
 
     def save_checkpoint(self, values: dict[str, Any]) -> None:
         self._send("checkpoint", {}, self._packed(Checkpoint.from_dict(values)))
@@ -109,7 +142,7 @@ class Session:
         )
         self._control.deliver(message, head if payload is None else b"".join((head, payload)))
         if payload is not None:
-            self._payload, self._unpacked = payload, None
+            self._payload, self._unpacked, self._encoded = payload, None, True
             self.at_boundary()
         self._check_stop()
 
@@ -156,8 +189,11 @@ class Session:
 
     def checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint: this rank's own of this attempt, or else the run's."""
-        if self._payload is None or not is_directory(self._payload):
-            return None if self._payload is None else Checkpoint.from_bytes(self._payload, trusted=True)
+        if self._payload is None:
+            return None
+        if not is_directory(self._payload):
+            found = Checkpoint.from_bytes(self._payload, trusted=True)
+            return Checkpoint.from_dict(self._decode(found.to_dict())) if self._encoded else found
         if self._unpacked is None:  # only once, because the files may be large
             self._unpacked = Checkpoint.from_bytes(self._payload, trusted=True)
         return self._unpacked
@@ -178,9 +214,28 @@ class Session:
         return mine[name]
 
 
+class OutsideSession(Session):
+    """The session of a function that is called directly, for example in a test: rank 0 of 1. Reports and checkpoints are
+    checked, and dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            RankInfo(),
+            Control(),
+            Attempt(run=0),
+            dumps=pickle.dumps,
+            encode=lambda data: data,
+            at_boundary=lambda: None,
+        )
+
+    def _send(self, kind: Literal["report", "checkpoint"], metrics: dict[str, Any], payload: bytes | None) -> None:
+        self._pickled(metrics)
+
+
 # `train.report` and the other functions have no argument for the session, so it is a global variable. It is not
 # thread-local, because a training function may start threads that report.
 _running: list[Session] = []
+_warned: set[str] = set()
 
 
 class running:
@@ -198,13 +253,19 @@ class running:
 
 
 def current(function: str) -> Session:
-    """Return the session of the training function that is running in this process. `function` is the caller's name."""
-    if not _running:
-        raise OutsideRunError(
-            f"train.{function}() works only inside a training function that a trainer runs on its workers (Trainer.run, "
-            "run_iterator, fit). In the script itself, use what the trainer returns"
+    """Return the session of the training function that is running in this process. `function` is the caller's name.
+    Outside one, warn once for each name, and return that of a single worker."""
+    if _running:
+        return _running[-1]
+    if function not in _warned:
+        _warned.add(function)
+        logger.warning(
+            "train.%s() was called outside a training function that a trainer runs on its workers (Trainer.run, "
+            "run_iterator, fit): it acts as on a single worker, and reports and checkpoints are dropped. In the script itself, "
+            "use what the trainer returns",
+            function,
         )
-    return _running[-1]
+    return OutsideSession()
 
 
 def own_address() -> str:

@@ -17,6 +17,7 @@ import os
 import random
 import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,16 +80,20 @@ def prepare_model(
 
 
 def prepare_data_loader(
-    data_loader: DataLoader[Any], add_dist_sampler: bool = True, move_to_device: bool = True
+    data_loader: DataLoader[Any],
+    add_dist_sampler: bool = True,
+    move_to_device: bool = True,
+    auto_transfer: bool = True,
 ) -> PreparedLoader:
     """Return a loader of this worker's part of the data, with batches on the worker's device. If the loader shuffles,
-    each epoch has another order. The batch size is per worker."""
+    each epoch has another order. The batch size is per worker. With `auto_transfer`, the next batch is copied to a GPU
+    while the model computes; this has no effect on a CPU."""
     session = current("torch.prepare_data_loader")
     if not isinstance(data_loader, DataLoader):
         raise ConfigError(f"prepare_data_loader takes a torch DataLoader, got {data_loader!r}")
     if add_dist_sampler and session.rank_info.world_size > 1:
         data_loader = distribute(data_loader, session.rank_info)
-    return PreparedLoader(data_loader, get_device() if move_to_device else None)
+    return PreparedLoader(data_loader, get_device() if move_to_device else None, ahead=auto_transfer)
 
 
 def elastic_data_loader(data_loader: DataLoader[Any], move_to_device: bool = True) -> ElasticLoader:
@@ -211,12 +216,14 @@ class TorchWorkerProfiler:
     `TorchTensorboardProfilerCallback` writes the traces on the driver. Other callbacks do not get them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trace_dir: str | Path | None = None) -> None:
+        """With `trace_dir`, the traces are also written to this directory of the worker's machine."""
+        self._folder = None if trace_dir is None else Path(trace_dir)
         self._traces = TraceKeeper(current("torch.TorchWorkerProfiler").rank_info.world_rank)
 
     def trace_handler(self, profiler: Any) -> None:
         """Keep a trace: an `on_trace_ready` handler."""
-        self._traces.keep(profiler)
+        self._traces.keep(profiler, self._folder)
 
     def get_and_clear_profile_traces(self) -> dict[str, Any]:
         """Return the traces since the last call, as an argument for `train.report`."""

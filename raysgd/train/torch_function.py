@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.core.ranks import RankInfo
 from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
@@ -57,7 +59,13 @@ def environment(rank_info: RankInfo, settings: dict[str, Any]) -> dict[str, str]
 
 
 def to_cpu(value: Any) -> Any:
-    """Move tensors to the CPU, because the driver may have no GPU."""
+    """Move tensors to the CPU, because the driver may have no GPU, and take models out of DistributedDataParallel, which
+    cannot be loaded without a process group."""
+    if isinstance(value, DistributedDataParallel):
+        value = value.module
+    if isinstance(value, torch.nn.Module):
+        on_gpu = any(tensor.is_cuda for tensor in (*value.parameters(), *value.buffers()))
+        return copy.deepcopy(value).cpu() if on_gpu else value
     if isinstance(value, torch.Tensor):
         return value.detach().cpu() if value.is_cuda else value
     if isinstance(value, dict):

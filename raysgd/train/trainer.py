@@ -14,18 +14,20 @@ from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources, check_flag
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
+from raysgd.ray_data.datasets import is_dataset
 from raysgd.ray_data.splits import make_splits
 from raysgd.storage.locations import Place, Uri, copy_logs, names, place
-from raysgd.train.backends import parse_backend
+from raysgd.train.backends import get_backend_config_cls, parse_backend
 from raysgd.train.callbacks import make_callback_list
+from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError
 from raysgd.train.executor import BackendExecutor, FunctionJob
-from raysgd.train.fit.settings import CheckpointConfig
+from raysgd.train.fit.settings import REPORTS_AHEAD, CheckpointConfig
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "get_backend_config_cls", "in_order"]
 
 
 class Trainer:
@@ -49,7 +51,8 @@ class Trainer:
 
     `logdir` is a path, or a URI such as `s3://bucket/runs`: then checkpoints are stored there, and what callbacks write
     in `~/ray_results` is copied there when a run ends. `max_retries` is how many worker failures one run survives (-1:
-    any number).
+    any number). `max_reports_ahead` is how many rounds of reports the function may be ahead of what was fetched; with 1,
+    each `train.report` waits until its round was fetched.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Trainer:
         max_retries: int = 3,
         *,
         elastic: ElasticConfig | None = None,
+        max_reports_ahead: int = REPORTS_AHEAD,
     ) -> None:
         config = parse_backend(backend)
         check_flag("use_gpu", use_gpu)
@@ -78,6 +82,7 @@ class Trainer:
             wanted.custom,
             max_retries,
             elastic=elastic,
+            max_reports_ahead=max_reports_ahead,
         )
         self._executor = self._make()
         self.storage, self.logdir = _make_places(logdir)
@@ -130,9 +135,11 @@ class Trainer:
 
         `checkpoint` (a dict, or the path or URI of a stored one) is what `load_checkpoint()` returns at first.
         `dataset` is a Ray Dataset, or a dict of them by name: each worker reads its part with
-        `train.get_dataset_shard(name)`.
+        `train.get_dataset_shard(name)`. The order of Ray Train 1.x (dataset, checkpoint, checkpoint_strategy) is
+        recognized by the type of these arguments.
         """
         self._check_started()
+        checkpoint, checkpoint_strategy, dataset = in_order(checkpoint, checkpoint_strategy, dataset)
         rounds = TrainingIterator(self._executor, make_callback_list(callbacks, history=self.history))
         begin = functools.partial(self._begin, train_func, config, checkpoint, checkpoint_strategy, dataset)
         run = Run(
@@ -157,6 +164,7 @@ class Trainer:
     ) -> TrainingIterator:
         """Start the function. Return an iterator over what all ranks report, round by round."""
         self._check_started()
+        checkpoint, checkpoint_strategy, dataset = in_order(checkpoint, checkpoint_strategy, dataset)
         rounds = TrainingIterator(self._executor, make_callback_list(None, history=self.history))
         self._begin(train_func, config, checkpoint, checkpoint_strategy, dataset, lambda: None)
         return rounds
@@ -263,6 +271,21 @@ class Trainer:
         """Return the newest run's directory on this machine, or None before the first run."""
         return self.logdir / self._run_name(self._runs) if self._runs else None
 
+    @staticmethod
+    def create_logdir(log_dir: str | Place | None) -> Place:
+        """Create the directory of a trainer's runs, as its constructor does, and return it."""
+        return _make_places(log_dir)[0]
+
+    def create_run_dir(self) -> None:
+        """Create the directory of the newest run."""
+        if self.latest_run_dir is not None:
+            self.latest_run_dir.mkdir(parents=True, exist_ok=True)
+
+    @staticmethod
+    def load_checkpoint_from_path(checkpoint_file_path: str | Place) -> dict[str, Any]:
+        """Return the dictionary of a stored checkpoint."""
+        return Checkpoint.from_uri(checkpoint_file_path).to_dict()
+
     def _run_name(self, number: int) -> str:
         return f"run_{self._earlier + number:03d}"
 
@@ -286,6 +309,12 @@ class Trainer:
         return self._executor.latest_checkpoint_path
 
     @property
+    def best_checkpoint(self) -> dict[str, Any] | None:
+        """Return the best stored checkpoint, by the run's strategy; by default, the newest."""
+        path = self.best_checkpoint_path
+        return None if path is None else Checkpoint(path, trusted=True).to_dict()
+
+    @property
     def best_checkpoint_path(self) -> Place | None:
         """Return where the best stored checkpoint is, by the run's strategy; by default, the newest."""
         return self._executor.best_checkpoint_path
@@ -298,6 +327,13 @@ def _make_places(logdir: str | Place | None) -> tuple[Place, Path]:
         return given, create_folder(given.name, "sgd")
     path = create_folder(given, "sgd")
     return path, path
+
+
+def in_order(checkpoint: Any, checkpoint_strategy: Any, dataset: Any) -> tuple[Any, Any, Any]:
+    """Return these arguments of a run, which Ray Train 1.x has in the order dataset, checkpoint, checkpoint_strategy."""
+    if is_dataset(checkpoint) or isinstance(dataset, CheckpointConfig):
+        return checkpoint_strategy, dataset, checkpoint
+    return checkpoint, checkpoint_strategy, dataset
 
 
 def _newest_run(folder: Place) -> int:

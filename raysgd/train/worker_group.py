@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least, start_limit_s
+from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least, seconds_from_environment, start_limit_s
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError, TrainingFailedError
+from raysgd.torch.devices import visible_gpus
 from raysgd.train.errors import InactiveWorkerGroupError, TrainingWorkerError
 from raysgd.train.fit.settings import HANG_S
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
+from raysgd.train.run_session import own_address
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.serialization import dumps
 
@@ -26,7 +30,8 @@ JOIN_S = 60.0
 
 def limits_for(*, collective_s: float = HANG_S, hang_s: float = HANG_S) -> Limits:
     """Return the limits for functions."""
-    return Limits(start_s=start_limit_s(), setup_s=hang_s, join_s=JOIN_S, collective_s=collective_s, hang_s=hang_s)
+    start_s = float(seconds_from_environment("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", int(start_limit_s())))
+    return Limits(start_s=start_s, setup_s=hang_s, join_s=JOIN_S, collective_s=collective_s, hang_s=hang_s)
 
 
 def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> WorkerResources:
@@ -37,10 +42,9 @@ def check_resources(num_workers: Any, cpus: Any, gpus: Any, additional: Any) -> 
 
 
 class WorkerGroup:
-    """A group of workers. Start one yourself, or use a trainer's, which a backend's hooks receive.
+    """A group of workers, which its constructor starts. The hooks of a backend receive that of a trainer.
 
     group = WorkerGroup(num_workers=2)
-    group.start()
     group.execute(os.getpid)
     group.shutdown()
     """
@@ -54,25 +58,37 @@ class WorkerGroup:
         actor_cls: type | None = None,
         actor_cls_args: Sequence[Any] = (),
         actor_cls_kwargs: Mapping[str, Any] | None = None,
+        placement_group: Any = None,
     ) -> None:
+        if placement_group not in (None, "default"):
+            raise ConfigError(
+                f"WorkerGroup cannot use the placement group {placement_group!r}, because raysgd requests each worker's "
+                "resources separately, so that workers can be added and replaced: leave out placement_group"
+            )
         self._resources = check_resources(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
-        self._count = num_workers
+        self._count, self._fresh = num_workers, False
         make = None if actor_cls is None else functools.partial(actor_cls, *actor_cls_args, **(actor_cls_kwargs or {}))
         self._factory = FunctionReplicaFactory(dumps=dumps, make=make)
         self._has_object = actor_cls is not None
         self._engine: Engine | None = None
         self._guard: Callable[[], None] = lambda: None
+        self.start()
+        self._fresh = True
 
     @classmethod
     def of(cls, engine: Engine, *, has_object: bool = False, guard: Callable[[], None]) -> WorkerGroup:
         """Return the worker group of a running engine. `guard` raises an error while a function is running."""
-        group = cls()
-        group._engine, group._has_object, group._guard = engine, has_object, guard
+        group = cls.__new__(cls)
+        group._engine, group._has_object, group._guard, group._fresh = engine, has_object, guard, False
         return group
 
     def start(self) -> None:
+        """Start the workers again after `shutdown`. Right after the constructor, which has started them, do nothing."""
+        fresh, self._fresh = self._fresh, False
+        if fresh:
+            return
         if self._engine is not None:
             raise InactiveWorkerGroupError("this worker group was started already: call shutdown() first")
         limits = limits_for()  # checks environment variables, so call it before the group opens a port
@@ -90,9 +106,19 @@ class WorkerGroup:
 
     def shutdown(self, patience_s: float = PATIENCE_S) -> None:
         """End the workers after they have closed what they host; with patience_s=0, at once."""
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._fresh = self._engine, None, False
         if engine is not None:
             engine.stop(force=patience_s <= 0)
+
+    @property
+    def workers(self) -> list[SimpleNamespace]:
+        """Return each worker's object as `actor`, and what is known about its process as `metadata`, in rank order."""
+        engine = self._active
+        known = zip(engine.nodes, self.execute(_metadata), strict=True)
+        return [
+            SimpleNamespace(actor=RemoteObject(engine, rank), metadata=SimpleNamespace(node_id=node, **process))
+            for rank, (node, process) in enumerate(known)
+        ]
 
     def __len__(self) -> int:
         if self._engine is None:
@@ -176,6 +202,12 @@ class WorkerGroup:
         if len(ranks) == len(self):
             raise ConfigError("remove_workers() would leave no workers: use shutdown()")
         self._active.remove(ranks)
+
+
+def _metadata() -> dict[str, Any]:
+    """Return what Ray Train 1.x knew about a worker's process."""
+    gpus = [gpu for gpu in visible_gpus().split(",") if gpu]
+    return {"node_ip": own_address(), "hostname": platform.node(), "gpu_ids": gpus, "pid": os.getpid()}
 
 
 class RemoteObject:

@@ -81,10 +81,20 @@ def perform(job: FunctionJob) -> None:
         rounds = TrainingIterator(executor)
         last: dict[str, Any] = {}
         while (result := rounds.next_round()) is not None:
-            last = {name: plain(value) for name, value in result.rows[0].items()}
+            last = {name: _without_tensors(value) for name, value in result.rows[0].items()}
             tune.report(last, checkpoint=handover.take(result.checkpoint_id))
         if manager.latest_id > handover.taken:  # saved after the last report
             tune.report(last, checkpoint=handover.take(manager.latest_id))
+
+
+def _without_tensors(value: Any) -> Any:
+    """Return a number for a metric that is a single number, and arrays for other tensors, which Tune refuses."""
+    value = plain(value)
+    if isinstance(value, Mapping):
+        return {name: _without_tensors(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_tensors(each) for each in value)
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else value
 
 
 class Handover:

@@ -23,6 +23,7 @@ from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
 from raysgd.core.connection import SEND_S, ControlAddress, connect, receive, receive_message, send
 from raysgd.core.messages import (
     Alive,
+    AllowReports,
     BoundaryAnswer,
     Bye,
     ConfirmBoundary,
@@ -174,6 +175,8 @@ class ControlClient:
             self._send(BoundaryAnswer(message.round, accepted, begun))
         elif isinstance(message, ConfirmBoundary):
             self.control.confirm()
+        elif isinstance(message, AllowReports):
+            self.control.allow_reports(message.run, message.reports)
         elif isinstance(message, StackRequest):
             frames = tuple(self._stack())
             self._send(StackReport(message.round, frames, self.control.phase, self.control.batch))

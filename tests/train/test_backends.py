@@ -117,6 +117,31 @@ def test_workers_of_a_node_see_all_their_gpus(workers: int, monkeypatch: pytest.
     driver.plan([])
 
 
+def test_a_custom_backend_can_share_the_gpus_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sharing(CustomBackend):
+        share_cuda_visible_devices = True
+
+    class SharingConfig(BackendConfig):
+        @property
+        def backend_cls(self) -> type[Backend]:
+            return Sharing
+
+    driver, *ranks = (SharingConfig().make_backend(use_gpu=True, **LIMITS) for _ in range(3))
+    offers = []
+    for rank, gpu in zip(ranks, "10", strict=True):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu)
+        offers.append(rank.offer())
+    for rank, rank_info, plan in zip(
+        ranks, assign_ranks(["a", "a"]), driver.plan(assign_ranks(["a", "a"]), offers), strict=True
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        rank.join(rank_info, plan)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
+    assert driver.plan([]) == []
+    for config, use_gpu in ((SharingConfig(), False), (ByProperty(), True)):
+        assert type(config.make_backend(use_gpu=use_gpu, **LIMITS)) is SingleWorkerBackend
+
+
 def test_without_gpus_the_workers_are_not_asked_for_offers() -> None:
     driver = TorchFunctionBackend("gloo")
     assert not driver.needs_offers and "gpus" not in driver.plan(assign_ranks(["a"]))[0]

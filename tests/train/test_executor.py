@@ -20,6 +20,7 @@ from raysgd.train import (
     TrainingWorkerError,
     WorkerGroup,
 )
+from raysgd.train.session import TrainingResultType
 
 
 @pytest.fixture
@@ -257,10 +258,13 @@ def test_a_worker_group_without_a_trainer(ray_cluster: None) -> None:
     import ray
 
     group = WorkerGroup(num_workers=2)
-    with pytest.raises(RuntimeError, match="not active"):
-        group.execute(os.getpid)
-    group.start()
     assert len(group) == 2
+    group.start()  # does nothing, because the constructor has just started the workers
+    with pytest.raises(RuntimeError, match="started already"):
+        group.start()
+    known = [worker.metadata for worker in group.workers]
+    assert [each.pid for each in known] == group.execute(os.getpid)
+    assert len({each.node_id for each in known}) == 1 and known[0].node_ip and known[0].gpu_ids == []
     pids = group.execute(os.getpid)
     assert len(set(pids)) == 2 and os.getpid() not in pids
     assert group.execute(divmod, 7, 2) == [(3, 1)] * 2
@@ -286,9 +290,30 @@ def test_a_worker_group_without_a_trainer(ray_cluster: None) -> None:
         group.execute(os.getpid)
 
 
+def test_a_worker_group_has_no_placement_group_of_the_users() -> None:
+    with pytest.raises(ValueError, match="leave out placement_group"):
+        WorkerGroup(2, placement_group=object())
+
+
+def test_the_executor_has_the_names_of_early_versions(executor: BackendExecutor) -> None:
+    def function() -> int:
+        train.report(step=1)
+        train.save_checkpoint(step=1)
+        return train.world_rank()
+
+    assert executor.run(function) == [0, 1]
+    assert (executor.get_latest_checkpoint() or {})["step"] == 1
+    assert executor.latest_checkpoint_path is None, "without a run_dir, nothing is stored"
+    executor.start_training(function)
+    results = executor.get_next_results()
+    assert results is not None
+    assert [(result.type, result.data["step"]) for result in results] == [(TrainingResultType.REPORT, 1)] * 2
+    assert executor.get_next_results() is None
+    assert executor.finish_training() == [0, 1]
+
+
 def test_a_worker_failure_during_a_call_is_an_error(ray_cluster: None) -> None:
     group = WorkerGroup(num_workers=2)
-    group.start()
     with pytest.raises(TrainingWorkerError):
         group.execute(os._exit, 1)
     group.shutdown(patience_s=0)

@@ -84,7 +84,15 @@ class Driver:
 
     def __init__(self, tmp_path: Path, *, manager: CheckpointManager | None = None, ranks: int = 2) -> None:
         self.failed: list[BaseException] = []
-        self.run = FunctionRun(1, manager or CheckpointManager(tmp_path), fail=self.failed.append, decode=dict)
+        self.allowed: list[int] = []
+        self.run = FunctionRun(
+            1,
+            manager or CheckpointManager(tmp_path),
+            fail=self.failed.append,
+            decode=dict,
+            ahead=2,
+            allow=self.allowed.append,
+        )
         self.attempt = self.run.begin_attempt(ranks)
 
     def report(self, rank: int, *, attempt: int | None = None, checkpoint: Any = None, **metrics: Any) -> None:
@@ -111,30 +119,88 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
     made.run.close()
 
 
-def test_after_a_failure_the_first_incomplete_checkpoint_is_kept(driver: Driver) -> None:
+@pytest.mark.parametrize(("rank", "newest"), [(0, 1), (1, 0)])
+def test_after_a_failure_the_first_incomplete_checkpoint_of_rank_0_is_kept(
+    driver: Driver, rank: int, newest: int
+) -> None:
     driver.report(0, checkpoint={"epoch": 0})
     driver.report(1, checkpoint={"epoch": 0})
     for epoch in (1, 2, 3):
-        driver.report(1, checkpoint={"epoch": epoch})
+        driver.report(rank, checkpoint={"epoch": epoch})
     assert driver.latest() == 0
     second = driver.run.begin_attempt(1)
-    assert (driver.latest(), second.number) == (1, 2)
+    assert (driver.latest(), second.number) == (newest, 2)
 
 
-def test_after_a_failure_incomplete_rounds_are_returned(driver: Driver) -> None:
+def fetched(driver: Driver) -> list[tuple[Any, bool]]:
+    """Return the rounds of a run that has ended, and whether each is complete."""
+    rounds = []
+    while (result := driver.run.next_round(0)) is not None:
+        rounds.append((result.rows, result.complete))
+    return rounds
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_after_a_failure_incomplete_rounds_are_repeated(driver: Driver, rank: int) -> None:
     driver.report(0, step=0)
-    driver.report(0, step=1)
     driver.report(1, step=0)
+    driver.report(rank, step=1)
     driver.attempt = driver.run.begin_attempt(1)
-    assert driver.attempt.reports == 2
-    driver.report(0, step=2)
+    assert driver.attempt.reports == 1
+    driver.report(0, step=1)
     driver.report(0, step=9, attempt=1)
     driver.run.close()
-    rounds = [driver.run.next_round(0) for _ in range(4)]
-    rows = [result and result.rows for result in rounds[:3]]
-    assert rows == [[{"step": 0}, {"step": 0}], [{"step": 1}], [{"step": 2}]], "the late report is ignored"
-    assert rounds[3] is None
+    assert fetched(driver) == [([{"step": 0}, {"step": 0}], True), ([{"step": 1}], True)], "the late report is ignored"
     assert driver.failed == []
+
+
+def test_a_row_of_rank_0_that_nobody_will_repeat_is_recorded(driver: Driver) -> None:
+    driver.report(0, step=0)
+    driver.report(0, checkpoint={"epoch": 0})
+    driver.report(0, step=1)
+    driver.attempt = driver.run.begin_attempt(1)
+    assert (driver.attempt.reports, driver.latest()) == (1, 0)
+    driver.run.close()
+    assert fetched(driver) == [([{"step": 0}], False)]
+
+
+def test_after_a_mismatch_nothing_is_a_round(driver: Driver) -> None:
+    driver.report(0, step=0)
+    driver.report(1, checkpoint={"epoch": 0})
+    driver.report(0, step=1)
+    driver.report(1, step=0)
+    assert isinstance(driver.failed[0], ReportMismatchError)
+    driver.run.close()
+    assert fetched(driver) == []
+    assert (len(driver.failed), driver.latest()) == (1, None)
+
+
+def test_the_ranks_wait_when_two_rounds_were_not_fetched(driver: Driver) -> None:
+    assert driver.attempt.allowed == 1, "the second report waits"
+    for step in range(2):
+        assert not driver.run.waits_for_user()
+        driver.report(0, step=step)
+        driver.report(1, step=step)
+    assert driver.run.waits_for_user()
+    assert driver.allowed == []
+    driver.run.next_round(60)
+    assert driver.allowed == [2]
+    assert not driver.run.waits_for_user()
+    assert driver.run.begin_attempt(2).allowed == 2
+    driver.run.release()
+    assert driver.allowed[-1] > 1000
+
+
+def test_ranks_that_are_ahead_of_others_continue_while_the_user_waits(driver: Driver) -> None:
+    driver.run.tolerate_ahead()
+    assert driver.allowed == [], "nobody is ahead"
+    driver.report(0, step=0)
+    for _ in range(3):
+        driver.run.tolerate_ahead()
+    assert driver.allowed == [2, 3, 5]
+    driver.report(1, step=0)
+    driver.run.next_round(60)
+    assert driver.allowed[-1] == 2
 
 
 def test_an_error_in_a_report_ends_the_run(driver: Driver) -> None:

@@ -144,8 +144,8 @@ class V1:
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    def start_training(self, logdir: str) -> None:
-        self.heard.append(Path(logdir).name)
+    def start_training(self, logdir: Path) -> None:
+        self.heard.append(logdir.name)
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
         self.heard.append([row["rank"] for row in results])
@@ -167,7 +167,7 @@ class Logging(LoggerCallback):
         self.results: list[dict[str, Any]] = []
 
     def log_trial_result(self, iteration: int, trial: Trial, result: dict[str, Any]) -> None:
-        assert iteration == result["_training_iteration"]
+        assert iteration == result["_training_iteration"] == result["training_iteration"]
         assert trial.last_result == result
         self.results.append(trial.last_result)
 
@@ -204,7 +204,7 @@ def test_fit_accepts_the_same_callbacks(ray_cluster: None, tmp_path: Path) -> No
 class V1WithConfig(V1):
     """A callback for Ray 1.7."""
 
-    def start_training(self, logdir: str, config: dict[str, Any], **info: Any) -> None:  # type: ignore[override]
+    def start_training(self, logdir: Path, config: dict[str, Any], **info: Any) -> None:  # type: ignore[override]
         self.heard.append((logdir, config, info))
 
 
@@ -219,7 +219,7 @@ class SubclassWithConfig(TrainingCallback):
 def test_callbacks_of_v1_can_take_the_config(kind: Any, tmp_path: Path) -> None:
     old = kind()
     make_callback_list([old]).start(Run(trainer="T", name="f", num_workers=1, config={"lr": 1}, folder=tmp_path))
-    assert old.heard == [(str(tmp_path), {"lr": 1}, {})]
+    assert old.heard == [(tmp_path, {"lr": 1}, {})]
 
 
 def test_a_history_is_not_a_list_of_callbacks() -> None:
@@ -263,3 +263,55 @@ def test_traces_of_the_functions_profiler(trainer: Trainer) -> None:
     )
     for yielded in trainer.run_iterator(profiled):
         assert not [name for row in yielded for name in row if name.startswith("__")]
+
+
+def ray_callbacks(uri: str) -> list[Any]:
+    from ray.air.integrations.mlflow import MLflowLoggerCallback
+    from ray.tune.logger import CSVLoggerCallback, TBXLoggerCallback
+    from ray.tune.logger import JsonLoggerCallback as RayJsonLoggerCallback
+
+    mlflow = MLflowLoggerCallback(tracking_uri=uri, experiment_name="line")
+    return [TBXLoggerCallback(), CSVLoggerCallback(), RayJsonLoggerCallback(), mlflow]
+
+
+def test_rays_own_callbacks_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # Ray's callback sets it, and leaves it
+    folder = tmp_path / "run_001"
+    callbacks = make_callback_list(ray_callbacks(uri))
+    callbacks.start(Run(trainer="Trainer", name="f", num_workers=2, config={"lr": 0.1}, folder=folder))
+    for step in (1, 2):
+        row = {"loss": 1 / step, "epoch": step - 1, "_training_iteration": step}
+        callbacks.result(
+            Result(
+                kind="report", epoch=step - 1, step=step, metrics=row, by_worker=[row, row], world_size=2, seconds=0.1
+            )
+        )
+    callbacks.end(failed=True)
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [(each.step, each.value) for each in events.Scalars("ray/tune/loss")] == [(1, 1.0), (2, 0.5)]
+
+    lines = (folder / "progress.csv").read_text().splitlines()
+    written = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
+    assert [(row["loss"], row["training_iteration"]) for row in written] == [("1.0", "1"), ("0.5", "2")]
+
+    rows = [json.loads(line) for line in (folder / "result.json").read_text().splitlines()]
+    assert [(row["loss"], row["training_iteration"], row["config"]) for row in rows] == [
+        (1.0, 1, {"lr": 0.1}),
+        (0.5, 2, {"lr": 0.1}),
+    ]
+    assert json.loads((folder / "params.json").read_text()) == {"lr": 0.1}
+
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("line")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.params == {"lr": "0.1"}
+    assert run.info.status == "FAILED"
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 0.5)]

@@ -15,6 +15,7 @@ from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
+from raysgd.train import run_session
 from raysgd.train.backends import Backend
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run_session import Attempt
@@ -166,17 +167,85 @@ def test_dataset_shards() -> None:
         lambda: train.elastic({"a": 1}),
     ],
 )
-def test_calls_outside_a_training_function_are_refused(call: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError, match=r"works only inside a training function"):
+def test_calls_outside_a_training_function_warn_once(
+    call: Callable[[], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_session, "_warned", set())
+    for _ in range(2):
         call()
+    (warning,) = caplog.messages
+    assert "outside a training function" in warning
 
 
-def test_calls_after_the_training_function_are_refused() -> None:
+def test_after_a_function_no_session_is_left() -> None:
     worker = Worker()
     with pytest.raises(ZeroDivisionError):
         worker.run(lambda: 1 / 0)
-    with pytest.raises(train.OutsideRunError, match=r"train\.report\(\)"):
-        train.report(a=1)
+    assert train.world_rank() == 0
+
+
+def test_a_function_can_be_called_directly() -> None:
+    """As in a test of the function: it is the only worker, and what it reports goes nowhere."""
+    import torch
+
+    def function(config: dict[str, Any]) -> Any:
+        found = train.load_checkpoint()
+        start = 0 if found is None else found["epoch"] + 1
+        train.torch.accelerate(amp=True)
+        model = train.torch.prepare_model(torch.nn.Linear(2, 1))
+        loader = train.torch.prepare_data_loader(torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2))
+        state = train.elastic({"model": model, "batches": 0})
+        for batch in loader:
+            train.torch.backward(model(batch).sum())
+            state["batches"] += 1
+            state.commit()
+        train.report(loss=0.5)
+        train.save_checkpoint(epoch=start)
+        return start, state["batches"], train.world_rank(), train.world_size(), train.get_dataset_shard("train")
+
+    for _ in range(2):
+        assert function({}) == (0, 3, 0, 1, None), "the second call does not resume the first one"
+    with pytest.raises(TypeError, match="loss"):
+        train.report(loss=threading.Lock())
+
+
+def test_the_session_of_air() -> None:
+    from raysgd.air import Checkpoint, session
+
+    def function() -> tuple[Any, ...]:
+        session.report({"loss": 1}, checkpoint=Checkpoint.from_dict({"epoch": 3}))
+        found = session.get_checkpoint()
+        assert found is not None
+        ranks = session.get_world_rank(), session.get_world_size(), session.get_local_rank()
+        node = session.get_local_world_size(), session.get_node_rank()
+        names = session.get_trial_name(), session.get_trial_id(), session.get_trial_dir(), session.get_experiment_name()
+        more = session.get_trial_resources(), session.get_metadata()
+        return found.to_dict()["epoch"], ranks, node, names, more, session.get_dataset_shard("train")
+
+    worker = Worker()
+    trial = {"trial_name": "t", "trial_id": "1", "trial_dir": "/there", "experiment_name": "e", "trial_resources": {}}
+    shards = ({"train": "0"}, {"train": "1"}, {"train": "2"})
+    found = worker.run(function, trial=trial, metadata={"a": 1}, shards=shards)
+    assert found == (3, (1, 3, 1), (2, 0), ("t", "1", "/there", "e"), ({}, {"a": 1}), "1")
+    assert [(message.kind, metrics["loss"]) for message, metrics, _ in worker.messages] == [("report", 1)]
+    assert train.session is session
+
+
+def test_a_workers_own_checkpoint_is_decoded() -> None:
+    def encode(data: dict[str, Any]) -> dict[str, Any]:
+        return {name: value + 1 for name, value in data.items()}
+
+    def decode(data: dict[str, Any]) -> dict[str, Any]:
+        return {name: value - 1 for name, value in data.items()}
+
+    def function() -> Any:
+        before = train.load_checkpoint()
+        train.save_checkpoint(value=5)
+        return before, (train.load_checkpoint() or {})["value"]
+
+    worker = Worker(factory=FunctionReplicaFactory(encode=encode, decode=decode))
+    assert worker.run(function, checkpoint={"value": 3}) == ({"value": 3}, 5), "the driver has decoded the run's"
+    assert worker.messages[0][2] is not None and worker.messages[0][2]["value"] == 6
 
 
 def test_a_thread_of_the_function_can_report() -> None:

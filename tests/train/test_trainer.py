@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from raysgd import NotActiveError, train
-from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
+from raysgd import ElasticConfig, NotActiveError, train
+from raysgd.train import CheckpointStrategy, ReportMismatchError, RunConfig, Trainer, TrainingCallback
+from raysgd.train.errors import TrainingRunningError
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +26,8 @@ class Listener(TrainingCallback):
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def start_training(self, logdir: str) -> None:
-        self.calls.append(Path(logdir).name)
+    def start_training(self, logdir: Path) -> None:
+        self.calls.append(logdir.name)
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
         self.calls.append([row["step"] for row in results])
@@ -365,3 +366,75 @@ def test_log_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert Trainer("none", logdir="mine").logdir == home / "mine"
     assert Trainer("none", logdir=tmp_path / "there").logdir == tmp_path / "there"
     assert all(path.is_dir() for path in (first, second, home / "mine", tmp_path / "there"))
+
+
+def counts_calls(config: dict[str, Any]) -> None:
+    """Write the number of the report that is about to be made."""
+    for number in range(1, 9):
+        Path(config["folder"], f"rank{train.world_rank()}").write_text(str(number))
+        train.report(number=number)
+
+
+def reached(folder: Path, expected: int) -> list[int]:
+    """Wait until both ranks have begun this report, and return what they have begun a little later."""
+    files = [folder / "rank0", folder / "rank1"]
+    deadline = time.monotonic() + 60
+    while any(not file.exists() or file.read_text() < str(expected) for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)
+    return [int(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_the_function_is_only_a_few_reports_ahead(ray_cluster: None, tmp_path: Path, ahead: int) -> None:
+    with Trainer("none", num_workers=2, logdir=tmp_path / "logs", max_reports_ahead=ahead) as trainer:
+        rounds = trainer.run_iterator(counts_calls, {"folder": str(tmp_path)})
+        assert reached(tmp_path, ahead) == [ahead, ahead], "before anything is fetched"
+        for fetched in (1, 2):
+            assert [row["number"] for row in next(rounds)] == [fetched, fetched]
+            assert reached(tmp_path, ahead + fetched) == [ahead + fetched] * 2
+        assert rounds.get_final_results(force=True) == [None, None]
+        rounds = trainer.run_iterator(counts_calls, {"folder": str(tmp_path)})
+        next(rounds)
+        with pytest.raises(TrainingRunningError, match=r"get_final_results\(force=True\)"):
+            trainer.run(counts_calls, {"folder": str(tmp_path)})
+        assert trainer._executor.finish_training() == [None, None], "what was not fetched does not delay the end"
+
+
+def test_one_rank_that_reports_is_an_error_and_not_a_deadlock(ray_cluster: None, tmp_path: Path) -> None:
+    def only_rank_0() -> None:
+        for number in range(20):
+            if train.world_rank() == 0:
+                train.report(number=number)
+
+    seen: list[Any] = []
+
+    class Rows(TrainingCallback):
+        def handle_result(self, results: list[dict[str, Any]]) -> None:
+            seen.append(results)
+
+    with (
+        Trainer("none", num_workers=2, logdir=tmp_path, max_reports_ahead=1) as trainer,
+        pytest.raises(ReportMismatchError, match=r"rank\(s\) 0 called train.report\(\) more often"),
+    ):
+        trainer.run(only_rank_0, callbacks=[Rows()])
+    assert seen == []
+
+
+def test_waiting_for_the_user_is_not_a_hang(ray_cluster: None, tmp_path: Path) -> None:
+    elastic = ElasticConfig(hang_timeout_s=1, grow=False)
+    with Trainer("none", num_workers=2, logdir=tmp_path / "logs", max_reports_ahead=1, elastic=elastic) as trainer:
+        rounds = trainer.run_iterator(counts_calls, {"folder": str(tmp_path)})
+        next(rounds)
+        time.sleep(2.5)
+        assert len([*rounds]) == 7
+        assert trainer.recoveries == []
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, None, "1", True])
+def test_max_reports_ahead_is_checked(value: Any) -> None:
+    with pytest.raises(ValueError, match="max_reports_ahead must be a whole number of at least 1"):
+        Trainer("none", max_reports_ahead=value)
+    with pytest.raises(ValueError, match="max_reports_ahead must be a whole number of at least 1"):
+        RunConfig(max_reports_ahead=value)

@@ -11,12 +11,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from raysgd.config import ElasticConfig, WorkerResources, check_flag
+from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flag
 from raysgd.errors import ConfigError
 from raysgd.storage.masking import mask
 
 __all__ = [
     "HANG_S",
+    "REPORTS_AHEAD",
     "TIMESTAMP",
     "CheckpointConfig",
     "CheckpointStrategy",
@@ -32,6 +33,8 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 # The default limit for hangs. It is long, because raysgd does not know how long the steps of a function take.
 HANG_S = 1800.0
 TIMESTAMP = "_timestamp"
+# How many rounds of reports a function may be ahead of what was fetched.
+REPORTS_AHEAD = 4
 REPORTED = "a checkpoint is stored whenever the training function reports or saves one"
 
 
@@ -223,6 +226,7 @@ class RunConfig:
     failure_config     a FailureConfig
     checkpoint_config  a CheckpointConfig
     callbacks          called with every round of reports
+    max_reports_ahead  how many rounds of reports the function may be ahead of the callbacks
     """
 
     name: str | None = None
@@ -230,8 +234,10 @@ class RunConfig:
     failure_config: FailureConfig | None = None
     checkpoint_config: CheckpointConfig | None = None
     callbacks: Sequence[Any] | None = None
+    max_reports_ahead: int = REPORTS_AHEAD
 
     def __post_init__(self) -> None:
+        at_least("max_reports_ahead", self.max_reports_ahead, 1, whole=True)
         if self.name is not None and (not isinstance(self.name, str) or not self.name or "/" in self.name):
             raise ConfigError(f"RunConfig's name must be the name of a directory, without '/', got {self.name!r}")
         if self.storage_path is not None and not isinstance(self.storage_path, (str, Path)):
@@ -241,6 +247,13 @@ class RunConfig:
             given = getattr(self, name)
             if given is not None and not isinstance(given, kind):
                 raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {given!r}")
+
+    def __copy__(self) -> RunConfig:
+        """Raise an error in `ray.tune.Tuner`, which copies its settings to change them, and needs more of them."""
+        raise ConfigError(
+            "raysgd.train.RunConfig cannot be copied. If you passed it to ray.tune.Tuner, pass Tune's own settings there: "
+            "run_config=ray.tune.RunConfig(name=..., storage_path=...). To change one setting, use dataclasses.replace"
+        )
 
     def to_store(self) -> RunConfig:
         """Return a copy without callbacks and without the secrets of a URI: `restore` is given the path again."""

@@ -142,6 +142,7 @@ class DataParallelTrainer:
             self.run_config.max_failures,
             elastic=scaling.policy(),
             start_with=scaling.least,
+            max_reports_ahead=self.run_config.max_reports_ahead,
         )
         return FunctionJob(
             make=make,
@@ -225,10 +226,18 @@ class DataParallelTrainer:
         return can_restore(place(path))
 
     @classmethod
-    def restore(cls: type[T], path: str | Path | Uri, **overrides: Any) -> T:
+    def restore(
+        cls: type[T],
+        path: str | Path | Uri,
+        train_loop_per_worker: Callable[..., Any] | None = None,
+        train_loop_config: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> T:
         """Return the trainer of a run that was interrupted or failed. Its `fit()` resumes from the newest stored
         checkpoint, in the same directory. Every argument can be overridden, the function too. Datasets must be passed
         again, and callbacks are not restored. The settings are pickled, so restore only runs that you trust."""
+        named = {"train_loop_per_worker": train_loop_per_worker, "train_loop_config": train_loop_config}
+        overrides |= {name: value for name, value in named.items() if value is not None}
         past = StoredRun.read(place(path))
         if past.trainer != cls.__name__:
             raise ConfigError(f"the run at {place(path)} belongs to a {past.trainer}: call {past.trainer}.restore(...)")

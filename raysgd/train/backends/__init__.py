@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raysgd.config import is_real
-from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.errors import ConfigError
+from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
 
 __all__ = [
     "Backend",
@@ -23,12 +24,14 @@ __all__ = [
     "TensorflowConfig",
     "TorchConfig",
     "backend_of",
+    "get_backend_config_cls",
     "parse_backend",
 ]
 
 
 class Backend:
-    """Override the hooks that you need. They run on the driver, and get the worker group and the config.
+    """Override the hooks that you need. They run on the driver, and get the worker group and the config. With
+    `share_cuda_visible_devices`, each worker sees the GPUs of all workers on its node.
 
     class Greeting(Backend):
         def on_start(self, worker_group, backend_config):
@@ -61,6 +64,26 @@ class Backend:
         return data
 
 
+class SharedGpus(SingleWorkerBackend):
+    """Connects no ranks, but lets each worker see the GPUs of all workers on its node, in the order of ranks."""
+
+    needs_offers = True
+
+    def __init__(self) -> None:
+        self._gpus: str | None = None
+
+    def offer(self) -> dict[str, Any]:
+        self._gpus = visible_gpus() if self._gpus is None else self._gpus
+        return {"gpus": self._gpus}
+
+    def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        return [{"gpus": gpus} for gpus in shared_gpus(rank_infos, offers)] if rank_infos else []
+
+    def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
+        if "gpus" in settings:
+            see_gpus(settings["gpus"], self.offer()["gpus"])
+
+
 class BackendConfig:
     """The settings of a backend. Subclass it, usually as a dataclass, and return the backend from `backend_cls`, a
     property or a method."""
@@ -74,7 +97,7 @@ class BackendConfig:
 
     def make_backend(self, *, host: str, use_gpu: bool, join_s: float, collective_s: float) -> Any:
         """Return what connects the ranks of a generation for the engine. This one does not connect them."""
-        return SingleWorkerBackend()
+        return SharedGpus() if use_gpu and backend_of(self).share_cuda_visible_devices else SingleWorkerBackend()
 
     @property
     def collective_timeout_s(self) -> float:
@@ -221,6 +244,13 @@ def parse_backend(backend: Any) -> BackendConfig:
         raise TypeError(f"backend must be a name ({names}) or a BackendConfig, got {backend!r}")
     backend.check()
     return backend
+
+
+def get_backend_config_cls(backend_name: str) -> type[BackendConfig]:
+    """Return the class of the configs of a backend, by its name."""
+    if backend_name not in CONFIGS:
+        raise ConfigError(f"backend must be one of {', '.join(map(repr, CONFIGS))}, got {backend_name!r}")
+    return CONFIGS[backend_name]
 
 
 def backend_of(config: BackendConfig) -> Backend:

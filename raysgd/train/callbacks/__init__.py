@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
+import platform
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run
@@ -14,12 +18,14 @@ from raysgd.callbacks.mlflow_store import MLflowCallback as MLflowLoggerCallback
 from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.tensorboard import TensorBoardCallback as TBXLoggerCallback
 from raysgd.callbacks.torch_profiler import TorchProfilerCallback as TorchTensorboardProfilerCallback
+from raysgd.train.run_session import own_address
 
 __all__ = [
     "JsonLoggerCallback",
     "LoggerCallback",
     "MLflowLoggerCallback",
     "PrintCallback",
+    "SGDCallback",
     "TBXLoggerCallback",
     "TorchTensorboardProfilerCallback",
     "TrainingCallback",
@@ -31,8 +37,9 @@ __all__ = [
 class TrainingCallback(Callback):
     """The callback of v1. Override the methods that you need. They are called on the driver."""
 
-    def start_training(self, logdir: str) -> None:
-        """Called before the function runs, with the run's directory. May have a parameter `config`, for the config."""
+    def start_training(self, logdir: Path) -> None:
+        """Called before the function runs, with the run's directory. May have a parameter `config`, for the config, and
+        `**info`."""
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:
         """Called after each round of reports, with one dict per rank, in rank order."""
@@ -44,7 +51,7 @@ class TrainingCallback(Callback):
         known = inspect.signature(self.start_training).parameters.values()
         takes_config = any(each.name == "config" or each.kind is inspect.Parameter.VAR_KEYWORD for each in known)
         more: dict[str, Any] = {"config": dict(run.config)} if takes_config else {}
-        self.start_training(logdir=str(run.folder), **more)
+        self.start_training(logdir=run.folder, **more)
 
     def on_result(self, result: CallResult) -> None:
         self.handle_result(result.by_worker)
@@ -53,7 +60,10 @@ class TrainingCallback(Callback):
         self.finish_training(error=failed)
 
 
-@dataclass
+SGDCallback = TrainingCallback  # its name in ray.util.sgd.v2
+
+
+@dataclass(eq=False)
 class Trial:
     """A run, as Ray Tune's callbacks see it."""
 
@@ -61,18 +71,41 @@ class Trial:
     config: dict[str, Any]
     logdir: str
     last_result: dict[str, Any] = field(default_factory=dict)
+    trainable_name: str = "function"
+    experiment_tag: str = "0"
+    checkpoint: None = None  # Tune's loggers would continue the files of a trial that has one
+
+    @property
+    def evaluated_params(self) -> dict[str, Any]:
+        return self.config
+
+    @property
+    def local_path(self) -> str:
+        """Return the run's directory."""
+        return self.logdir
+
+    local_dir = path = local_path
+
+    def init_local_path(self) -> None:
+        Path(self.logdir).mkdir(parents=True, exist_ok=True)
 
     def __str__(self) -> str:
         return self.trial_id
 
 
 class LoggerCallback(Callback):
-    """The callback of Ray Tune. Override the methods that you need. `result` is rank 0's.
+    """The callback of Ray Tune. Override the methods that you need. `result` is rank 0's, with what Tune adds to it, such
+    as `training_iteration`.
 
-    A subclass of `ray.tune.logger.LoggerCallback` that overrides these three methods works too.
+    Ray's own callbacks (TBXLoggerCallback, CSVLoggerCallback, JsonLoggerCallback, MLflowLoggerCallback) and subclasses of
+    `ray.tune.logger.LoggerCallback` work too.
     """
 
     trial: Trial | None = None
+    _began = _last = 0.0
+
+    def setup(self, **info: Any) -> None:
+        """Called before `log_trial_start`, with the arguments of Tune."""
 
     def log_trial_start(self, trial: Trial) -> None:
         """Called before the function runs."""
@@ -84,13 +117,36 @@ class LoggerCallback(Callback):
         """Called when the run has ended."""
 
     def on_start(self, run: Run) -> None:
-        self.trial = Trial(run.folder.name, dict(run.config), str(run.folder))
+        self.trial = Trial(run.folder.name, dict(run.config), str(run.folder), trainable_name=run.name)
+        self._began = self._last = time.time()
+        self.setup(stop=None, num_samples=1, total_num_samples=1)
         self.log_trial_start(self.trial)
 
     def on_result(self, result: CallResult) -> None:
         if self.trial is not None:
-            self.trial.last_result = dict(result.metrics)
+            self.trial.last_result = {**self._autofilled(self.trial, result.step), **result.metrics}
             self.log_trial_result(result.step, self.trial, self.trial.last_result)
+
+    def _autofilled(self, trial: Trial, step: int) -> dict[str, Any]:
+        """Return what Tune adds to every result."""
+        now, before = time.time(), self._last
+        self._last = now
+        return {
+            "training_iteration": step,
+            "iterations_since_restore": step,
+            "time_this_iter_s": now - before,
+            "time_total_s": now - self._began,
+            "time_since_restore": now - self._began,
+            "timestamp": int(now),
+            "date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(now)),
+            "hostname": platform.node(),
+            "node_ip": own_address(),
+            "pid": os.getpid(),
+            "trial_id": trial.trial_id,
+            "experiment_tag": trial.experiment_tag,
+            "config": trial.config,
+            "done": False,
+        }
 
     def on_end(self, failed: bool) -> None:
         if self.trial is not None:
@@ -100,7 +156,7 @@ class LoggerCallback(Callback):
 # The methods that an object needs to be used as one of these callbacks without being a subclass, and the optional ones.
 PROTOCOLS: tuple[tuple[type[Callback], tuple[str, ...], tuple[str, ...]], ...] = (
     (TrainingCallback, ("start_training", "handle_result"), ("finish_training",)),
-    (LoggerCallback, ("log_trial_result",), ("log_trial_start", "log_trial_end")),
+    (LoggerCallback, ("log_trial_result",), ("setup", "log_trial_start", "log_trial_end")),
 )
 
 

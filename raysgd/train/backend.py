@@ -1,0 +1,16 @@
+"""The names of `ray.train.backend`. Driver."""
+
+from __future__ import annotations
+
+from raysgd.train.backends import Backend, BackendConfig
+from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
+from raysgd.train.executor import BackendExecutor
+
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "BackendExecutor",
+    "InactiveWorkerGroupError",
+    "TrainBackendError",
+    "TrainingWorkerError",
+]

@@ -1,0 +1,132 @@
+"""The tables of older names in the migration pages say what an import finds, and calling these names works."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import train
+from raysgd.air import session
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = ("migrating_ray_train_v1.md", "migrating_ray_train.md")
+ROW = re.compile(r"^\| `(ray[\w.]*)` \| ((?:`\w+` ?)+) \| (\w+) \|(.*)\|$", re.M)
+OPTIONAL = {"tensorflow", "horovod"}
+
+
+def rows(page: str) -> list[tuple[str, str, str, str]]:
+    """Return (module, name, verdict, note) for each name of a page's table."""
+    table = (DOCS / page).read_text(encoding="utf-8").partition("## Every public name")[2]
+    found = [
+        (module, name, verdict, note.strip())
+        for module, names, verdict, note in ROW.findall(table)
+        for name in re.findall(r"`(\w+)`", names)
+    ]
+    assert len(found) > 50 and table.count("\n| `ray") == len(ROW.findall(table)), "every row is read"
+    return found
+
+
+NAMES = [row for page in PAGES for row in rows(page)]
+
+
+def here(module: str) -> str:
+    return re.sub("^ray", "raysgd", module.replace("ray.util.sgd.v2", "ray.train"))
+
+
+def resolved(path: str) -> Any:
+    """Return a module, or what a module or one of its classes has under a name. Raise LookupError if there is none."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name in OPTIONAL:
+            return error  # a name that an optional package would provide
+        if "." not in path or not str(error.name).startswith("raysgd"):
+            raise LookupError(path) from error
+    parent, _, name = path.rpartition(".")
+    try:
+        found = resolved(parent)
+        return found if isinstance(found, ModuleNotFoundError) else getattr(found, name)
+    except AttributeError as error:
+        raise LookupError(path) from error
+
+
+def exists(path: str) -> bool:
+    try:
+        return resolved(path) is not None
+    except LookupError:
+        return False
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_table_says_what_an_import_finds(page: str) -> None:
+    found = rows(page)
+    assert {verdict for _, _, verdict, _ in found} == {"works", "differs", "refused"}
+    assert not [row for row in found if not row[3] and row[2] != "works"], "say how it differs, or why it is refused"
+    wrong = [row for row in found if exists(f"{here(row[0])}.{row[1]}") == (row[2] == "refused")]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_name_is_twice_in_a_table(page: str) -> None:
+    names = [(module, name) for module, name, *_ in rows(page)]
+    assert sorted(set(names)) == sorted(names)
+
+
+# Everything that needs neither a cluster nor a running function.
+CALLS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "report": (lambda: train.report(loss=1), None),
+    "save_checkpoint": (lambda: train.save_checkpoint(epoch=1), None),
+    "load_checkpoint": (train.load_checkpoint, None),
+    "get_checkpoint": (session.get_checkpoint, None),
+    "get_dataset_shard": (lambda: session.get_dataset_shard("train"), None),
+    "world_rank": (train.world_rank, 0),
+    "world_size": (train.world_size, 1),
+    "local_rank": (train.local_rank, 0),
+    "get_world_rank": (session.get_world_rank, 0),
+    "get_world_size": (session.get_world_size, 1),
+    "get_local_rank": (session.get_local_rank, 0),
+    "get_local_world_size": (session.get_local_world_size, 1),
+    "get_node_rank": (session.get_node_rank, 0),
+    "get_trial_name": (session.get_trial_name, None),
+    "get_trial_id": (session.get_trial_id, None),
+    "get_trial_dir": (session.get_trial_dir, None),
+    "get_trial_resources": (session.get_trial_resources, None),
+    "get_experiment_name": (session.get_experiment_name, None),
+    "get_context": (lambda: train.get_context().get_world_size(), 1),
+    "from_dict": (lambda: train.Checkpoint.from_dict({"epoch": 1}).to_dict(), {"epoch": 1}),
+    "get_internal_representation": (
+        lambda: train.Checkpoint.from_dict({"epoch": 1}).get_internal_representation(),
+        ("data_dict", {"epoch": 1}),
+    ),
+    "CheckpointStrategy": (lambda: train.CheckpointStrategy(2, "loss", "min").num_to_keep, 2),
+    "CheckpointConfig": (lambda: train.CheckpointConfig(2, "loss", "min").num_to_keep, 2),
+    "ScalingConfig": (lambda: train.ScalingConfig(num_workers=2).num_workers, 2),
+    "RunConfig": (lambda: train.RunConfig(name="run").name, "run"),
+    "FailureConfig": (lambda: train.FailureConfig(max_failures=2).max_failures, 2),
+    "get_backend_config_cls": (
+        lambda: importlib.import_module("raysgd.train.trainer").get_backend_config_cls("torch"),
+        train.TorchConfig,
+    ),
+    "can_restore": (lambda: train.DataParallelTrainer.can_restore("/nowhere"), False),
+    "get_dataset_config": (lambda: train.DataParallelTrainer(lambda: None).get_dataset_config(), None),
+    "is_finished": (lambda: train.TrainingIterator(None).is_finished(), False),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_needs_no_cluster_can_be_called(name: str) -> None:
+    assert name in {name for _, name, verdict, _ in NAMES if verdict != "refused"}
+    call, expected = CALLS[name]
+    assert call() == expected
+
+
+def test_refused_calls_say_what_to_do() -> None:
+    with pytest.raises(ValueError, match="leave out placement_group"):
+        train.WorkerGroup(1, placement_group=object())
+    with pytest.raises(DeprecationWarning, match="Ray Data"):
+        train.DataParallelTrainer(lambda: None).preprocess_datasets()

@@ -1,0 +1,170 @@
+"""Modules, names and orders of arguments of Ray Train 1.x and AIR, as their users import and call them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import CheckpointError
+from raysgd.train import Checkpoint, CheckpointStrategy, DataParallelTrainer, RunConfig, Trainer
+from raysgd.train.trainer import in_order
+
+# Each older module with its names. A name that needs an optional package is in the tables of the migration pages.
+MODULES = {
+    "raysgd.air": "Checkpoint CheckpointConfig FailureConfig Result RunConfig ScalingConfig session",
+    "raysgd.train.backend": "Backend BackendConfig BackendExecutor InactiveWorkerGroupError TrainBackendError "
+    "TrainingWorkerError",
+    "raysgd.train.backends.backend": "Backend BackendConfig BackendExecutor",
+    "raysgd.train.backends.horovod": "HorovodConfig",
+    "raysgd.train.backends.tensorflow": "TensorflowConfig",
+    "raysgd.train.backends.torch": "TorchConfig",
+    "raysgd.train.base_trainer": "BaseTrainer TrainingFailedError",
+    "raysgd.train.callbacks.callback": "TrainingCallback",
+    "raysgd.train.callbacks.logging": "JsonLoggerCallback MLflowLoggerCallback TBXLoggerCallback",
+    "raysgd.train.callbacks.print": "PrintCallback",
+    "raysgd.train.callbacks.profile": "TorchTensorboardProfilerCallback",
+    "raysgd.train.checkpoint": "Checkpoint CheckpointManager CheckpointStrategy",
+    "raysgd.train.constants": "TRAINING_ITERATION TRAIN_DATASET_KEY DEFAULT_RESULTS_DIR",
+    "raysgd.train.data_parallel_trainer": "DataParallelTrainer",
+    "raysgd.train.session": "TrainingResultType report",
+    "raysgd.train.trainer": "Trainer get_backend_config_cls",
+    "raysgd.train.utils": "check_for_failure construct_path construct_train_func get_address_and_port update_env_vars",
+    "raysgd.train.worker_group": "WorkerGroup",
+}
+THIN = sorted({*MODULES} - {f"raysgd.train.{name}" for name in ("checkpoint", "trainer", "worker_group")})
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in MODULES.items() for n in names.split()])
+def test_older_names(module: str, name: str) -> None:
+    assert getattr(importlib.import_module(module), name) is not None
+
+
+def test_importing_raysgd_train_loads_none_of_them() -> None:
+    code = f"import sys, raysgd, raysgd.train; print(sorted(set({THIN}) & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+class FakeDataset:
+    def streaming_split(self) -> None: ...
+
+
+DATASET, STRATEGY = FakeDataset(), CheckpointStrategy(num_to_keep=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "understood"),
+    [
+        ((None, None, None), (None, None, None)),
+        (({"epoch": 1}, STRATEGY, DATASET), ({"epoch": 1}, STRATEGY, DATASET)),
+        (({"epoch": 1}, STRATEGY, None), ({"epoch": 1}, STRATEGY, None)),
+        (({}, None, None), ({}, None, None)),
+        ((DATASET, None, None), (None, None, DATASET)),
+        (({"train": DATASET}, {"epoch": 1}, STRATEGY), ({"epoch": 1}, STRATEGY, {"train": DATASET})),
+        ((None, {"epoch": 1}, STRATEGY), ({"epoch": 1}, STRATEGY, None)),
+        (({"train": DATASET, "epoch": 1}, None, None), ({"train": DATASET, "epoch": 1}, None, None)),
+    ],
+)
+def test_the_order_of_arguments_of_ray_train_is_recognized(given: Any, understood: Any) -> None:
+    assert in_order(*given) == understood
+
+
+def test_a_run_in_the_order_of_ray_train(ray_cluster: None, tmp_path: Path) -> None:
+    from raysgd import train
+
+    def function() -> Any:
+        found = train.load_checkpoint()
+        train.save_checkpoint(epoch=3, loss=0.5)
+        return found
+
+    with Trainer("none", logdir=tmp_path / "logs") as trainer:
+        assert trainer.run(function, {}, None, None, {"epoch": 2}, STRATEGY) == [{"epoch": 2}]
+        assert trainer.best_checkpoint is not None
+        assert trainer.best_checkpoint["epoch"] == 3
+        assert trainer.load_checkpoint_from_path(str(trainer.best_checkpoint_path))["loss"] == 0.5
+        assert trainer.create_logdir(tmp_path / "other") == tmp_path / "other" and (tmp_path / "other").is_dir()
+        assert trainer.latest_run_dir is not None
+        trainer.create_run_dir()
+        assert trainer.latest_run_dir.is_dir()
+
+
+def test_a_trainer_without_a_run_has_no_best_checkpoint(tmp_path: Path) -> None:
+    assert Trainer("none", logdir=tmp_path).best_checkpoint is None
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        Trainer.load_checkpoint_from_path(str(tmp_path / "absent"))
+
+
+def test_restore_takes_the_function_by_position(ray_cluster: None, tmp_path: Path) -> None:
+    def loop(config: dict[str, Any]) -> int:
+        return int(config["value"])
+
+    made = DataParallelTrainer(
+        loop, train_loop_config={"value": 1}, run_config=RunConfig(name="run", storage_path=tmp_path)
+    )
+    assert made.fit().return_value == 1
+    again = DataParallelTrainer.restore(tmp_path / "run", lambda config: config["value"] * 10, {"value": 2})
+    assert again.fit().return_value == 20
+    assert DataParallelTrainer.restore(tmp_path / "run").train_loop_config == {"value": 2}
+
+
+def test_tuner_needs_its_own_run_config(tmp_path: Path) -> None:
+    from ray import tune
+
+    with pytest.raises(ValueError, match=r"run_config=ray\.tune\.RunConfig"):
+        tune.Tuner(lambda config: None, run_config=RunConfig(name="run", storage_path=str(tmp_path)))
+    changed = dataclasses.replace(RunConfig(name="a"), name="b")
+    assert (changed.name, copy.deepcopy(changed).name) == ("b", "b")
+
+
+def test_models_leave_distributed_data_parallel_in_checkpoints(tmp_path: Path) -> None:
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from raysgd.train.backends import TorchHooks
+
+    model = torch.nn.Linear(2, 1)
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)  # its constructor needs a process group
+    torch.nn.Module.__init__(wrapped)
+    wrapped.module = model
+    found = TorchHooks.encode_data({"model": wrapped, "all": [wrapped]})
+    assert found["model"] is model and found["all"][0] is model
+    loaded = Checkpoint.from_bytes(Checkpoint.from_dict(found).to_bytes(), trusted=True).to_dict()["model"]
+    assert torch.equal(loaded.weight, model.weight)
+
+
+def test_tensors_are_arrays_for_tune() -> None:
+    import numpy
+    import torch
+
+    from raysgd.tune.functions import _without_tensors
+
+    found = _without_tensors(
+        {"one": torch.tensor(0.5), "two": torch.ones(2, requires_grad=True), "in": [torch.ones(2)]}
+    )
+    assert found["one"] == 0.5 and type(found["one"]) is float
+    assert isinstance(found["two"], numpy.ndarray) and found["two"].tolist() == [1, 1]
+    assert isinstance(found["in"][0], numpy.ndarray)
+
+
+def test_functions_of_train_utils(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysgd.train import constants, utils
+
+    assert utils.construct_path(Path("a"), Path("/b")) == Path("/b/a")
+    assert utils.construct_path(Path("/a"), Path("/b")) == Path("/a")
+    assert utils.construct_train_func(lambda config: config["a"], {"a": 1})() == 1
+    with pytest.raises(ValueError, match="takes 2"):
+        utils.construct_train_func(lambda a, b: None, None)
+    address, port = utils.get_address_and_port()
+    assert "." in address and 0 < port < 65536
+    monkeypatch.setenv("RAYSGD_OLD", "")
+    utils.update_env_vars({"RAYSGD_OLD": 1})
+    import os
+
+    assert os.environ["RAYSGD_OLD"] == "1"
+    assert "_timestamp" in constants.ALL_RESERVED_KEYS
