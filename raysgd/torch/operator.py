@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -48,6 +48,7 @@ class TrainingOperator(OperatorBase):
     criterion: Any
     _settings: TorchSettings
     _parts: Parts
+    _has_own_steps: ClassVar[bool] = False  # whether the class itself clips gradients and applies the precision
 
     def __init__(
         self,
@@ -190,6 +191,8 @@ class TrainingOperator(OperatorBase):
         parts.criterion, parts.schedulers = criterion, parts.as_list(schedulers)
         wrapping.compile_models(parts.models, parts.options)
         self._wrap(dict(ddp_args or {}))
+        if not self._has_own_steps:
+            self._gradients.watch(parts.optimizers)
         parts.registered = True
         optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
         ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]
