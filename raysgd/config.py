@@ -10,6 +10,7 @@ from typing import Any, Literal
 from raysgd.errors import ConfigError
 
 __all__ = [
+    "START_LIMIT",
     "ElasticConfig",
     "Limits",
     "WorkerResources",
@@ -23,6 +24,7 @@ __all__ = [
 # A process group forms, and a machine answers, within seconds or not at all: a longer wait means a wrong address or a
 # firewall.
 JOIN_AT_MOST_S = 60.0
+START_LIMIT = "SGD_PLACEMENT_GROUP_TIMEOUT_S"
 UNREACHABLE_AT_MOST_S = 60.0
 SILENT_AT_LEAST_S = 10.0  # an import can block all threads of its process for a while
 
@@ -62,7 +64,7 @@ def flag_from_environment(name: str) -> bool:
 
 def start_limit_s() -> float:
     """Return how long the start of workers may wait for room in the cluster."""
-    return float(seconds_from_environment("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100))
+    return float(seconds_from_environment(START_LIMIT, 100))
 
 
 @dataclass(frozen=True)

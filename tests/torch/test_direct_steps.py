@@ -128,5 +128,5 @@ def test_a_precision_that_the_batch_ignores_is_refused(operator: type[Line], pre
 def test_a_validation_before_the_first_training_does_not_hide_it() -> None:
     with inline(Direct, options=TrainingOptions(precision="bf16")) as trainer:
         trainer.validate()
-        with pytest.raises(ConfigError, match="outside self.autocast"):
+        with pytest.raises(ConfigError, match=r"outside self\.autocast"):
             trainer.train()
