@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, suggesting_fields
 
 __all__ = [
     "START_LIMIT",
@@ -108,6 +108,7 @@ class Limits:
 Grow = bool | Literal["epoch"]
 
 
+@suggesting_fields
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
     """How training continues when workers fail, leave and join. Elasticity is on by default; these fields tune it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from raysgd.config import START_LIMIT
 from raysgd.core.outcomes import DATA_LOADER, Failed
@@ -86,7 +86,7 @@ def _sizes(group: WorkerGroupProtocol, count: int) -> str:
     return f"they need {group.demand(count)}, and an empty cluster could hold {capacity} such worker(s)"
 
 
-def held_error(group: WorkerGroupProtocol, count: int, holders: Mapping[object, str]) -> ResourceError:
+def held_error(group: WorkerGroupProtocol, count: int, holders: Mapping[Any, str]) -> ResourceError:
     """Return the error about workers whose resources other trainers of this process hold. `holders` has the engines of
     these, with a description."""
     session = vars(sys.modules["__main__"])

@@ -16,6 +16,7 @@ from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.engine.engine import Engine, Job, PartialResults
 from raysgd.engine.worker_table import WorkerInfo
+from raysgd.errors import suggesting
 
 __all__ = ["CallRunner", "exclusive"]
 
@@ -26,10 +27,12 @@ def exclusive(method: F) -> F:
     """Let only one thread at a time call the trainer's methods with this decorator. Other threads get a
     TrainerBusyError."""
 
+    checked = suggesting(method)
+
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         with self._engine.claim(f"{method.__name__}()"):
-            return method(self, *args, **kwargs)
+            return checked(self, *args, **kwargs)
 
     return cast(F, call)
 
