@@ -12,7 +12,14 @@ from raysgd.core.outcomes import DATA_LOADER, Failed
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.engine.worker_table import WorkerInfo
-from raysgd.errors import OutOfStepError, RemoteTraceback, ResourceError, TrainingFailedError, WorkerStartError
+from raysgd.errors import (
+    OutOfStepError,
+    RemoteTraceback,
+    ResourceError,
+    TrainingFailedError,
+    WorkerStartError,
+)
+from raysgd.workers.tracebacks import readable
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
 __all__ = [
@@ -52,7 +59,7 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
     if error.__traceback__ is not None:
         raise error
     where = f"on {rank} (process {info.pid} on node {info.node[:8]}):"
-    raise error from RemoteTraceback(f"{where}\n{outcome.traceback}")
+    raise error from RemoteTraceback(f"{where}\n{readable(outcome.traceback, error)}")
 
 
 def unfinished_error(stories: Sequence[str]) -> WorkerStartError:

@@ -100,10 +100,11 @@ def _check_methods(operator_cls: type, base: type) -> None:
     try:
         inspect.signature(operator_cls).bind(None, settings=None, rank_info=None)
     except TypeError:
+        own = inspect.signature(inspect.getattr_static(operator_cls, "__init__"))
         raise ConfigError(
-            f"{name}.__init__ must take (self, config, *, settings, rank_info), got "
-            f"__init__{inspect.signature(inspect.getattr_static(operator_cls, '__init__'))}: move its content into setup(self, config), which raysgd "
-            "calls on each worker, or define __init__(self, *args, **kwargs) and call super().__init__(*args, **kwargs) in it"
+            f"{name}.__init__ must take (self, config, *, settings, rank_info), got __init__{own}: move its content into "
+            "setup(self, config), which raysgd calls on each worker, or define __init__(self, *args, **kwargs) and call "
+            "super().__init__(*args, **kwargs) in it"
         ) from None
     for kind in operator_cls.__mro__[: operator_cls.__mro__.index(base)]:
         for own, value in vars(kind).items():

@@ -286,7 +286,8 @@ CASES: dict[str, Case] = ARGUMENTS | OPTIONS | OPERATORS | PARTS | DATA | RESULT
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_mistake_is_explained(name: str) -> None:
+def test_a_mistake_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYSGD_FULL_TRACEBACKS", "1")  # to see which code raised the error
     make, parts = CASES[name]
     with pytest.raises((raysgd.RaysgdError, TypeError, ValueError, NotImplementedError, ImportError)) as caught:
         make()
