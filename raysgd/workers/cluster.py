@@ -47,7 +47,7 @@ NODE_QUERY_S = 2.0
 KUBERAY = ("KUBERAY_GEN_RAY_START_CMD", "RAY_USAGE_STATS_KUBERAY_IN_USE")
 # Ray sets this in the environment of a job that was submitted with `ray job submit`.
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-JOIN_S = 20.0
+JOIN_S = 60.0  # for a machine that is very busy; a refusal and a wrong address are noticed within seconds
 NOT_JOINED = {
     "token": "failed: it requires a token, and this process has none or another one. Set RAY_AUTH_MODE=token, and "
     "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token (`ray get-auth-token` on its head node prints it)",
