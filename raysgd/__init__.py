@@ -26,6 +26,7 @@ from raysgd.errors import (
 from raysgd.version import __version__
 
 if TYPE_CHECKING:
+    from raysgd.engine.engine import shutdown_all
     from raysgd.tf.trainer import TFTrainer
     from raysgd.torch.creators import CreatorOperator
     from raysgd.torch.operator import TrainingOperator
@@ -52,6 +53,7 @@ __all__ = [
     "TrainingOptions",
     "WorkerStartError",
     "__version__",
+    "shutdown_all",
 ]
 
 _HOMES = {
@@ -60,6 +62,7 @@ _HOMES = {
     "TrainingOptions": "raysgd.torch.options",
     "CreatorOperator": "raysgd.torch.creators",
     "TFTrainer": "raysgd.tf.trainer",
+    "shutdown_all": "raysgd.engine.engine",
 }
 
 

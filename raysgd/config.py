@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, suggesting_fields
 
 __all__ = [
+    "START_LIMIT",
     "ElasticConfig",
     "Limits",
     "WorkerResources",
@@ -24,6 +25,7 @@ __all__ = [
 # A process group forms, and a machine answers, within seconds or not at all: a longer wait means a wrong address or a
 # firewall.
 JOIN_AT_MOST_S = 60.0
+START_LIMIT = "SGD_PLACEMENT_GROUP_TIMEOUT_S"
 UNREACHABLE_AT_MOST_S = 60.0
 SILENT_AT_LEAST_S = 10.0  # an import can block all threads of its process for a while
 
@@ -69,7 +71,7 @@ def flag_from_environment(name: str) -> bool:
 
 def start_limit_s() -> float:
     """Return how long the start of workers may wait for room in the cluster."""
-    return float(seconds_from_environment("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100))
+    return float(seconds_from_environment(START_LIMIT, 100))
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Limits:
 Grow = bool | Literal["epoch"]
 
 
+@suggesting_fields
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
     """How training continues when workers fail, leave and join. Elasticity is on by default; these fields tune it.

@@ -18,8 +18,11 @@ traceback as its cause (`RemoteTraceback`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, cast
 
 __all__ = [
     "CheckpointError",
@@ -35,10 +38,16 @@ __all__ = [
     "TrainingFailedError",
     "WorkerStartError",
     "causes_of",
+    "close_to",
     "described",
     "shown",
+    "suggesting",
+    "suggesting_fields",
     "text_of",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
 
 
 class RaysgdError(Exception):
@@ -126,3 +135,40 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.text}"
+
+
+def close_to(name: str, known: Iterable[str]) -> str:
+    """Return the name among these that was most likely meant, "" if none is similar."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+
+
+def suggesting(function: F) -> F:
+    """Let a function say, when it is called with arguments that do not fit, which ones it takes and which was meant."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(_explained(function, signature, kwargs, error)) from None
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    return cast(F, call)
+
+
+def suggesting_fields(kind: C) -> C:
+    """Let a dataclass do the same for its fields."""
+    setattr(kind, "__init__", suggesting(cast(Any, kind).__init__))  # noqa: B010  # mypy allows no assignment
+    return kind
+
+
+def _explained(function: Any, signature: inspect.Signature, given: Iterable[str], error: TypeError) -> str:
+    name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    known = [each for each in signature.parameters if each != "self"]
+    for wrong in given:
+        if wrong not in known:
+            meant = close_to(wrong, known)
+            hint = f"did you mean {meant!r}?" if meant else f"its arguments are {', '.join(known)}"
+            return f"{name} takes no argument {wrong!r}: {hint}"
+    return f"{name}: {error}; its arguments are {', '.join(known)}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
 from raysgd.core.policy import Recovery
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, described
 
 __all__ = ["CallbackList", "check_callbacks"]
 
@@ -25,6 +25,7 @@ class CallbackList:
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._all = list(callbacks)
         self._failures: Counter[str] = Counter()
+        self._since: dict[str, str] = {}
         self._stop: Exception | None = None
 
     @property
@@ -58,6 +59,11 @@ class CallbackList:
                 logger.error("%s raised %d errors; the first one was logged above", name, count)
         self._failures.clear()
 
+    def take_failures(self) -> list[str]:
+        """Return which callbacks have failed since the last call of this method, with the first error of each."""
+        since, self._since = self._since, {}
+        return [f"{name}: {error}" for name, error in since.items()]
+
     def raise_stop(self) -> None:
         stop, self._stop = self._stop, None
         if stop is not None:
@@ -81,6 +87,7 @@ class CallbackList:
             return
         name = f"{type(callback).__name__}.{hook}"
         self._failures[name] += 1
+        self._since.setdefault(name, described(error))
         if self._failures[name] == 1:
             logger.error("the callback %s raised an error; training continues", name, exc_info=error)
 

@@ -1,19 +1,28 @@
-"""Show one progress bar for all workers: epoch, batches, samples per second, training loss. Driver."""
+"""Show one progress bar for all workers: epoch, batches, samples per second, metrics, workers. Driver."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.callbacks.base import Callback, CallResult, Underway
+from raysgd.callbacks.base import Callback, CallResult, Run, Underway
+from raysgd.callbacks.history import COUNTS
+from raysgd.core.policy import Recovery
 
 __all__ = ["ProgressBar"]
 
 
+SHOWN = 6
+UNITS = {"batch": "batches", "report": "reports"}
+
+
 class ProgressBar(Callback):
-    """Owns one tqdm bar at a time, in a terminal or in a notebook. Counts batches, of which all ranks have the same
-    number, or the reports of a training function.
+    """Owns one tqdm bar at a time, in a terminal or in a notebook; elsewhere, such as in a log file, it writes one line for
+    each call. Counts batches, of which all ranks have the same number, or the reports of a training function. Shows the
+    first six metrics, and how many workers there are of how many wanted if some are missing.
 
     `TorchTrainer(use_tqdm=True)` and `TFTrainer(use_tqdm=True)` create one.
     """
@@ -26,9 +35,21 @@ class ProgressBar(Callback):
                 "a progress bar needs tqdm: pip install tqdm (or raysgd[torch]), or pass use_tqdm=False"
             ) from error
         self._tqdm: Any = tqdm
+        in_notebook = any("notebook" in kind.__module__ for kind in tqdm.__mro__)
+        self._lines = not in_notebook and not sys.stderr.isatty()
+        self._workers = self._wanted = 0
         self._bar: Any = None
         self._samples: dict[str, float] = {}
         self._started = 0.0
+
+    def on_start(self, run: Run) -> None:
+        self._workers = self._wanted = run.num_workers
+
+    def on_recovery(self, recovery: Recovery) -> None:
+        self._workers = recovery.world_size_after
+        if recovery.reason == "shrink":
+            self._wanted = self._workers
+        self._wanted = max(self._wanted, self._workers)
 
     def on_progress(self, now: Underway) -> None:
         if self._bar is None:
@@ -46,7 +67,8 @@ class ProgressBar(Callback):
     def on_result(self, result: CallResult) -> None:
         if self._bar is None:
             self._open(result.kind, "report" if result.kind == "report" else "batch")
-        bar = self._bar
+        bar, self._workers = self._bar, result.world_size
+        self._wanted = max(self._wanted, self._workers)
         if result.kind == "report":
             self._set_postfix(result.metrics, 0.0, result.epoch or 0)
             bar.update(1)
@@ -64,23 +86,34 @@ class ProgressBar(Callback):
         self._close()
 
     def _open(self, label: str, unit: str) -> None:
-        self._bar = self._tqdm(desc=label, unit=unit, leave=True, mininterval=0.2)
+        file = open(os.devnull, "w", encoding="utf-8") if self._lines else None  # noqa: SIM115  # `_close` closes it
+        self._bar = self._tqdm(desc=label, unit=unit, leave=True, mininterval=0.2, file=file)
         self._samples = {}
         self._started = time.monotonic()
 
     def _close(self) -> None:
         bar, self._bar = self._bar, None
-        if bar is not None:
-            bar.refresh()
-            bar.close()
+        if bar is None:
+            return
+        bar.refresh()
+        bar.close()
+        if self._lines:
+            bar.fp.close()
+            print(
+                f"{bar.desc.removesuffix(': ')}: {bar.n} {UNITS[bar.unit]}, {bar.postfix or ''}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _set_postfix(self, metrics: Mapping[str, Any], samples: float, epoch: int) -> None:
         parts: dict[str, str] = {"epoch": str(epoch)} if epoch else {}
-        for name, value in metrics.items():
-            if name.endswith("loss") and not name.startswith("last_") and isinstance(value, float):
-                latest = metrics.get(f"last_{name}", value)
-                parts[name] = f"{latest if isinstance(latest, float) else value:.4g}"
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, float) and name not in COUNTS}
+        own = [name for name in numbers if not name.startswith("last_")]
+        for name in own[:SHOWN]:
+            parts[name] = f"{numbers.get(f'last_{name}', numbers[name]):.4g}"
         if samples:
             seconds = max(time.monotonic() - self._started, 1e-6)
             parts["samples/s"] = f"{samples / seconds:,.0f}"
+        if self._workers < self._wanted:
+            parts["workers"] = f"{self._workers} of {self._wanted}"
         self._bar.set_postfix(parts, refresh=False)

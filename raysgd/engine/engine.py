@@ -17,10 +17,11 @@ import logging
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from raysgd.config import ElasticConfig, Limits
 from raysgd.core.messages import FunctionReport, Message
@@ -31,7 +32,7 @@ from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import CTRL_C_S, FanOut, Job, RunningCall
 from raysgd.engine.call_lock import CallLock, Claim
-from raysgd.engine.failure import out_of_step_error, raise_user_error
+from raysgd.engine.failure import check_can_fit, held_error, out_of_step_error, raise_user_error
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Membership
 from raysgd.engine.partial_results import PartialResults, partial_results_since
@@ -42,7 +43,7 @@ from raysgd.engine.worker_table import WorkerInfo, WorkerTable
 from raysgd.errors import ClusterError, NotActiveError
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
-__all__ = ["Engine", "Job", "PartialResults"]
+__all__ = ["Engine", "Job", "PartialResults", "shutdown_all"]
 
 logger = logging.getLogger("raysgd")
 
@@ -54,7 +55,10 @@ FORM_AT_MOST = 3
 
 class Engine:
     """Owns the group of workers and the objects that keep it running, and the number of the newest call. Only one
-    thread at a time may call it; a second one gets an error."""
+    thread at a time may call it; a second one gets an error. `living` are the engines of this process, because only this
+    process can end the workers of an earlier one that hold the resources of the next."""
+
+    living: ClassVar[weakref.WeakSet[Engine]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -100,10 +104,23 @@ class Engine:
     def start(self) -> None:
         """Launch the first workers. An error in the user's set-up ends them, and is raised unchanged."""
         try:
+            check_can_fit(self.group, self._least)
+            self._check_not_held()
+            self.living.add(self)
             self._generation.start(self._membership.target, self._least)
         except BaseException:
             self.stop(force=True)
             raise
+
+    def _check_not_held(self) -> None:
+        """Raise an error at once if idle engines of this process hold what the first workers need."""
+        others = {e: e.world_size for e in self.living if e.active and e.group.elastic and e.world_size and not e.busy}
+        if not others or not self.group.elastic:
+            return
+        room = self.group.room()
+        if room < self._least <= room + sum(others.values()):
+            sizes = {engine: f"{size} worker{'s' if size > 1 else ''}" for engine, size in others.items()}
+            raise held_error(self.group, self._least, sizes)
 
     def stop(self, *, force: bool = False) -> None:
         """End every worker. If Ctrl-C interrupted an earlier call of `stop`, finish what it began. A call that is
@@ -158,6 +175,11 @@ class Engine:
     @property
     def active(self) -> bool:
         return self._active
+
+    @property
+    def busy(self) -> bool:
+        """Return whether another thread's call is running."""
+        return self._call_lock.held_elsewhere() is not None
 
     @property
     def world_size(self) -> int:
@@ -405,6 +427,12 @@ class Engine:
         )
         self._log.record(recovery, continues=False)
         raise out_of_step_error(seen.detail, at)
+
+
+def shutdown_all() -> None:
+    """End the workers of all trainers of this process, also of those that no variable names any more."""
+    for engine in list(Engine.living):
+        engine.stop()
 
 
 def _packed(group: WorkerGroupProtocol, *values: Any) -> list[Any]:

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import NoReturn
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
+from raysgd.config import START_LIMIT
 from raysgd.core.outcomes import DATA_LOADER, Failed
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.engine.worker_table import WorkerInfo
-from raysgd.errors import OutOfStepError, RemoteTraceback, ResourceError, TrainingFailedError, WorkerStartError
+from raysgd.errors import (
+    OutOfStepError,
+    RemoteTraceback,
+    ResourceError,
+    TrainingFailedError,
+    WorkerStartError,
+)
+from raysgd.workers.tracebacks import readable
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
 __all__ = [
+    "check_can_fit",
     "failed_error",
+    "held_error",
     "no_room_error",
     "out_of_step_error",
     "raise_user_error",
@@ -25,6 +36,10 @@ __all__ = [
 logger = logging.getLogger("raysgd")
 
 QUIET_S = 2.0
+MORE_ROOM = (
+    "Ask for fewer workers or smaller ones (num_workers, num_cpus_per_worker, resources_per_worker), add nodes, or, on one "
+    "machine, start Ray yourself with more logical CPUs: ray.init(num_cpus=...)"
+)
 
 LOADER_HINT = (
     "Data-loader processes usually die because memory runs out. Use fewer loader processes (num_workers of the DataLoader), "
@@ -44,7 +59,7 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
     if error.__traceback__ is not None:
         raise error
     where = f"on {rank} (process {info.pid} on node {info.node[:8]}):"
-    raise error from RemoteTraceback(f"{where}\n{outcome.traceback}")
+    raise error from RemoteTraceback(f"{where}\n{readable(outcome.traceback, error)}")
 
 
 def unfinished_error(stories: Sequence[str]) -> WorkerStartError:
@@ -58,12 +73,44 @@ def unfinished_error(stories: Sequence[str]) -> WorkerStartError:
 
 def no_room_error(group: WorkerGroupProtocol, missing: int, target: int, limit_s: float) -> ResourceError:
     """Return the error about workers for which the cluster had no room in time."""
-    return ResourceError(
-        f"the cluster had no room for {missing} of {target} workers within {limit_s:g} s: they need "
-        f"{group.demand(missing)}, and an empty cluster could hold {group.capacity()} such worker(s). "
-        "Ask for fewer workers or smaller ones (num_workers, num_cpus_per_worker, resources_per_worker), add nodes, "
-        "or, on one machine, start Ray yourself with more logical CPUs: ray.init(num_cpus=...)"
+    had = f"the cluster had no room for {missing} of {target} workers within {limit_s:g} s"
+    return ResourceError(f"{had}: {_sizes(group, missing)}. {MORE_ROOM}")
+
+
+def check_can_fit(group: WorkerGroupProtocol, count: int) -> None:
+    """Raise an error at once if the cluster, even if it were empty, could never hold so many workers."""
+    if group.capacity() >= count or group.can_grow():
+        return
+    raise ResourceError(
+        f"the cluster can never hold {count} workers: {_sizes(group, count)}. No autoscaler is there that could add nodes. "
+        f"{MORE_ROOM}. If you are about to add nodes, set the environment variable {START_LIMIT} to how many seconds to wait "
+        "for them"
     )
+
+
+def _sizes(group: WorkerGroupProtocol, count: int) -> str:
+    capacity = group.capacity()
+    return f"they need {group.demand(count)}, and an empty cluster could hold {capacity} such worker(s)"
+
+
+def held_error(group: WorkerGroupProtocol, count: int, holders: Mapping[Any, str]) -> ResourceError:
+    """Return the error about workers whose resources other trainers of this process hold. `holders` has the engines of
+    these, with a description."""
+    session = vars(sys.modules["__main__"])
+    lines = [f"the cluster has no room for {count} workers: they need {group.demand(count)}."]
+    ways = []
+    for engine, size in holders.items():
+        names = [name for name, value in session.items() if getattr(value, "_engine", None) is engine]
+        lines.append(
+            f"An earlier trainer of this process{f' ({names[0]})' if names else ''} holds the resources of {size}."
+        )
+        ways += [f"{name}.shutdown()" for name in names[:1]]
+    lines.append(
+        f"It does not end by itself: call {' and '.join([*ways, 'raysgd.shutdown_all()'][: max(len(ways), 1)])} and try again"
+        f"{', or raysgd.shutdown_all(), which ends all trainers of this process' if ways else ''}. "
+        "`with TorchTrainer(...) as trainer:` ends a trainer by itself"
+    )
+    return ResourceError(" ".join(lines))
 
 
 def warn_no_room(group: WorkerGroupProtocol, missing: int, waited_s: float, limit_s: float) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from raysgd.config import ElasticConfig, Limits
 from raysgd.core.policy import Observation, Recovery
-from raysgd.engine.failure import no_room_error, unfinished_error, warn_no_room
+from raysgd.engine.failure import check_can_fit, no_room_error, unfinished_error, warn_no_room
 from raysgd.engine.generation import Generation
 from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
@@ -75,8 +75,10 @@ class Membership:
     def resize(self, count: int) -> None:
         """Set the number of workers. If there are too many, the last ones will leave; if some are missing, wait for
         them."""
-        self._target = count
         members = self._table.members()
+        if count > len(members):
+            check_can_fit(self._table.group, count)
+        before, self._target = self._target, count
         self._leaving |= dict.fromkeys(members[count:], "shrink")
         if self.missing <= 0:
             self._replacements.dismiss_all()
@@ -84,7 +86,10 @@ class Membership:
         try:
             self._wait_for_replacements()
         except (ResourceError, WorkerStartError):
-            self._target = len(members)
+            self._target = before
+            self._replacements.keep(
+                self.missing
+            )  # what has started must not join in the next call as if it had been asked for
             raise
 
     def _wait_for_replacements(self) -> None:

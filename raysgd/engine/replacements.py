@@ -177,6 +177,12 @@ class Replacements:
             else:
                 self._table.dismiss(worker)
 
+    def keep(self, count: int) -> None:
+        """Dismiss all but `count` of those that are ready, and those that are starting."""
+        kept, self._ready = self._ready[: max(count, 0)], self._ready[max(count, 0) :]
+        self.dismiss_all()
+        self._ready = kept
+
     def dismiss_all(self) -> None:
         for worker in [*self._launched, *self._overdue, *self._warming, *self._ready]:
             self._table.dismiss(worker)

@@ -31,6 +31,8 @@ class Gradients:
     def __init__(self, options: TrainingOptions, precision: Precision, parts: Parts) -> None:
         self._options, self._precision, self._parts = options, precision, parts
         self._accumulates = options.accumulate > 1
+        self._clips = options.clip_norm is not None or options.clip_value is not None
+        self._stepping = False
         self.abandon()
 
     def abandon(self) -> None:
@@ -82,15 +84,55 @@ class Gradients:
             self._choose_witness(optimizer)
             return
         self._parts.exchange.finish(optimizer)
-        options, precision = self._options, self._precision
-        if options.clip_norm is not None or options.clip_value is not None:
-            precision.unscale(optimizer)
-            parameters = precision.parameters(optimizer)
-            if options.clip_value is not None:
-                nn.utils.clip_grad_value_(parameters, options.clip_value)
-            if options.clip_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, options.clip_norm)
-        precision.step(optimizer)
+        self._precision.check_step(optimizer, direct=False)
+        if self._clips:
+            self._precision.unscale(optimizer)
+            self._clip(optimizer)
+        self._stepping = True
+        try:
+            self._precision.step(optimizer)
+        finally:
+            self._stepping = False
+
+    def watch(self, optimizers: Sequence[Any]) -> None:
+        """Let the options also hold for steps that user code makes with `optimizer.step()`: clip before them, and raise an
+        error if the precision is not used."""
+        for optimizer in optimizers:
+            if hasattr(optimizer, "register_step_pre_hook"):
+                optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._stepping:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if callable(closure):  # it computes the gradients during the step, and may be called several times
+
+            def clipping() -> Any:
+                loss = closure()
+                self._prepare_direct_step(optimizer)
+                return loss
+
+            return args[:1], {**kwargs, "closure": clipping}
+        self._prepare_direct_step(optimizer)
+        return None
+
+    def _prepare_direct_step(self, optimizer: Any) -> None:
+        self._precision.check_step(optimizer, direct=True)
+        if not self._clips:
+            return
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise ConfigError(
+                "clip_norm or clip_value was passed, but a fused optimizer unscales the gradients of precision='fp16' only "
+                "inside its step: call self.step(optimizer), which unscales and clips them before, instead of the scaler's step"
+            )
+        self._clip(optimizer)
+
+    def _clip(self, optimizer: Any) -> None:
+        parameters = self._precision.parameters(optimizer)
+        if self._options.clip_value is not None:
+            nn.utils.clip_grad_value_(parameters, self._options.clip_value)
+        if self._options.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self._options.clip_norm)
 
     def stepped(self) -> None:
         """Raise an error if an optimizer has stepped before the end of the window."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
 from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
 from raysgd.torch.fsdp import Shards, shard_layers
-from raysgd.torch.gradients import Gradients
-from raysgd.torch.parts import Parts, move
+from raysgd.torch.gradients import Gradients, samples_in
+from raysgd.torch.parts import Parts, check_parts, move
 from raysgd.torch.precision import make_precision
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.operator_base import OperatorBase
@@ -48,6 +48,7 @@ class TrainingOperator(OperatorBase):
     criterion: Any
     _settings: TorchSettings
     _parts: Parts
+    _has_own_steps: ClassVar[bool] = False  # whether the class itself clips gradients and applies the precision
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class TrainingOperator(OperatorBase):
             metrics = self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
             if per_batch:
                 scheduler.step()
-            self._count(iterator, metrics, meter)
+            self._count(iterator, metrics, meter, batch=batch)
             self.global_step += 1
         per_epoch = self.scheduler_step_freq == SCHEDULER_STEP_EPOCH and scheduler is not None
         if per_epoch and getattr(iterator, "epoch_ended", True):
@@ -160,6 +161,7 @@ class TrainingOperator(OperatorBase):
 
     # -- registration ---------------------------------------------------------------------------------
 
+    @suggesting
     def register(
         self,
         *,
@@ -177,6 +179,7 @@ class TrainingOperator(OperatorBase):
         if not bare or not all(isinstance(model, nn.Module) for model in bare):
             raise ConfigError(f"models must be a torch.nn.Module or a list or tuple of them, got {models!r}")
         self._check_arguments(ddp_args, apex_args)
+        check_parts(bare, parts.as_list(optimizers), criterion, parts.as_list(schedulers))
         if schedulers is not None and self.scheduler_step_freq is None:
             raise ConfigError(
                 "register got schedulers, but the trainer does not say when they step: pass it "
@@ -190,6 +193,8 @@ class TrainingOperator(OperatorBase):
         parts.criterion, parts.schedulers = criterion, parts.as_list(schedulers)
         wrapping.compile_models(parts.models, parts.options)
         self._wrap(dict(ddp_args or {}))
+        if not self._has_own_steps:
+            self._gradients.watch(parts.optimizers)
         parts.registered = True
         optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
         ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]
@@ -204,11 +209,18 @@ class TrainingOperator(OperatorBase):
                 "register(ddp_args=...) is for DistributedDataParallel, but parallel is 'fsdp': leave one out"
             )
 
+    @suggesting
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Register the data: DataLoaders (divided among the workers unless add_dist_sampler=False), Ray Datasets
         (divided by rows; `raysgd.data.RayData` names their columns) or any iterables."""
         for name, loader in {"train_loader": train_loader, "validation_loader": validation_loader}.items():
+            if isinstance(loader, torch.utils.data.Dataset) and not hasattr(loader, "__iter__"):
+                raise ConfigError(
+                    f"{name} must be a DataLoader or another iterable of batches, got the data set {shown(loader)}: pass "
+                    "DataLoader(data_set, batch_size=...)"
+                )
             iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") or RayData.is_given_as(loader)
+            iterable = iterable and not isinstance(loader, (str, bytes, Mapping, type))
             if loader is not None and not iterable:
                 raise ConfigError(
                     f"{name} must be a DataLoader or another iterable of batches, or a Ray Dataset, got {loader!r}"
@@ -216,6 +228,7 @@ class TrainingOperator(OperatorBase):
         self._parts.train_loader = train_loader
         self._parts.validation_loader = validation_loader
 
+    @suggesting
     def register_metrics(self, *, train: Any = None, validation: Any = None) -> Any:
         """Register TorchMetrics objects (a Metric or MetricCollection each). Update them in your batch methods; they
         are computed over all workers, reported by name, and reset for each call. Return them on the device."""
@@ -225,6 +238,9 @@ class TrainingOperator(OperatorBase):
         return given[0] if len(given) == 1 else tuple(given)
 
     # -- for the default methods ----------------------------------------------------------------------
+
+    def _samples_in(self, batch: Any) -> float:
+        return samples_in(batch)
 
     def _validating(self) -> AbstractContextManager[Any]:
         return self._parts.validating()
@@ -264,8 +280,15 @@ class TrainingOperator(OperatorBase):
     def _own_scheduler(self) -> Any:
         """Return the scheduler that the default loop steps: `self.scheduler`, or the only one registered."""
         own = getattr(self, "scheduler", None)
-        if own is None and len(self._parts.schedulers) == 1:
-            own = self._parts.schedulers[0]
+        schedulers = self._parts.schedulers
+        if own is None and len(schedulers) == 1:
+            own = schedulers[0]
+        if own is None and schedulers and self.scheduler_step_freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH):
+            raise ConfigError(
+                f"{len(schedulers)} schedulers are registered, and scheduler_step_freq={self.scheduler_step_freq!r} would step "
+                "none of them: set self.scheduler in setup to the one that the default loop steps, or pass "
+                "scheduler_step_freq='manual' and step them in your own methods"
+            )
         return own if callable(getattr(own, "step", None)) else None
 
     @staticmethod

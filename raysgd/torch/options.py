@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.config import ElasticConfig, at_least, check_flag, is_real
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, suggesting_fields
 
 __all__ = ["TrainingOptions"]
 
@@ -23,6 +23,7 @@ HookName = Literal["fp16", "bf16", "powersgd", "batched_powersgd"]
 SUPPLIED = {"self", "module", "device_ids", "process_group"}
 
 
+@suggesting_fields
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
     """How a `TorchTrainer` trains its models.

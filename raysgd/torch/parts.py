@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, shown
 from raysgd.torch import wrapping
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.operator_base import RegisteredParts
 
-__all__ = ["Parts", "move"]
+__all__ = ["Parts", "check_parts", "move"]
 
 PREFIX = {"train": "train_", "validation": "val_"}
 
@@ -86,6 +86,41 @@ class Parts(RegisteredParts):
                 model.require_forward_param_sync = True  # type: ignore[assignment]
             if self.shards is not None:
                 self.shards.end_validation()
+
+
+def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedulers: list[Any]) -> None:
+    """Raise ConfigError for parts that are no optimizers, losses or schedulers, or that do not belong to each other."""
+    held = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
+            raise ConfigError(
+                f"optimizers must be a torch optimizer or a list or tuple of them, got {shown(optimizer)}: pass an object such "
+                "as torch.optim.SGD(model.parameters(), lr=0.1)"
+            )
+        groups = getattr(optimizer, "param_groups", None) or ()
+        steps = {id(parameter) for group in groups for parameter in group["params"]}
+        if steps and not steps & held:
+            raise ConfigError(
+                f"the optimizer {type(optimizer).__name__} holds {len(steps)} parameters, none of which belongs to a registered "
+                "model, so it would train nothing that is registered: create it with the parameters() of a model that you pass "
+                "to register(models=...)"
+            )
+    if criterion is not None and (isinstance(criterion, type) or not callable(criterion)):
+        raise ConfigError(
+            f"criterion must be a loss function or module, got {shown(criterion)}: pass, for example, nn.MSELoss()"
+        )
+    for scheduler in schedulers:
+        if isinstance(scheduler, type) or not callable(getattr(scheduler, "step", None)):
+            raise ConfigError(
+                f"schedulers must be a scheduler or a list or tuple of them, got {shown(scheduler)}: pass an object such as "
+                "torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+            )
+        of = getattr(scheduler, "optimizer", None)
+        if of is not None and not any(of is optimizer for optimizer in optimizers):
+            raise ConfigError(
+                f"the scheduler {type(scheduler).__name__} changes an optimizer that is not registered: create it with one of "
+                "those that you pass to register(optimizers=...)"
+            )
 
 
 def move(batch: Any, device: torch.device) -> Any:

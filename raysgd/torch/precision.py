@@ -37,6 +37,10 @@ class Precision:
     def step(self, optimizer: Any) -> None:
         optimizer.step()
 
+    def check_step(self, optimizer: Any, *, direct: bool) -> None:
+        """Raise ConfigError if the user's code makes a step without using this precision. `direct` is whether it calls the
+        optimizer's own `step`."""
+
     def parameters(self, optimizer: Any) -> list[torch.Tensor]:
         """Return what the optimizer's step changes; gradient clipping uses the gradients of these."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -61,32 +65,74 @@ class Precision:
         """Restore what `state` returned."""
 
 
-class Bf16(Precision):
-    """Autocast to bfloat16. Its range needs no loss scaling."""
+class Autocast(Precision):
+    """Autocast to the type `dtype`. `name` is what the trainer's `precision` calls it."""
+
+    name: str
+    dtype: torch.dtype
 
     def __init__(self, device: torch.device) -> None:
         self._type = device.type
+        self._trained_with = False
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self._type, dtype=torch.bfloat16)
+        self._trained_with |= torch.is_grad_enabled()  # a validation does not count
+        return torch.autocast(self._type, dtype=self.dtype)
+
+    def check_step(self, optimizer: Any, *, direct: bool) -> None:
+        if not self._trained_with:
+            raise ConfigError(
+                f"precision={self.name!r} was passed, but this operator computes its loss outside self.autocast(), so it would "
+                "train in fp32: compute the forward pass and the loss inside `with self.autocast():`, or leave precision out"
+            )
 
 
-class Fp16(Precision):
+class Bf16(Autocast):
+    """Autocast to bfloat16. Its range needs no loss scaling."""
+
+    name, dtype = "bf16", torch.bfloat16
+
+
+class Scaler(torch.amp.GradScaler):
+    """Notes whether the user's code uses it."""
+
+    scaled = stepping = False
+
+    def scale(self, outputs: Any) -> Any:
+        self.scaled = True
+        return super().scale(outputs)
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.stepping = True
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            self.stepping = False
+
+
+class Fp16(Autocast):
     """Autocast to float16, with loss scaling. The scale changes only between batches, so several optimizers can share
     it."""
 
     key = "amp_native"
+    name, dtype = "fp16", torch.float16
 
     def __init__(self, device: torch.device) -> None:
-        self._type = device.type
-        self.scaler = torch.amp.GradScaler(device.type)
+        super().__init__(device)
+        self.scaler = Scaler(device.type)
         self._stepped: set[int] = set()
         self._unscaled: set[int] = set()
         self._one = torch.ones((), device=device)
         self._skipped = torch.zeros((), device=device)
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self._type, dtype=torch.float16)
+    def check_step(self, optimizer: Any, *, direct: bool) -> None:
+        super().check_step(optimizer, direct=direct)
+        called = "loss.backward()" if not self.scaler.scaled else "optimizer.step()"
+        if not self.scaler.scaled or (direct and not self.scaler.stepping):
+            raise ConfigError(
+                f"precision='fp16' was passed, but this operator calls {called} itself, which leaves out the scaling of the "
+                "loss: call self.backward(loss) and self.step(optimizer) instead, or use precision='bf16', which needs none"
+            )
 
     def backward(self, loss: torch.Tensor, optimizer: Any = None, *, loss_id: int = 0) -> None:
         self.scaler.scale(loss).backward()
@@ -119,7 +165,8 @@ class Fp16(Precision):
 
     def abandon(self) -> None:
         kept = self.scaler.state_dict()
-        self.scaler = torch.amp.GradScaler(self._type)
+        self.scaler, scaled = Scaler(self._type), self.scaler.scaled
+        self.scaler.scaled = scaled
         self.scaler.load_state_dict(kept)
         self._stepped.clear()
         self._unscaled.clear()

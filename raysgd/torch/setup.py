@@ -12,7 +12,7 @@ import torch
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.config import ElasticConfig, WorkerResources
 from raysgd.constants import BATCH_SIZE
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, shown
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.profiling import ProfiledReplicaFactory
@@ -118,7 +118,12 @@ def replica_factory(
 def opened(dataset: Any, group: Any) -> Any:
     """Return what `train(dataset=...)` sends to the workers. The rows of a Ray Dataset are read on the driver, and workers
     get a way to them."""
-    if dataset is None or not RayData.is_given_as(dataset):
+    if dataset is None or (not RayData.is_given_as(dataset) and hasattr(dataset, "set_num_shards")):
         return dataset
+    if not RayData.is_given_as(dataset):
+        raise ConfigError(
+            f"dataset must be a raysgd.data.Dataset or a Ray Dataset, got {shown(dataset)}: pass one of these, or register "
+            "loaders and other iterables in setup with self.register_data(train_loader=...)"
+        )
     data = RayData.of(dataset)
     return replace(data, dataset=group.rows(data.dataset))

@@ -25,7 +25,7 @@ from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.arguments import check_call, check_common, needs_ray, refuse_unknown
+from raysgd.training.arguments import check_call, check_common, check_flags, needs_ray, refuse_unknown
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
 
@@ -105,6 +105,7 @@ class TorchTrainer(TrainerBase):
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED)
+        check_flags(use_tqdm=use_tqdm, add_dist_sampler=add_dist_sampler)
         setup.warn_without_effect(use_local and num_workers != 1, serialize_data_creation)
         check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
         if options is not None and not isinstance(options, TrainingOptions):
@@ -186,6 +187,7 @@ class TorchTrainer(TrainerBase):
         `reduce_results=False`, return a list with each worker's own results.
         """
         check_call(num_steps, max_retries, info)
+        check_flags(profile=profile, reduce_results=reduce_results)
         data = self._engine.pack(setup.opened(dataset, self._engine.group))
         job = self._train_job(num_steps, profile, info, max_retries, dataset=data)
         result, each = self._calls.measure(self._engine, "train", job)

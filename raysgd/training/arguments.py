@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from raysgd.config import ElasticConfig, WorkerResources, at_least, is_real
 from raysgd.constants import BATCH_SIZE
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, close_to
 
-__all__ = ["check_call", "check_common", "check_config", "needs_ray", "refuse_unknown"]
+__all__ = ["check_call", "check_common", "check_config", "check_flags", "needs_ray", "refuse_unknown"]
 
 
 def refuse_unknown(
@@ -37,7 +38,7 @@ def refuse_unknown(
         if name in owners:
             group, kind = owners[name]
             raise ConfigError(f"{name} is a field of {kind}: pass {group}={kind}({name}=...)")
-        close = next(iter(difflib.get_close_matches(name, [*known, *owners], n=1)), None)
+        close = close_to(name, [*known, *owners])
         if close in owners:
             group, kind = owners[close]
             hint = f": did you mean {close!r}, a field of {kind}? Pass {group}={kind}({close}=...)"
@@ -54,6 +55,7 @@ def check_common(operator_cls: Any, base: type, num_workers: Any, hook: Any, tim
             f"training_operator_cls must be a subclass of raysgd's {base.__name__} ({base.__module__}), "
             f"got {operator_cls!r}.{hint}"
         )
+    _check_methods(operator_cls, base)
     at_least("num_workers", num_workers, 1, whole=True)
     if hook is not None and not callable(hook):
         raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
@@ -65,6 +67,66 @@ def check_common(operator_cls: Any, base: type, num_workers: Any, hook: Any, tim
         raise ConfigError(
             f"elastic.min_workers is {elastic.min_workers}, but num_workers is {num_workers}: pass at most num_workers"
         )
+
+
+# What raysgd calls of an operator, with the names of the arguments that it passes.
+METHODS = {
+    "setup": ("config",),
+    "train_batch": ("batch", "batch_info"),
+    "validate_batch": ("batch", "batch_info"),
+    "state_dict": (),
+    "load_state_dict": ("state_dict",),
+    "resized": ("old_world_size", "new_world_size"),
+}
+NEVER_CALLED = (*METHODS, "train_epoch", "validate")
+
+
+def _check_methods(operator_cls: type, base: type) -> None:
+    """Raise ConfigError if an operator's own methods do not take what raysgd passes. Warn about names that are most likely
+    misspelled, because the default methods would be used instead."""
+    name = operator_cls.__name__
+    for method, arguments in METHODS.items():
+        own = inspect.getattr_static(operator_cls, method)
+        if not inspect.isfunction(own) or own is inspect.getattr_static(base, method):
+            continue
+        named = {each: None for each in arguments if each == "batch_info" and each in inspect.signature(own).parameters}
+        try:
+            inspect.signature(own).bind(None, *(each for each in arguments if each not in named), **named)
+        except TypeError:
+            expected = ", ".join(("self", *arguments))
+            raise ConfigError(
+                f"{name}.{method} must take ({expected}), got {method}{inspect.signature(own)}: change its arguments"
+            ) from None
+    try:
+        inspect.signature(operator_cls).bind(None, settings=None, rank_info=None)
+    except TypeError:
+        own = inspect.signature(inspect.getattr_static(operator_cls, "__init__"))
+        raise ConfigError(
+            f"{name}.__init__ must take (self, config, *, settings, rank_info), got __init__{own}: move its content into "
+            "setup(self, config), which raysgd calls on each worker, or define __init__(self, *args, **kwargs) and call "
+            "super().__init__(*args, **kwargs) in it"
+        ) from None
+    for kind in operator_cls.__mro__[: operator_cls.__mro__.index(base)]:
+        for own, value in vars(kind).items():
+            meant = close_to(own, [each for each in NEVER_CALLED if each not in vars(kind)])
+            if inspect.isfunction(value) and not hasattr(base, own) and meant and _is_misspelling(own, meant):
+                warnings.warn(
+                    f"raysgd never calls {name}.{own} by itself: did you mean {meant!r}? Rename one that you call yourself",
+                    stacklevel=4,
+                )
+
+
+def _is_misspelling(own: str, meant: str) -> bool:
+    same = own.replace("_", "").lower() == meant.replace("_", "").lower()
+    longer = own.startswith(meant) or meant.startswith(own)  # a name such as `train_batches` is the user's own
+    return same or (not longer and difflib.SequenceMatcher(None, own, meant).ratio() > 0.9)
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise ConfigError for arguments that must be True or False and are something else."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
 def check_call(num_steps: Any, max_retries: Any, info: Any) -> None:

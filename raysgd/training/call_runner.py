@@ -16,9 +16,13 @@ from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.engine.engine import Engine, Job, PartialResults
 from raysgd.engine.worker_table import WorkerInfo
+from raysgd.errors import suggesting
+from raysgd.workers.tracebacks import fold_frames
 
 __all__ = ["CallRunner", "exclusive"]
 
+# The key of what callbacks raised during a call, in its result.
+CALLBACK_ERRORS = "callback_errors"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -26,10 +30,16 @@ def exclusive(method: F) -> F:
     """Let only one thread at a time call the trainer's methods with this decorator. Other threads get a
     TrainerBusyError."""
 
+    checked = suggesting(method)
+
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with self._engine.claim(f"{method.__name__}()"):
-            return method(self, *args, **kwargs)
+        try:
+            with self._engine.claim(f"{method.__name__}()"):
+                return checked(self, *args, **kwargs)
+        except BaseException as error:
+            fold_frames(error)
+            raise
 
     return cast(F, call)
 
@@ -78,6 +88,7 @@ class CallRunner:
             self._fail(error)
             engine.stop(force=True)
             self.end()
+            fold_frames(error)
             raise
 
     def measure(self, engine: Engine, kind: Kind, job: Job) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -99,6 +110,9 @@ class CallRunner:
             raise
         finally:
             self._kind = None
+            failures = self._callbacks.take_failures()
+        if failures:
+            result[CALLBACK_ERRORS] = failures
         return result, rows
 
     def end(self) -> None:

@@ -107,7 +107,7 @@ class OperatorBase:
         self._meter = meter = AverageMeterCollection()
         for batch_idx, batch in enumerate(val_iterator):
             metrics = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
-            self._count(val_iterator, metrics, meter, "validate_batch")
+            self._count(val_iterator, metrics, meter, "validate_batch", batch)
         return dict(meter.summary())
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -158,11 +158,17 @@ class OperatorBase:
         """Return a context for a validation, in which no rank waits for another one."""
         return nullcontext()
 
-    def _count(self, iterator: Any, metrics: Any, meter: AverageMeterCollection, of: str = "train_batch") -> None:
+    def _samples_in(self, batch: Any) -> float:
+        """Return how many samples a batch has, for a method that does not return `num_samples`."""
+        return 1
+
+    def _count(
+        self, iterator: Any, metrics: Any, meter: AverageMeterCollection, of: str = "train_batch", batch: Any = None
+    ) -> None:
         """Add one batch's metrics. A batch that is repeated only to take part in a step has weight 0."""
         if not isinstance(metrics, dict):
             raise TypeError(f"{type(self).__name__}.{of} must return a dict of metrics, got {shown(metrics)}")
-        samples = metrics.get(NUM_SAMPLES, 1)
+        samples = metrics[NUM_SAMPLES] if NUM_SAMPLES in metrics else self._samples_in(batch)
         weight = samples if getattr(iterator, "fresh", True) else 0
         try:
             meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)

@@ -70,6 +70,11 @@ class ReplicaBase(ABC):
     def __init__(
         self, operator: OperatorBase, settings: ReplicaSettings, rank_info: RankInfo, control: Control
     ) -> None:
+        if getattr(operator, "_parts", None) is None:
+            raise ConfigError(
+                f"{type(operator).__name__}.__init__ did not call super().__init__(*args, **kwargs): call it, or move the "
+                "content of __init__ into setup(self, config)"
+            )
         if not operator._parts.registered:
             raise ConfigError(
                 f"{type(operator).__name__}.setup did not call self.register(models=..., optimizers=...): call it there, "

@@ -16,7 +16,7 @@ from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError
-from raysgd.training.arguments import check_call
+from raysgd.training.arguments import check_call, check_flags
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.replica_base import ReplicaBase, ReplicaFactoryBase, apply, apply_operator
 from raysgd.workers.inline_group import InlineGroup
@@ -83,6 +83,7 @@ class TrainerBase:
         the same meaning as those of `train`.
         """
         check_call(num_steps, 0, info)
+        check_flags(profile=profile, reduce_results=reduce_results)
         self._validations += 1
         arguments = {
             "num_steps": self._validation_steps if num_steps is None else num_steps,

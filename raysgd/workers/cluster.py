@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from raysgd.config import WorkerResources
-from raysgd.errors import ClusterError, ConfigError
+from raysgd.config import START_LIMIT, WorkerResources
+from raysgd.errors import ClusterError, ConfigError, described
 from raysgd.workers import foreign
 from raysgd.workers.gcs import GcsQuery, ask
 
 __all__ = [
     "alive_nodes",
+    "can_grow",
     "capacity",
     "driver_address",
     "end_actor",
@@ -43,6 +44,17 @@ THROUGH_CLIENT = (
     "ray.init(address='auto')"
 )
 NODE_QUERY_S = 2.0
+KUBERAY = ("KUBERAY_GEN_RAY_START_CMD", "RAY_USAGE_STATS_KUBERAY_IN_USE")
+# Ray sets this in the environment of a job that was submitted with `ray job submit`.
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+JOIN_S = 60.0  # for a machine that is very busy; a refusal and a wrong address are noticed within seconds
+NOT_JOINED = {
+    "token": "failed: it requires a token, and this process has none or another one. Set RAY_AUTH_MODE=token, and "
+    "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token (`ray get-auth-token` on its head node prints it)",
+    "no node": "failed: none of its nodes is on this machine, and a script must run on one of them (for example with "
+    "`ray job submit`, or after `ray start --address=...` here)",
+    "it does not answer": "failed: something accepts connections there, or did so, but no Ray control service (GCS) answers",
+}
 
 
 def ensure_cluster() -> None:
@@ -84,15 +96,46 @@ def _connect_on_permanent_thread() -> None:
 def _connect() -> None:
     import ray
 
-    address = _given_address() or _running_here()
+    given = _given_address()
+    found = _running_here() if given in ("", "auto") else "local"
+    address = given if found == "local" and given else found
     if address != "local":
-        context: Any = ray.init(address=address, logging_level=logging.WARNING)
-        logger.info("connected to the Ray cluster at %s", context.address_info.get("gcs_address", address))
+        _join(address, found != "local")
         return
     # Without the dashboard Ray starts in half the time. Users who want the dashboard call ray.init() first.
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     cpus = ray.cluster_resources().get("CPU", 0)
     logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
+
+
+def _join(address: str, found: bool) -> None:
+    """Join an existing cluster, which was found on this machine or named by RAY_ADDRESS. Raise `ClusterError` within seconds
+    if that is not possible."""
+    import ray
+
+    if found:
+        foreign.use_token_if_available()
+        logger.warning(
+            "joining the Ray cluster at %s, which was found on this machine; set the environment variable "
+            "RAY_ADDRESS=local to start one of your own instead",
+            address,
+        )
+    if JOB_CONFIG not in os.environ and ":" in address:  # Ray itself has started a submitted job in its cluster
+        answer = foreign.probe_gcs(address, JOIN_S)
+        if answer != "ok":
+            raise ClusterError(_not_joined(address, found, NOT_JOINED.get(answer, f"failed: {answer}")))
+    try:
+        context: Any = ray.init(address=address, logging_level=logging.WARNING)
+    except Exception as error:
+        raise ClusterError(_not_joined(address, found, f"failed ({described(error)})")) from error
+    logger.info("connected to the Ray cluster at %s", context.address_info.get("gcs_address", address))
+
+
+def _not_joined(address: str, found: bool, why: str) -> str:
+    source = "found on this machine" if found else "that RAY_ADDRESS names"
+    own = "set the environment variable RAY_ADDRESS=local to start a cluster of your own for this script"
+    stale = ". If that cluster no longer exists, `ray stop` removes its address" if found else ""
+    return f"joining the Ray cluster at {address}, {source}, {why}. Correct that, or {own}{stale}"
 
 
 def _given_address() -> str:
@@ -219,6 +262,12 @@ def _held(free: Mapping[str, float]) -> Mapping[str, float]:
 def capacity(resources: WorkerResources) -> int:
     """Return how many workers the whole cluster could hold if it were empty."""
     return sum(resources.fits(total) for total in alive_nodes().values())
+
+
+def can_grow() -> bool:
+    """Return whether nodes may be added to the cluster: by an autoscaler, by Kubernetes, whose pods start one by one, or by
+    the user, who has set how long to wait for them."""
+    return any(os.environ.get(name) for name in (START_LIMIT, *KUBERAY)) or ask(foreign.has_autoscaler)
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T | None:

@@ -5,10 +5,44 @@ version of Ray no longer has."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["address_of_this_machine", "draining_nodes", "free_resources_by_node", "logs_folder", "split_coordinator"]
+__all__ = [
+    "address_of_this_machine",
+    "draining_nodes",
+    "free_resources_by_node",
+    "has_autoscaler",
+    "logs_folder",
+    "probe_gcs",
+    "split_coordinator",
+    "use_token_if_available",
+]
+
+# Ray's client waits for minutes for a GCS that does not answer or refuses its token, cannot be interrupted meanwhile, and
+# ends its process in the end. So another process tries it.
+PROBE = """
+import sys
+import ray
+from ray._raylet import GcsClient
+nodes = GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10)
+try:
+    from ray._private.services import find_node_ids
+except ImportError:
+    print("PROBE ok")
+else:
+    alive = {node.hex() for node, info in nodes.items() if info.state == 0}
+    print("PROBE", "ok" if alive & set(find_node_ids()) else "no node")
+"""
+PROBED = re.compile(
+    r"PROBE (?P<end>ok|no node)|(?P<token>Unauthenticated|AuthToken|Authentication)|(?P<silent>Failed to connect)"
+)
 
 
 def address_of_this_machine() -> str:
@@ -19,12 +53,61 @@ def address_of_this_machine() -> str:
     return str(read_ray_address() or "")
 
 
+def probe_gcs(address: str, limit_s: float) -> str:
+    """Return "ok" if a GCS answers at this address and accepts this process's token, "token" if it refuses it, "no node" if
+    no node of its cluster is on this machine, and otherwise what happened."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROBE, address], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            until = time.monotonic() + limit_s
+            while True:
+                ended = process.poll() is not None
+                output.seek(0)
+                text = output.read()
+                if found := PROBED.search(text):
+                    return found["end"] or ("token" if found["token"] else "it does not answer")
+                if ended:
+                    return (text.strip().splitlines() or ["Ray's client ended without a message"])[-1]
+                if time.monotonic() > until:
+                    return f"it did not answer within {limit_s:g} s"
+                time.sleep(0.05)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def use_token_if_available() -> None:
+    """Let Ray's clients in this process send the user's token, if there is one. Ray does that itself only for a cluster that
+    it finds on this machine, and not for an address that it gets."""
+    try:
+        from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+    except ImportError:  # a Ray without tokens
+        return
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
 def free_resources_by_node() -> dict[str, dict[str, float]]:
     """Return the free resources of every node, by node id. This waits for the GCS: see `gcs`."""
     from ray._private.state import available_resources_per_node
 
     free: dict[str, dict[str, float]] = available_resources_per_node()
     return free
+
+
+def has_autoscaler() -> bool:
+    """Return whether an autoscaler manages the cluster's nodes. Ray's monitor also runs where there is none, and then names
+    each node's type after the node. This waits for the GCS: see `gcs`."""
+    import ray
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    configured = getattr(ray._private.state.state, "get_cluster_config", lambda: None)()
+    if configured is not None and configured.node_group_configs:
+        return True
+    report = json.loads(_internal_kv_get("__autoscaling_status") or "{}").get("autoscaler_report") or {}
+    names = [*(report.get("active_nodes") or ()), *(each[0] for each in report.get("pending_launches") or () if each)]
+    return any(re.fullmatch("node_[0-9a-f]{20,}|local.cluster.node|", str(name)) is None for name in names)
 
 
 def logs_folder() -> Path | None:

@@ -92,6 +92,9 @@ class InlineGroup:
     def capacity(self) -> int:
         return 1
 
+    def can_grow(self) -> bool:
+        return False
+
     def silent_for(self, worker: str) -> float:
         return 0.0
 

@@ -310,6 +310,9 @@ class RayGroup:
         self.draining()
         return cluster.capacity(self._resources)
 
+    def can_grow(self) -> bool:
+        return cluster.can_grow()
+
     def demand(self, count: int) -> str:
         """Return what `count` workers need, and what is free: "4 CPU (2 free)"."""
         free: dict[str, float] = {}

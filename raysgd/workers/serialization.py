@@ -11,7 +11,7 @@ import site
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib import import_module
@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from raysgd.errors import shown
 from raysgd.workers.blob import PickledObject
 
 __all__ = ["dumps", "pack"]
@@ -39,9 +40,23 @@ def pack(value: Any) -> PickledObject | None:
             return PickledObject(dumps(value))
     except (TypeError, pickle.PicklingError, AttributeError) as error:
         raise TypeError(
-            f"{value!r} cannot be sent to the workers: {error}. Create such objects (locks, files, connections, loaders with "
-            "running processes) inside `setup`, which runs on each worker, and pass only plain values"
+            f"{value!r} cannot be sent to the workers: {_culprit(value)}{error}. Create such objects (locks, files, "
+            "connections, loaders with running processes) inside `setup`, which runs on each worker, and pass only plain values"
         ) from error
+
+
+def _culprit(value: Any) -> str:
+    """Return which attribute of the object, and which key of a dictionary in it, cannot be pickled."""
+    for name, part in getattr(value, "__dict__", {}).items():
+        items = part.items() if isinstance(part, Mapping) else [("", part)]
+        for key, each in items:
+            try:
+                dumps(each)
+            except Exception:  # the user's objects may raise anything
+                return (
+                    f"{name}[{key!r}] is {shown(each)}. " if isinstance(part, Mapping) else f"{name} is {shown(part)}. "
+                )
+    return ""
 
 
 def dumps(value: Any) -> bytes:

@@ -64,6 +64,9 @@ class WorkerGroupProtocol(Protocol):
     def capacity(self) -> int:
         """Return how many such workers the cluster could hold if it were empty."""
 
+    def can_grow(self) -> bool:
+        """Return whether nodes may be added to the cluster while a request waits for them."""
+
     def demand(self, count: int) -> str:
         """Return what `count` workers need, and what is free, for messages."""
 

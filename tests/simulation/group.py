@@ -338,6 +338,9 @@ class SimGroup:
     def capacity(self) -> int:
         return sum(node.slots for node in self.nodes if node.alive)
 
+    def can_grow(self) -> bool:
+        return True
+
     def demand(self, count: int) -> str:
         return f"{count} CPU ({self.room()} free)"
 

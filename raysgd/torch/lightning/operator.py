@@ -48,6 +48,7 @@ class LightningOperator(TrainingOperator):
     Owns the module, the values that it logs, and its schedulers. The trainer's `ddp_args` override those of this class.
     """
 
+    _has_own_steps = True
     module_cls: ClassVar[type]
     loaders: ClassVar[dict[str, Any]] = {}
     ddp_args: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}

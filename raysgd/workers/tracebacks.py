@@ -1,0 +1,77 @@
+"""Show the user's frames in tracebacks, with the source lines of a notebook's cells, and fold those of raysgd. Driver."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import re
+from pathlib import Path
+from types import TracebackType
+
+from raysgd.config import flag_from_environment
+from raysgd.errors import RaysgdError, RemoteTraceback
+
+__all__ = ["fold_frames", "readable"]
+
+FULL_TRACEBACKS = "RAYSGD_FULL_TRACEBACKS"
+PACKAGE = Path(__file__).resolve().parent.parent
+FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+), in .*')
+
+
+def readable(text: str, error: BaseException | None = None) -> str:
+    """Return a worker's traceback without the frames of raysgd, and with the source lines that only this process knows, such
+    as those of a notebook's cells. It is unchanged if the user asks for that, or if the error may be a fault of raysgd:
+    raised in its code, and not as one of its own errors."""
+    lines, blocks = text.splitlines(), list[tuple[str, list[str]]]()
+    for line in lines:
+        found = FRAME.fullmatch(line)
+        if found:
+            blocks.append(("ours" if _is_ours(found["file"]) else "user", [line]))
+        elif blocks and blocks[-1][0] != "text" and line.startswith("    "):
+            blocks[-1][1].append(line)
+        else:
+            blocks.append(("text", [line]))
+    kinds = [kind for kind, _ in blocks if kind != "text"]
+    fault = kinds[-1:] == ["ours"] and not isinstance(error, RaysgdError)
+    if flag_from_environment(FULL_TRACEBACKS) or fault or "user" not in kinds:
+        return text
+    shown_lines: list[str] = []
+    for kind, group in itertools.groupby(blocks, key=lambda block: block[0]):
+        frames = [block for _, block in group]
+        if kind == "ours":
+            shown_lines.append(
+                f"  [{len(frames)} frames of raysgd; the environment variable {FULL_TRACEBACKS}=1 shows them]"
+            )
+            continue
+        for frame in frames:
+            found = FRAME.fullmatch(frame[0])
+            source = linecache.getline(found["file"], int(found["line"])).strip() if found and len(frame) == 1 else ""
+            shown_lines += [*frame, *([f"    {source}"] if source else [])]
+    return "\n".join(shown_lines)
+
+
+def fold_frames(error: BaseException) -> None:
+    """Remove the frames of raysgd from the traceback of an error that user code raised, unless the user asks for them, or
+    the error may be a fault of raysgd."""
+    if "raysgd_rank" not in vars(error) or flag_from_environment(FULL_TRACEBACKS):
+        return
+    kept: list[TracebackType] = []
+    innermost = ""
+    trace = error.__traceback__
+    while trace is not None:
+        innermost = trace.tb_frame.f_code.co_filename
+        if not _is_ours(innermost):
+            kept.append(trace)
+        trace = trace.tb_next
+    remote = isinstance(error.__cause__, RemoteTraceback)  # its own frames are in that text
+    if _is_ours(innermost) and not remote and not isinstance(error, RaysgdError):
+        return
+    for one, following in itertools.zip_longest(kept, kept[1:]):
+        one.tb_next = following
+    error.__traceback__ = kept[0] if kept else None
+
+
+def _is_ours(file: str) -> bool:
+    """Return whether a file of this machine or of a worker's is part of raysgd. Ready-made operators count as user code."""
+    _, found, place = file.replace("\\", "/").rpartition("/raysgd/")
+    return bool(found) and not place.startswith("operators/") and (PACKAGE / place).is_file()

@@ -1,0 +1,116 @@
+"""Joining an existing cluster is announced, and takes seconds to succeed or to fail with what to do."""
+
+import logging
+import secrets
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raysgd import ClusterError
+from raysgd.workers import cluster, foreign
+
+
+@pytest.fixture
+def silent_port() -> Iterator[str]:
+    """Return the address of a program that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def init(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Let this process look unconnected, and note the calls of `ray.init`."""
+    calls: list[dict[str, Any]] = []
+
+    def note(**arguments: Any) -> Any:
+        calls.append(arguments)
+        return SimpleNamespace(address_info={})
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", note)
+    monkeypatch.setattr(foreign, "use_token_if_available", lambda: None)
+    return calls
+
+
+def found(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(foreign, "address_of_this_machine", lambda: address)
+
+
+def test_something_else_that_listens_at_the_stored_address(
+    monkeypatch: pytest.MonkeyPatch, init: list[Any], silent_port: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found(monkeypatch, silent_port)
+    with pytest.raises(ClusterError) as caught:
+        cluster.ensure_cluster()
+    text = str(caught.value)
+    assert f"joining the Ray cluster at {silent_port}, found on this machine, failed" in text
+    for part in ("RAY_ADDRESS=local", "ray stop", "(GCS)"):
+        assert part in text, text
+    assert f"joining the Ray cluster at {silent_port}" in caplog.text
+    assert init == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("token", "it requires a token, and this process has none or another one. Set RAY_AUTH_MODE=token"),
+        ("no node", "none of its nodes is on this machine"),
+        ("RuntimeError: Version mismatch", "failed: RuntimeError: Version mismatch"),
+    ],
+)
+def test_what_the_probe_finds_becomes_advice(
+    monkeypatch: pytest.MonkeyPatch, init: list[Any], answer: str, says: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(foreign, "probe_gcs", lambda address, limit_s: answer)
+    with pytest.raises(ClusterError) as caught:
+        cluster.ensure_cluster()
+    assert says in str(caught.value)
+    assert "10.0.0.1:6379, that RAY_ADDRESS names" in str(caught.value)
+    assert init == []
+
+
+def test_a_healthy_cluster_is_joined_with_an_announcement(
+    monkeypatch: pytest.MonkeyPatch, init: list[Any], silent_port: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found(monkeypatch, silent_port)
+    monkeypatch.setattr(foreign, "probe_gcs", lambda address, limit_s: "ok")
+    with caplog.at_level(logging.WARNING, "raysgd"):
+        cluster.ensure_cluster()
+    assert [call["address"] for call in init] == [silent_port]
+    assert f"joining the Ray cluster at {silent_port}, which was found on this machine" in caplog.text
+    assert "RAY_ADDRESS=local" in caplog.text
+
+
+def test_an_error_of_ray_while_joining_says_what_to_do(monkeypatch: pytest.MonkeyPatch, init: list[Any]) -> None:
+    def refuse(**arguments: Any) -> None:
+        raise RuntimeError("the versions differ")
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(foreign, "probe_gcs", lambda address, limit_s: "ok")
+    monkeypatch.setattr("ray.init", refuse)
+    with pytest.raises(ClusterError, match=r"RuntimeError: the versions differ\).*RAY_ADDRESS=local") as caught:
+        cluster.ensure_cluster()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_submitted_job_joins_its_cluster_without_a_probe(monkeypatch: pytest.MonkeyPatch, init: list[Any]) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.setattr(foreign, "probe_gcs", lambda address, limit_s: pytest.fail("probed"))
+    cluster.ensure_cluster()
+    assert len(init) == 1
+
+
+def test_the_probe_of_a_real_cluster(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    assert foreign.probe_gcs(address, 60) == "ok"
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    assert foreign.probe_gcs(address, 60) == "token"

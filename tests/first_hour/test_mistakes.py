@@ -1,0 +1,331 @@
+"""Typical mistakes: none is silent, and each message says what was passed, what is allowed and what to do."""
+
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import raysgd
+from raysgd import ConfigError, ElasticConfig, TrainingOptions
+from raysgd.callbacks import Callback
+from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.replica import TorchReplicaFactory
+from raysgd.torch.settings import TorchSettings
+from raysgd.workers.serialization import pack
+from tests.torch.small import Line, inline, rows
+
+HOME = Path(raysgd.__file__).parent
+Case = tuple[Callable[[], Any], list[str]]
+
+
+def made(**arguments: Any) -> Callable[[], Any]:
+    """Return what creates a trainer."""
+    return lambda: inline(**arguments).shutdown()
+
+
+def called(method: str, operator: Any = Line, options: Any = None, **arguments: Any) -> Callable[[], Any]:
+    """Return what creates a trainer and calls one method."""
+
+    def call() -> None:
+        with inline(operator, options=options) as trainer:
+            getattr(trainer, method)(**arguments)
+
+    return call
+
+
+def own(**methods: Any) -> type[Line]:
+    return type("Own", (Line,), methods)
+
+
+def registering(**changes: Any) -> type[Line]:
+    """Return an operator that registers other parts; a function gets the model and the optimizer."""
+
+    def setup(self: Any, config: dict[str, Any]) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parts: dict[str, Any] = {"models": model, "optimizers": optimizer, "criterion": nn.MSELoss()}
+        for name, value in changes.items():
+            parts[name] = value(model, optimizer) if type(value) is type(lambda: 0) else value
+        self.model, self.optimizer, self.criterion, *_ = self.register(**parts)
+        self.register_data(train_loader=DataLoader(TensorDataset(*rows()), batch_size=4))
+
+    return own(setup=setup)
+
+
+def loading(train: Any = None, **named: Any) -> type[Line]:
+    return own(loaders=lambda self, config: named or {"train_loader": train})
+
+
+def returning(value: Any) -> type[Line]:
+    return own(train_batch=lambda self, batch, batch_info: value)
+
+
+def other_parameters(model: Any, optimizer: Any) -> Any:
+    return torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+
+
+def other_schedule(model: Any, optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(other_parameters(model, optimizer), 1)
+
+
+def two_schedules(model: Any, optimizer: Any) -> Any:
+    return [torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+def factory_with(**config: Any) -> Callable[[], Any]:
+    return lambda: pack(TorchReplicaFactory(Line, config, TorchSettings()))
+
+
+def scheduled(kind: type[Line], step: str | None) -> Callable[[], Any]:
+    def call() -> None:
+        with inline(kind, scheduler_step_freq=step) as trainer:
+            trainer.train()
+
+    return call
+
+
+def without_super(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Forgets the base class."""
+
+
+ARGUMENTS: dict[str, Case] = {
+    "a misspelled argument": (made(num_worker=2), ["'num_worker'", "did you mean 'num_workers'"]),
+    "another misspelled argument": (made(backed="gloo"), ["'backed'", "did you mean 'backend'"]),
+    "an unknown argument": (made(xyz=1), ["'xyz'", "Its arguments are", "num_workers"]),
+    "an option as an argument": (
+        made(clip_norm=1.0),
+        ["field of TrainingOptions", "options=TrainingOptions(clip_norm=...)"],
+    ),
+    "a misspelled option as an argument": (
+        made(clip_nrom=1.0),
+        ["did you mean 'clip_norm'", "TrainingOptions(clip_norm"],
+    ),
+    "an elastic field as an argument": (
+        made(min_workers=1),
+        ["field of ElasticConfig", "elastic=ElasticConfig(min_workers"],
+    ),
+    "no workers": (made(num_workers=0), ["num_workers", "at least 1", "got 0"]),
+    "workers as text": (made(num_workers="2"), ["num_workers", "a whole number", "got '2'"]),
+    "config as a list": (made(config=[1]), ["config must be a dict", "got [1]"]),
+    "use_gpu as text": (made(use_gpu="yes"), ["use_gpu", "True, False or 'auto'", "got 'yes'"]),
+    "use_tqdm as text": (made(use_tqdm="yes"), ["use_tqdm must be True or False", "got 'yes'"]),
+    "add_dist_sampler as text": (made(add_dist_sampler="no"), ["add_dist_sampler must be True or False", "'no'"]),
+    "options as a dict": (made(options={"precision": "bf16"}), ["raysgd.TrainingOptions", "{'precision': 'bf16'}"]),
+    "elastic as a dict": (made(elastic={"min_workers": 1}), ["raysgd.ElasticConfig", "{'min_workers': 1}"]),
+    "a backend that does not exist": (made(backend="mpi"), ["'auto', 'gloo', 'nccl' or 'horovod'", "got 'mpi'"]),
+    "a schedule that does not exist": (made(scheduler_step_freq="step"), ["'batch', 'epoch', 'manual'", "got 'step'"]),
+    "a hook that is no function": (made(initialization_hook=3), ["initialization_hook", "a function", "got 3"]),
+    "a callback that is a function": (made(callbacks=[print]), ["raysgd.callbacks.Callback objects", "print"]),
+    "a callback that is a class": (made(callbacks=[Callback]), ["got the class Callback", "pass Callback()"]),
+    "one callback instead of a list": (made(callbacks=Callback()), ["must be a list of raysgd.callbacks.Callback"]),
+    "a limit of 0": (made(timeout_s=0), ["timeout_s", "above 0", "got 0"]),
+    "too many least workers": (
+        made(elastic=ElasticConfig(min_workers=3)),
+        ["min_workers is 3", "num_workers is 1", "at most num_workers"],
+    ),
+}
+OPTIONS: dict[str, Case] = {
+    "a misspelled option": (lambda: TrainingOptions(clip_nrom=1), ["TrainingOptions", "did you mean 'clip_norm'"]),  # type: ignore[call-arg]
+    "an unknown option": (lambda: TrainingOptions(lr=0.1), ["no argument 'lr'", "its arguments are precision"]),  # type: ignore[call-arg]
+    "an unknown precision": (lambda: TrainingOptions(precision="fp8"), ["'fp16', 'bf16'", "got 'fp8'"]),  # type: ignore[arg-type]
+    "no accumulation": (lambda: TrainingOptions(accumulate=0), ["accumulate", "at least 1", "got 0"]),
+    "a negative norm": (lambda: TrainingOptions(clip_norm=-1), ["above 0, or None", "got -1"]),
+    "a clip that is a flag": (lambda: TrainingOptions(clip_value=True), ["above 0, or None", "got True"]),
+    "a misspelled elastic field": (lambda: ElasticConfig(min_worker=1), ["did you mean 'min_workers'"]),  # type: ignore[call-arg]
+    "a positional elastic field": (lambda: ElasticConfig(2), ["ElasticConfig", "positional", "min_workers"]),  # type: ignore[misc]
+    "an unknown growth": (lambda: ElasticConfig(grow="always"), ["True, False or 'epoch'", "got 'always'"]),  # type: ignore[arg-type]
+    "clipping without autocast": (
+        called("train", returning({}), options=TrainingOptions(precision="apex")),
+        ["precision='apex' needs", "use precision='fp16'"],
+    ),
+}
+OPERATORS: dict[str, Case] = {
+    "no class": (lambda: TorchTrainer(), ["training_operator_cls must be a subclass", "got None"]),
+    "a model as the operator": (made(operator=nn.Linear), ["subclass of raysgd's TrainingOperator", "Linear"]),
+    "setup without config": (
+        made(operator=own(setup=lambda self: None)),
+        ["Own.setup must take (self, config)", "setup(self)"],
+    ),
+    "train_batch without info": (
+        made(operator=own(train_batch=lambda self, batch: {})),
+        ["Own.train_batch must take (self, batch, batch_info)", "change its arguments"],
+    ),
+    "validate_batch with too much": (
+        made(operator=own(validate_batch=lambda self, batch, batch_info, more: {})),
+        ["Own.validate_batch must take (self, batch, batch_info)"],
+    ),
+    "state_dict with an argument": (made(operator=own(state_dict=lambda self, x: 1)), ["must take (self)"]),
+    "an __init__ of its own": (
+        made(operator=own(__init__=lambda self: None)),
+        ["Own.__init__ must take", "got __init__(self)", "setup(self, config)"],
+    ),
+    "an __init__ without super": (
+        made(operator=own(__init__=without_super)),
+        ["did not call super().__init__(*args, **kwargs)", "setup(self, config)"],
+    ),
+    "no setup": (made(operator=type("Own", (TrainingOperator,), {})), ["no method setup(self, config)", "define it"]),
+    "setup registers nothing": (made(operator=own(setup=lambda self, config: None)), ["did not call self.register"]),
+}
+PARTS: dict[str, Case] = {
+    "a model that is a class": (made(operator=registering(models=nn.Linear)), ["models must be a torch.nn.Module"]),
+    "no model": (made(operator=registering(models=None)), ["models must be a torch.nn.Module", "None"]),
+    "an optimizer of another model": (
+        made(operator=registering(optimizers=other_parameters)),
+        ["SGD holds 2 parameters, none of which belongs to a registered model", "register(models=...)"],
+    ),
+    "an optimizer's name": (
+        made(operator=registering(optimizers="adam")),
+        ["optimizers must be", "'adam'", "torch.optim.SGD("],
+    ),
+    "an optimizer's class": (
+        made(operator=registering(optimizers=torch.optim.SGD)),
+        ["optimizers must be", "pass an object"],
+    ),
+    "a model as the optimizer": (made(operator=registering(optimizers=nn.ReLU())), ["optimizers must be", "ReLU()"]),
+    "a loss's class": (made(operator=registering(criterion=nn.MSELoss)), ["criterion must be", "nn.MSELoss()"]),
+    "a loss's name": (made(operator=registering(criterion="mse")), ["criterion must be", "'mse'"]),
+    "a schedule without its frequency": (
+        made(operator=registering(schedulers=lambda model, optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))),
+        ["register got schedulers", "scheduler_step_freq='batch', 'epoch' or 'manual'"],
+    ),
+    "a schedule of another optimizer": (
+        scheduled(registering(schedulers=other_schedule), "epoch"),
+        ["StepLR changes an optimizer that is not registered", "register(optimizers=...)"],
+    ),
+    "a schedule's class": (
+        scheduled(registering(schedulers=torch.optim.lr_scheduler.StepLR), "epoch"),
+        ["schedulers must be", "pass an object"],
+    ),
+    "two schedules for the default loop": (
+        scheduled(registering(schedulers=two_schedules), "epoch"),
+        ["2 schedulers are registered", "would step none of them", "self.scheduler", "'manual'"],
+    ),
+    "a misspelled part": (
+        made(operator=registering(model=1)),
+        ["register takes no argument 'model'", "did you mean 'models'"],
+    ),
+    "ddp_args as a list": (made(operator=registering(ddp_args=[1])), ["ddp_args must be a dict", "[1]"]),
+}
+DATA: dict[str, Case] = {
+    "a data set instead of a loader": (
+        made(operator=loading(TensorDataset(*rows()))),
+        ["train_loader must be a DataLoader", "got the data set", "DataLoader(data_set, batch_size=...)"],
+    ),
+    "a file name instead of a loader": (made(operator=loading("train.csv")), ["train_loader must be", "'train.csv'"]),
+    "a dict of loaders": (made(operator=loading({"a": []})), ["train_loader must be", "{'a': []}"]),
+    "a loader's class": (made(operator=loading(DataLoader)), ["train_loader must be", "DataLoader"]),
+    "a number": (made(operator=loading(3)), ["train_loader must be a DataLoader", "got 3"]),
+    "a misspelled loader": (made(operator=loading(trian_loader=[])), ["'trian_loader'", "did you mean 'train_loader'"]),
+    "no training data": (called("train", loading(None)), ["train() needs data", "register_data(train_loader=...)"]),
+    "no validation data": (called("validate", loading([])), ["validate() needs data", "validation_loader"]),
+    "an empty loader": (called("train", loading([])), ["returned no batch", "Register data with at least one batch"]),
+    "batches that are dicts": (
+        called("train", loading([{"x": 1}])),
+        ["(*features, target)", "got a dict", "override train_batch"],
+    ),
+    "batches that are tensors": (
+        called("train", loading([torch.ones(4, 2)])),
+        ["got a Tensor", "override train_batch"],
+    ),
+    "a list as a call's data": (
+        called("train", dataset=[1, 2]),
+        ["raysgd.data.Dataset", "got [1, 2]", "register_data"],
+    ),
+}
+RESULTS: dict[str, Case] = {
+    "train_batch returns nothing": (
+        called("train", returning(None)),
+        ["Own.train_batch must return a dict", "got None"],
+    ),
+    "train_batch returns a loss": (called("train", returning(3.0)), ["must return a dict of metrics", "got 3.0"]),
+    "a negative number of samples": (called("train", returning({"num_samples": -1})), ["0 or more", "got -1"]),
+    "samples as text": (called("train", returning({"num_samples": "4"})), ["a finite number", "got '4'"]),
+    "a metric's name is a number": (called("train", returning({1: 2.0})), ["must be a string, got 1", "such as '1'"]),
+    "train_epoch returns nothing": (
+        called("train", own(train_epoch=lambda self, iterator, info: None)),
+        ["Own.train_epoch must return a dict", "got None"],
+    ),
+    "validate_batch returns nothing": (
+        called("validate", own(validate_batch=lambda self, batch, batch_info: None)),
+        ["Own.validate_batch must return a dict", "got None"],
+    ),
+}
+CALLS: dict[str, Case] = {
+    "a misspelled argument of train": (
+        called("train", num_step=3),
+        ["train takes no argument", "did you mean 'num_steps'"],
+    ),
+    "a misspelled argument of save": (called("save", checkpoint="x", sharde=True), ["did you mean 'sharded'"]),
+    "resize without a number": (called("resize"), ["resize", "num_workers"]),
+    "resize with text": (called("resize", num_workers="3"), ["at least 1", "got '3'"]),
+    "resize of one worker": (called("resize", num_workers=2), ["create it with num_workers=2 or more"]),
+    "negative steps": (called("train", num_steps=-1), ["num_steps", "at least 0", "got -1"]),
+    "info as text": (called("train", info="x"), ["info must be a dict", "got 'x'"]),
+    "profile as text": (called("validate", profile="yes"), ["profile must be True or False", "got 'yes'"]),
+    "a schedule that is not there": (
+        called("update_scheduler", metric=1),
+        ["needs a scheduler", "register(schedulers=...)"],
+    ),
+    "a function that is none": (called("apply_all_workers", fn=3), ["fn must be a function", "got 3"]),
+    "save without a place": (called("save", checkpoint=""), ["a path, or a URI such as", "got ''"]),
+    "load what is not there": (called("load", checkpoint="/missing.pt"), ["there is no checkpoint at /missing.pt"]),
+    "load another state": (called("load_state_dict", state_dict={"a": 1}), ["not a checkpoint of raysgd", "['a']"]),
+    "a lock in the config": (
+        factory_with(path="x", guard=threading.Lock()),
+        ["config['guard'] is <unlocked", "inside `setup`"],
+    ),
+    "a generator in the config": (factory_with(log=(each for each in ())), ["config['log'] is", "inside `setup`"]),
+}
+CASES: dict[str, Case] = ARGUMENTS | OPTIONS | OPERATORS | PARTS | DATA | RESULTS | CALLS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYSGD_FULL_TRACEBACKS", "1")  # to see which code raised the error
+    make, parts = CASES[name]
+    with pytest.raises((raysgd.RaysgdError, TypeError, ValueError, NotImplementedError, ImportError)) as caught:
+        make()
+    for part in parts:
+        assert part in str(caught.value), caught.value
+    *_, (frame, _) = traceback.walk_tb(caught.value.__traceback__)
+    assert HOME in Path(frame.f_code.co_filename).resolve().parents, "the error comes from another library"
+
+
+def test_there_are_at_least_sixty() -> None:
+    assert len(CASES) >= 60
+
+
+@pytest.mark.parametrize(
+    ("method", "meant"), [("train_bacth", "train_batch"), ("set_up", "setup"), ("validateBatch", "validate_batch")]
+)
+def test_a_misspelled_method_is_noticed(method: str, meant: str) -> None:
+    with pytest.warns(UserWarning, match=f"never calls Own.{method} by itself: did you mean '{meant}'"):
+        inline(own(**{method: lambda self, *args: {}})).shutdown()
+
+
+def test_helpers_of_the_users_own_are_no_mistakes(recwarn: pytest.WarningsRecorder) -> None:
+    inline(own(train_batches=lambda self: 1, validation=lambda self: 2, step_batch=lambda self: 3)).shutdown()
+    assert not [warning for warning in recwarn if "never calls" in str(warning.message)]
+
+
+def test_forgotten_num_samples_are_counted_from_the_batch() -> None:
+    with inline(returning({"loss": 1.0})) as trainer:
+        result = trainer.train()
+    assert (result["num_samples"], result["batch_count"]) == (12, 3)
+
+
+def test_an_optimizer_that_holds_some_registered_parameters_is_accepted() -> None:
+    def partly(model: Any, optimizer: Any) -> Any:
+        return torch.optim.SGD([model.weight, nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    made(operator=registering(optimizers=partly))()
+
+
+def test_the_error_is_a_value_error_too() -> None:
+    assert issubclass(ConfigError, ValueError)

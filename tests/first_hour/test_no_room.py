@@ -1,0 +1,174 @@
+"""What can never fit fails at once; a trainer whose room another trainer of this process holds says so at once."""
+
+import re
+import threading
+import types
+from typing import Any
+
+import pytest
+
+from raysgd import ResourceError, shutdown_all
+from raysgd.config import ElasticConfig, Limits
+from raysgd.core.outcomes import Ok
+from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.engine.engine import Engine
+from raysgd.engine.failure import check_can_fit
+from raysgd.workers import cluster, foreign
+from raysgd.workers.events import CallEnded, Event, WorkerStarted
+from raysgd.workers.inline_group import InlineGroup
+
+LIMITS = Limits(start_s=0.5, setup_s=5, join_s=5, collective_s=5, hang_s=60)
+
+
+class Slots(InlineGroup):
+    """A group whose workers answer Ok to everything, in a cluster of `free` places."""
+
+    elastic = True
+    free = 4
+
+    def __init__(self, places: dict[str, int], *, grows: bool = False) -> None:
+        super().__init__(SingleWorkerBackend())
+        self.places, self.grows, self.launched, self.count = places, grows, 0, 0
+
+    def capacity(self) -> int:
+        return 4
+
+    def room(self) -> int:
+        return self.places["free"]
+
+    def can_grow(self) -> bool:
+        return self.grows
+
+    def demand(self, count: int) -> str:
+        return f"{count} CPU ({self.room()} free)"
+
+    def launch(self, count: int) -> list[str]:
+        started = min(count, self.room())
+        self.places["free"] -= started
+        names = [f"{id(self)}-{self.launched + number}" for number in range(count)]
+        self.launched += count
+        self._events += [WorkerStarted(name, "node", 1) for name in names[:started]]
+        return names
+
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        self.count += 1
+        self._events.append(CallEnded(worker, self.count, Ok()))
+        return self.count
+
+    def poll(self, timeout: float) -> list[Event]:
+        if not self._events:
+            threading.Event().wait(min(timeout, 0.05))
+        return super().poll(timeout)
+
+    def dismiss(self, worker: str) -> None:
+        self.places["free"] = min(self.places["free"] + 1, 4)
+
+    def stop(self) -> None:
+        self.places["free"] = 4
+
+
+def engine_of(group: Slots, target: int, **more: Any) -> Engine:
+    return Engine(group, SingleWorkerBackend(), None, target=target, elastic=ElasticConfig(), limits=LIMITS, **more)
+
+
+def test_too_many_workers_fail_before_any_is_launched() -> None:
+    group = Slots({"free": 4})
+    with pytest.raises(ResourceError) as caught:
+        engine_of(group, 5).start()
+    text = str(caught.value)
+    for part in ("can never hold 5 workers", "5 CPU (4 free)", "could hold 4 such", "SGD_PLACEMENT_GROUP_TIMEOUT_S"):
+        assert part in text, text
+    assert group.launched == 0
+
+
+def test_an_autoscaler_may_add_nodes_so_the_start_waits() -> None:
+    group = Slots({"free": 4}, grows=True)
+    with pytest.raises(ResourceError, match=r"had no room for 1 of 5 workers within 0\.5 s"):
+        engine_of(group, 5).start()
+    assert group.launched == 5
+
+
+def test_resize_beyond_the_cluster_changes_nothing() -> None:
+    group = Slots({"free": 4})
+    engine = engine_of(group, 2)
+    engine.start()
+    with pytest.raises(ResourceError, match="can never hold 12 workers"):
+        engine.resize(12)
+    assert (engine.target, engine.world_size, group.launched) == (2, 2, 2)
+    assert engine.recoveries == []
+    engine.stop(force=True)
+
+
+def test_a_resize_for_which_there_is_no_room_in_time_leaves_no_workers_over() -> None:
+    places = {"free": 4}
+    group = Slots(places, grows=True)
+    engine = engine_of(group, 2)
+    engine.start()
+    with pytest.raises(ResourceError, match=r"within 0\.5 s"):
+        engine.resize(12)
+    assert (engine.target, engine.world_size) == (2, 2)
+    assert places["free"] == 2, "the workers that had started meanwhile were dismissed"
+    engine.resize(2)
+    assert engine.recoveries == [], "no change is left over for the next call"
+    engine.stop(force=True)
+
+
+def test_an_earlier_trainer_that_holds_the_room_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import __main__
+
+    places = {"free": 4}
+    first = engine_of(Slots(places), 3)
+    first.start()
+    monkeypatch.setattr(__main__, "my_trainer", types.SimpleNamespace(_engine=first), raising=False)
+    second = Slots(places)
+    with pytest.raises(ResourceError) as caught:
+        engine_of(second, 2).start()
+    text = str(caught.value)
+    for part in (
+        "(my_trainer) holds the resources of 3 workers",
+        "call my_trainer.shutdown()",
+        "raysgd.shutdown_all()",
+    ):
+        assert part in text, text
+    assert second.launched == 0
+    first.stop(force=True)
+
+
+def test_shutdown_all_ends_trainers_without_a_name() -> None:
+    places = {"free": 4}
+    first = engine_of(Slots(places), 3)
+    first.start()
+    with pytest.raises(ResourceError, match=re.escape("call raysgd.shutdown_all() and try again")):
+        engine_of(Slots(places), 2).start()
+    shutdown_all()
+    assert not first.active
+    second = engine_of(Slots(places), 2)
+    second.start()
+    assert second.world_size == 2
+    second.stop(force=True)
+
+
+@pytest.mark.parametrize("name", ["SGD_PLACEMENT_GROUP_TIMEOUT_S", "KUBERAY_GEN_RAY_START_CMD"])
+def test_who_may_add_nodes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(cluster, "ask", lambda call: call())
+    monkeypatch.setattr(foreign, "has_autoscaler", lambda: False)
+    assert not cluster.can_grow()
+    monkeypatch.setenv(name, "300")
+    assert cluster.can_grow()
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(foreign, "has_autoscaler", lambda: True)
+    assert cluster.can_grow()
+
+
+def test_the_tests_cluster_has_no_autoscaler(ray_cluster: None) -> None:
+    assert not foreign.has_autoscaler()
+    with pytest.raises(ResourceError, match="can never hold 9 workers"):
+        from raysgd.config import WorkerResources
+        from raysgd.workers.ray_group import RayGroup
+
+        group = RayGroup(SingleWorkerBackend(), WorkerResources())
+        try:
+            check_can_fit(group, 8)
+            check_can_fit(group, 9)
+        finally:
+            group.stop()
