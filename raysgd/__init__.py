@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from raysgd.torch.operator import TrainingOperator
     from raysgd.torch.options import TrainingOptions
     from raysgd.torch.trainer import TorchTrainer
+    from raysgd.training.auto_checkpoint import AutoCheckpoint
 
 __all__ = [
+    "AutoCheckpoint",
     "CheckpointError",
     "ClusterError",
     "ConfigError",
@@ -60,6 +62,7 @@ _HOMES = {
     "TrainingOptions": "raysgd.torch.options",
     "CreatorOperator": "raysgd.torch.creators",
     "TFTrainer": "raysgd.tf.trainer",
+    "AutoCheckpoint": "raysgd.training.auto_checkpoint",
 }
 
 
