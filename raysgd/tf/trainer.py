@@ -185,6 +185,11 @@ class TFTrainer(TrainerBase):
                 break
         return result if reduce_results else each
 
+    def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(
+            "TFTrainer has no predict(): call trainer.get_model().predict(data), which Keras runs in this process"
+        )
+
     # -- models and state -----------------------------------------------------------------------------
 
     @exclusive

@@ -199,6 +199,21 @@ class TorchTrainer(TrainerBase):
         return result if reduce_results else each
 
     @exclusive
+    def predict(self, data: Any, batch_size: int = 32) -> Any:
+        """Return the model's outputs for a data set or a DataLoader, in the order of the data, on the CPU.
+
+        The workers divide the data, and call `operator.predict_batch` in eval mode without gradients; its outputs are
+        concatenated. After a failure, the other workers repeat the call. A loader has its own batch size.
+        """
+        setup.check_predicted(data, batch_size)
+        self._raise_earlier_error()
+        ranks = self._values(replica_calls.predict, data=self._engine.pack(data), batch_size=batch_size)
+        outputs = [(offset, rank, each) for rank, own in enumerate(ranks) for offset, each in own]
+        if not outputs:
+            raise ConfigError(f"predict() got data without a sample: {data!r}")
+        return replica_calls.joined([each for *_, each in sorted(outputs, key=lambda output: output[:2])])
+
+    @exclusive
     def update_scheduler(self, metric: Any) -> None:
         """Call `step(metric)` on every registered scheduler of every worker."""
         self._engine.run(Job(Call(replica_calls.update_scheduler, {"metric": metric}), again="keep"))

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
-from raysgd import AutoCheckpoint  # noqa: E402
-from raysgd.tf import TFTrainer  # noqa: E402
-from tests.tf.small import Small, arrays  # noqa: E402
+from raysgd import AutoCheckpoint
+from raysgd.tf import TFTrainer
+from tests.tf.small import Small, arrays
 
 
 class Killed(BaseException):
