@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from raysgd.torch.operator import TrainingOperator
     from raysgd.torch.options import TrainingOptions
     from raysgd.torch.trainer import TorchTrainer
+    from raysgd.training.auto_checkpoint import AutoCheckpoint
 
 __all__ = [
+    "AutoCheckpoint",
     "CheckpointError",
     "ClusterError",
     "ConfigError",
@@ -63,6 +65,7 @@ _HOMES = {
     "CreatorOperator": "raysgd.torch.creators",
     "TFTrainer": "raysgd.tf.trainer",
     "shutdown_all": "raysgd.engine.engine",
+    "AutoCheckpoint": "raysgd.training.auto_checkpoint",
 }
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from raysgd.callbacks.base import Callback, CallResult, Result, Run, Underway
 from raysgd.callbacks.csv_files import CSVCallback
+from raysgd.callbacks.early_stopping import EarlyStopping
 from raysgd.callbacks.history import History
 from raysgd.callbacks.json_files import JsonLinesCallback, JsonLoggerCallback
 from raysgd.callbacks.mlflow_store import MLflowCallback
@@ -23,6 +24,7 @@ __all__ = [
     "CSVCallback",
     "CallResult",
     "Callback",
+    "EarlyStopping",
     "History",
     "JsonLinesCallback",
     "JsonLoggerCallback",

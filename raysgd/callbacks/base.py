@@ -1,8 +1,8 @@
-"""Define the callback protocol: six optional methods, and the values that they are called with. Both."""
+"""Define the callback protocol: seven optional methods, and the values that they are called with. Both."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -78,7 +78,7 @@ class Callback:
             def on_result(self, result):
                 self.lowest = min(self.lowest, result.metrics.get("train_loss", math.inf))
 
-    The order is: the start; for each call, progress and recoveries, and then its result or its error; the end.
+    The order is: the start; a resume; for each call, progress and recoveries, and then its result or its error; the end.
 
     An error in a callback is logged with its traceback, and training continues. In a class with
     `stops_training = True` it ends the call instead, and the trainer's caller gets it.
@@ -86,11 +86,17 @@ class Callback:
 
     stops_training: ClassVar[bool] = False
 
+    # Set this to True to end the loop over `trainer.epochs()`, or `trainer.fit()`, after the current epoch.
+    wants_stop: bool = False
+
     # What the workers do for this callback (`ProfilerSettings`), if anything.
     on_workers: Any = None
 
     def on_start(self, run: Run) -> None:
         """Called before the first worker starts (for a function trainer: before each run)."""
+
+    def on_resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Called when the trainer has resumed from an automatic checkpoint, with the rows of the history until then."""
 
     def on_progress(self, now: Underway) -> None:
         """Called for each worker while a call runs, at most a few times per second. Not for training functions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
@@ -35,6 +35,16 @@ class CallbackList:
 
     def start(self, run: Run) -> None:
         self._call("on_start", run)
+
+    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._call("on_resume", rows)
+
+    def take_stop(self) -> bool:
+        """Return whether a callback wants the loop over epochs to end. Each callback ends only one loop."""
+        wanting = [callback for callback in self._all if callback.wants_stop]
+        for callback in wanting:
+            callback.wants_stop = False
+        return bool(wanting)
 
     def progress(self, now: Underway) -> None:
         self._call("on_progress", now)

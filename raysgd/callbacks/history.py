@@ -20,7 +20,8 @@ COUNTS = ("epoch", "step", "world_size", "seconds", "batch_count", "num_samples"
 
 
 class History(Callback, Sequence[Mapping[str, Any]]):
-    """Owns the rows of one trainer in this process: a list of dictionaries, oldest first. Not part of a checkpoint.
+    """Owns the rows of one trainer in this process: a list of dictionaries, oldest first. Automatic checkpoints
+    contain it, so a resumed trainer has the earlier rows, too.
 
         trainer.history[-1]["train_loss"]
         trainer.history.to_dataframe()
@@ -33,6 +34,9 @@ class History(Callback, Sequence[Mapping[str, Any]]):
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
+
+    def on_resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._rows = [dict(row) for row in rows]
 
     def on_result(self, result: CallResult) -> None:
         self._rows.append(row_of(result))

@@ -32,15 +32,17 @@ class Job:
     keep     the survivors' answers are the result (user functions that should not run twice)
 
     `prepare` is called whenever the call is fanned out, and returns arguments to add to it. `waits_for_user` says
-    whether the ranks wait for the user at the moment, which is not a hang. `lead` is how many steps
-    ahead of all ranks a planned stop is first proposed. `hurry_s` is how long ranks may continue after one of them has
-    stopped for a planned change; with None, all stop at the same step."""
+    whether the ranks wait for the user at the moment, which is not a hang. `paused` is called when all ranks have stopped
+    at a batch boundary. It may make other calls, and returns whether only the job wanted that stop. `lead` is how many
+    steps ahead of all ranks a planned stop is first proposed. `hurry_s` is how long ranks may continue after one of them
+    has stopped for a planned change; with None, all stop at the same step."""
 
     call: Call
     again: Literal["resume", "repeat", "keep"] = "repeat"
     max_failures: int = 3
     lead: int = 2
     prepare: Callable[[], Mapping[str, Any]] = dict
+    paused: Callable[[], bool] = lambda: False
     hurry_s: float | None = None
     waits_for_user: Callable[[], bool] = lambda: False
 

@@ -300,6 +300,8 @@ class Engine:
                 parts = [*parts, part] if job.again == "resume" else [part]
                 if seen.kind == "done":
                     return parts
+                if seen.kind == "paused" and self._is_own_pause(job, parts, running):
+                    continue
                 revived = self._restore(seen, running, since=fan_out.troubled_at)
                 if (
                     job.again == "keep"
@@ -316,6 +318,16 @@ class Engine:
         if job.again == "resume":
             more |= {"call": running.number, "snapshot_first": self._snapshot_is_stale}
         return replace(job.call, arguments={**job.call.arguments, **more})
+
+    def _is_own_pause(self, job: Job, parts: list[PartialResults], running: RunningCall) -> bool:
+        """Let the job use a pause. Return whether only the job wanted it, so that the generation stays as it is."""
+        at = self.progress.step
+        if not job.paused():
+            return False
+        newest = self._table.snapshots.latest()
+        if newest is not None and self.progress.step < at:  # new workers have begun there, because all others failed
+            parts[:] = partial_results_since(newest, parts, call=running.number)
+        return not self._is_change_due()
 
     def _note_snapshot(self, running: RunningCall) -> None:
         newest = self._table.snapshots.latest()

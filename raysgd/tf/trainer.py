@@ -18,7 +18,9 @@ from raysgd.tf.process_group import TensorFlowBackend
 from raysgd.tf.replica import TFReplica, TFReplicaFactory
 from raysgd.tf.settings import TFSettings
 from raysgd.training.arguments import check_call, check_common, check_config, needs_ray, refuse_unknown
+from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
+from raysgd.training.loops import opened_folder
 from raysgd.training.replica_base import Refusal
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
 from raysgd.workers.blob import Blob
@@ -70,6 +72,8 @@ class TFTrainer(TrainerBase):
         verbose, use_tqdm      show a progress bar
         callbacks              `raysgd.callbacks.Callback` objects
         logdir                 the folder of callbacks that write, relative to ~/ray_results; by default a new one there
+        checkpoints            an `AutoCheckpoint`: makes checkpoints in the loop over `epochs()`, and in `fit()`
+        resume                 "auto": load the newest of them, and continue the loop where the script was killed
 
     What `TrainingOptions` sets for a `TorchTrainer` is set in Keras: clipping and accumulation on the optimizer, mixed
     precision by Keras' dtype policy.
@@ -95,12 +99,15 @@ class TFTrainer(TrainerBase):
         elastic: ElasticConfig | None = None,
         callbacks: Sequence[Callback] = (),
         logdir: str | os.PathLike[str] | None = None,
+        checkpoints: AutoCheckpoint | None = None,
+        resume: Literal["auto"] | None = None,
         **unknown: NoReturn,
     ) -> None:
         refuse_unknown(TFTrainer, unknown, {"elastic": ElasticConfig})
         operator_cls = _operator_class(model_creator, data_creator, training_operator_cls)
         self.num_replicas = number = _resolve_num_workers(num_replicas, num_workers)
         check_common(operator_cls, TrainingOperator, number, initialization_hook, timeout_s, elastic)
+        folder = opened_folder(checkpoints, resume, ".ckpt")
         # The batch size is that of all workers together, as a data set's is, so it is not divided.
         self.config = check_config(config, number)
         check_flag("use_gpu", use_gpu)
@@ -128,7 +135,7 @@ class TFTrainer(TrainerBase):
             TensorFlowBackend, join_s=limits.join_s, threads=settings.threads, use_gpu=settings.use_gpu
         )
         engine = make_engine(self._factory, calls, resources, elastic, limits, initialization_hook, make_backend)
-        super().__init__(engine, calls, number)
+        super().__init__(engine, calls, number, folder, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -177,6 +184,11 @@ class TFTrainer(TrainerBase):
                 break
         return result if reduce_results else each
 
+    def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(
+            "TFTrainer has no predict(): call trainer.get_model().predict(data), which Keras runs in this process"
+        )
+
     # -- models and state -----------------------------------------------------------------------------
 
     @exclusive
@@ -203,6 +215,7 @@ class TFTrainer(TrainerBase):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, for any number of workers. Every worker checks the state first: one that does not
         fit raises CheckpointError, and changes nothing."""
+        self._loops.refuse_load("load_state_dict()")
         self._restore(states.dump(states.shaped(dict(state_dict))))
 
     @exclusive
@@ -215,7 +228,11 @@ class TFTrainer(TrainerBase):
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str]) -> None:
         """Load a checkpoint from a path or a URI, after its digest and its content were checked. No code in it is run."""
-        where = locations.place(checkpoint)
+        self._loops.refuse_load("load()")
+        self._load_automatic(checkpoint)
+
+    def _load_automatic(self, path: str | os.PathLike[str]) -> None:
+        where = locations.place(path)
         data = locations.read(where)
         try:
             states.read(data, where)  # a damaged or foreign file is not sent to the workers
@@ -226,6 +243,10 @@ class TFTrainer(TrainerBase):
     def restore(self, checkpoint: str | os.PathLike[str]) -> None:
         """Load a checkpoint. RaySGD's name for `load`."""
         self.load(checkpoint)
+
+    @exclusive
+    def _start_save(self, path: str) -> Callable[[], Any]:
+        return partial(locations.write, path, self._checkpoint())
 
     def _checkpoint(self) -> Any:
         ranks = self._values(TFReplica.random_state)

@@ -127,6 +127,14 @@ class TrainingOperator(OperatorBase):
             result["val_accuracy"] = 0.0
         return result
 
+    def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        """Return the model's output for one batch of `trainer.predict()`: a tensor with a row for each sample, or a list, tuple
+        or dict of such tensors. A batch is the features alone, or `(*features, target)`, whose target is left out."""
+        self._need("predict_batch", "model")
+        features = batch if isinstance(batch, (tuple, list)) else [batch]
+        with self.autocast():
+            return self.model(*(features[:-1] if len(features) > 1 else features))
+
     # -- helpers for custom loops ---------------------------------------------------------------------
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -9,13 +9,19 @@ import copy
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from raysgd.errors import CheckpointError
+import torch
+from torch.utils.data import DataLoader
+
+from raysgd.core.outcomes import Interrupted
+from raysgd.errors import CheckpointError, shown
 from raysgd.torch.checkpoint import shard_files, states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError
+from raysgd.torch.data.sources import PlannedSource, close
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.replica import TorchReplica
 from raysgd.training.replica_base import Refusal
@@ -27,6 +33,8 @@ __all__ = [
     "check_shards",
     "checkpoint",
     "get_model",
+    "joined",
+    "predict",
     "random_state",
     "restore",
     "restore_file",
@@ -55,6 +63,42 @@ def get_model(replica: TorchReplica) -> list[Any] | None:
         saved = gathered([model.state_dict() for model in parts.models], keep=first)
         return parts.shards.full_models(saved) if first else None
     return [copy.deepcopy(model).cpu() for model in parts.models] if first else None
+
+
+def predict(replica: TorchReplica, data: Any, batch_size: int) -> Any:
+    """Return this rank's outputs, each with the place of its step in the data. Training's random numbers stay as they are."""
+    loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=batch_size)
+    source, operator, control = PlannedSource(loader, pad=False), replica.operator, replica._control
+    outputs: list[tuple[int, Any]] = []
+    for model in operator._parts.wrapped:
+        model.eval()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), operator._validating():
+        source.begin(0, replica._rank_info, replica._distributed)
+        for number, drawn in enumerate(source.batches(replica._rank_info, 0)):
+            if control.interrupted:
+                return Interrupted(None, "a peer failed", replica.progress)
+            batch = replica._carrier.arrived(replica._carrier.send(drawn.batch))
+            outputs.append((drawn.offset, states.copied(operator.predict_batch(batch, {"batch_idx": number}))))
+            if control.due():
+                control.report(replace(replica.progress, batches=number + 1))
+    close(source)
+    return outputs
+
+
+def joined(outputs: list[Any]) -> Any:
+    """Return the outputs of several batches as that of one: tensors are concatenated, also those in containers."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor) and first.dim():
+        return torch.cat(outputs)
+    if isinstance(first, Mapping):
+        return {name: joined([output[name] for output in outputs]) for name in first}
+    if isinstance(first, (list, tuple)):
+        columns = [joined(list(column)) for column in zip(*outputs, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    raise TypeError(
+        "predict_batch must return a tensor with a row for each sample, or a list, tuple or dict of such tensors, got "
+        f"{shown(first)}"
+    )
 
 
 def random_state(replica: TorchReplica) -> dict[str, Any]:

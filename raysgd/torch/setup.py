@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from raysgd.callbacks.torch_profiler import ProfilerSettings
-from raysgd.config import ElasticConfig, WorkerResources
+from raysgd.config import ElasticConfig, WorkerResources, at_least
 from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError, shown
 from raysgd.ray_data.columns import RayData
@@ -23,6 +24,7 @@ from raysgd.training.arguments import check_config
 __all__ = [
     "GROUPS",
     "REMOVED",
+    "check_predicted",
     "opened",
     "per_worker_config",
     "replica_factory",
@@ -113,6 +115,20 @@ def replica_factory(
             f"callbacks can have one TorchProfilerCallback, and no other that runs on the workers, got {on_workers}"
         )
     return ProfiledReplicaFactory(operator_cls, config, settings, on_workers[0])
+
+
+def check_predicted(data: Any, batch_size: Any) -> None:
+    """Raise ConfigError for data whose outputs would have no defined order."""
+    at_least("batch_size", batch_size, 1, whole=True)
+    given = data.dataset if isinstance(data, DataLoader) else data
+    if isinstance(given, IterableDataset) or not (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
+        raise ConfigError(
+            f"predict() needs data with an order: a data set with __getitem__ and __len__, or a DataLoader of one, got {data!r}"
+        )
+    if isinstance(data, DataLoader) and isinstance(getattr(data.batch_sampler, "sampler", data.sampler), RandomSampler):
+        raise ConfigError(
+            "predict() returns outputs in the order of the data, but this loader shuffles: pass shuffle=False"
+        )
 
 
 def opened(dataset: Any, group: Any) -> Any:

@@ -26,7 +26,9 @@ from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.arguments import check_call, check_common, check_flags, needs_ray, refuse_unknown
+from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
+from raysgd.training.loops import opened_folder
 from raysgd.training.trainer_base import Metrics, TrainerBase, described_run, limits_of, make_engine
 
 __all__ = ["TorchTrainer"]
@@ -72,6 +74,8 @@ class TorchTrainer(TrainerBase):
         use_tqdm                 show a progress bar
         callbacks                `raysgd.callbacks.Callback` objects
         logdir                   the folder of callbacks that write, relative to ~/ray_results; by default a new one there
+        checkpoints              an `AutoCheckpoint`: makes checkpoints in the loop over `epochs()`, and in `fit()`
+        resume                   "auto": load the newest of them, and continue the loop where the script was killed
 
         use_local                no effect; RaySGD ran the first worker in this process
         serialize_data_creation  no effect; pass it to `TrainingOperator.from_creators`
@@ -100,6 +104,8 @@ class TorchTrainer(TrainerBase):
         use_tqdm: bool = False,
         callbacks: Sequence[Callback] = (),
         logdir: str | os.PathLike[str] | None = None,
+        checkpoints: AutoCheckpoint | None = None,
+        resume: Literal["auto"] | None = None,
         use_local: bool = False,
         serialize_data_creation: bool = False,
         **unknown: NoReturn,
@@ -111,6 +117,7 @@ class TorchTrainer(TrainerBase):
         if options is not None and not isinstance(options, TrainingOptions):
             raise ConfigError(f"options must be a raysgd.TrainingOptions, got {options!r}")
         options = (options or TrainingOptions()).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
+        folder = opened_folder(checkpoints, resume, ".pt")
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
         elastic = elastic or ElasticConfig()
@@ -142,7 +149,7 @@ class TorchTrainer(TrainerBase):
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
         engine = make_engine(self._factory, calls, resources, elastic, limits, initialization_hook, make_backend)
         self._checkpoints = Checkpoints(engine)
-        super().__init__(engine, calls, num_workers)
+        super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -194,6 +201,21 @@ class TorchTrainer(TrainerBase):
         return result if reduce_results else each
 
     @exclusive
+    def predict(self, data: Any, batch_size: int = 32) -> Any:
+        """Return the model's outputs for a data set or a DataLoader, in the order of the data, on the CPU.
+
+        The workers divide the data, and call `operator.predict_batch` in eval mode without gradients; its outputs are
+        concatenated. After a failure, the other workers repeat the call. A loader has its own batch size.
+        """
+        setup.check_predicted(data, batch_size)
+        self._raise_earlier_error()
+        ranks = self._values(replica_calls.predict, data=self._engine.pack(data), batch_size=batch_size)
+        outputs = [(offset, rank, each) for rank, own in enumerate(ranks) for offset, each in own]
+        if not outputs:
+            raise ConfigError(f"predict() got data without a sample: {data!r}")
+        return replica_calls.joined([each for *_, each in sorted(outputs, key=lambda output: output[:2])])
+
+    @exclusive
     def update_scheduler(self, metric: Any) -> None:
         """Call `step(metric)` on every registered scheduler of every worker."""
         self._engine.run(Job(Call(replica_calls.update_scheduler, {"metric": metric}), again="keep"))
@@ -201,6 +223,15 @@ class TorchTrainer(TrainerBase):
 
     def _raise_earlier_error(self) -> None:
         self._checkpoints.raise_failed()
+
+    @exclusive
+    def _start_save(self, path: str) -> Callable[[], Any]:
+        handle: SaveHandle = self._checkpoints.save(path, blocking=False, sharded=False)
+        return handle.result
+
+    def _load_automatic(self, path: str) -> None:
+        assert self._folder is not None
+        self._checkpoints.load(path, trusted=self._folder.settings.trusted)
 
     # -- models and state -----------------------------------------------------------------------------
 
@@ -233,6 +264,7 @@ class TorchTrainer(TrainerBase):
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Load what `state_dict` returned, for any number of workers. Every worker checks the state first: one that does not
         fit raises CheckpointError, and nothing changes. (`blocking` has no effect; RaySGD had it.)"""
+        self._loops.refuse_load("load_state_dict()")
         self._raise_earlier_error()
         self._checkpoints.restore(states.dump_given(state_dict), trusted=True)
 
@@ -268,6 +300,7 @@ class TorchTrainer(TrainerBase):
     def load(self, checkpoint: str | os.PathLike[str], *, trusted: bool = False) -> None:
         """Load a checkpoint from a path or a URI, for any number of workers. No code in it is run, unless it is `trusted` (for
         operator state of your own types, and for what was saved with `sharded=True`)."""
+        self._loops.refuse_load("load()")
         self._raise_earlier_error()
         self._checkpoints.load(checkpoint, trusted=trusted)
 
@@ -292,6 +325,7 @@ class TorchTrainer(TrainerBase):
         """End the workers, after saves in the background. A second call does nothing; any other call afterwards raises an
         error."""
         try:
+            self._loops.close(force=force)
             if not force:
                 self._checkpoints.finish()
         finally:  # Ctrl-C may end the wait for the saves

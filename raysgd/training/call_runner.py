@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from raysgd.callbacks.base import TRACES, Kind, Result, Run, Underway
@@ -60,6 +60,15 @@ class CallRunner:
     def on_workers(self) -> list[Any]:
         """Return what the callbacks want the workers to do."""
         return self._callbacks.on_workers
+
+    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Call the callbacks after the trainer has resumed."""
+        self._callbacks.resume(rows)
+        self._callbacks.raise_stop()
+
+    def take_stop(self) -> bool:
+        """Return whether a callback wants the loop over epochs to end, once."""
+        return self._callbacks.take_stop()
 
     # -- the engine's listeners -----------------------------------------------------------------------
 

@@ -119,6 +119,7 @@ class Feed:
     """Owns the batches that are not committed yet. The default loop reads `epoch_ended` and `fresh`.
 
     limit      how many batches the call may have; None for the rest of the epoch
+    pause_at   stop before the batch that follows this step, unless the epoch ends there
     shared     whether the data is divided among the ranks
     window     how many batches share one optimizer step
     on_batch   called before each batch with (drawn, its place in the window, whether it closes the window)
@@ -135,6 +136,7 @@ class Feed:
         *,
         limit: int | None,
         shared: bool,
+        pause_at: int | None = None,
         on_commit: Callable[..., None],
         on_batch: Callable[[Drawn, int, bool], None] | None = None,
         carrier: Carrier | None = None,
@@ -144,7 +146,7 @@ class Feed:
         name: str = "train_loader",
     ) -> None:
         self._source, self._position, self._rank_info, self._control = source, position, rank_info, control
-        self._limit, self._shared, self._unwind = limit, shared, unwind
+        self._limit, self._shared, self._unwind, self._pause_at = limit, shared, unwind, pause_at
         self._training, self._name = training, name
         self._carrier, self._on_batch, self._on_commit = carrier or Carrier(), on_batch, on_commit
         self._window_size = window
@@ -174,6 +176,10 @@ class Feed:
             self._note_end_of_epoch()
             self._finish()
             raise StopIteration
+        if self._pause_at is not None and position.step >= self._pause_at and not (self._window or position.ended):
+            self._note_end_of_epoch()
+            if not position.ended:
+                self._stop()
         if control.interrupted if self._window else not control.begin(position.step + 1):
             self._window.clear()
             self._stop()

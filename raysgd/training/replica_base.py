@@ -23,9 +23,23 @@ from raysgd.training.position import Position
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import Snapshotter
 
-__all__ = ["Phase", "Refusal", "ReplicaBase", "ReplicaFactoryBase", "accepted_arguments", "apply", "apply_operator"]
+__all__ = [
+    "Phase",
+    "Refusal",
+    "ReplicaBase",
+    "ReplicaFactoryBase",
+    "accepted_arguments",
+    "apply",
+    "apply_operator",
+    "has_data",
+]
 
 Phase = Literal["train", "validation"]
+NOT_RESUMABLE = (
+    "AutoCheckpoint(every=...) with batches or seconds saves within an epoch, but nothing can save the place in an iterable "
+    "without a length, or in data that the operator divides itself: pass every='epoch', or register a DataLoader of a data set "
+    "with __getitem__ and __len__"
+)
 
 
 @dataclass(frozen=True)
@@ -117,8 +131,9 @@ class ReplicaBase(ABC):
         info: dict[str, Any] | None,
         dataset: Any = None,
         snapshot_first: bool = False,
+        pause_at: int | None = None,
     ) -> Any:
-        """Train the rest of the epoch, or of `num_steps`, from the current position."""
+        """Train the rest of the epoch, or of `num_steps`, from the current position. With `pause_at`, pause after this step."""
         position, operator = self._position, self.operator
         new = call != position.call
         if new and dataset is None:
@@ -127,11 +142,13 @@ class ReplicaBase(ABC):
             return {"epoch": position.epoch, COMMITTED: position.call_units}
         self._begin_measuring("train", profile, new_call=new)
         source = self._train_source(dataset)
+        if pause_at is not None and not getattr(source, "resumable", True):
+            raise ConfigError(NOT_RESUMABLE)
         operator.global_step = position.step
         if snapshot_first:
             self.take_snapshot()
         own_loop = type(operator).train_epoch is not self.operator_class.train_epoch
-        self._feed = feed = self._make_feed(source, "train", num_steps, unwind=own_loop)
+        self._feed = feed = self._make_feed(source, "train", num_steps, unwind=own_loop, pause_at=pause_at)
         given, named = accepted_arguments(
             operator.train_epoch, feed, info=info, num_steps=num_steps, epoch_idx=position.call_epoch - 1
         )
@@ -163,7 +180,9 @@ class ReplicaBase(ABC):
         timer: AbstractContextManager[Any] = self.operator.timers.record("train_epoch")
         return timer
 
-    def _make_feed(self, source: Source, phase: Phase, limit: int | None, *, unwind: bool = False) -> Feed:
+    def _make_feed(
+        self, source: Source, phase: Phase, limit: int | None, *, unwind: bool = False, pause_at: int | None = None
+    ) -> Feed:
         """Return the iterator for a loop."""
         training = phase == "train"
         return Feed(
@@ -175,6 +194,7 @@ class ReplicaBase(ABC):
             shared=self._distributed,
             on_commit=self._on_commit if training else self._on_validated,
             unwind=unwind,
+            pause_at=pause_at,
             training=training,
             name=self.data_names[phase],
             **self._feed_options(phase),
@@ -385,6 +405,11 @@ class ReplicaBase(ABC):
 
 
 # -- calls that run a user's function -----------------------------------------------------------------
+
+
+def has_data(replica: ReplicaBase, phase: Phase) -> bool:
+    """Return whether the operator has registered data for this."""
+    return getattr(replica.operator._parts, replica.data_names[phase]) is not None
 
 
 def apply_operator(replica: ReplicaBase, function: Callable[[Any], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -17,8 +17,10 @@ from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError
 from raysgd.training.arguments import check_call, check_flags
+from raysgd.training.auto_checkpoint import CheckpointFolder
 from raysgd.training.call_runner import CallRunner, exclusive
-from raysgd.training.replica_base import ReplicaBase, ReplicaFactoryBase, apply, apply_operator
+from raysgd.training.loops import EpochLoops
+from raysgd.training.replica_base import ReplicaBase, ReplicaFactoryBase, apply, apply_operator, has_data
 from raysgd.workers.inline_group import InlineGroup
 
 __all__ = ["Metrics", "TrainerBase", "described_run", "limits_of", "make_engine"]
@@ -34,11 +36,115 @@ class TrainerBase:
     # How many batches `validate` uses by default; None: all.
     _validation_steps: int | None = None
 
-    def __init__(self, engine: Engine, calls: CallRunner, num_workers: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        calls: CallRunner,
+        num_workers: int,
+        folder: CheckpointFolder | None = None,
+        *,
+        resume: bool,
+    ) -> None:
         self._engine, self._calls = engine, calls
         self._distributed = num_workers > 1
         self._validations = 0
+        self._folder = folder
+        self._loops = EpochLoops(
+            folder, calls.history, step=lambda: engine.progress.step, start=self._start_save, stop=calls.take_stop
+        )
         calls.start(engine)
+        if resume:
+            self._resume()
+
+    def _resume(self) -> None:
+        """Load the newest automatic checkpoint, if there is one."""
+        try:
+            place = self._loops.resume(self._load_automatic)
+            if place is not None and self._folder is not None:
+                self._calls.resume(self._folder.record(place)["history"])
+        except BaseException as error:
+            self._calls.exited(error)
+            self.shutdown(force=True)
+            raise
+
+    # -- the loop -------------------------------------------------------------------------------------
+
+    def epochs(self, epochs: int) -> Iterator[int]:
+        """Return an iterator over 1, 2, ..., `epochs`, for a loop of your own:
+
+            for epoch in trainer.epochs(10):
+                trainer.train()
+                trainer.validate()
+
+        With `checkpoints`, an automatic checkpoint belongs to the end of the loop's body, or to the first call of `train()` in
+        it. A script that was killed and started again with `resume="auto"` continues the loop with the first epoch that was
+        not complete, and `train()` trains the rest of it; loops that were complete have no epochs then. A callback can end
+        the loop after an epoch.
+        """
+        at_least("epochs", epochs, 0, whole=True)
+        return self._loops.run(epochs)
+
+    def fit(
+        self,
+        epochs: int,
+        validate_every: int = 1,
+        *,
+        num_steps: int | None = None,
+        validation_steps: int | None = None,
+        max_retries: int = 3,
+        info: Mapping[str, Any] | None = None,
+    ) -> History:
+        """Train for this many epochs, and validate after each `validate_every`-th one (0: never). Return the history.
+
+        for epoch in trainer.epochs(epochs):
+            trainer.train(num_steps, max_retries=max_retries, info=info)
+            if epoch % validate_every == 0:
+                trainer.validate(validation_steps, info=info)
+        """
+        at_least("validate_every", validate_every, 0, whole=True)
+        check_call(num_steps, max_retries, info)
+        check_call(validation_steps, 0, None)
+        if validate_every and not self._has_validation_data():
+            raise ConfigError(
+                "fit() validates, but the operator has registered no validation data: register it in setup, or pass "
+                "validate_every=0"
+            )
+        for epoch in self.epochs(epochs):
+            self.train(num_steps, max_retries=max_retries, info=info)
+            if validate_every and epoch % validate_every == 0:
+                self.validate(validation_steps, info=info)
+        return self.history
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train to the end of the epoch, or for a number of batches."""
+        raise NotImplementedError
+
+    @exclusive
+    def _has_validation_data(self) -> bool:
+        return bool(self._first(has_data, phase="validation"))
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """Return the path of the best automatic checkpoint so far (`AutoCheckpoint.best`)."""
+        return None if self._folder is None else self._folder.path(self._folder.best)
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """Return the path of the newest automatic checkpoint that is complete."""
+        return None if self._folder is None else self._folder.path(self._folder.latest)
+
+    @property
+    def resumed_from(self) -> str | None:
+        """Return the path of the checkpoint that `resume="auto"` has loaded; None if training began anew."""
+        return None if self._folder is None else self._folder.path(self._loops.resumed)
+
+    def _start_save(self, path: str) -> Callable[[], Any]:
+        """Copy the state. Return a function that returns when the file is complete."""
+        raise NotImplementedError
+
+    def _load_automatic(self, path: str) -> None:
+        """Load an automatic checkpoint."""
+        raise NotImplementedError
 
     # -- measuring ------------------------------------------------------------------------------------
 
@@ -48,7 +154,14 @@ class TrainerBase:
         """Return the job of a call of `train`, whose arguments were checked."""
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), **more}
         self._raise_earlier_error()
-        return Job(Call(ReplicaBase.train, arguments), again="resume", max_failures=max_retries)
+        self._loops.begin_call(num_steps)
+        return Job(
+            Call(ReplicaBase.train, arguments),
+            again="resume",
+            max_failures=max_retries,
+            prepare=self._loops.next_pause,
+            paused=self._loops.paused,
+        )
 
     @overload
     def validate(
@@ -178,6 +291,7 @@ class TrainerBase:
 
     def shutdown(self, force: bool = False) -> None:
         """End the workers. A second call does nothing; any other call afterwards raises an error."""
+        self._loops.close(force=force)
         try:
             self._engine.stop(force=force)
         finally:

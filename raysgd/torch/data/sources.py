@@ -144,6 +144,8 @@ class LiveSource(BatchSource):
     and the batches that it has returned before are skipped.
     """
 
+    resumable = False
+
     def __init__(self, loader: Iterable[Any], *, shard: bool, together: bool, keep: int = 1) -> None:
         self.loader, self._shard, self._together = loader, shard, together
         self._live: Iterator[Any] | None = None

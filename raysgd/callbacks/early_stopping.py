@@ -1,0 +1,75 @@
+"""End the loop over epochs when a metric has stopped improving. Driver."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from raysgd.callbacks.base import Callback, CallResult
+from raysgd.callbacks.writers import is_integer, row_of
+from raysgd.core.metrics import plain
+from raysgd.errors import ConfigError
+
+__all__ = ["EarlyStopping"]
+
+
+class EarlyStopping(Callback):
+    """Ends `trainer.fit()`, or a loop over `trainer.epochs()`, after `patience` results in a row that did not improve the
+    best one by more than `min_delta`.
+
+        trainer = TorchTrainer(..., callbacks=[EarlyStopping("val_loss", patience=3)])
+        trainer.fit(100)
+
+    `best` is the best value so far. Results without the metric do not count, and NaN is never better. A resumed trainer
+    continues to count where the killed script was.
+    """
+
+    stops_training: ClassVar[bool] = True  # its only errors are mistakes of the user
+
+    def __init__(
+        self, metric: str, *, patience: int = 3, mode: Literal["min", "max"] = "min", min_delta: float = 0.0
+    ) -> None:
+        if not isinstance(metric, str):
+            raise ConfigError(f"metric must be the name of a metric such as 'val_loss', got {metric!r}")
+        if not is_integer(patience, 1):
+            raise ConfigError(f"patience must be a whole number of at least 1, got {patience!r}")
+        if mode not in ("min", "max"):
+            raise ConfigError(f"mode must be 'min' or 'max', got {mode!r}")
+        if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not min_delta >= 0:
+            raise ConfigError(f"min_delta must be a number of at least 0, got {min_delta!r}")
+        self._metric, self._patience, self._sign, self._delta = metric, patience, 1 if mode == "min" else -1, min_delta
+        self._cost, self._waited = math.inf, 0
+
+    @property
+    def best(self) -> float | None:
+        return None if math.isinf(self._cost) else self._sign * self._cost
+
+    def on_resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        for row in rows:
+            self._see(row)
+
+    def on_result(self, result: CallResult) -> None:
+        if result.kind == "report":
+            raise ConfigError(
+                "EarlyStopping ends loops over trainer.epochs() and trainer.fit() of a TorchTrainer or TFTrainer; a training "
+                "function ends its own loop"
+            )
+        row = row_of(result)
+        if result.kind == "validate" and self._metric.startswith("val") and self._metric not in row:
+            raise ConfigError(
+                f"EarlyStopping({self._metric!r}) was not measured: choose one of {', '.join(result.metrics)}"
+            )
+        self._see(row)
+
+    def _see(self, row: Mapping[str, Any]) -> None:
+        value = plain(row.get(self._metric))
+        if not isinstance(value, (int, float)):
+            return
+        self.wants_stop = False
+        if self._sign * value < self._cost - self._delta:
+            self._cost, self._waited = self._sign * value, 0
+            return
+        self._waited += 1
+        if self._waited >= self._patience:
+            self.wants_stop, self._waited = True, 0

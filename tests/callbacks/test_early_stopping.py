@@ -1,0 +1,68 @@
+"""EarlyStopping ends the loop over epochs, also of a script that was killed meanwhile."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import AutoCheckpoint, ConfigError, TorchTrainer
+from raysgd.callbacks import CallResult, EarlyStopping
+from tests.callbacks.listening import Line
+
+VALUES = [3.0, 1.0, float("nan"), 1.0, 0.95, 0.2, 0.1]
+
+
+class Scored(Line):
+    """Measures VALUES, one in each validation."""
+
+    def validate(self, val_iterator: Any, info: Any = None) -> dict[str, Any]:
+        return {**super().validate(val_iterator, info), "score": VALUES[self.global_step // 4 - 1]}
+
+
+def epochs_until_stop(callback: EarlyStopping, **arguments: Any) -> int:
+    with TorchTrainer(training_operator_cls=Scored, use_gpu=False, callbacks=[callback], **arguments) as trainer:
+        return len(trainer.fit(len(VALUES)).of("train"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "stops_after"),
+    [({"patience": 1}, 3), ({"patience": 2}, 4), ({"patience": 3}, 7), ({"patience": 3, "min_delta": 0.1}, 5)],
+)
+def test_it_stops_after_as_many_results_without_improvement(settings: dict[str, Any], stops_after: int) -> None:
+    callback = EarlyStopping("score", **settings)
+    assert epochs_until_stop(callback) == stops_after
+    assert callback.best == min(value for value in VALUES[: 2 if stops_after < 7 else 7] if value == value)
+
+
+def test_a_larger_value_can_be_better() -> None:
+    assert epochs_until_stop(EarlyStopping("score", patience=2, mode="max")) == 3
+
+
+def test_it_continues_to_count_after_a_restart(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"checkpoints": AutoCheckpoint(path=tmp_path), "resume": "auto"}
+    with TorchTrainer(
+        training_operator_cls=Scored, use_gpu=False, callbacks=[EarlyStopping("score", patience=2)], **arguments
+    ) as trainer:
+        for epoch in trainer.epochs(7):
+            trainer.train()
+            trainer.validate()
+            if epoch == 4:
+                break  # the checkpoint is that of epoch 3
+    for _ in range(2):  # the second one finds a loop that was ended
+        assert epochs_until_stop(EarlyStopping("score", patience=2), **arguments) == 4
+
+
+def test_mistakes_are_refused() -> None:
+    for wrong, message in [
+        ({"metric": 3}, "metric must be the name of a metric"),
+        ({"patience": 0}, "patience must be a whole number of at least 1, got 0"),
+        ({"mode": "low"}, "mode must be 'min' or 'max', got 'low'"),
+        ({"min_delta": -1}, "min_delta must be a number of at least 0, got -1"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            EarlyStopping(**{"metric": "val_loss", **wrong})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"EarlyStopping\('val_los'\) was not measured: choose one of .*val_loss"):
+        epochs_until_stop(EarlyStopping("val_los"))
+    report = CallResult(kind="report", epoch=1, step=1, metrics={}, by_worker=[], world_size=1, seconds=0.0)
+    with pytest.raises(ConfigError, match="a training function ends its own loop"):
+        EarlyStopping("val_loss").on_result(report)

@@ -1,0 +1,322 @@
+"""`fit`, `epochs` and automatic checkpoints: a script that is killed and started again ends as if it never was."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from raysgd import AutoCheckpoint, CheckpointError, ConfigError, TorchTrainer
+from raysgd.callbacks import Callback
+from raysgd.storage import locations
+from tests.torch.small import Line, inline, rows, weights
+
+EPOCHS, STEPS = 4, 5  # and batches in an epoch
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing in the script catches it."""
+
+
+class Noisy(Line):
+    """Draws random numbers wherever training does: the order, dropout, and noise. Dies in batch `config["die_at"]`."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=nn.MSELoss(),
+            schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7),
+        )
+        self.register_data(
+            train_loader=DataLoader(TensorDataset(*rows(20)), batch_size=4, shuffle=True),
+            validation_loader=DataLoader(TensorDataset(*rows(8)), batch_size=4),
+        )
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if self.global_step == self.config.get("die_at"):
+            raise Killed
+        x, y = batch
+        return super().train_batch((x + torch.rand_like(x), y), batch_info)
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if self.global_step == self.config.get("die_validating_after"):
+            raise Killed
+        return super().validate_batch(batch, batch_info)
+
+
+def started(folder: Any, config: dict[str, Any] | None = None, every: Any = "epoch", **arguments: Any) -> TorchTrainer:
+    settings = AutoCheckpoint(path=folder, every=every, **arguments.pop("settings", {}))
+    arguments = {"scheduler_step_freq": "epoch", "resume": "auto", **arguments}
+    return inline(arguments.pop("operator", Noisy), config=config or {}, checkpoints=settings, **arguments)
+
+
+def lived_until(folder: Any, script: Callable[[TorchTrainer], Any], config: dict[str, Any], **arguments: Any) -> None:
+    """Run the script until it is killed."""
+    trainer = started(folder, config, **arguments)
+    with pytest.raises(Killed):
+        script(trainer)
+    trainer._folder.wait()  # type: ignore[union-attr]
+    trainer.shutdown(force=True)
+
+
+def fitted(trainer: TorchTrainer) -> Any:
+    return trainer.fit(EPOCHS, validate_every=2)
+
+
+def own_loop(trainer: TorchTrainer) -> Any:
+    for epoch in trainer.epochs(EPOCHS):
+        trainer.train()
+        if epoch % 2 == 0:
+            trainer.validate()
+    return trainer.history
+
+
+def plain_loop(trainer: TorchTrainer) -> Any:
+    for epoch in range(1, EPOCHS + 1):
+        trainer.train()
+        if epoch % 2 == 0:
+            trainer.validate()
+    return trainer.history
+
+
+def measured(history: Any) -> list[Any]:
+    """What an undisturbed run measures, without times and without the means of epochs in which the script was killed."""
+    return [
+        (row["kind"], row["epoch"], row["step"], row.get("val_loss"), row.get("last_train_loss")) for row in history
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple[torch.Tensor, list[Any]]:
+    with inline(Noisy, scheduler_step_freq="epoch") as trainer:
+        history = plain_loop(trainer)
+        return weights(trainer), measured(history)
+
+
+def test_fit_is_the_loop_that_a_user_would_write(undisturbed: tuple[torch.Tensor, list[Any]]) -> None:
+    with inline(Noisy, scheduler_step_freq="epoch") as trainer:
+        history = trainer.fit(EPOCHS, validate_every=2)
+        assert history is trainer.history
+        assert torch.equal(weights(trainer), undisturbed[0])
+        assert measured(history) == undisturbed[1]
+        assert len(trainer.fit(1, 0)) == len(undisturbed[1]) + 1, "a second call trains one more epoch"
+
+
+@pytest.mark.parametrize("every", ["epoch", 3, 1e-6], ids=["epoch", "batches", "seconds"])
+@pytest.mark.parametrize("script", [fitted, own_loop])
+def test_a_killed_script_ends_with_the_weights_of_an_undisturbed_run(
+    undisturbed: tuple[torch.Tensor, list[Any]], tmp_path: Path, every: Any, script: Callable[[TorchTrainer], Any]
+) -> None:
+    deaths = [
+        {"die_at": 1},
+        {"die_at": 8},
+        {"die_validating_after": 10},
+        {"die_at": 14},
+        {"die_at": EPOCHS * STEPS - 1},
+    ]
+    for config in deaths:
+        lived_until(tmp_path, script, config, every=every)
+    with started(tmp_path, every=every) as trainer:
+        assert trainer.resumed_from == trainer.latest_checkpoint
+        history = script(trainer)
+        assert torch.equal(weights(trainer), undisturbed[0])
+        assert measured(history) == undisturbed[1]
+    with started(tmp_path, every=every) as trainer:  # nothing is left to do
+        assert measured(script(trainer)) == undisturbed[1]
+        assert torch.equal(weights(trainer), undisturbed[0])
+
+
+@pytest.mark.parametrize(("every", "step"), [("epoch", 5), (3, 6), (1e-6, 8)])
+def test_every_says_when_a_checkpoint_is_made(tmp_path: Path, every: Any, step: int) -> None:
+    lived_until(tmp_path, fitted, {"die_at": 8}, every=every)
+    with started(tmp_path, every=every) as trainer:
+        assert trainer.resumed_from == str(tmp_path / f"loop1-epoch00001-step{step:09}.pt")
+        assert [row["kind"] for row in trainer.history] == ["train"]
+        for _ in trainer.epochs(2):
+            assert trainer.train()["batch_count"] == 2 * STEPS - step, "the rest of the epoch"
+
+
+def test_loops_that_were_complete_are_skipped(tmp_path: Path) -> None:
+    def script(trainer: TorchTrainer) -> list[int]:
+        return [epoch for count in (2, 3) for epoch in trainer.epochs(count) if trainer.train(num_steps=2)]
+
+    with inline(Noisy, scheduler_step_freq="epoch") as plain:
+        assert script(plain) == [1, 2, 1, 2, 3]
+        expected = weights(plain)
+    lived_until(tmp_path, script, {"die_at": 7})
+    with started(tmp_path) as trainer:
+        assert script(trainer) == [2, 3]
+        assert torch.equal(weights(trainer), expected)
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    scores = iter([5.0, 1.0, float("nan"), 3.0, 2.0, 4.0])
+
+    class Scored(Noisy):
+        def validate(self, val_iterator: Any, info: Any = None) -> dict[str, Any]:
+            return {**super().validate(val_iterator, info), "score": next(scores)}
+
+    settings = {"keep": 2, "best": "score"}
+    (tmp_path / "loop1-epoch00001-step000000001.pt").write_bytes(b"of a killed script, without a record")
+    (tmp_path / "notes.txt").write_text("the user's")
+    with started(tmp_path, operator=Scored, settings=settings) as trainer:
+        trainer.fit(6)
+        names = ["loop1-epoch00002-step000000010", "loop1-epoch00005-step000000025", "loop1-epoch00006-step000000030"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+            [*(name + suffix for name in names for suffix in (".json", ".pt")), "notes.txt"]
+        )
+        assert trainer.best_checkpoint == str(tmp_path / f"{names[0]}.pt")
+        assert trainer.latest_checkpoint == str(tmp_path / f"{names[2]}.pt")
+        trainer.load(trainer.best_checkpoint)
+    with started(tmp_path, operator=Scored, settings={**settings, "mode": "max"}) as trainer:
+        assert trainer.best_checkpoint == str(tmp_path / f"{names[2]}.pt"), "scores are read from the folder"
+
+
+def test_a_better_score_is_saved_although_no_save_is_due(tmp_path: Path) -> None:
+    with started(tmp_path, every=1000, settings={"best": "val_loss", "keep": 1}) as trainer:
+        history = trainer.fit(3)
+        best = min((row["val_loss"], row["step"]) for row in history.of("validate"))
+        assert trainer.best_checkpoint is not None and f"step{best[1]:09}" in trainer.best_checkpoint
+        assert json.loads(Path(trainer.best_checkpoint).with_suffix(".json").read_text())["score"] == best[0]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "no record", "damaged record", "missing"])
+def test_a_damaged_or_incomplete_checkpoint_is_never_taken(
+    undisturbed: tuple[torch.Tensor, list[Any]], tmp_path: Path, damage: str
+) -> None:
+    lived_until(tmp_path, fitted, {"die_at": 12})
+    newest = tmp_path / "loop1-epoch00002-step000000010.pt"
+    record, content = newest.with_suffix(".json"), bytearray(newest.read_bytes())
+    if damage == "cut":
+        newest.write_bytes(content[:-100])
+    elif damage == "flipped":
+        content[len(content) // 2] ^= 1
+        newest.write_bytes(content)
+    elif damage == "no record":
+        record.unlink()
+    elif damage == "damaged record":
+        record.write_bytes(record.read_bytes().replace(b"validate", b"validat3"))
+    else:
+        newest.unlink()
+    with started(tmp_path) as trainer:
+        assert trainer.resumed_from == str(tmp_path / "loop1-epoch00001-step000000005.pt")
+        fitted(trainer)
+        assert torch.equal(weights(trainer), undisturbed[0])
+
+
+def test_all_damaged_is_an_error_and_no_new_start(tmp_path: Path) -> None:
+    lived_until(tmp_path, fitted, {"die_at": 7})
+    next(tmp_path.glob("*.pt")).write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged: to start anew, pass another path"):
+        started(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_an_error(tmp_path: Path) -> None:
+    lived_until(tmp_path, fitted, {"die_at": 7})
+    with pytest.raises(
+        CheckpointError, match=r"resume='auto' found a checkpoint that this trainer cannot load: .*1 schedulers"
+    ):
+        started(tmp_path, operator=Line)
+
+
+def test_on_s3(s3: str, undisturbed: tuple[torch.Tensor, list[Any]], tmp_path: Path) -> None:
+    folder = f"{s3}/{tmp_path.name}"
+    for config in ({"die_at": 4}, {"die_at": 9}, {"die_at": 16}):
+        lived_until(folder, fitted, config, every=2, settings={"keep": 1})
+    with started(folder, every=2, settings={"keep": 1}) as trainer:
+        fitted(trainer)
+        assert torch.equal(weights(trainer), undisturbed[0])
+        assert len(locations.names(locations.place(folder))) == 2
+
+
+def test_a_save_that_fails_is_raised(tmp_path: Path) -> None:
+    class Breaking(Callback):
+        def on_result(self, result: Any) -> None:
+            if result.step == STEPS:
+                (tmp_path / "run").write_text("a file, where the folder was")
+
+    with (
+        started(tmp_path / "run", callbacks=[Breaking()]) as trainer,
+        pytest.raises((CheckpointError, OSError), match="run"),
+    ):
+        trainer.fit(2)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(zip(*rows(8), strict=True))
+
+
+class Streaming(Noisy):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.register_data(train_loader=DataLoader(Stream(), batch_size=4))
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    for arguments, message in [
+        ({"resume": "auto"}, "resume='auto' needs a folder: pass checkpoints=AutoCheckpoint"),
+        ({"resume": "last"}, "resume must be 'auto' or None, got 'last'"),
+        ({"checkpoints": str(tmp_path)}, r"checkpoints must be a raysgd.AutoCheckpoint\(path=...\), got '/"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            inline(**arguments)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"every": 0}, "every must be 'epoch', a whole number of batches, or seconds as a float, got 0"),
+        ({"every": "batch"}, "every must be"),
+        ({"every": True}, "every must be"),
+        ({"keep": 0}, "keep must be a whole number of at least 1, got 0"),
+        ({"best": 1}, "best must be the name of a metric"),
+        ({"mode": "low"}, "mode must be 'min' or 'max', got 'low'"),
+        ({"path": ""}, "a checkpoint's place must be a path"),
+        ({"trusted": 1}, "trusted must be True or False"),
+    ]
+    for settings, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            AutoCheckpoint(**{"path": "x", **settings})
+    with started(tmp_path / "a", every=2, operator=Streaming) as trainer:
+        with pytest.raises(ConfigError, match="nothing can save the place in an iterable"):
+            trainer.fit(1, 0)
+        with pytest.raises(ConfigError, match=r"train\(\) must be called in a loop over trainer.epochs"):
+            trainer.train()
+        with pytest.raises(ConfigError, match=r"fit\(\) validates, but the operator has registered no validation data"):
+            trainer.fit(1)
+        with pytest.raises(ConfigError, match="must not begin inside another one"):
+            for _ in trainer.epochs(1):
+                list(trainer.epochs(1))
+
+
+def test_mistakes_that_would_lose_a_run_are_refused(tmp_path: Path) -> None:
+    lived_until(tmp_path, fitted, {"die_at": 7})
+    with pytest.raises(
+        ConfigError, match="has checkpoints of an earlier run: pass resume='auto' to continue it, or another"
+    ):
+        started(tmp_path, resume=None)
+    with inline(Noisy, scheduler_step_freq="epoch") as other:
+        pretrained = other.save(tmp_path / "pretrained.pt")
+    with started(tmp_path, settings={"best": "loss"}) as trainer:
+        with pytest.raises(ConfigError, match=r"has resumed from .*, and load\(\) would replace that"):
+            trainer.load(pretrained)
+        with pytest.raises(
+            ConfigError, match=r"AutoCheckpoint\(best='loss'\) was not measured: choose one of .*val_loss"
+        ):
+            trainer.fit(2)
+
+
+def test_a_callback_ends_the_loop(tmp_path: Path) -> None:
+    class Enough(Callback):
+        def on_result(self, result: Any) -> None:
+            self.wants_stop = result.step == 2 * STEPS
+
+    with started(tmp_path, callbacks=[Enough()]) as trainer:
+        assert [row["epoch"] for row in trainer.fit(EPOCHS, 0)] == [1, 2]
+        assert trainer.latest_checkpoint is not None and "epoch00002" in trainer.latest_checkpoint
+        assert len(trainer.fit(1, 0)) == 3, "the next loop is another one"

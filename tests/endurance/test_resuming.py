@@ -1,0 +1,98 @@
+"""A script with `fit` and automatic checkpoints is killed with its workers, again and again, and ends as if it never was."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.endurance import resuming
+
+pytestmark = [pytest.mark.elastic, pytest.mark.slow]
+
+
+class Script:
+    """One run of the script."""
+
+    def __init__(self, folder: str, every: str, epochs: int) -> None:
+        import ray
+
+        environment = {**os.environ, "RAYSGD_TEST_CLUSTER": ray.get_runtime_context().gcs_address}
+        self.process = subprocess.Popen(
+            [sys.executable, resuming.__file__, folder, every, str(epochs)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+
+    def words(self, first: str) -> list[str]:
+        """Wait for the line that begins with this word, and return its other words."""
+        assert self.process.stdout is not None
+        lines: list[str] = []
+        for line in self.process.stdout:
+            lines.append(line)
+            if line.startswith(first + " "):
+                return line.split()[1:]
+        raise AssertionError(f"no line {first}: {''.join(lines)}")
+
+    def kill(self, after_batches: int, after_s: float) -> str:
+        """Kill the workers and the script in the middle of training. Return from which checkpoint it had resumed."""
+        resumed = self.words("RESUMED")[0]
+        workers = self.words("WORKERS")
+        first = now = int(self.words("STEP")[0])
+        while now < first + after_batches:
+            now = int(self.words("STEP")[0])
+        time.sleep(after_s)
+        self.process.send_signal(signal.SIGKILL)
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(worker), signal.SIGKILL)
+        self.end()
+        return resumed
+
+    def end(self) -> int:
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return self.process.wait(60)
+
+
+def finished(folder: str, every: str, epochs: int) -> tuple[str, list[str]]:
+    """Run the script to its end. Return the checkpoint from which it resumed, and what it says of its weights and losses."""
+    script = Script(folder, every, epochs)
+    resumed = script.words("RESUMED")[0]
+    done = script.words("DONE")
+    assert script.end() == 0
+    return resumed, done
+
+
+def killed_again_and_again(folder: str, elsewhere: str, every: str, *, kills: int, epochs: int) -> None:
+    _, expected = finished(elsewhere, every, epochs)
+    chance = random.Random(every)
+    resumed = [
+        Script(folder, every, epochs).kill(chance.randint(8, 30), chance.uniform(0.0, 0.2)) for _ in range(kills)
+    ]
+    last, found = finished(folder, every, epochs)
+    assert found == expected, (resumed, last)
+    assert len({*resumed, last}) > 2, "it has resumed from several checkpoints"
+
+
+def test_three_kills(ray_cluster: None, tmp_path: Path) -> None:
+    killed_again_and_again(f"{tmp_path}/killed", f"{tmp_path}/undisturbed", "7", kills=3, epochs=8)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("every", ["'epoch'", "1", "0.1"])
+def test_twenty_kills_with_local_storage(ray_cluster: None, tmp_path: Path, every: str) -> None:
+    killed_again_and_again(f"{tmp_path}/killed", f"{tmp_path}/undisturbed", every, kills=20, epochs=50)
+
+
+@pytest.mark.soak
+def test_twenty_kills_with_s3(ray_cluster: None, s3: str, tmp_path: Path) -> None:
+    folder = f"{s3}/{tmp_path.name}"
+    killed_again_and_again(f"{folder}/killed", f"{folder}/undisturbed", "7", kills=20, epochs=50)
