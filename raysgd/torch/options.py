@@ -138,6 +138,13 @@ class TrainingOptions:
                 f"snapshot_every to 'epoch', a number of batches or None, got {elastic.snapshot_every!r} seconds"
             )
 
+    @staticmethod
+    def checked(options: object) -> TrainingOptions:
+        """Return a trainer's `options`, or the default ones for None. Raise ConfigError for any other object."""
+        if options is not None and not isinstance(options, TrainingOptions):
+            raise ConfigError(f"options must be a raysgd.TrainingOptions, got {options!r}")
+        return options or TrainingOptions()
+
     def resolved(self, *, wrap_ddp: Any = None, use_fp16: Any = None) -> TrainingOptions:
         """Return the options with a definite `parallel` and `precision`. RaySGD's names for them, `wrap_ddp` and
         `use_fp16`, decide where the options do not. Raise ConfigError if both were passed and differ."""

@@ -114,9 +114,7 @@ class TorchTrainer(TrainerBase):
         check_flags(use_tqdm=use_tqdm, add_dist_sampler=add_dist_sampler)
         setup.warn_without_effect(use_local and num_workers != 1, serialize_data_creation)
         check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
-        if options is not None and not isinstance(options, TrainingOptions):
-            raise ConfigError(f"options must be a raysgd.TrainingOptions, got {options!r}")
-        options = (options or TrainingOptions()).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
+        options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         folder = opened_folder(checkpoints, resume, ".pt")
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
@@ -125,8 +123,8 @@ class TorchTrainer(TrainerBase):
         if options.parallel == "fsdp":
             elastic = replace(elastic, grow=False)  # no other worker has the shards that a new worker would need
         strategy = choose_strategy(backend, options, horovod_args, use_gpu=self.use_gpu)
-        gpu_elsewhere = resources.gpus > 0 and not torch.cuda.is_available()
-        remote = needs_ray(use_ray, num_workers, resources, elsewhere=gpu_elsewhere)
+        missing_gpu = resources.gpus > 0 and not torch.cuda.is_available()
+        remote = needs_ray(use_ray, num_workers, resources, elsewhere=missing_gpu)
         settings = TorchSettings(
             num_workers=num_workers,
             distributed=num_workers > 1,
