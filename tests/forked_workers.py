@@ -77,12 +77,14 @@ class ForkServer:
 
     def start(self) -> None:
         """Start the processes, if they are not running yet."""
+        # torch._dynamo makes this folder when it is imported, by default beside other temporary files.
+        inductor = {"TORCHINDUCTOR_CACHE_DIR": str(self.customization.parent / "inductor")}
         with self._lock:
             for number in range(len(self._processes), SERVERS):
                 process = subprocess.Popen(
                     [sys.executable, "-m", "tests.forked_workers", f"{self._address}{number}"],
                     stdin=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONHASHSEED": str(int.from_bytes(os.urandom(3), "big"))},
+                    env={**os.environ, **inductor, "PYTHONHASHSEED": str(int.from_bytes(os.urandom(3), "big"))},
                     start_new_session=True,
                 )
                 self._processes.append(process)
