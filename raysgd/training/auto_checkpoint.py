@@ -100,25 +100,29 @@ class CheckpointFolder:
     # -- what is there --------------------------------------------------------------------------------
 
     def newest_first(self) -> list[SavedPlace]:
-        return sorted(self._scores, reverse=True)
+        return sorted(list(self._scores), reverse=True)
 
     def path(self, place: SavedPlace | None) -> str | None:
         return None if place is None else locations.text_of(self._file(place))
 
     @property
     def latest(self) -> SavedPlace | None:
-        return max(self._scores, default=None)
+        return max(list(self._scores), default=None)
 
     @property
     def best(self) -> SavedPlace | None:
         """Return the checkpoint with the best score; of equals, the oldest."""
-        scored = [place for place in sorted(self._scores) if self._scores[place] is not None]
-        return min(scored, key=lambda place: self._cost(self._scores[place]), default=None)
+        return self._best_of(dict(self._scores))
+
+    def _best_of(self, scores: Mapping[SavedPlace, float | None]) -> SavedPlace | None:
+        scored = [place for place in sorted(scores) if scores[place] is not None]
+        return min(scored, key=lambda place: self._cost(scores[place]), default=None)
 
     def improves(self, score: float | None) -> bool:
         """Return whether this score is better than those of all checkpoints."""
-        best = self.best
-        return self._cost(score) < (math.inf if best is None else self._cost(self._scores[best]))
+        scores = dict(self._scores)  # a copy, because a save that is running may change them
+        best = self._best_of(scores)
+        return self._cost(score) < (math.inf if best is None else self._cost(scores[best]))
 
     def record(self, place: SavedPlace) -> dict[str, Any]:
         """Return what was stored with a checkpoint: its score, and the history until then."""
