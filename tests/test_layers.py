@@ -67,7 +67,7 @@ SIBLINGS = {
 # Where each package of other projects may be imported.
 HOMES = {
     "ray": {"workers", "ray_data", "callbacks/ray_metrics", "tune", "compat"},
-    "torch": {"torch", "horovod", "train", "operators"},
+    "torch": {"torch", "horovod", "train", "operators", "compat/torch"},
     "tensorflow": {"tf", "horovod", "train", "operators"},
     "keras": {"tf", "operators"},
     "horovod": {"horovod"},

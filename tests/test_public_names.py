@@ -24,6 +24,9 @@ V1_NAMES = {
     "raysgd.torch.constants": "USE_FP16 NUM_STEPS SCHEDULER_STEP SCHEDULER_STEP_BATCH SCHEDULER_STEP_EPOCH "
     "SCHEDULER_STEP_MANUAL VALID_SCHEDULER_STEP NCCL_TIMEOUT_S SGD_PLACEMENT_GROUP_TIMEOUT_S",
     "raysgd.torch.resnet": "ResNet18 ResNet34 ResNet50 ResNet101 ResNet152",
+    "raysgd.torch.torch_trainer": "TorchTrainer BaseTorchTrainable",
+    "raysgd.torch.utils": "setup_address setup_process_group",
+    "raysgd.tf.tf_trainer": "TFTrainer TFTrainable",
     "raysgd.torch.training_operator": "TrainingOperator CreatorOperator get_test_operator get_test_metrics_operator",
 }
 CONSTANTS = {

@@ -1,4 +1,5 @@
-"""RaySGD's API: raysgd's loop trains a compiled Keras model with its compiled loss, optimizer and metrics. Worker.
+"""RaySGD's API: raysgd's loop trains a compiled Keras model with its compiled loss, optimizer and metrics, or with the
+`train_step` and `test_step` that its class defines. Worker.
 
 `model.fit` does not work with Keras 3 on several workers, and could not be interrupted in the middle of an epoch.
 """
@@ -6,7 +7,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +16,8 @@ from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.parts import one_row, refuse_sum, rows_in
+from raysgd.tf.own_steps import OwnStep, average_applied, further_optimizers, own_step
+from raysgd.tf.parts import as_tensor, is_keras_2, one_row, refuse_sum, rows_in, running_statistics
 
 __all__ = ["CompiledOperator", "checked_fit_config", "operator_from_creators"]
 
@@ -51,7 +53,10 @@ class CompiledOperator(TrainingOperator):
         if self._settings.distributed:
             for loss in tf.nest.flatten(model.loss):
                 refuse_sum(loss, "a compiled loss")
-        self._keras = importlib.import_module(type(model.optimizer).__module__.partition(".")[0])
+        self._keras = importlib.import_module("tf_keras" if is_keras_2(model) else "keras")
+        self._own_train: OwnStep | None = own_step(self._keras, model, "train_step")
+        self._own_test: OwnStep | None = own_step(self._keras, model, "test_step")
+        self._compared = False  # whether the ranks have compared their weights
         self.register(models=model, optimizers=model.optimizer)
         self.optimizer = self._parts.optimizers[0]
         self.register_data(train_dataset=train, validation_dataset=test)
@@ -59,12 +64,22 @@ class CompiledOperator(TrainingOperator):
         self._evaluate_callbacks = self._callbacks(EVALUATE)
         self._fit_callbacks.on_train_begin()
 
-    def _complete(self) -> None:
+    def _build(self) -> None:
         """Create the metrics as well. Keras creates them with the first batch, but a rank may have none in a
         validation."""
-        super()._complete()
+        super()._build()
         spec = getattr(self._parts.train_dataset, "element_spec", None)
-        if spec is None:
+        if self._own_train is not None:
+            self._parts.optimizers += further_optimizers(self.model)
+            if self._channel.size > 1:
+                for optimizer in self._parts.optimizers:
+                    average_applied(optimizer, self._average)
+        for step in filter(None, (self._own_train, self._own_test)):
+            self._statistics = running_statistics(self._parts.models)
+            step.trace(spec)
+            if len(running_statistics(self._parts.models)) != len(self._statistics):
+                step.make()  # tracing it has created some, which its graph must average
+        if spec is None or (self._own_train and (self._own_test or not self.model.loss)):
             return
         x, y, weight = _unpacked(tf.nest.map_structure(one_row, spec))
         output = self.model(x, training=False)
@@ -88,27 +103,65 @@ class CompiledOperator(TrainingOperator):
     ) -> dict[str, Any]:
         self._epoch_idx = epoch_idx
         self._fit_callbacks.on_epoch_begin(epoch_idx)
-        return super().train_epoch(iterator, info, num_steps, epoch_idx)
+        result = super().train_epoch(iterator, info, num_steps, epoch_idx)
+        if self._own_train is not None:
+            self._own_train.settle()
+        return result
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         x, y, weight = self._weighted(*_unpacked(batch))
-        self._fit_callbacks.on_train_batch_begin(batch_info["batch_idx"])
+        own, place = self._own_train, batch_info["batch_idx"]
+        self._fit_callbacks.on_train_batch_begin(place)
         with self.timers.record("step"):
-            loss = self._train_graph(x, y, weight, self._counts)
-        self._fit_callbacks.on_train_batch_end(batch_info["batch_idx"], {"loss": float(loss)})
-        return {"train_loss": loss, NUM_SAMPLES: rows_in(x)}
+            if own is None:
+                loss = self._train_graph(x, y, weight, self._counts)
+            else:
+                logs = own((x, y, weight) if self._class_weight() else batch, rows_in(x), counts=self._counts)
+        self._fit_callbacks.on_train_batch_end(place, {"loss": float(loss)} if own is None else logs)
+        if own is not None:
+            self._compare_weights()
+        return {**({"train_loss": loss} if own is None else {}), NUM_SAMPLES: rows_in(x)}
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         self._evaluate_callbacks.on_test_begin()
-        return super().validate(val_iterator, info)
+        result = super().validate(val_iterator, info)
+        if self._own_test is not None:
+            self._own_test.settle()
+        return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         x, y, weight = _unpacked(batch)
-        self._evaluate_callbacks.on_test_batch_begin(batch_info["batch_idx"])
+        own, place = self._own_test, batch_info["batch_idx"]
+        self._evaluate_callbacks.on_test_batch_begin(place)
         with self.timers.record("eval"):
-            loss = self._validate_graph(x, y, weight)
-        self._evaluate_callbacks.on_test_batch_end(batch_info["batch_idx"], {"loss": float(loss)})
-        return {"validation_loss": loss, NUM_SAMPLES: rows_in(x)}
+            if own is None:
+                loss = self._validate_graph(x, y, weight)
+            else:
+                logs = own(batch, rows_in(x), counts=True)
+        self._evaluate_callbacks.on_test_batch_end(place, {"loss": float(loss)} if own is None else logs)
+        return {**({"validation_loss": loss} if own is None else {}), NUM_SAMPLES: rows_in(x)}
+
+    def _average(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the mean over the ranks of gradients that the model's own step applies."""
+        found = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+        arrived = self._sum([gradient * tf.cast(self._fraction, gradient.dtype) for gradient in found])
+        with tf.control_dependencies(arrived):
+            means = iter([tf.identity(gradient) for gradient in arrived])
+        return [None if gradient is None else next(means) for gradient in gradients]
+
+    def _compare_weights(self) -> None:
+        """Raise ConfigError if the first batch of the model's own step has left the ranks with different weights."""
+        if self._compared or self._channel.size == 1:
+            return
+        self._compared = True
+        weights = [tf.cast(as_tensor(v), tf.float64) for v in self.model.trainable_variables]
+        mine = tf.add_n([tf.reduce_sum(tf.abs(weight)) for weight in weights])
+        mean = float(self._channel.sum([mine])[0]) / self._channel.size
+        if abs(float(mine) - mean) > 1e-9 * abs(mean):
+            raise ConfigError(
+                f"{type(self.model).__name__}.train_step changes the weights differently on each worker: apply gradients only "
+                "with optimizers that are attributes of the model, because raysgd averages what those apply"
+            )
 
     def _train_step(self, x: Any, y: Any, weight: Any, counts: bool) -> Any:
         with tf.GradientTape() as tape:
@@ -126,13 +179,16 @@ class CompiledOperator(TrainingOperator):
 
     def _weighted(self, x: Any, y: Any, weight: Any) -> tuple[Any, Any, Any]:
         """Return a batch with Keras' `class_weight` as weights of its samples."""
-        given = checked_fit_config(self.config, FIT).get("class_weight")
+        given = self._class_weight()
         if not given:
             return x, y, weight
         table = [float(given.get(number, 1.0)) for number in range(max(given) + 1)]
         classes = tf.argmax(y, axis=-1) if len(y.shape) > 1 and y.shape[-1] > 1 else tf.reshape(y, [-1])
         found = tf.gather(table, tf.cast(classes, tf.int32))
         return x, y, found if weight is None else found * tf.cast(weight, found.dtype)
+
+    def _class_weight(self) -> dict[int, float]:
+        return checked_fit_config(self.config, FIT).get("class_weight") or {}
 
     # -- hooks of the replica -------------------------------------------------------------------------
 
@@ -142,13 +198,17 @@ class CompiledOperator(TrainingOperator):
     def _on_report(self, prefix: str, report: dict[str, Any]) -> None:
         """Call the Keras callbacks with what all workers together measured, so that they decide alike on all ranks."""
         train = prefix == "train_"
+        own = self._own_train if train else self._own_test
+        if own is not None:
+            own.report(report, prefix, self._channel)
         callbacks = self._fit_callbacks if train else self._evaluate_callbacks
         if callbacks.callbacks:
             samples = float(report.get(NUM_SAMPLES, 0))
-            loss = samples and report[prefix + "loss"] * samples
+            loss = samples and report.get(prefix + "loss", 0.0) * samples
             total, count = self._channel.sum([tf.constant(loss, tf.float64), tf.constant(samples, tf.float64)])
             logs = {name.removeprefix(prefix): value for name, value in report.items() if name.startswith(prefix)}
-            logs["loss"] = float(total) / max(float(count), 1.0)
+            if own is None:
+                logs["loss"] = float(total) / max(float(count), 1.0)
             if train:
                 callbacks.on_epoch_end(self._epoch_idx, logs)
             else:

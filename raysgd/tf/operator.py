@@ -142,16 +142,18 @@ class TrainingOperator(OperatorBase):
                 "there are no gradients: the loss depends on none of the trainable variables of the model. Compute it inside "
                 "the tape from the model's output"
             )
-        variables = [variable for _, variable in pairs]
-        mine = [tf.convert_to_tensor(gradient) for gradient, _ in pairs]
+        return self._sum([tf.convert_to_tensor(gradient) for gradient, _ in pairs]), [variable for _, variable in pairs]
+
+    def _sum(self, gradients: list[Any]) -> list[Any]:
+        """Sum every worker's part of the gradients, and average the running statistics with them."""
         if self._channel.size == 1:
-            return mine, variables
+            return gradients
         parts = [as_tensor(v) * tf.cast(self._fraction, v.dtype) for v in self._statistics]
-        arrived = self._channel.sum([*mine, *parts])
+        arrived = self._channel.sum([*gradients, *parts])
         with tf.control_dependencies(arrived):
-            for variable, mean in zip(self._statistics, arrived[len(pairs) :], strict=True):
+            for variable, mean in zip(self._statistics, arrived[len(gradients) :], strict=True):
                 variable.assign(mean)
-            return [tf.identity(gradient) for gradient in arrived[: len(pairs)]], variables
+            return [tf.identity(gradient) for gradient in arrived[: len(gradients)]]
 
     def apply_gradients(self, gradients: Sequence[Any], variables: Sequence[Any], *, optimizer: Any) -> None:
         """Apply gradients with this worker's optimizer. This is the second half of `step`."""
@@ -213,16 +215,19 @@ class TrainingOperator(OperatorBase):
     _validation_prefix = "val_"
 
     def _complete(self) -> None:
-        """Create all variables that do not exist yet, and give all ranks rank 0's values. Create the graph
-        functions."""
+        """Create all variables that do not exist yet, and give all ranks rank 0's values."""
+        self._build()
+        self._statistics = running_statistics(self._parts.models)
+        weights = [variable for model in self._parts.models for variable in model.weights]
+        assign(weights, self._channel.broadcast(weights, source=self.world_rank == 0))
+
+    def _build(self) -> None:
+        """Create all variables that do not exist yet, and the graph functions."""
         parts = self._parts
         build_unbuilt(parts)
         for optimizer in parts.optimizers:
             if not getattr(optimizer, "built", False):
                 optimizer.build(parts.trained_by(optimizer))
-        self._statistics = running_statistics(parts.models)
-        weights = [variable for model in parts.models for variable in model.weights]
-        assign(weights, self._channel.broadcast(weights, source=self.world_rank == 0))
         # As Keras' own fit does: in Keras 2 layers may use tensors in `if` statements, in Keras 3 they may not.
         how = {"reduce_retracing": True, "autograph": any(map(is_keras_2, parts.models))}
         self._train_graph = tf.function(self._train_step, **how)

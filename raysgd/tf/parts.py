@@ -94,7 +94,9 @@ def running_statistics(models: Sequence[Any]) -> list[Any]:
 def build_unbuilt(parts: KerasParts) -> None:
     """Create the variables of models that have none yet, from the shape of the data."""
     for model in parts.models:
-        if not model.built or not model.variables:
+        # A model with a train_step of its own may consist of models that are built, and have no `call`.
+        base = next((each for each in type(model).__mro__ if each.__name__ == "Model"), type(None))
+        if (not model.built and type(model).call is not getattr(base, "call", None)) or not model.variables:
             spec = getattr(parts.train_dataset, "element_spec", None)
             features = spec[0] if isinstance(spec, tuple) else spec
             if features is None or len(parts.models) > 1:

@@ -150,7 +150,7 @@ class ReplicaBase(ABC):
         own_loop = type(operator).train_epoch is not self.operator_class.train_epoch
         self._feed = feed = self._make_feed(source, "train", num_steps, unwind=own_loop, pause_at=pause_at)
         given, named = accepted_arguments(
-            operator.train_epoch, feed, info=info, num_steps=num_steps, epoch_idx=position.call_epoch - 1
+            operator.train_epoch, feed, info=dict(info or {}), num_steps=num_steps, epoch_idx=position.call_epoch - 1
         )
         try:
             with self._measuring_epoch():
@@ -234,7 +234,7 @@ class ReplicaBase(ABC):
             position.adopt(self._validation_began)  # a peer failed: all repeat the call from where it began
         self._begin_measuring("validation", profile, new_call=True)
         feed = self._make_feed(source, "validation", num_steps)
-        given, named = accepted_arguments(operator.validate, feed, info=info)
+        given, named = accepted_arguments(operator.validate, feed, info=dict(info or {}))
         try:
             with operator._validating(), operator.timers.record("validation"):
                 result = operator.validate(*given, **named)

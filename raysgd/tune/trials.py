@@ -118,6 +118,7 @@ class TFTrainable(tune.Trainable):
                 "num_workers": config.get("num_replicas", 1),
                 "num_cpus_per_worker": config.get("num_cpus_per_worker", 1),
                 "use_gpu": bool(config.get("use_gpu", False)),
+                "use_local": True,  # the trial itself needs no CPU while its replicas train
             }
         )
 
@@ -146,11 +147,12 @@ def _numbers(config: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in config.items() if isinstance(value, (int, float))}
 
 
-RESOURCES = ("num_workers", "num_cpus_per_worker", "use_gpu", "resources_per_worker")
+RESOURCES = ("num_workers", "num_cpus_per_worker", "use_gpu", "use_local", "resources_per_worker")
 
 
 def _bundles(arguments: Mapping[str, Any]) -> Any:
-    """Return a trial's placement group: one CPU for the trial itself, and a bundle for each worker."""
+    """Return a trial's placement group: one CPU for the trial itself, and a bundle for each worker. With `use_local`, the trial
+    asks for no CPU, because in RaySGD it was one of the workers."""
     use_gpu = arguments.get("use_gpu", "auto")
     if use_gpu == "auto":
         from raysgd.torch.setup import wants_gpu
@@ -164,5 +166,6 @@ def _bundles(arguments: Mapping[str, Any]) -> Any:
     worker = {name: amount for name, amount in worker.items() if amount}
     count = arguments.get("num_workers", 1)
     inline = count == 1 and not arguments.get("use_ray")
-    bundles = [{"CPU": 1.0, **worker}] if inline else [{"CPU": 1.0}, *[worker] * count]
+    own = {} if arguments.get("use_local") else {"CPU": 1.0}
+    bundles = [{"CPU": 1.0, **worker}] if inline else [own, *[worker] * count]
     return tune.PlacementGroupFactory(bundles, strategy="PACK")

@@ -7,7 +7,7 @@ import pytest
 
 from raysgd import AutoCheckpoint, ConfigError, TorchTrainer
 from raysgd.callbacks import CallResult, EarlyStopping
-from tests.callbacks.listening import Line
+from tests.callbacks.recording import Line
 
 VALUES = [3.0, 1.0, float("nan"), 1.0, 0.95, 0.2, 0.1]
 

@@ -236,3 +236,57 @@ def test_pytorch_lightning_is_supported():
 
     with trainer_of(type("OldNet", (Old,), own)) as trainer:
         assert trainer.train()["num_samples"] == 203
+
+
+class ByDictionary(Net):
+    """Logs nothing, and returns what it measures, as modules did before `self.log`."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        output = self.net(x)
+        accuracy = (output.argmax(1) == y).float().mean()
+        return {"loss": self.loss(batch), "train_acc": accuracy, "size": len(y), "predictions": output, "note": "text"}
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        return {"val_loss": self.loss(batch), "val_acc": (self.net(x).argmax(1) == y).float().mean()}
+
+
+def test_numbers_in_a_steps_dictionary_are_reported():
+    with trainer_of(ByDictionary, {"batch_size": 150}) as trainer:
+        trained, validated = trainer.train(), trainer.validate()
+        model = trainer.get_model()
+    assert trained.keys() == {
+        *("epoch", "batch_count", "num_samples", "train_loss", "last_train_loss"),
+        *("train_acc", "last_train_acc", "size", "last_size"),
+    }
+    assert trained["size"] == pytest.approx((150 * 150 + 53 * 53) / 203)
+    assert validated.keys() == {
+        *("batch_count", "num_samples", "val_loss", "last_val_loss", "val_acc", "last_val_acc"),
+    }
+    x, y = rows(modules.VAL_ROWS, seed=1).tensors
+    with torch.no_grad():
+        assert validated["val_acc"] == pytest.approx((model.net(x).argmax(1) == y).float().mean().item(), abs=1e-6)
+        assert validated["val_loss"] == pytest.approx(nn.functional.cross_entropy(model.net(x), y).item(), rel=1e-5)
+
+
+def test_a_schedule_can_monitor_a_value_of_a_steps_dictionary():
+    class Falls(ByDictionary):
+        configure_optimizers = Plateau.configure_optimizers
+
+    with trainer_of(Falls) as trainer:
+        for _ in range(3):
+            trainer.train()
+            trainer.validate()
+        (optimizer,) = trainer.get_local_operator().optimizers
+    assert optimizer.param_groups[0]["lr"] < 0.1
+
+
+def test_raysgds_names_for_the_parts():
+    with trainer_of(modules.Scheduled) as trainer:
+        operator = trainer.get_local_operator()
+        assert operator.get_model() is operator.model is operator.module
+        assert [type(each).__name__ for each in operator.optimizers] == ["AdamW"]
+        assert [type(each).__name__ for each in operator.schedulers] == ["ExponentialLR", "LambdaLR"]
+        with pytest.raises(AttributeError):
+            operator.model = None

@@ -49,6 +49,35 @@ def test_train_epoch_with_any_documented_signature(override: Any) -> None:
         assert trainer.train(info={"a": 1})["seen"] == 1
 
 
+class NotesInfo(Line):
+    """Returns what each of the four methods gets as `info`, and adds a key to it."""
+
+    def train_epoch(self, iterator: Any, info: Any) -> Any:
+        for batch in iterator:
+            self.train_batch(batch, info)
+        return {"given": dict(info), "noted": info.setdefault("mine", 1)}
+
+    def validate(self, val_iterator: Any, info: Any) -> Any:
+        given = [self.validate_batch(batch, info)["given"] for batch in val_iterator]
+        return {"given": given[0]}
+
+    def train_batch(self, batch: Any, batch_info: Any) -> Any:
+        assert batch_info == {}
+        return super().train_batch(batch, batch_info)
+
+    def validate_batch(self, batch: Any, batch_info: Any) -> Any:
+        return {"given": dict(batch_info)}
+
+
+def test_info_is_a_dictionary_of_the_call_if_none_is_passed() -> None:
+    with inline(NotesInfo) as trainer:
+        assert trainer.train()["given"] == {}
+        assert trainer.train()["given"] == {}, "what a method adds to it is gone with the call"
+        assert trainer.validate()["given"] == {}
+        given = {"a": 1}
+        assert trainer.validate(info=given)["given"] == given
+
+
 def info_under_another_name(self: Any, iterator: Any, details: Any) -> Any:
     return {"seen": sum(1 for _ in iterator), "given": details}
 

@@ -68,8 +68,8 @@ def test_a_grid_search_with_a_killed_trial(ray_cluster: None, tmp_path: Path) ->
     ("config", "bundles"),
     [
         ({}, [{"CPU": 1}]),
-        ({"num_replicas": 2}, [{"CPU": 1}] * 3),
-        ({"num_replicas": 2, "num_cpus_per_worker": 2, "use_gpu": True}, [{"CPU": 1}, *[{"CPU": 2, "GPU": 1}] * 2]),
+        ({"num_replicas": 2}, [{"CPU": 1}] * 2),
+        ({"num_replicas": 2, "num_cpus_per_worker": 2, "use_gpu": True}, [{"CPU": 2, "GPU": 1}] * 2),
     ],
 )
 def test_the_resources_of_a_trial(config: dict[str, Any], bundles: list[Any]) -> None:

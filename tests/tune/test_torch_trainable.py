@@ -55,6 +55,9 @@ def test_each_trial_has_its_own_workers(ray_cluster: None, tmp_path: Path) -> No
     [
         ({"num_workers": 2}, {}, [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}]),
         ({"num_workers": 2, "num_cpus_per_worker": 3}, {}, [{"CPU": 1}, {"CPU": 3}, {"CPU": 3}]),
+        ({"num_workers": 2, "use_local": True}, {}, [{"CPU": 1}, {"CPU": 1}]),
+        ({"num_workers": 2}, {"use_local": True}, [{"CPU": 1}, {"CPU": 1}]),
+        ({"num_workers": 1, "use_local": True}, {}, [{"CPU": 1}]),
         ({"num_workers": 2}, {"num_workers": 1}, [{"CPU": 1}]),
         ({"num_workers": 2, "use_gpu": True}, {}, [{"CPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}]),
         (

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch.utils.data import DataLoader, SequentialSampler
 
 from raysgd.constants import BATCH_SIZE
 from raysgd.core.progress import Control
 from raysgd.ray_data.columns import RayData
-from raysgd.torch.data.sampling import is_planned, unit_size
+from raysgd.torch.data.sampling import has_own_batches, is_planned, unit_size
 from raysgd.torch.data.sources import BatchSource, LiveSource, PlannedSource, RowSource, StreamSource
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import TorchSettings
@@ -36,6 +39,8 @@ class Opener:
         settings = self.settings
         shared = settings.distributed and settings.add_dist_sampler
         if is_planned(loader) and (shared or not settings.distributed):
+            if training and shared and self.operator.world_rank == 0:
+                _warn_without_shuffling(loader)
             global_batch = unit_size(loader) * settings.num_workers if settings.batch == "global" else None
             return PlannedSource(loader, pad=training, global_batch=global_batch if training else None)
         return LiveSource(loader, shard=shared, together=training, keep=self._keep)
@@ -70,3 +75,14 @@ class Opener:
     def _keep(self) -> int:
         """Return how many batches an accumulation window and the prefetched batch may hold uncommitted."""
         return self.settings.options.accumulate + 1
+
+
+def _warn_without_shuffling(loader: DataLoader[Any]) -> None:
+    """Warn users of RaySGD if their data is trained on in its own order. Python shows the same warning once per process."""
+    if type(loader.sampler) is not SequentialSampler or has_own_batches(loader):
+        return
+    warnings.warn(
+        "the training loader does not shuffle, so every epoch goes through the data in the same order (RaySGD shuffled it on "
+        "several workers): pass shuffle=True to the DataLoader, unless the order is meant",
+        stacklevel=2,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from numbers import Number
 from typing import Any, ClassVar
 
 import torch
@@ -111,6 +112,25 @@ class LightningOperator(TrainingOperator):
     ) -> list[nn.Module]:
         return super()._configure_ddp([_TrainingStep(model) for model in models], device_ids, ddp_args)
 
+    # -- RaySGD's names for the parts -----------------------------------------------------------------
+
+    def get_model(self) -> Any:
+        """Return the LightningModule itself."""
+        return self.module
+
+    @property
+    def model(self) -> Any:
+        """Return the module as it is trained: with several workers, wrapped in DDP."""
+        return self._parts.wrapped[0]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        return self._parts.optimizers
+
+    @property
+    def schedulers(self) -> list[Any]:
+        return self._parts.schedulers
+
     # -- training -------------------------------------------------------------------------------------
 
     def train_epoch(
@@ -149,7 +169,7 @@ class LightningOperator(TrainingOperator):
             return self._report()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Run one training step of the module with its hooks. Report its loss as train_loss."""
+        """Run one training step of the module with its hooks. Report its loss as train_loss, and what else it returns."""
         self._outputs: dict[str, Any] = {}
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[0] else (batch,)
         if self.module.automatic_optimization:
@@ -261,7 +281,7 @@ class LightningOperator(TrainingOperator):
         return report
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Run one validation step of the module. Report a loss that it returns as val_loss."""
+        """Run one validation step of the module. Report a loss that it returns as val_loss, and what else it returns."""
         arguments = (batch, batch_info["batch_idx"]) if self._indexed[1] else (batch,)
         with self.timers.record("eval_fwd"), self.autocast():
             self._outputs = self.module.validation_step(*arguments)
@@ -369,9 +389,12 @@ def _outputs(output: Any) -> dict[str, Any]:
 
 
 def _measured(name: str, outputs: dict[str, Any], batch: Any) -> dict[str, Any]:
-    """Return what is reported for a batch if the module logs nothing."""
-    measured: dict[str, Any] = {NUM_SAMPLES: samples_in(batch)}
-    loss = outputs.get("loss")
-    if isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1):
-        measured[name] = loss
-    return measured
+    """Return what is reported for a batch if the module logs nothing: the numbers in the step's dictionary, each by its
+    key and the loss as `name`. What is not a number, such as predictions, is only for the module's hooks."""
+    numbers = {key: value for key, value in outputs.items() if _is_number(value)}
+    loss = {name: numbers.pop("loss")} if "loss" in numbers else {}
+    return {NUM_SAMPLES: samples_in(batch), **loss, **numbers}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.numel() == 1)

@@ -1,0 +1,121 @@
+"""Keras models that define `train_step` or `test_step` themselves: run those, and average what their optimizers apply. Worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from raysgd.tf.channel import Channel
+from raysgd.tf.parts import as_tensor, assign, is_keras_2
+from raysgd.tf.replica import metric_results
+
+__all__ = ["OwnStep", "average_applied", "further_optimizers", "own_step"]
+
+
+class OwnStep:
+    """Runs a model's own `train_step` or `test_step`, as Keras' `fit` and `evaluate` do. Owns what it has returned last, because
+    that is what Keras reports for an epoch."""
+
+    def __init__(self, model: Any, step: Callable[[Any], Any]) -> None:
+        self._model, self._step = model, step
+        self.names: list[str] = []
+        self._logs: dict[str, float] = {}
+        self._weight = 0.0  # the rows of the last batch
+        self._own: set[str] = set()
+        self._unreported: set[str] = set()
+        self.make()
+
+    def make(self) -> None:
+        """Create the graph function, unless the model is compiled with `run_eagerly=True`."""
+        how = {"reduce_retracing": True, "autograph": is_keras_2(self._model)}
+        self._run: Any = self._step if self._model.run_eagerly else tf.function(self._step, **how)
+
+    def trace(self, spec: Any) -> None:
+        """Trace the graph function for batches of any size, which creates the variables of optimizers and metrics."""
+        if spec is not None and not self._model.run_eagerly:
+            traced = self._run.get_concrete_function(tf.nest.map_structure(_of_any_size, spec))
+            self.names = sorted(_numbers(traced.structured_outputs, self._step))
+
+    def __call__(self, batch: Any, rows: int, *, counts: bool) -> dict[str, Any]:
+        """Run the step, and return the numbers that it returned. Without `counts`, the metrics do not change."""
+        variables = [] if counts else [variable for metric in self._model.metrics for variable in metric.variables]
+        before = [tf.identity(as_tensor(variable)) for variable in variables]
+        logs = {name: float(value) for name, value in _numbers(self._run(batch), self._step).items()}
+        assign(variables, before)
+        self.names, self._weight = sorted(logs), float(rows if counts else 0)
+        if counts:
+            self._logs = logs
+        return logs
+
+    def settle(self) -> None:
+        """Note at the end of this rank's loop which of the returned numbers are not results of the model's metrics."""
+        results = metric_results(self._model.metrics, Channel())
+        alike = results.keys() == self._logs.keys()  # then Keras' `fit` reports the metrics
+        self._unreported = results.keys() - set(self.names)
+        self._own = {
+            name
+            for name, value in self._logs.items()
+            if name not in results or not (results[name] == value or (alike and results[name]))
+        }
+
+    def report(self, report: dict[str, Any], prefix: str, channel: Channel) -> None:
+        """Make a report of all metrics one of what the step returns: results of metrics, and for its own numbers their mean
+        over the ranks' last batches. All ranks must call this at the same time."""
+        for name in self._unreported:
+            report.pop(prefix + name, None)
+        weight, number = self._weight, len(self.names)
+        values = [weight * self._logs[name] if weight else 0.0 for name in self.names]
+        sums = channel.sum(
+            [tf.constant([weight, *values, *(float(name in self._own) for name in self.names)], tf.float64)]
+        )
+        rows, *totals = sums[0].numpy().tolist()
+        for name, total, own in zip(self.names, totals[:number], totals[number:], strict=True):
+            if own and rows:
+                report[prefix + name] = total / rows
+
+
+def own_step(keras: Any, model: Any, name: str) -> OwnStep | None:
+    """Return the step of this name if the model's class defines it, instead of inheriting that of Keras."""
+    if getattr(type(model), name) is getattr(keras.Model, name):
+        return None
+    return OwnStep(model, getattr(model, name))
+
+
+def further_optimizers(model: Any) -> list[Any]:
+    """Return the optimizers that a model holds besides the one that it was compiled with, such as those of a GAN's parts."""
+    values = [value for name, value in sorted(vars(model).items()) if name not in ("optimizer", "_optimizer")]
+    listed = [each for value in values for each in (value if isinstance(value, (list, tuple)) else [value])]
+    found = [each for each in listed if hasattr(each, "apply_gradients") and each is not model.optimizer]
+    return list({id(each): each for each in found}.values())
+
+
+def average_applied(optimizer: Any, average: Callable[[Sequence[Any]], list[Any]]) -> None:
+    """Let an optimizer apply `average(gradients)` instead of the gradients that it gets."""
+    unconverted = tf.autograph.experimental.do_not_convert  # nothing needs converting, and trying takes seconds
+    if hasattr(optimizer, "apply"):  # Keras 3, where apply_gradients calls it
+        apply = optimizer.apply
+
+        def averaged(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+            return apply(average(list(grads)), trainable_variables)
+
+        optimizer.apply = unconverted(averaged)
+        return
+    apply_gradients = optimizer.apply_gradients
+
+    def averaged_pairs(grads_and_vars: Any, *more: Any, **named: Any) -> Any:
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        return apply_gradients(zip(average(gradients), variables, strict=True), *more, **named)
+
+    optimizer.apply_gradients = unconverted(averaged_pairs)
+
+
+def _of_any_size(spec: Any) -> Any:
+    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if isinstance(spec, tf.TensorSpec) else spec
+
+
+def _numbers(logs: Any, step: Callable[..., Any]) -> dict[str, Any]:
+    if not isinstance(logs, dict):
+        raise TypeError(f"{step.__qualname__} must return a dict of numbers, got {type(logs).__name__}")
+    return {name: value for name, value in logs.items() if getattr(value, "shape", ()) == ()}

@@ -1,0 +1,71 @@
+"""A training loader that does not shuffle: the warning for users of RaySGD, which shuffled it on several workers."""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
+
+from raysgd.torch.data.opening import Opener
+from raysgd.torch.settings import TorchSettings
+from raysgd.training.position import Position
+from tests.torch.small import Numbers
+
+DATA = Numbers(12)
+
+
+class Ordered(RandomSampler):
+    """A sampler of the user's own."""
+
+
+def said(loader: Any, *, training: bool = True, rank: int = 0, **settings: Any) -> list[str]:
+    operator: Any = SimpleNamespace(world_rank=rank, config={})
+    opener = Opener(operator, TorchSettings(**{"distributed": True, "num_workers": 2, **settings}), None)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opener.registered(loader, Position(), training=training)
+    return [str(each.message) for each in caught]
+
+
+def test_it_names_shuffle() -> None:
+    (text,) = said(DataLoader(DATA, batch_size=4))
+    assert "pass shuffle=True to the DataLoader" in text
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(DATA, shuffle=True),
+        DataLoader(DATA, sampler=SubsetRandomSampler(range(4))),
+        DataLoader(DATA, sampler=Ordered(DATA)),
+        DataLoader(DATA, batch_sampler=[[0, 1], [2]]),
+        [1, 2, 3],
+    ],
+    ids=["shuffle", "sampler", "own sampler", "batch sampler", "not a loader"],
+)
+def test_loaders_with_an_order_of_their_own_are_not_warned_about(loader: Any) -> None:
+    assert said(loader) == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"training": False},
+        {"rank": 1},
+        {"distributed": False, "num_workers": 1},
+        {"add_dist_sampler": False},
+    ],
+)
+def test_only_rank_0_warns_and_only_where_raysgd_shuffled(given: dict[str, Any]) -> None:
+    assert said(DataLoader(DATA, batch_size=4), **given) == []
+
+
+def test_it_is_shown_once_in_a_process() -> None:
+    operator: Any = SimpleNamespace(world_rank=0, config={})
+    opener = Opener(operator, TorchSettings(distributed=True, num_workers=2), None)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            opener.registered(DataLoader(DATA), Position(), training=True)
+    assert len(caught) == 1
