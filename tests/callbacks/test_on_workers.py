@@ -52,7 +52,8 @@ def test_traces_of_the_chosen_rank(callbacks: Callbacks) -> None:
     result = callbacks.trainer.train()
     callbacks.assert_epoch_exact()
     assert not [name for name in result if name.startswith("__")]
-    assert set(callbacks.heard.named("result")[-1].by_worker[1]) == set(result), "traces are not part of results"
+    measured = set(result) - {"callback_errors"}  # a broken callback is among them
+    assert set(callbacks.heard.named("result")[-1].by_worker[1]) == measured, "traces are not part of results"
     (path,) = callbacks.profiler.written
     assert path.parent == callbacks.trainer.logdir / "pytorch_profiler"
     assert path.name.startswith("rank1.")
