@@ -147,14 +147,19 @@ def suggesting(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(_explained(function, signature, kwargs, error)) from None
+        check_arguments(function, *args, **kwargs)
         return function(*args, **kwargs)
 
-    signature = inspect.signature(function)
     return cast(F, call)
+
+
+def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    """Raise a TypeError that says which arguments the function takes, and which was meant, if these do not fit."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(_explained(function, signature, kwargs, error)) from None
 
 
 def suggesting_fields(kind: C) -> C:

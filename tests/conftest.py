@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.background import Background, Lane, turn
-from tests.forked_workers import ForkServer
+from tests.forked_workers import ForkServer, forks_workers
 from tests.guards import Guard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +28,7 @@ GUARD = pytest.StashKey[Guard]()
 RAY_FOLDER = tempfile.mkdtemp(prefix="raysgd-", dir="/tmp" if os.path.isdir("/tmp") else None)
 
 # Workers of Ray are forks of a process that has imported torch, also those of scripts.
-FORKS = None if os.environ.get("RAYSGD_FORKED_WORKERS") == "0" else ForkServer(Path(RAY_FOLDER))
+FORKS = ForkServer(Path(RAY_FOLDER)) if forks_workers() else None
 
 # These are set before ray is imported, because its workers inherit them. Workers keep the tests' priority, which Ray
 # would lower to that of the scripts in background.py. More than one thread of arithmetic per worker would slow down a

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["ForkServer"]
+__all__ = ["ForkServer", "forks_workers"]
 
 # Ray starts this script instead of an interpreter. Without the site module, it takes 15 ms.
 LAUNCHER = """#!{python} -IS
@@ -36,6 +36,8 @@ import json, os, socket, sys
 ARGUMENTS = sys.argv[1:]
 def forked():
     if not (ARGUMENTS and ARGUMENTS[0].endswith("default_worker.py")):
+        return False
+    if os.readlink("/proc/self/ns/net") != {network!r}:  # a fork would be in the server's network
         return False
     with socket.socket(socket.AF_UNIX) as server:
         try:
@@ -58,6 +60,11 @@ if sys.prefix == {prefix!r} and os.path.exists({launcher!r}):
 """
 
 
+def forks_workers() -> bool:
+    """Return whether the tests' workers are forks: on Linux, unless RAYSGD_FORKED_WORKERS is 0."""
+    return sys.platform == "linux" and os.environ.get("RAYSGD_FORKED_WORKERS") != "0"
+
+
 class ForkServer:
     """Owns the processes that are forked, and the script that Ray starts instead of an interpreter.
 
@@ -66,7 +73,9 @@ class ForkServer:
     def __init__(self, folder: Path) -> None:
         self._address = str(folder / "fork-")
         self._launcher = folder / "python"
-        self._launcher.write_text(LAUNCHER.format(python=sys.executable, address=self._address, servers=SERVERS))
+        network = os.readlink("/proc/self/ns/net")
+        launcher = LAUNCHER.format(python=sys.executable, address=self._address, servers=SERVERS, network=network)
+        self._launcher.write_text(launcher)
         self._launcher.chmod(0o755)
         self.customization = folder / "forks"
         self.customization.mkdir()
@@ -141,11 +150,14 @@ def become(connection: socket.socket, length: int, descriptors: list[int]) -> No
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    own_paths = os.environ.get("PYTHONPATH", "")
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = arguments
-    sys.path[0] = os.path.dirname(sys.argv[0])
+    inherited = own_paths.split(os.pathsep)
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [os.path.dirname(sys.argv[0]), *paths, *(path for path in sys.path[1:] if path not in inherited)]
     connection.sendall(b"1")
     connection.close()
 

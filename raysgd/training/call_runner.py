@@ -16,7 +16,7 @@ from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
 from raysgd.engine.engine import Engine, Job, PartialResults
 from raysgd.engine.worker_table import WorkerInfo
-from raysgd.errors import suggesting
+from raysgd.errors import check_arguments
 from raysgd.workers.tracebacks import fold_frames
 
 __all__ = ["CallRunner", "exclusive"]
@@ -30,13 +30,12 @@ def exclusive(method: F) -> F:
     """Let only one thread at a time call the trainer's methods with this decorator. Other threads get a
     TrainerBusyError."""
 
-    checked = suggesting(method)
-
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
             with self._engine.claim(f"{method.__name__}()"):
-                return checked(self, *args, **kwargs)
+                check_arguments(method, self, *args, **kwargs)
+                return method(self, *args, **kwargs)
         except BaseException as error:
             fold_frames(error)
             raise

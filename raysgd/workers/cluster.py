@@ -266,8 +266,9 @@ def capacity(resources: WorkerResources) -> int:
 
 def can_grow() -> bool:
     """Return whether nodes may be added to the cluster: by an autoscaler, by Kubernetes, whose pods start one by one, or by
-    the user, who has set how long to wait for them."""
-    return any(os.environ.get(name) for name in (START_LIMIT, *KUBERAY)) or ask(foreign.has_autoscaler)
+    the user, who has set how long to wait for them. A cluster that this process joined may still be starting its nodes."""
+    announced = any(os.environ.get(name) for name in (START_LIMIT, *KUBERAY))
+    return announced or not foreign.started_here() or ask(foreign.has_autoscaler)
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T | None:

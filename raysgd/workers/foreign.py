@@ -22,6 +22,7 @@ __all__ = [
     "logs_folder",
     "probe_gcs",
     "split_coordinator",
+    "started_here",
     "use_token_if_available",
 ]
 
@@ -108,6 +109,13 @@ def has_autoscaler() -> bool:
     report = json.loads(_internal_kv_get("__autoscaling_status") or "{}").get("autoscaler_report") or {}
     names = [*(report.get("active_nodes") or ()), *(each[0] for each in report.get("pending_launches") or () if each)]
     return any(re.fullmatch("node_[0-9a-f]{20,}|local.cluster.node|", str(name)) is None for name in names)
+
+
+def started_here() -> bool:
+    """Return whether this process started the cluster, and did not join an existing one."""
+    from ray._private.worker import _global_node
+
+    return _global_node is not None and bool(_global_node.is_head())
 
 
 def logs_folder() -> Path | None:

@@ -68,7 +68,8 @@ def fold_frames(error: BaseException) -> None:
         return
     for one, following in itertools.zip_longest(kept, kept[1:]):
         one.tb_next = following
-    error.__traceback__ = kept[0] if kept else None
+    # Not by assignment, which an exception class can refuse.
+    BaseException.with_traceback(error, kept[0] if kept else None)
 
 
 def _is_ours(file: str) -> bool:

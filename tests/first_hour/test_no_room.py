@@ -152,6 +152,9 @@ def test_shutdown_all_ends_trainers_without_a_name() -> None:
 def test_who_may_add_nodes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(cluster, "ask", lambda call: call())
     monkeypatch.setattr(foreign, "has_autoscaler", lambda: False)
+    monkeypatch.setattr(foreign, "started_here", lambda: False)
+    assert cluster.can_grow()
+    monkeypatch.setattr(foreign, "started_here", lambda: True)
     assert not cluster.can_grow()
     monkeypatch.setenv(name, "300")
     assert cluster.can_grow()
@@ -161,7 +164,7 @@ def test_who_may_add_nodes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def test_the_tests_cluster_has_no_autoscaler(ray_cluster: None) -> None:
-    assert not foreign.has_autoscaler()
+    assert foreign.started_here() and not foreign.has_autoscaler()
     with pytest.raises(ResourceError, match="can never hold 9 workers"):
         from raysgd.config import WorkerResources
         from raysgd.workers.ray_group import RayGroup

@@ -141,16 +141,19 @@ def differences(horovod: Weights, ddp: Weights) -> dict[str, float]:
     return {loop: float((horovod[loop] - ddp[loop]).abs().max()) for loop in horovod}
 
 
+def trained_with_each_loop(backend: str) -> Weights:
+    options = TrainingOptions(precision="fp16", clip_norm=1.0)
+    in_float16 = trained("helpers", "manual", backend=backend, options=options)
+    return {**in_float16, **trained("plain", "two_models", backend=backend)}
+
+
 @pytest.fixture(scope="module")
 def by_ddp(ray_cluster: None) -> Weights:
-    options = TrainingOptions(precision="fp16", clip_norm=1.0)
-    return trained("plain", "helpers", "manual", "two_models", backend="gloo", options=options)
+    return trained_with_each_loop("gloo")
 
 
 def test_every_loop_gives_the_weights_of_ddp(by_ddp: Weights) -> None:
-    options = TrainingOptions(precision="fp16", clip_norm=1.0)
-    horovod = trained("plain", "helpers", "manual", "two_models", backend="horovod", options=options)
-    assert max(differences(horovod, by_ddp).values()) < 1e-5
+    assert max(differences(trained_with_each_loop("horovod"), by_ddp).values()) < 1e-5
 
 
 def test_accumulation_windows_give_the_weights_of_ddp(ray_cluster: None) -> None:

@@ -203,7 +203,7 @@ def test_a_run_continues_on_the_surviving_worker(ray_cluster: None, tmp_path: Pa
     ((start, size, pid),) = result.return_values
     assert (start, size) == (2, 1), "from the newest checkpoint, with the remaining worker"
     assert set(result.metrics_dataframe["pid"]) == {pid}, "in the same process"
-    assert callback.calls == [str(result.log_dir), 0, 1, 2, 3, 4, 5, False]
+    assert callback.calls == [Path(result.log_dir), 0, 1, 2, 3, 4, 5, False]
 
 
 @pytest.mark.elastic
