@@ -212,7 +212,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
 def missing(name: str) -> list[str]:
     """What an example needs that is not installed here."""
     text = (EXAMPLES / name).read_text(encoding="utf-8")
-    packages = ("tensorflow", "keras", "tf_keras", "mlflow", "tensorboard", "torchmetrics")
+    packages = ("tensorflow", "keras", "tf_keras", "mlflow", "tensorboard", "torchmetrics", "pytorch_lightning")
     needs = [package for package in packages if re.search(rf"^(import|from) {package}\b", text, re.MULTILINE)]
     needs += ["horovod"] if 'backend="horovod"' in text else []
     return [package for package in needs if importlib.util.find_spec(package) is None]
