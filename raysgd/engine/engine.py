@@ -118,7 +118,7 @@ class Engine:
         if not others or not self.group.elastic:
             return
         room = self.group.room()
-        if room < self._least <= room + sum(others.values()):
+        if room < self._least <= min(self.group.capacity(), room + sum(others.values())):
             sizes = {engine: f"{size} worker{'s' if size > 1 else ''}" for engine, size in others.items()}
             raise held_error(self.group, self._least, sizes)
 
