@@ -1,4 +1,4 @@
-"""Faults by (rank, step): each fires once, whoever holds the rank then, and is counted. And an operator that keeps a ledger.
+"""Faults by (rank, step): each fires once, whoever holds the rank then, and is counted. And an operator that keeps a record.
 
 The ledger is the proof of "each sample exactly once": in every batch the ranks gather the indices of their samples, and
 the operator appends them after the optimizer's step. It is part of the operator's state, so it travels with the

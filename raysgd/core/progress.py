@@ -137,7 +137,7 @@ class Control:
             self._changed.notify_all()
 
     def allow_reports(self, run: int, reports: int) -> None:
-        """Note that a training function may go on after this many reports in this run."""
+        """Note that a training function may continue after this many reports in this run."""
         with self._changed:
             self._allowed = max(self._allowed, (run, reports))
             self._changed.notify_all()

@@ -84,7 +84,7 @@ class Session:
 
     `dumps` is the driver's choice of pickler. `at_boundary` is called after each checkpoint and commit, where the run
     can continue with other workers. `wait` is called with each report's number, and returns when the driver allows the
-    function to go on. `commit` holds the last commit of `train.elastic`.
+    function to continue. `commit` holds the last commit of `train.elastic`.
     """
 
     def __init__(

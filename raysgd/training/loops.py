@@ -79,7 +79,7 @@ class EpochLoops:
             except CheckpointError as error:
                 if not folder.is_damaged(place):
                     raise CheckpointError(
-                        f"resume='auto' found a checkpoint that this trainer cannot load: {error}. To start anew, pass "
+                        f"resume='auto' found a checkpoint that this trainer cannot load: {error}. To start from the beginning, pass "
                         "another path"
                     ) from error
                 logger.warning("%s is damaged, so training resumes from an older checkpoint: %s", tried := path, error)
@@ -90,7 +90,7 @@ class EpochLoops:
             logger.info("training resumes from %s", path)
             return place
         if tried:
-            raise CheckpointError(f"all checkpoints in {folder} are damaged: to start anew, pass another path")
+            raise CheckpointError(f"all checkpoints in {folder} are damaged: to start from the beginning, pass another path")
         return None
 
     def refuse_load(self, call: str) -> None:

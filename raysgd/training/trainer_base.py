@@ -135,7 +135,7 @@ class TrainerBase:
 
     @property
     def resumed_from(self) -> str | None:
-        """Return the path of the checkpoint that `resume="auto"` has loaded; None if training began anew."""
+        """Return the path of the checkpoint that `resume="auto"` has loaded; None if training started from the beginning."""
         return None if self._folder is None else self._folder.path(self._loops.resumed)
 
     def _start_save(self, path: str) -> Callable[[], Any]:

@@ -1,6 +1,6 @@
 """One table of faults for both APIs: operators and training functions survive the same faults.
 
-Each API trains one epoch of the same model on the same numbered samples from the same beginning, and keeps a ledger
+Each API trains one epoch of the same model on the same numbered samples from the same beginning, and keeps a record
 with its weights of what they have seen.
 """
 

@@ -193,7 +193,7 @@ def test_the_ranks_wait_when_two_rounds_were_not_fetched(driver: Driver) -> None
 
 def test_ranks_that_are_ahead_of_others_continue_while_the_user_waits(driver: Driver) -> None:
     driver.run.tolerate_ahead()
-    assert driver.allowed == [], "nobody is ahead"
+    assert driver.allowed == [], "no rank is ahead"
     driver.report(0, step=0)
     for _ in range(3):
         driver.run.tolerate_ahead()
