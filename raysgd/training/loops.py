@@ -90,7 +90,9 @@ class EpochLoops:
             logger.info("training resumes from %s", path)
             return place
         if tried:
-            raise CheckpointError(f"all checkpoints in {folder} are damaged: to start from the beginning, pass another path")
+            raise CheckpointError(
+                f"all checkpoints in {folder} are damaged: to start from the beginning, pass another path"
+            )
         return None
 
     def refuse_load(self, call: str) -> None:

@@ -215,7 +215,9 @@ def test_a_damaged_or_incomplete_checkpoint_is_never_taken(
 def test_all_damaged_is_an_error_and_no_new_start(tmp_path: Path) -> None:
     lived_until(tmp_path, fitted, {"die_at": 7})
     next(tmp_path.glob("*.pt")).write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged: to start from the beginning, pass another path"):
+    with pytest.raises(
+        CheckpointError, match=r"all checkpoints in .* are damaged: to start from the beginning, pass another path"
+    ):
         started(tmp_path)
 
 
