@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -87,6 +88,14 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     leaks = guard.end()
     if leaks:
         pytest.fail("this test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tensorflow_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In modules that name TensorFlow, let Ray start workers that have imported it."""
+    used = re.search("tensorflow|TFTrainer", Path(request.module.__file__).read_text(encoding="utf-8"))
+    with FORKS.with_tensorflow() if used and FORKS is not None else nullcontext():
+        yield
 
 
 @pytest.fixture

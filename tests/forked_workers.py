@@ -12,8 +12,8 @@ script of Ray that the interpreter would have run. From there on nothing differs
 imports Ray, registers with the raylet, and can be killed.
 
 Two servers with different hash seeds take turns, so that the iteration order of sets differs between ranks, as it does
-outside the tests. All other processes of Ray, and workers with a `runtime_env`, start as usual. With
-RAYSGD_FORKED_WORKERS=0 all workers do.
+outside the tests. During `forks.with_tensorflow()`, two other servers do, which have also imported TensorFlow. All other
+processes of Ray, and workers with a `runtime_env`, start as usual. With RAYSGD_FORKED_WORKERS=0 all workers do.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def forked():
         return False
     with socket.socket(socket.AF_UNIX) as server:
         try:
-            server.connect({address!r} + str(os.getpid() % {servers}))
+            kind = "tensorflow" if os.path.exists({address!r} + "tensorflow") else "torch"
+            server.connect({address!r} + kind + str(os.getpid() % {servers}))
         except OSError:  # the server is still importing
             return False
         request = json.dumps([ARGUMENTS, dict(os.environ), os.getcwd(), os.nice(0)]).encode()
@@ -82,21 +83,24 @@ class ForkServer:
         module = SITE_CUSTOMIZE.format(prefix=sys.prefix, launcher=str(self._launcher))
         (self.customization / "sitecustomize.py").write_text(module)
         self._lock = threading.Lock()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[str, list[subprocess.Popen[bytes]]] = {}
 
-    def start(self) -> None:
-        """Start the processes, if they are not running yet."""
+    def start(self, kind: str = "torch") -> None:
+        """Start the processes that import this, if they are not running yet."""
         # torch._dynamo makes this folder when it is imported, by default beside other temporary files.
         inductor = {"TORCHINDUCTOR_CACHE_DIR": str(self.customization.parent / "inductor")}
         with self._lock:
-            for number in range(len(self._processes), SERVERS):
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.forked_workers", f"{self._address}{number}"],
+            if kind in self._processes:
+                return
+            self._processes[kind] = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.forked_workers", f"{self._address}{kind}{number}", kind],
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, **inductor, "PYTHONHASHSEED": str(int.from_bytes(os.urandom(3), "big"))},
                     start_new_session=True,
                 )
-                self._processes.append(process)
+                for number in range(SERVERS)
+            ]
 
     @contextmanager
     def used_by_ray(self) -> Iterator[None]:
@@ -108,10 +112,22 @@ class ForkServer:
         finally:
             sys.executable = interpreter
 
+    @contextmanager
+    def with_tensorflow(self) -> Iterator[None]:
+        """Let workers that start in this block have imported TensorFlow, which takes four seconds of CPU time."""
+        self.start("tensorflow")
+        used = Path(self._address + "tensorflow")
+        used.touch()
+        try:
+            yield
+        finally:
+            used.unlink()
+
     def close(self) -> None:
-        for process in self._processes:
+        processes = [process for processes in self._processes.values() for process in processes]
+        for process in processes:
             process.kill()
-        for process in self._processes:
+        for process in processes:
             process.wait()
 
 
@@ -162,11 +178,14 @@ def become(connection: socket.socket, length: int, descriptors: list[int]) -> No
     connection.close()
 
 
-def preload() -> None:
+def preload(kind: str) -> None:
     """Import what every rank imports, but not Ray, which reads a worker's variables when it is imported."""
     import torch._dynamo  # noqa: F401  (every optimizer imports it)
 
-    import raysgd.torch.replica  # noqa: F401
+    import raysgd.torch.replica
+
+    if kind == "tensorflow":
+        import raysgd.tf.replica  # noqa: F401
 
     assert "ray" not in sys.modules
 
@@ -174,7 +193,7 @@ def preload() -> None:
 if __name__ == "__main__":
     import runpy
 
-    preload()
+    preload(sys.argv[2])
     serve(sys.argv[1])
     sys.modules["numpy"].random.seed()  # or all forks would draw the same numbers
     runpy.run_path(sys.argv[0], run_name="__main__")
