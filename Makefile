@@ -42,8 +42,9 @@ help:
 demo: $(VENV)/demo.stamp
 	@$(BIN)/python examples/quickstart.py
 
+# Two processes at a time, as most tests wait for processes half of their time. ARGS="-n 0 ..." makes it one, for a debugger.
 test: $(VENV)/dev.stamp
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 # No process is started in these.
 pure: $(VENV)/dev.stamp

@@ -55,6 +55,7 @@ DEV = [
     "mypy",
     "pytest>=8",
     "pytest-timeout",
+    "pytest-xdist",
     "ruff",
     "scikit-learn",
     "setuptools>=64",

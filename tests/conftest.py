@@ -8,6 +8,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,64 +16,72 @@ from typing import Any
 
 import pytest
 
-from tests.background import Background, Lane, turn
+from tests.background import LIMIT_S, Background
 from tests.forked_workers import ForkServer, forks_workers
 from tests.guards import Guard
 
 ROOT = Path(__file__).resolve().parent.parent
 
 GUARD = pytest.StashKey[Guard]()
-
-# All clusters of a test run keep their files here, and the address file through which `ray.init()` finds a running
-# cluster is here too (in every Ray from 2.9 on). A developer's own cluster has these elsewhere, so neither can find the
-# other. Directly in /tmp, because the paths of Ray's sockets must stay under about 100 bytes.
-RAY_FOLDER = tempfile.mkdtemp(prefix="raysgd-", dir="/tmp" if os.path.isdir("/tmp") else None)
+FOLDER = pytest.StashKey[Path]()
 
 # Workers of Ray are forks of a process that has imported torch, also those of scripts.
-FORKS = ForkServer(Path(RAY_FOLDER)) if forks_workers() else None
+FORKS = pytest.StashKey[ForkServer | None]()
 
-# These are set before ray is imported, because its workers inherit them. Workers keep the tests' priority, which Ray
-# would lower to that of the scripts in background.py. More than one thread of arithmetic per worker would slow down a
-# small machine, a test must never use a real cluster, and newer versions of Ray write a token into the home folder
-# unless they get one.
-os.environ.update(
-    RAY_ADDRESS="local",
-    RAY_TMPDIR=RAY_FOLDER,
-    RAY_AUTH_TOKEN=secrets.token_hex(32),
-    OMP_NUM_THREADS="1",
-    PYTHONPATH=os.pathsep.join(
-        filter(None, [FORKS and str(FORKS.customization), str(ROOT), os.environ.get("PYTHONPATH")])
-    ),
-    RAY_worker_niceness="0",
-    RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
-    RAY_DEDUP_LOGS="0",
-    RAY_USAGE_STATS_ENABLED="0",
-    TF_CPP_MIN_LOG_LEVEL="2",
-)
+
+def own_environment() -> tuple[Path, ForkServer | None]:
+    """Set the variables that Ray reads. Return the folder of this process's clusters, and what forks their workers.
+
+    All clusters of a test process keep their files in that folder, and the address file through which `ray.init()`
+    finds a running cluster is there too (in every Ray from 2.9 on). A developer's own cluster has these elsewhere, so
+    neither can find the other."""
+    # Directly in /tmp, because the paths of Ray's sockets must stay under about 100 bytes.
+    folder = tempfile.mkdtemp(prefix="raysgd-", dir="/tmp" if os.path.isdir("/tmp") else None)
+    forks = ForkServer(Path(folder)) if forks_workers() else None
+    # More than one thread of arithmetic per worker would slow down a small machine, a test must never use a real
+    # cluster, and newer versions of Ray write a token into the home folder unless they get one.
+    os.environ.update(
+        RAY_ADDRESS="local",
+        RAY_TMPDIR=folder,
+        RAY_AUTH_TOKEN=secrets.token_hex(32),
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=os.pathsep.join(
+            filter(None, [forks and str(forks.customization), str(ROOT), os.environ.get("PYTHONPATH")])
+        ),
+        RAY_worker_niceness="0",
+        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        RAY_DEDUP_LOGS="0",
+        RAY_USAGE_STATS_ENABLED="0",
+        TF_CPP_MIN_LOG_LEVEL="2",
+    )
+    return Path(folder), forks
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(lane: Lane) -> Iterator[None]:
+def forks(request: pytest.FixtureRequest) -> Iterator[ForkServer | None]:
+    forks = request.config.stash[FORKS]
+    yield forks
+    if forks is not None:
+        forks.close()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(forks: ForkServer | None) -> Iterator[None]:
     """Start one local cluster for all tests that ask for it, with 8 logical CPUs on any machine."""
     import ray
 
-    with FORKS.used_by_ray() if FORKS is not None else nullcontext():
+    with forks.used_by_ray() if forks is not None else nullcontext():
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def lane(request: pytest.FixtureRequest) -> Iterator[Lane]:
-    """Run the scripts that later tests check, beginning with the first test, at a lower priority."""
-    background = Background(FORKS)
-    lane = Lane(request.session.items, background)
-    lane.widen(1)
-    yield lane
-    lane.close()
+def background(forks: ForkServer | None) -> Iterator[Background]:
+    """Remember the environment of scripts before any test can change it."""
+    background = Background(forks)
+    yield background
     background.close()
-    if FORKS is not None:
-        FORKS.close()
 
 
 @pytest.fixture(autouse=True)
@@ -91,17 +100,17 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def tensorflow_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+def tensorflow_workers(request: pytest.FixtureRequest, forks: ForkServer | None) -> Iterator[None]:
     """In modules that name TensorFlow, let Ray start workers that have imported it."""
     used = re.search("tensorflow|TFTrainer", Path(request.module.__file__).read_text(encoding="utf-8"))
-    with FORKS.with_tensorflow() if used and FORKS is not None else nullcontext():
+    with forks.with_tensorflow() if used and forks is not None else nullcontext():
         yield
 
 
 @pytest.fixture
-def outcome(request: pytest.FixtureRequest, lane: Lane) -> Callable[[], Any]:
-    """Return a function that waits for this test's script (`@pytest.mark.script`) and returns its outcome."""
-    return lambda: lane.outcome(request.node)
+def outcome(request: pytest.FixtureRequest, background: Background) -> Callable[[], Any]:
+    """Return a function that runs this test's script (`@pytest.mark.script`) and returns its outcome."""
+    return lambda: background.outcome(request.node)
 
 
 @pytest.fixture(scope="session")
@@ -126,25 +135,56 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the guard as a plugin, because the hooks of this file are not called for fixtures of the session."""
     config.stash[GUARD] = Guard()
     config.pluginmanager.register(config.stash[GUARD])
+    if not distributes(config):
+        config.stash[FOLDER], config.stash[FORKS] = own_environment()
 
 
-def pytest_unconfigure() -> None:
+def distributes(config: pytest.Config) -> bool:
+    """Return whether other processes, which xdist starts, run the tests. They must not inherit this one's variables."""
+    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the files of the run's clusters, which have been shut down. A process may still be writing its last log
     line, so one removal may not be enough."""
+    folder = config.stash.get(FOLDER, None)
+    if folder is None:
+        return
     for _ in range(20):
-        shutil.rmtree(RAY_FOLDER, ignore_errors=True)
-        if not os.path.exists(RAY_FOLDER):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
             return
         time.sleep(0.25)
-    shutil.rmtree(RAY_FOLDER)
+    shutil.rmtree(folder)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that take minutes. Begin with scripts, and with files of slow tests, so that several processes
+    end at about the same time."""
     if not os.environ.get("RAYSGD_SOAK"):
         long = [item for item in items if item.get_closest_marker("soak")]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
-    items.sort(key=turn)
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (item.get_closest_marker("script") is None, -slow[item.path]))
+    for item in items:
+        if item.get_closest_marker("script") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LIMIT_S + 30))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one process run all tests of a file, which share fixtures, in the order of collection. Each script is a unit
+    of its own."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return nodeid if "mark.script" in (config.rootpath / file).read_text(encoding="utf-8") else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

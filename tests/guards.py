@@ -157,7 +157,7 @@ class Guard:
 def _children() -> Iterator[int]:
     """Yield the processes that this one started, without those of `tests/background.py` and of `multiprocessing`
     itself, which outlive a test. Linux lists them by the thread that started them; elsewhere none are found."""
-    others = {thread.native_id for thread in threading.enumerate() if thread.name == "scripts"}
+    others = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("scripts")}
     lasting = {
         multiprocessing.resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
         multiprocessing.forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]

@@ -1,9 +1,6 @@
 """Behaviour that TorchTrainer and TFTrainer have in common."""
 
-import functools
 import json
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,37 +81,25 @@ def test_the_last_progress_message_of_a_call_is_its_end() -> None:
     assert (heard.progress.batches, heard.progress.finished) == (11, True)
 
 
-_ONE_RUN = threading.Lock()
-
-
-def run(background: Background) -> dict[str, Any]:
-    """Run the script once, for all tests that read its output."""
-    with _ONE_RUN:
-        return _facts(background)
-
-
-@functools.cache
-def _facts(background: Background) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def facts(background: Background) -> dict[str, Any]:
     done = background.run(str(SCRIPT), connected=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
-    if not lines:
-        raise RuntimeError(f"{SCRIPT.name} failed:\n{done.stdout}\n{done.stderr}")
+    assert lines, f"{SCRIPT.name} failed:\n{done.stdout}\n{done.stderr}"
     facts: dict[str, Any] = json.loads(lines[0].removeprefix("FACTS "))
     return facts
 
 
-@pytest.mark.script(run=run)
 @pytest.mark.elastic
 @pytest.mark.slow
-def test_an_interrupted_validation_is_repeated_from_where_it_began(outcome: Callable[[], dict[str, Any]]) -> None:
+def test_an_interrupted_validation_is_repeated_from_where_it_began(facts: dict[str, Any]) -> None:
     """Of two calls of `validate(num_steps=2)`, the second continues after the batches of the first one, also after a failure."""
-    assert outcome()["validated"] == [9.5, 29.5]
+    assert facts["validated"] == [9.5, 29.5]
 
 
-@pytest.mark.script(run=run)
 @pytest.mark.elastic
 @pytest.mark.slow
-def test_a_loaded_state_survives_the_failure_of_all_workers(outcome: Callable[[], dict[str, Any]]) -> None:
-    saved, trained, after = outcome()["kernels"]
+def test_a_loaded_state_survives_the_failure_of_all_workers(facts: dict[str, Any]) -> None:
+    saved, trained, after = facts["kernels"]
     assert trained != saved
     assert after == saved
