@@ -72,6 +72,7 @@ PEERS = {"hand-written": "", "raysgd": "", "raysgd, collating": "", "torchrun": 
 PEERS |= {"Lightning": "lightning", "Accelerate": "accelerate", "Horovod": "horovod"}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.script("throughput.py", "--workloads", "tiny", "--workers", "1", run=smoke)
 def test_throughput(outcome: Document, tmp_path: Path) -> None:
@@ -118,6 +119,7 @@ def saving_through_bench(background: Background) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.script(run=saving_through_bench)
 def test_saving_through_bench(outcome: Document, tmp_path: Path) -> None:
@@ -139,6 +141,7 @@ def test_driver_cost(outcome: Document, tmp_path: Path) -> None:
     shown(document, tmp_path)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.elastic
 @pytest.mark.script("chaos.py", "--minutes", "0.7", "--seed", "11", run=with_ray_own_workers)
@@ -149,6 +152,7 @@ def test_chaos(outcome: Document) -> None:
     assert (row["lost"], row["doubled"], row["left_behind"], row["broken"]) == (0, 0, 0, [])
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.elastic
 @pytest.mark.script("churn.py", run=smoke)
@@ -166,6 +170,7 @@ def test_startup(outcome: Document) -> None:
     assert all(row["exit_s"]["median"] >= row["first_epoch_s"]["median"] > 0 for row in rows.values())
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.elastic
 @pytest.mark.script("recovery.py", run=smoke)
@@ -175,6 +180,7 @@ def test_recovery(outcome: Document) -> None:
     assert (first["lost"], first["doubled"], first["batches_redone"]["median"]) == (0, 0, 0)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.elastic
 @pytest.mark.script("rerun.py", run=smoke)

@@ -5,7 +5,8 @@ import io
 import json
 import math
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -246,18 +247,36 @@ def test_mlflow_records_a_failure(tmp_path: Path) -> None:
 def records(path: Path) -> Iterator[bytes]:
     """Yield the records of a W&B file, which has LevelDB's log format: blocks of 32 KiB after a header of 7 bytes."""
     data, at, whole = path.read_bytes(), 7, b""
-    assert data.startswith(b":W&B")
-    while at < len(data):
+    assert not data or data.startswith(b":W&B")
+    while at + 7 <= len(data):
         left = 32768 - at % 32768
         if left < 7:
             at += left
             continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + size > len(data):  # it is still being written
+            return
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # a record in one piece, or the last piece of one
             yield whole
             whole = b""
+
+
+def complete_run(path: Path, make_record: Callable[[], Any]) -> list[Any]:
+    """Return the records of a W&B file. W&B's own process writes the last ones soon after `finish()` has returned."""
+    deadline = time.monotonic() + 60
+    while True:
+        found = []
+        for data in records(path):
+            found.append(make_record())
+            found[-1].ParseFromString(data)
+        if any(record.WhichOneof("record_type") == "exit" for record in found):
+            return found
+        assert time.monotonic() < deadline, (
+            f"the run has no end: {[record.WhichOneof('record_type') for record in found]}"
+        )
+        time.sleep(0.05)
 
 
 def test_wandb_offline(tmp_path: Path) -> None:
@@ -269,9 +288,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = []
     config: dict[str, Any] = {}
     ends: list[int] = []
-    for data in records(path):
-        record = Record()
-        record.ParseFromString(data)
+    for record in complete_run(path, Record):
         if record.WhichOneof("record_type") == "history":
             rows.append(
                 {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}

@@ -36,7 +36,7 @@ def idle() -> float:
     """Return the number of CPUs when everything that earlier tests started has ended."""
     import ray
 
-    every, until = float(ray.cluster_resources()["CPU"]), time.monotonic() + 30
+    every, until = float(ray.cluster_resources()["CPU"]), time.monotonic() + 90  # a test's tasks sleep for 60 s
     while free_cpus() < every and time.monotonic() < until:
         time.sleep(0.1)
     assert free_cpus() == every

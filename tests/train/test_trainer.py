@@ -242,13 +242,14 @@ def test_final_results_with_force(trainer: Trainer) -> None:
 
 def test_the_iterator_raises_the_functions_error(trainer: Trainer) -> None:
     def function() -> None:
-        train.report(step=0)
+        for step in range(6):  # no rank is more than four rounds ahead, so the error cannot come before the first round
+            train.report(step=step)
         raise ZeroDivisionError
 
     rounds = trainer.run_iterator(function)
-    next(rounds)
+    assert [row["step"] for row in next(rounds)] == [0, 0]
     with pytest.raises(ZeroDivisionError):
-        next(rounds)
+        list(rounds)
     assert rounds.is_finished()
 
 
