@@ -28,8 +28,6 @@ from raysgd.training.replica_base import Refusal
 
 __all__ = [
     "Refusal",
-    "check",
-    "check_file",
     "check_shards",
     "checkpoint",
     "get_model",
@@ -157,25 +155,9 @@ def _or_refusal(load: Callable[[], None]) -> Refusal | None:
         return Refusal(str(error), traceback.format_exc())
 
 
-def check(replica: TorchReplica, data: Any, trusted: bool) -> Refusal | None:
-    return _or_refusal(lambda: check_fits(replica.operator, states.parse(data.data, trusted=trusted)))
-
-
 def restore(replica: TorchReplica, data: Any, trusted: bool, loads: int) -> Refusal | None:
     """Load a checkpoint. `loads` counts the user's loads; it is the same on each rank that has loaded this one."""
     return _or_refusal(lambda: replica.take_over(lambda: states.parse(data.data, trusted=trusted), loads))
-
-
-def check_file(replica: TorchReplica, file: SeenFile, trusted: bool) -> Refusal | None:
-    """Check whether this rank can read the file itself, and whether its content fits."""
-
-    def look() -> None:
-        state = states.outline(file, trusted=trusted) if file.here else None
-        if state is None:
-            raise UnseenError
-        check_fits(replica.operator, state)
-
-    return _or_refusal(look)
 
 
 def restore_file(replica: TorchReplica, file: SeenFile, trusted: bool, loads: int) -> Refusal | None:

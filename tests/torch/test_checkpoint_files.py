@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raysgd.torch.checkpoint.files import TAIL, Bytes, SeenFile, is_archive, opened
+from raysgd.torch.checkpoint.files import TAIL, Bytes, SeenFile, UnseenError, is_archive, opened
 
 DATA = random.Random(5).randbytes(5_000)
 
@@ -38,34 +38,47 @@ def test_torch_reads_wrapped_bytes() -> None:
     assert torch.equal(back["a"], saved["a"]) and torch.equal(back["b"][0], saved["b"][0]) and back["b"][1] == "text"
 
 
+def seen_at(path: Path) -> SeenFile:
+    with open(path, "rb") as file:
+        return SeenFile.of(file, path)
+
+
+def sees(file: SeenFile) -> bool:
+    try:
+        with file.opened() as content:
+            return content.tell() == 0
+    except UnseenError:
+        return False
+
+
 def test_a_file_is_identified_by_more_than_its_name(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(DATA)
-    seen = SeenFile.of(path)
-    assert seen.here and Path(seen.path).is_absolute()
-    assert not replace(seen, path=str(tmp_path / "other.pt")).here
+    seen = seen_at(path)
+    assert sees(seen) and Path(seen.path).is_absolute()
+    assert not sees(replace(seen, path=str(tmp_path / "other.pt")))
     changed_ns = path.stat().st_mtime_ns
     path.write_bytes(DATA[::-1])
     os.utime(path, ns=(changed_ns, changed_ns))
-    assert not seen.here, "same size, same time, another content"
+    assert not sees(seen), "same size, same time, another content"
     path.write_bytes(DATA)
     os.utime(path, ns=(changed_ns, changed_ns))
-    assert seen.here
+    assert sees(seen)
     os.utime(path, ns=(changed_ns, changed_ns + 1))
-    assert not seen.here
+    assert not sees(seen)
     path.unlink()
-    assert not seen.here
+    assert not sees(seen)
 
 
 def test_a_change_in_a_large_file_is_noticed_by_its_end(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(TAIL)}, tmp_path / "a.pt")
-    seen = SeenFile.of(tmp_path / "a.pt")
+    seen = seen_at(tmp_path / "a.pt")
     changed = torch.zeros(TAIL)
     changed[0] = 1  # far from the end, where its checksum is
     torch.save({"a": changed}, tmp_path / "a.pt")
     os.utime(tmp_path / "a.pt", ns=(seen.changed_ns, seen.changed_ns))
     assert (tmp_path / "a.pt").stat().st_size == seen.size > 4 * TAIL
-    assert not seen.here
+    assert not sees(seen)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ class Checkpoints:
 
     def restore(self, data: Any, *, trusted: bool) -> None:
         """Send a checkpoint to the workers, which check it and load it."""
-        self._take(replica_calls.check, replica_calls.restore, {"data": Blob(data), "trusted": trusted})
+        self._take(replica_calls.restore, {"data": Blob(data), "trusted": trusted})
 
     def _load_file(self, where: locations.Place, *, trusted: bool) -> bool:
         """Let the workers read the file themselves, if they all see it. Return whether it has a digest."""
@@ -201,7 +201,7 @@ class Checkpoints:
             file, sealed = verified_file(where, trusted=trusted)
             if is_archive(where):
                 try:
-                    self._take(replica_calls.check_file, replica_calls.restore_file, {"file": file, "trusted": trusted})
+                    self._take(replica_calls.restore_file, {"file": file, "trusted": trusted})
                     return sealed
                 except UnseenError:
                     logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
@@ -222,12 +222,12 @@ class Checkpoints:
         arguments = {"folder": str(folder.absolute())}
         if files is not None:
             self._ask(replica_calls.verify_shards, {**arguments, "files": files})
-        self._take(replica_calls.check_shards, replica_calls.restore_shards, arguments)
+        self._ask(replica_calls.check_shards, arguments)  # before any tensor is read
+        self._take(replica_calls.restore_shards, arguments)
         return files is not None
 
-    def _take(self, check: Callable[..., Any], restore: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        """Check a state on every rank before any of them changes. Then load it on all ranks."""
-        self._ask(check, arguments)
+    def _take(self, restore: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        """Load a state on all ranks, or on none."""
         with self._engine.state_replaced_by_hand():
             # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others.
             self._ask(restore, {**arguments, "loads": self._engine.progress.loads + 1})

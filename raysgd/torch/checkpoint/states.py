@@ -26,7 +26,6 @@ __all__ = [
     "dump",
     "dump_given",
     "gather",
-    "outline",
     "parse",
     "random_state",
     "read",
@@ -118,23 +117,15 @@ def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
     return shaped(state)
 
 
-def outline(file: SeenFile, *, trusted: bool) -> dict[str, Any]:
-    """Return a file's state with its tensors left in the file. Raise `UnseenError` if it cannot be read this way: then `parse`
-    reads it, or raises the reason."""
-    try:
-        state = torch.load(file.path, map_location="cpu", weights_only=not trusted, mmap=True)
-    except Exception as error:
-        raise UnseenError(f"{file.path} cannot be read here ({error})") from error
-    return shaped(state)
-
-
 def read(file: SeenFile, *, trusted: bool) -> dict[str, Any]:
-    """Return the state in a file whose outline was checked. Raise `UnseenError` if it cannot be read here any more."""
+    """Return the state in a file. Raise `UnseenError` if it cannot be read here: then `parse` reads it, or raises the
+    reason."""
     with file.opened() as content:
         try:
-            return shaped(torch.load(content, map_location="cpu", weights_only=not trusted))
+            state = torch.load(content, map_location="cpu", weights_only=not trusted)
         except Exception as error:
-            raise UnseenError(f"{file.path} cannot be read any more ({error})") from error
+            raise UnseenError(f"{file.path} cannot be read here ({error})") from error
+    return shaped(state)
 
 
 def shaped(state: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from raysgd.torch.data.sampling import is_planned, random_sources
 from raysgd.torch.operator import TrainingOperator
 from raysgd.training.position import Position
 
-__all__ = ["Undo"]
+__all__ = ["Undo", "on_all_ranks"]
 
 Step = Callable[[], Any]
 # Attributes of a replica that a load replaces with other objects, and does not change in place.
@@ -66,15 +66,10 @@ class Undo:
 
     @contextmanager
     def unless_all_succeed(self) -> Iterator[None]:
-        """Undo the load in this block if it fails on any rank. Then raise CheckpointError (or UnseenError) on all ranks. All
-        ranks must enter the block."""
-        error: Exception | None = None
+        """Undo the load in this block if it fails on any rank. Then raise CheckpointError on all ranks."""
         try:
-            try:
+            with on_all_ranks(self._ranks):
                 yield
-            except Exception as caught:
-                error = caught
-            _raise_if_any_failed(error, ranks=self._ranks)
         except BaseException:
             self._undo()
             raise
@@ -94,7 +89,14 @@ class Undo:
             ) from failed
 
 
-def _raise_if_any_failed(error: Exception | None, *, ranks: int) -> None:
+@contextmanager
+def on_all_ranks(ranks: int) -> Iterator[None]:
+    """If this block fails on any rank, raise CheckpointError (or UnseenError) on all ranks. All ranks must enter it."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
     reasons: list[Any] = [None if error is None else _reason(error)]
     if ranks > 1:
         mine, reasons = reasons[0], [None] * ranks
