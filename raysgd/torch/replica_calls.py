@@ -21,6 +21,7 @@ from raysgd.errors import CheckpointError, shown
 from raysgd.torch.checkpoint import shard_files, states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError
+from raysgd.torch.checkpoint.undo import on_all_ranks
 from raysgd.torch.data.sources import PlannedSource, close
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.replica import TorchReplica
@@ -28,7 +29,6 @@ from raysgd.training.replica_base import Refusal
 
 __all__ = [
     "Refusal",
-    "check_shards",
     "checkpoint",
     "get_model",
     "joined",
@@ -40,7 +40,6 @@ __all__ = [
     "save",
     "save_shards",
     "update_scheduler",
-    "verify_shards",
 ]
 
 logger = logging.getLogger(__name__)
@@ -169,19 +168,18 @@ def save_shards(replica: TorchReplica, folder: str, ranks: list[Any]) -> shard_f
     return shard_files.write(folder, {**replica.full_state(raw=True), "rng": ranks})
 
 
-def verify_shards(replica: TorchReplica, folder: str, files: shard_files.Files) -> Refusal | None:
-    """Compare the files' digests. Each rank checks some of them."""
-    mine = sorted(files)[replica.rank :: replica.operator.world_size]
-    return _or_refusal(lambda: shard_files.verify(folder, {name: files[name] for name in mine}))
+def restore_shards(replica: TorchReplica, folder: str, files: shard_files.Files, loads: int) -> Refusal | None:
+    """Load a sharded checkpoint, of which each rank verifies some files."""
+    operator, ranks = replica.operator, replica.operator.world_size
 
+    def check() -> None:
+        with on_all_ranks(ranks):  # before anything is unpickled
+            shard_files.verify(folder, {name: files[name] for name in sorted(files)[replica.rank :: ranks]})
+        with on_all_ranks(ranks):
+            check_fits(operator, states.shaped(shard_files.read_outline(folder)), metadata_only=True)
 
-def check_shards(replica: TorchReplica, folder: str) -> Refusal | None:
-    def look() -> None:
-        check_fits(replica.operator, states.shaped(shard_files.read_outline(folder)), metadata_only=True)
-
-    return _or_refusal(look)
-
-
-def restore_shards(replica: TorchReplica, folder: str, loads: int) -> Refusal | None:
-    state = shard_files.read(folder, replica.operator)  # with the other ranks, so an error here must free them
+    refused = _or_refusal(check)  # the same on all ranks
+    if refused is not None:
+        return refused
+    state = shard_files.read(folder, operator)  # with the other ranks, so an error here must free them
     return _or_refusal(lambda: replica.take_over(lambda: state, loads))

@@ -219,26 +219,19 @@ class Checkpoints:
             )
         with readable():
             files = shard_files.read_manifest(folder)
-        arguments = {"folder": str(folder.absolute())}
-        if files is not None:
-            self._ask(replica_calls.verify_shards, {**arguments, "files": files})
-        self._ask(replica_calls.check_shards, arguments)  # before any tensor is read
-        self._take(replica_calls.restore_shards, arguments)
+        self._take(replica_calls.restore_shards, {"folder": str(folder.absolute()), "files": files or {}})
         return files is not None
 
     def _take(self, restore: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        """Load a state on all ranks, or on none."""
+        """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is raised."""
         with self._engine.state_replaced_by_hand():
             # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others.
-            self._ask(restore, {**arguments, "loads": self._engine.progress.loads + 1})
-
-    def _ask(self, method: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        """Call all ranks, and raise the reason if one of them refuses."""
-        refused = [value for value in self._run(method, arguments) if isinstance(value, replica_calls.Refusal)]
-        if any(value.unseen for value in refused):
-            raise UnseenError
-        if refused:
-            raise CheckpointError(refused[0].why) from RemoteTraceback(refused[0].trace)
+            values = self._run(restore, {**arguments, "loads": self._engine.progress.loads + 1})
+            refused = [value for value in values if isinstance(value, replica_calls.Refusal)]
+            if any(value.unseen for value in refused):
+                raise UnseenError
+            if refused:
+                raise CheckpointError(refused[0].why) from RemoteTraceback(refused[0].trace)
 
     def _random_states(self) -> list[Any]:
         return self._run(replica_calls.random_state, {})
