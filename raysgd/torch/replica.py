@@ -15,7 +15,7 @@ from raysgd.errors import TrainingFailedError
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.files import opened
-from raysgd.torch.checkpoint.undo import Undo, on_all_ranks
+from raysgd.torch.checkpoint.undo import on_all_ranks, undone_unless_all_succeed
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.sources import close
@@ -188,7 +188,7 @@ class TorchReplica(ReplicaBase):
         with on_all_ranks(self.operator.world_size):
             state = read()
             check_fits(self.operator, state)
-        with Undo(self).unless_all_succeed():
+        with undone_unless_all_succeed(self):
             self._train = None
             self._adopt(state)
         self._end_load(state, loads, states.restore_random)
