@@ -114,7 +114,7 @@ def save(replica: TorchReplica, sink: Any, ranks: list[Any], blocking: bool) -> 
     if state is None or replica.rank != 0:
         return
     if blocking:
-        sink.send(lambda file: states.write(state, file))
+        sink.send(lambda file: torch.save(state, file))
     else:
         _save_in_background(sink, state, in_shards=replica.in_shards)
 
@@ -131,7 +131,7 @@ def _save_in_background(sink: Any, state: dict[str, Any], *, in_shards: bool) ->
 
     def write() -> None:
         try:
-            stream.send(lambda file: states.write(kept, file))
+            stream.send(lambda file: torch.save(kept, file))
         except Exception:
             logger.warning("a save in the background failed", exc_info=True)  # the driver raises the error
 

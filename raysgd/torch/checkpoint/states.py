@@ -35,7 +35,6 @@ __all__ = [
     "set_random",
     "shaped",
     "unchanging",
-    "write",
 ]
 
 FORMAT = "raysgd-torch"
@@ -95,11 +94,6 @@ def dump_given(state: Any) -> memoryview:
         return dump(given)
     except Exception as error:
         raise CheckpointError(f"this state cannot be pickled ({type(error).__name__}: {error})") from error
-
-
-def write(state: dict[str, Any], file: Any) -> None:
-    """Write a state to the file of a `Stream` or a `LocalSink`, which appends the digest."""
-    torch.save(state, file)
 
 
 def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
