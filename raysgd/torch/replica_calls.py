@@ -35,7 +35,6 @@ __all__ = [
     "predict",
     "random_state",
     "restore",
-    "restore_file",
     "restore_shards",
     "save",
     "save_shards",
@@ -154,13 +153,16 @@ def _or_refusal(load: Callable[[], None]) -> Refusal | None:
         return Refusal(str(error), traceback.format_exc())
 
 
-def restore(replica: TorchReplica, data: Any, trusted: bool, loads: int) -> Refusal | None:
-    """Load a checkpoint. `loads` counts the user's loads; it is the same on each rank that has loaded this one."""
-    return _or_refusal(lambda: replica.take_over(lambda: states.parse(data.data, trusted=trusted), loads))
+def restore(replica: TorchReplica, source: Any, trusted: bool, loads: int) -> Refusal | None:
+    """Load a checkpoint from a file that this rank may see, or from bytes that were sent to it. `loads` counts the user's
+    loads; it is the same on each rank that has loaded this one."""
 
+    def read() -> dict[str, Any]:
+        if isinstance(source, SeenFile):
+            return states.read(source, trusted=trusted)
+        return states.parse(source.data, trusted=trusted)
 
-def restore_file(replica: TorchReplica, file: SeenFile, trusted: bool, loads: int) -> Refusal | None:
-    return _or_refusal(lambda: replica.take_over(lambda: states.read(file, trusted=trusted), loads))
+    return _or_refusal(lambda: replica.take_over(read, loads))
 
 
 def save_shards(replica: TorchReplica, folder: str, ranks: list[Any]) -> shard_files.Files:

@@ -16,24 +16,13 @@ from raysgd.errors import CheckpointError
 from raysgd.storage.digest import verify
 from raysgd.torch.checkpoint.zip_scan import check_content
 
-__all__ = ["Bytes", "SeenFile", "UnseenError", "is_archive", "opened", "readable", "verified", "verified_file"]
+__all__ = ["Bytes", "SeenFile", "UnseenError", "opened", "readable", "verified", "verified_file"]
 
 TAIL = 1 << 20
 
 
 class UnseenError(Exception):
     """A worker does not see the file that it should read."""
-
-
-def is_archive(file: Path) -> bool:
-    """Return whether the file has torch's zip format, whose end contains the checksums of all its content."""
-    if file.suffix == ".safetensors":
-        return False  # torch expects another format in files of that name
-    try:
-        with open(file, "rb") as content:
-            return content.read(2) == b"PK"
-    except OSError:
-        return False  # reading the file raises the error
 
 
 @contextmanager
@@ -55,13 +44,15 @@ def verified(source: Any, *, trusted: bool) -> bool:
     return sealed
 
 
-def verified_file(path: Path, *, trusted: bool) -> tuple[SeenFile, bool]:
-    """Verify a file. Return it, and whether it has a digest."""
+def verified_file(path: Path, *, trusted: bool) -> tuple[SeenFile | None, bool]:
+    """Verify a file. Return it if workers can read it themselves, and whether it has a digest. They can read torch's zip
+    format, whose end contains the checksums of all its content."""
     with readable():
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CheckpointError("it is not a regular file, but a device or a pipe")
         with open(path, "rb") as file:
-            return SeenFile.of(file, path), verified(file, trusted=trusted)
+            archive = file.read(2) == b"PK" and path.suffix != ".safetensors"  # torch expects another format in those
+            return SeenFile.of(file, path) if archive else None, verified(file, trusted=trusted)
 
 
 @dataclass(frozen=True)

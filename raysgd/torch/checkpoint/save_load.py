@@ -19,7 +19,7 @@ from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.storage import locations
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import shard_files
-from raysgd.torch.checkpoint.files import UnseenError, is_archive, readable, verified, verified_file
+from raysgd.torch.checkpoint.files import UnseenError, readable, verified, verified_file
 from raysgd.torch.checkpoint.receiver import FailedOnWorkerError, Receiver
 from raysgd.torch.checkpoint.streaming import LocalSink
 from raysgd.workers.blob import Blob
@@ -185,23 +185,19 @@ class Checkpoints:
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {error}") from error
         if not sealed:
-            logger.warning(
-                "%s was loaded, but it has no digest, because an older version wrote it, so damage may not have been "
-                "detected. Save it again with save() to add a digest",
-                where,
-            )
+            locations.warn_without_digest(where)
 
     def restore(self, data: Any, *, trusted: bool) -> None:
         """Send a checkpoint to the workers, which check it and load it."""
-        self._take(replica_calls.restore, {"data": Blob(data), "trusted": trusted})
+        self._take(replica_calls.restore, {"source": Blob(data), "trusted": trusted})
 
     def _load_file(self, where: locations.Place, *, trusted: bool) -> bool:
         """Let the workers read the file themselves, if they all see it. Return whether it has a digest."""
         if isinstance(where, Path):
             file, sealed = verified_file(where, trusted=trusted)
-            if is_archive(where):
+            if file is not None:
                 try:
-                    self._take(replica_calls.restore_file, {"file": file, "trusted": trusted})
+                    self._take(replica_calls.restore, {"source": file, "trusted": trusted})
                     return sealed
                 except UnseenError:
                     logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
