@@ -37,7 +37,7 @@ def is_real(value: Any) -> bool:
 
 def at_least(name: str, value: Any, least: float, *, whole: bool = False) -> None:
     """Raise ConfigError unless the value is a number (a whole number) of at least `least`."""
-    if not is_real(value) or (whole and not isinstance(value, int)) or value < least:
+    if not is_real(value) or (whole and not isinstance(value, int)) or not value >= least:
         kind = "a whole number" if whole else "a number"
         raise ConfigError(f"{name} must be {kind} of at least {least}, got {value!r}")
 

@@ -55,15 +55,13 @@ def test_an_older_pickle_that_contains_an_archive_is_not_a_damaged_archive(tmp_p
 @pytest.mark.parametrize("size", [0, 1, digest.CHUNK - 1, digest.CHUNK, 3 * digest.CHUNK + 5, digest.PIECE * 2 + 3])
 def test_the_digest_does_not_depend_on_the_sizes_of_the_pieces(size: int, tmp_path: Path) -> None:
     data = random.Random(size).randbytes(size)
-    cut = digest.Digest()
     left, lengths = memoryview(data), random.Random(1)
-    while left:
-        length = lengths.randrange(1, digest.CHUNK)
-        cut.update(left[:length])
-        left = left[length:]
-    (tmp_path / "file").write_bytes(data)
+    with open(tmp_path / "file", "wb", buffering=0) as raw, digest.HashingWriter(raw) as cut:
+        while left:
+            left = left[cut.write(left[: lengths.randrange(1, digest.CHUNK)]) :]
+        found = cut.hexdigest()
     with open(tmp_path / "file", "rb") as file:
-        assert cut.hexdigest() == digest.digest_of(file)
+        assert found == digest.digest_of(file) and file.read() == data
 
 
 @pytest.mark.parametrize("size", [0, 5, digest.CHUNK, digest.PIECE + 7])

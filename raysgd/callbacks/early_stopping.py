@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from raysgd.callbacks.base import Callback, CallResult
-from raysgd.callbacks.writers import is_integer, row_of
+from raysgd.callbacks.writers import row_of
+from raysgd.config import at_least
 from raysgd.core.metrics import plain
 from raysgd.errors import ConfigError
 
@@ -32,12 +33,10 @@ class EarlyStopping(Callback):
     ) -> None:
         if not isinstance(metric, str):
             raise ConfigError(f"metric must be the name of a metric such as 'val_loss', got {metric!r}")
-        if not is_integer(patience, 1):
-            raise ConfigError(f"patience must be a whole number of at least 1, got {patience!r}")
+        at_least("patience", patience, 1, whole=True)
         if mode not in ("min", "max"):
             raise ConfigError(f"mode must be 'min' or 'max', got {mode!r}")
-        if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not min_delta >= 0:
-            raise ConfigError(f"min_delta must be a number of at least 0, got {min_delta!r}")
+        at_least("min_delta", min_delta, 0)
         self._metric, self._patience, self._sign, self._delta = metric, patience, 1 if mode == "min" else -1, min_delta
         self._cost, self._waited = math.inf, 0
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run
-from raysgd.callbacks.writers import check_ranks, is_integer
-from raysgd.errors import ConfigError
+from raysgd.callbacks.writers import check_ranks
+from raysgd.config import at_least
 
 __all__ = ["ProfilerSettings", "TorchProfilerCallback"]
 
@@ -32,9 +32,7 @@ class ProfilerSettings:
 
     def __post_init__(self) -> None:
         for name, least in {"wait": 0, "warmup": 0, "active": 1, "calls": 1}.items():
-            value = getattr(self, name)
-            if not is_integer(value, least):
-                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+            at_least(name, getattr(self, name), least, whole=True)
 
 
 class TorchProfilerCallback(Callback):

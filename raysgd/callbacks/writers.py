@@ -18,7 +18,6 @@ __all__ = [
     "flat",
     "for_json",
     "import_extra",
-    "is_integer",
     "row_of",
     "scalars",
     "scalars_of_report",
@@ -87,14 +86,9 @@ def row_of(result: CallResult) -> dict[str, Any]:
     return {**{name: getattr(result, name) for name in ROW_FIELDS}, **metrics}
 
 
-def is_integer(value: Any, least: int) -> bool:
-    """Return whether this is an integer, and not a bool, of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def check_rank(rank: int) -> int:
     """Return the rank that a callback logs. Raise `ConfigError` if it is not a rank."""
-    if not is_integer(rank, 0):
+    if not _is_rank(rank):
         raise ConfigError(f"worker_to_log must be one rank (0, 1, ...), got {rank!r}")
     return rank
 
@@ -104,9 +98,13 @@ def check_ranks(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
     if given is None:
         return None
     ranks = (given,) if isinstance(given, int) else tuple(given)
-    if not ranks or not all(is_integer(rank, 0) for rank in ranks):
+    if not ranks or not all(map(_is_rank, ranks)):
         raise ConfigError(f"workers_to_log must be a rank, a list of ranks, or None for all ranks, got {given!r}")
     return ranks
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def import_extra(module: str, *, user: str) -> Any:

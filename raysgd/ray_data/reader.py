@@ -54,11 +54,6 @@ class RowReader:
             ahead.stop()
 
 
-@dataclass
-class _Failure:
-    error: BaseException
-
-
 class _Ahead:
     """Owns a thread that fetches a few batches ahead."""
 
@@ -80,8 +75,8 @@ class _Ahead:
                 if waited > WARN_S and not warned:
                     warned = True
                     logger.warning("rank %d has been waiting for data for %.0f s: %s", self._first.rank, waited, _why())
-        if isinstance(found, _Failure):
-            raise found.error
+        if isinstance(found, BaseException):
+            raise found
         batch: tuple[dict[str, Any], int, bool] | None = found
         return batch
 
@@ -99,7 +94,7 @@ class _Ahead:
                 request = request.next(dealt.after, self.floor)
             self._put(None)
         except BaseException as error:  # `next` raises it
-            self._put(_Failure(error))
+            self._put(error)
 
     def _put(self, item: Any) -> None:
         while not self._stopped.is_set():

@@ -21,7 +21,6 @@ from raysgd.errors import CheckpointError
 __all__ = [
     "SEAL_BYTES",
     "ByteSource",
-    "Digest",
     "HashingWriter",
     "SealingWriter",
     "digest_of",
@@ -67,43 +66,6 @@ class ByteSource:
         return bytes(self.view(start, length))
 
 
-class Digest:
-    """Computes the digest of bytes that are added piece by piece."""
-
-    def __init__(self) -> None:
-        self._chunks = [hashlib.sha256()]
-        self._left = CHUNK  # in the last chunk
-
-    def update(self, data: Any) -> None:
-        for future in self.start(data):
-            future.result()
-
-    def start(self, data: Any, pool: ThreadPoolExecutor | None = None) -> list[Future[None]]:
-        """Add bytes on threads of the pool. Until the futures are done, the bytes must not change, and nothing else may
-        be added."""
-        view, futures = memoryview(data).cast("B"), []
-        while view:
-            if not self._left:
-                self._chunks.append(hashlib.sha256())
-                self._left = CHUNK
-            part, chunk = view[: self._left], self._chunks[-1]
-            try:
-                if pool is not None:
-                    futures.append(pool.submit(chunk.update, part))
-            except RuntimeError:  # the interpreter is exiting and starts no more threads
-                pool = None
-            if pool is None:
-                chunk.update(part)
-            self._left -= len(part)
-            view = view[len(part) :]
-        return futures
-
-    def hexdigest(self) -> str:
-        """Return the digest of all bytes so far."""
-        chunks = self._chunks if self._left < CHUNK else self._chunks[:-1]
-        return hashlib.sha256(b"".join(chunk.digest() for chunk in chunks)).hexdigest()
-
-
 class HashingWriter(io.RawIOBase):
     """Writes to `raw` and computes the digest of everything that was written. It never closes `raw`.
 
@@ -115,7 +77,8 @@ class HashingWriter(io.RawIOBase):
     def __init__(self, raw: Any) -> None:
         self._raw = raw
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="raysgd-digest")
-        self._digest = Digest()
+        self._chunks: list[Any] = []
+        self._left = 0  # bytes that the last chunk lacks
         self.written = 0
 
     def writable(self) -> bool:
@@ -129,7 +92,7 @@ class HashingWriter(io.RawIOBase):
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes so far."""
-        return self._digest.hexdigest()
+        return hashlib.sha256(b"".join(chunk.digest() for chunk in self._chunks)).hexdigest()
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -137,8 +100,8 @@ class HashingWriter(io.RawIOBase):
 
     def _put(self, piece: Any) -> None:
         """Write all bytes, and hash them at the same time."""
-        hashing = self._digest.start(piece, self._pool if len(piece) >= LARGE else None)
         left = memoryview(piece)
+        hashing = self._hash(left)
         try:
             while left:
                 left = left[self._raw.write(left) :]
@@ -149,6 +112,25 @@ class HashingWriter(io.RawIOBase):
             for future in hashing:
                 future.result()
         self.written += len(piece)
+
+    def _hash(self, view: memoryview) -> list[Future[None]]:
+        """Add bytes to the digest, on threads if there are many. They must not change until the futures are done."""
+        futures, threaded = [], len(view) >= LARGE
+        while view:
+            if not self._left:
+                self._chunks.append(hashlib.sha256())
+                self._left = CHUNK
+            part, chunk = view[: self._left], self._chunks[-1]
+            try:
+                if threaded:
+                    futures.append(self._pool.submit(chunk.update, part))
+            except RuntimeError:  # the interpreter is exiting and starts no more threads
+                threaded = False
+            if not threaded:
+                chunk.update(part)
+            self._left -= len(part)
+            view = view[len(part) :]
+        return futures
 
 
 class SealingWriter(HashingWriter):

@@ -15,7 +15,7 @@ from raysgd.errors import TrainingFailedError
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.files import opened
-from raysgd.torch.checkpoint.undo import Undo
+from raysgd.torch.checkpoint.undo import on_all_ranks, undone_unless_all_succeed
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.data.sources import close
@@ -185,9 +185,10 @@ class TorchReplica(ReplicaBase):
     def take_over(self, read: Callable[[], dict[str, Any]], loads: int) -> None:
         """Load the checkpoint that `read` returns, on all ranks or on none. `loads` is how often the user has loaded
         one."""
-        with Undo(self).unless_all_succeed():
+        with on_all_ranks(self.operator.world_size):
             state = read()
             check_fits(self.operator, state)
+        with undone_unless_all_succeed(self):
             self._train = None
             self._adopt(state)
         self._end_load(state, loads, states.restore_random)

@@ -21,6 +21,7 @@ from raysgd.errors import CheckpointError, shown
 from raysgd.torch.checkpoint import shard_files, states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError
+from raysgd.torch.checkpoint.undo import on_all_ranks
 from raysgd.torch.data.sources import PlannedSource, close
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.replica import TorchReplica
@@ -28,21 +29,16 @@ from raysgd.training.replica_base import Refusal
 
 __all__ = [
     "Refusal",
-    "check",
-    "check_file",
-    "check_shards",
     "checkpoint",
     "get_model",
     "joined",
     "predict",
     "random_state",
     "restore",
-    "restore_file",
     "restore_shards",
     "save",
     "save_shards",
     "update_scheduler",
-    "verify_shards",
 ]
 
 logger = logging.getLogger(__name__)
@@ -117,7 +113,7 @@ def save(replica: TorchReplica, sink: Any, ranks: list[Any], blocking: bool) -> 
     if state is None or replica.rank != 0:
         return
     if blocking:
-        sink.send(lambda file: states.write(state, file))
+        sink.send(lambda file: torch.save(state, file))
     else:
         _save_in_background(sink, state, in_shards=replica.in_shards)
 
@@ -134,7 +130,7 @@ def _save_in_background(sink: Any, state: dict[str, Any], *, in_shards: bool) ->
 
     def write() -> None:
         try:
-            stream.send(lambda file: states.write(kept, file))
+            stream.send(lambda file: torch.save(kept, file))
         except Exception:
             logger.warning("a save in the background failed", exc_info=True)  # the driver raises the error
 
@@ -157,29 +153,16 @@ def _or_refusal(load: Callable[[], None]) -> Refusal | None:
         return Refusal(str(error), traceback.format_exc())
 
 
-def check(replica: TorchReplica, data: Any, trusted: bool) -> Refusal | None:
-    return _or_refusal(lambda: check_fits(replica.operator, states.parse(data.data, trusted=trusted)))
+def restore(replica: TorchReplica, source: Any, trusted: bool, loads: int) -> Refusal | None:
+    """Load a checkpoint from a file that this rank may see, or from bytes that were sent to it. `loads` counts the user's
+    loads; it is the same on each rank that has loaded this one."""
 
+    def read() -> dict[str, Any]:
+        if isinstance(source, SeenFile):
+            return states.read(source, trusted=trusted)
+        return states.parse(source.data, trusted=trusted)
 
-def restore(replica: TorchReplica, data: Any, trusted: bool, loads: int) -> Refusal | None:
-    """Load a checkpoint. `loads` counts the user's loads; it is the same on each rank that has loaded this one."""
-    return _or_refusal(lambda: replica.take_over(lambda: states.parse(data.data, trusted=trusted), loads))
-
-
-def check_file(replica: TorchReplica, file: SeenFile, trusted: bool) -> Refusal | None:
-    """Check whether this rank can read the file itself, and whether its content fits."""
-
-    def look() -> None:
-        state = states.outline(file, trusted=trusted) if file.here else None
-        if state is None:
-            raise UnseenError
-        check_fits(replica.operator, state)
-
-    return _or_refusal(look)
-
-
-def restore_file(replica: TorchReplica, file: SeenFile, trusted: bool, loads: int) -> Refusal | None:
-    return _or_refusal(lambda: replica.take_over(lambda: states.read(file, trusted=trusted), loads))
+    return _or_refusal(lambda: replica.take_over(read, loads))
 
 
 def save_shards(replica: TorchReplica, folder: str, ranks: list[Any]) -> shard_files.Files:
@@ -187,19 +170,18 @@ def save_shards(replica: TorchReplica, folder: str, ranks: list[Any]) -> shard_f
     return shard_files.write(folder, {**replica.full_state(raw=True), "rng": ranks})
 
 
-def verify_shards(replica: TorchReplica, folder: str, files: shard_files.Files) -> Refusal | None:
-    """Compare the files' digests. Each rank checks some of them."""
-    mine = sorted(files)[replica.rank :: replica.operator.world_size]
-    return _or_refusal(lambda: shard_files.verify(folder, {name: files[name] for name in mine}))
+def restore_shards(replica: TorchReplica, folder: str, files: shard_files.Files, loads: int) -> Refusal | None:
+    """Load a sharded checkpoint, of which each rank verifies some files."""
+    operator, ranks = replica.operator, replica.operator.world_size
 
+    def check() -> None:
+        with on_all_ranks(ranks):  # before anything is unpickled
+            shard_files.verify(folder, {name: files[name] for name in sorted(files)[replica.rank :: ranks]})
+        with on_all_ranks(ranks):
+            check_fits(operator, states.shaped(shard_files.read_outline(folder)), metadata_only=True)
 
-def check_shards(replica: TorchReplica, folder: str) -> Refusal | None:
-    def look() -> None:
-        check_fits(replica.operator, states.shaped(shard_files.read_outline(folder)), metadata_only=True)
-
-    return _or_refusal(look)
-
-
-def restore_shards(replica: TorchReplica, folder: str, loads: int) -> Refusal | None:
-    state = shard_files.read(folder, replica.operator)  # with the other ranks, so an error here must free them
+    refused = _or_refusal(check)  # the same on all ranks
+    if refused is not None:
+        return refused
+    state = shard_files.read(folder, operator)  # with the other ranks, so an error here must free them
     return _or_refusal(lambda: replica.take_over(lambda: state, loads))

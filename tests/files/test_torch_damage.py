@@ -124,7 +124,7 @@ def test_a_file_without_a_digest_loads_with_one_warning(here: Bench, caplog: pyt
                 len(messages) == 1
                 and str(old) in messages[0]
                 and "no digest" in messages[0]
-                and "save()" in messages[0]
+                and "Save it again" in messages[0]
             )
             assert torch.equal(weights(here.trainer), torch.cat([t.flatten() for t in tensors(content)]))
             here.back()

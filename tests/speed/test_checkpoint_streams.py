@@ -95,8 +95,8 @@ def test_a_sealed_file_has_its_digest_after_the_transfer(way: Any, receiver: Rec
 
 def test_a_shared_file_system_is_used(receiver: Receiver, tmp_path: Path) -> None:
     stream = receiver.sink.connect()
-    assert stream.in_file
-    assert not over_the_wire(receiver.sink).connect().in_file
+    assert stream._file is not None
+    assert over_the_wire(receiver.sink).connect()._file is None
 
 
 def test_a_file_of_the_same_name_on_another_machine_is_recognized(
@@ -105,7 +105,7 @@ def test_a_file_of_the_same_name_on_another_machine_is_recognized(
     elsewhere = tmp_path.parent / "elsewhere"
     elsewhere.write_bytes(b"a file of another machine")
     monkeypatch.setattr(receiving, "CheckpointDraft", lambda mark, path: CheckpointDraft(mark, str(elsewhere)))
-    assert not receiver.sink.connect().in_file
+    assert receiver.sink.connect()._file is None
     assert elsewhere.read_bytes() == b"a file of another machine"
 
 
@@ -225,7 +225,7 @@ def test_a_full_disk_is_reported_as_such(
         stream.send(write)
     with pytest.raises((OSError, CheckpointError)) as told:
         receiver.done.result(20)
-    said = caught.value if stream.in_file else told.value  # the one that writes the file has the error
+    said = caught.value if stream._file is not None else told.value  # the one that writes the file has the error
     assert isinstance(said, OSError) and said.errno == errno.ENOSPC
     assert "No space left on device" in str(told.value)
     assert_old(tmp_path)

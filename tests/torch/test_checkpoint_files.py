@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from raysgd.torch.checkpoint.files import TAIL, Bytes, SeenFile, is_archive, opened
+from raysgd import CheckpointError
+from raysgd.torch.checkpoint.files import TAIL, Bytes, SeenFile, UnseenError, opened, verified_file
 
 DATA = random.Random(5).randbytes(5_000)
 
@@ -38,47 +39,59 @@ def test_torch_reads_wrapped_bytes() -> None:
     assert torch.equal(back["a"], saved["a"]) and torch.equal(back["b"][0], saved["b"][0]) and back["b"][1] == "text"
 
 
+def seen_at(path: Path) -> SeenFile:
+    with open(path, "rb") as file:
+        return SeenFile.of(file, path)
+
+
+def sees(file: SeenFile) -> bool:
+    try:
+        with file.opened() as content:
+            return content.tell() == 0
+    except UnseenError:
+        return False
+
+
 def test_a_file_is_identified_by_more_than_its_name(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(DATA)
-    seen = SeenFile.of(path)
-    assert seen.here and Path(seen.path).is_absolute()
-    assert not replace(seen, path=str(tmp_path / "other.pt")).here
+    seen = seen_at(path)
+    assert sees(seen) and Path(seen.path).is_absolute()
+    assert not sees(replace(seen, path=str(tmp_path / "other.pt")))
     changed_ns = path.stat().st_mtime_ns
     path.write_bytes(DATA[::-1])
     os.utime(path, ns=(changed_ns, changed_ns))
-    assert not seen.here, "same size, same time, another content"
+    assert not sees(seen), "same size, same time, another content"
     path.write_bytes(DATA)
     os.utime(path, ns=(changed_ns, changed_ns))
-    assert seen.here
+    assert sees(seen)
     os.utime(path, ns=(changed_ns, changed_ns + 1))
-    assert not seen.here
+    assert not sees(seen)
     path.unlink()
-    assert not seen.here
+    assert not sees(seen)
 
 
 def test_a_change_in_a_large_file_is_noticed_by_its_end(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(TAIL)}, tmp_path / "a.pt")
-    seen = SeenFile.of(tmp_path / "a.pt")
+    seen = seen_at(tmp_path / "a.pt")
     changed = torch.zeros(TAIL)
     changed[0] = 1  # far from the end, where its checksum is
     torch.save({"a": changed}, tmp_path / "a.pt")
     os.utime(tmp_path / "a.pt", ns=(seen.changed_ns, seen.changed_ns))
     assert (tmp_path / "a.pt").stat().st_size == seen.size > 4 * TAIL
-    assert not seen.here
+    assert not sees(seen)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("a", b"PK\x03\x04", True),
-        ("a", b"", False),
-        ("a", b"\x80\x02", False),
-        ("a", None, False),
-        ("a.safetensors", b"PK\x03\x04", False),
-    ],
+    ("name", "archive", "expected"), [("a", True, True), ("a", False, False), ("a.safetensors", True, False)]
 )
-def test_only_archives_list_their_checksums(tmp_path: Path, name: str, content: bytes | None, expected: bool) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    assert is_archive(tmp_path / name) is expected
+def test_workers_read_only_archives_themselves(tmp_path: Path, name: str, archive: bool, expected: bool) -> None:
+    content = {"models": [], "optimizers": []}
+    torch.save(content, tmp_path / name, _use_new_zipfile_serialization=archive)
+    file, sealed = verified_file(tmp_path / name, trusted=False)
+    assert (file is not None) is expected and not sealed
+
+
+def test_a_file_that_is_not_there_is_not_verified(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+        verified_file(tmp_path / "a", trusted=False)

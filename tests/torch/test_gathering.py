@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
 from raysgd.core.ranks import RankInfo
-from raysgd.torch.data.gathering import Gathered, can_gather
+from raysgd.torch.data.sampling import Gathered, can_gather
 from raysgd.torch.data.sources import PlannedSource
 
 ROWS = 23

@@ -118,35 +118,30 @@ def _shown(tensor: torch.Tensor) -> str:
 def _check_size(state: dict[str, Any]) -> None:
     """Raise CheckpointError for a state that is nested too deeply, contains itself, or is much larger than the memory
     that it occupies."""
-    counter = _Counter()
-    total = counter.total(state)
-    if total > 4 * counter.distinct + SHARED:
+    distinct, totals = 0, dict[int, int]()
+
+    def total_in(container: Any, outer: tuple[int, ...] = ()) -> int:
+        """Return the number of values, and count shared ones each time. In `distinct`, count them once."""
+        nonlocal distinct
+        this = id(container)
+        if this in outer:
+            raise CheckpointError("one of its lists or dictionaries contains itself")
+        if this not in totals:
+            if len(outer) >= DEEPEST:
+                raise CheckpointError(f"its lists and dictionaries are nested more than {DEEPEST} levels deep")
+            distinct += len(container) + 1
+            inner = sum(total_in(each, (*outer, this)) for each in _values(container) if isinstance(each, CONTAINERS))
+            totals[this] = len(container) + 1 + inner
+        return totals[this]
+
+    total = total_in(state)
+    if total > 4 * distinct + SHARED:
         raise CheckpointError(
-            f"its {counter.distinct} values share parts so that a copy would have {total} values, which is too many"
+            f"its {distinct} values share parts so that a copy would have {total} values, which is too many"
         )
     for name, part in state.items():
         if name != "models":  # a model's tensors are compared with those of the registered model
             _check_expansion(name, part, set())
-
-
-class _Counter:
-    """Counts the values in nested containers: shared ones once in `distinct`, and each time in `total`."""
-
-    def __init__(self) -> None:
-        self.distinct = 0
-        self._totals: dict[int, int] = {}
-
-    def total(self, container: Any, outer: tuple[int, ...] = ()) -> int:
-        this = id(container)
-        if this in outer:
-            raise CheckpointError("one of its lists or dictionaries contains itself")
-        if this not in self._totals:
-            if len(outer) >= DEEPEST:
-                raise CheckpointError(f"its lists and dictionaries are nested more than {DEEPEST} levels deep")
-            self.distinct += len(container) + 1
-            inner = sum(self.total(each, (*outer, this)) for each in _values(container) if isinstance(each, CONTAINERS))
-            self._totals[this] = len(container) + 1 + inner
-        return self._totals[this]
 
 
 def _check_expansion(name: str, value: Any, seen: set[int]) -> None:

@@ -16,24 +16,13 @@ from raysgd.errors import CheckpointError
 from raysgd.storage.digest import verify
 from raysgd.torch.checkpoint.zip_scan import check_content
 
-__all__ = ["Bytes", "SeenFile", "UnseenError", "is_archive", "opened", "readable", "verified", "verified_file"]
+__all__ = ["Bytes", "SeenFile", "UnseenError", "opened", "readable", "verified", "verified_file"]
 
 TAIL = 1 << 20
 
 
 class UnseenError(Exception):
     """A worker does not see the file that it should read."""
-
-
-def is_archive(file: Path) -> bool:
-    """Return whether the file has torch's zip format, whose end contains the checksums of all its content."""
-    if file.suffix == ".safetensors":
-        return False  # torch expects another format in files of that name
-    try:
-        with open(file, "rb") as content:
-            return content.read(2) == b"PK"
-    except OSError:
-        return False  # reading the file raises the error
 
 
 @contextmanager
@@ -55,13 +44,15 @@ def verified(source: Any, *, trusted: bool) -> bool:
     return sealed
 
 
-def verified_file(path: Path, *, trusted: bool) -> tuple[SeenFile, bool]:
-    """Verify a file. Return it, and whether it has a digest."""
+def verified_file(path: Path, *, trusted: bool) -> tuple[SeenFile | None, bool]:
+    """Verify a file. Return it if workers can read it themselves, and whether it has a digest. They can read torch's zip
+    format, whose end contains the checksums of all its content."""
     with readable():
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CheckpointError("it is not a regular file, but a device or a pipe")
         with open(path, "rb") as file:
-            return SeenFile._of(file, str(path.absolute())), verified(file, trusted=trusted)
+            archive = file.read(2) == b"PK" and path.suffix != ".safetensors"  # torch expects another format in those
+            return SeenFile.of(file, path) if archive else None, verified(file, trusted=trusted)
 
 
 @dataclass(frozen=True)
@@ -75,30 +66,18 @@ class SeenFile:
     end: str
 
     @classmethod
-    def of(cls, file: Path) -> SeenFile:
-        with open(file, "rb") as content:
-            return cls._of(content, str(file.absolute()))
-
-    @classmethod
-    def _of(cls, file: BinaryIO, path: str) -> SeenFile:
+    def of(cls, file: BinaryIO, path: Path) -> SeenFile:
         found = os.fstat(file.fileno())
         file.seek(max(0, found.st_size - TAIL))
-        return cls(path, found.st_size, found.st_mtime_ns, hashlib.sha256(file.read()).hexdigest())
-
-    @property
-    def here(self) -> bool:
-        """Return whether this process sees the file."""
-        try:
-            return SeenFile.of(Path(self.path)) == self
-        except OSError:
-            return False
+        end = hashlib.sha256(file.read()).hexdigest()
+        return cls(str(path.absolute()), found.st_size, found.st_mtime_ns, end)
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:
         """Open the file at its beginning. Raise `UnseenError` if this process does not see it, or if it has changed."""
         try:
             with open(self.path, "rb") as file:
-                if SeenFile._of(file, self.path) != self:
+                if SeenFile.of(file, Path(self.path)) != self:
                     raise UnseenError
                 file.seek(0)
                 yield file
@@ -129,9 +108,6 @@ class Bytes(io.RawIOBase):
             raise ValueError(f"cannot seek to {at}, before the beginning")
         self._at = at
         return at
-
-    def tell(self) -> int:
-        return self._at
 
     def readinto(self, buffer: Any) -> int:
         piece = self._data[self._at : self._at + len(buffer)]

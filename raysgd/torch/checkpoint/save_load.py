@@ -19,7 +19,7 @@ from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
 from raysgd.storage import locations
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import shard_files
-from raysgd.torch.checkpoint.files import UnseenError, is_archive, readable, verified, verified_file
+from raysgd.torch.checkpoint.files import UnseenError, readable, verified, verified_file
 from raysgd.torch.checkpoint.receiver import FailedOnWorkerError, Receiver
 from raysgd.torch.checkpoint.streaming import LocalSink
 from raysgd.workers.blob import Blob
@@ -185,23 +185,19 @@ class Checkpoints:
         except CheckpointError as error:
             raise CheckpointError(f"{where}: {error}") from error
         if not sealed:
-            logger.warning(
-                "%s was loaded, but it has no digest, because an older version wrote it, so damage may not have been "
-                "detected. Save it again with save() to add a digest",
-                where,
-            )
+            locations.warn_without_digest(where)
 
     def restore(self, data: Any, *, trusted: bool) -> None:
         """Send a checkpoint to the workers, which check it and load it."""
-        self._take(replica_calls.check, replica_calls.restore, {"data": Blob(data), "trusted": trusted})
+        self._take(replica_calls.restore, {"source": Blob(data), "trusted": trusted})
 
     def _load_file(self, where: locations.Place, *, trusted: bool) -> bool:
         """Let the workers read the file themselves, if they all see it. Return whether it has a digest."""
         if isinstance(where, Path):
             file, sealed = verified_file(where, trusted=trusted)
-            if is_archive(where):
+            if file is not None:
                 try:
-                    self._take(replica_calls.check_file, replica_calls.restore_file, {"file": file, "trusted": trusted})
+                    self._take(replica_calls.restore, {"source": file, "trusted": trusted})
                     return sealed
                 except UnseenError:
                     logger.debug("a worker does not see %s, or cannot read it, so the driver sends its content", where)
@@ -219,26 +215,19 @@ class Checkpoints:
             )
         with readable():
             files = shard_files.read_manifest(folder)
-        arguments = {"folder": str(folder.absolute())}
-        if files is not None:
-            self._ask(replica_calls.verify_shards, {**arguments, "files": files})
-        self._take(replica_calls.check_shards, replica_calls.restore_shards, arguments)
+        self._take(replica_calls.restore_shards, {"folder": str(folder.absolute()), "files": files or {}})
         return files is not None
 
-    def _take(self, check: Callable[..., Any], restore: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        """Check a state on every rank before any of them changes. Then load it on all ranks."""
-        self._ask(check, arguments)
+    def _take(self, restore: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is raised."""
         with self._engine.state_replaced_by_hand():
             # Counted here, so that a rank that loaded this state before the call was repeated has the same number as others.
-            self._ask(restore, {**arguments, "loads": self._engine.progress.loads + 1})
-
-    def _ask(self, method: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        """Call all ranks, and raise the reason if one of them refuses."""
-        refused = [value for value in self._run(method, arguments) if isinstance(value, replica_calls.Refusal)]
-        if any(value.unseen for value in refused):
-            raise UnseenError
-        if refused:
-            raise CheckpointError(refused[0].why) from RemoteTraceback(refused[0].trace)
+            values = self._run(restore, {**arguments, "loads": self._engine.progress.loads + 1})
+            refused = [value for value in values if isinstance(value, replica_calls.Refusal)]
+            if any(value.unseen for value in refused):
+                raise UnseenError
+            if refused:
+                raise CheckpointError(refused[0].why) from RemoteTraceback(refused[0].trace)
 
     def _random_states(self) -> list[Any]:
         return self._run(replica_calls.random_state, {})

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointError, causes_of
 from raysgd.storage import locations
 from raysgd.storage.digest import is_sealed, sealed
 from raysgd.storage.folders import FileEntry, entry_of
@@ -166,10 +166,10 @@ def _write_tensors(tensors: dict[str, Any], folder: str) -> None:
             try:
                 return super().write_data(plan, planner)
             except Exception as error:
-                found = _system_error(error)
-                if found is None:
-                    raise
-                raise found from None  # torch's writer raises another error because of it
+                for cause in causes_of(error):
+                    if isinstance(cause, OSError) and cause.errno is not None:
+                        raise cause from None  # torch's writer raises another error because of it
+                raise
 
     try:
         save(tensors, storage_writer=_ShardWriter(folder), no_dist=not dist.is_initialized())
@@ -179,14 +179,6 @@ def _write_tensors(tensors: dict[str, Any], folder: str) -> None:
         if isinstance(error, OSError) and error.errno in errno.errorcode:
             raise OSError(error.errno, f"{error.strerror} ({where})", folder) from error
         raise CheckpointError(f"{where}: {type(error).__name__}: {error}") from error
-
-
-def _system_error(error: BaseException | None) -> OSError | None:
-    for _ in range(10):
-        if error is None or (isinstance(error, OSError) and error.errno is not None):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def read_outline(folder: str) -> dict[str, Any]:

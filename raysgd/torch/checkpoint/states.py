@@ -26,7 +26,6 @@ __all__ = [
     "dump",
     "dump_given",
     "gather",
-    "outline",
     "parse",
     "random_state",
     "read",
@@ -36,7 +35,6 @@ __all__ = [
     "set_random",
     "shaped",
     "unchanging",
-    "write",
 ]
 
 FORMAT = "raysgd-torch"
@@ -98,11 +96,6 @@ def dump_given(state: Any) -> memoryview:
         raise CheckpointError(f"this state cannot be pickled ({type(error).__name__}: {error})") from error
 
 
-def write(state: dict[str, Any], file: Any) -> None:
-    """Write a state to the file of a `Stream` or a `LocalSink`, which appends the digest."""
-    torch.save(state, file)
-
-
 def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
     """Return the state in a file's bytes; code in them runs only if they are trusted. Raise CheckpointError if they are not a
     checkpoint."""
@@ -118,23 +111,15 @@ def parse(data: Any, *, trusted: bool) -> dict[str, Any]:
     return shaped(state)
 
 
-def outline(file: SeenFile, *, trusted: bool) -> dict[str, Any]:
-    """Return a file's state with its tensors left in the file. Raise `UnseenError` if it cannot be read this way: then `parse`
-    reads it, or raises the reason."""
-    try:
-        state = torch.load(file.path, map_location="cpu", weights_only=not trusted, mmap=True)
-    except Exception as error:
-        raise UnseenError(f"{file.path} cannot be read here ({error})") from error
-    return shaped(state)
-
-
 def read(file: SeenFile, *, trusted: bool) -> dict[str, Any]:
-    """Return the state in a file whose outline was checked. Raise `UnseenError` if it cannot be read here any more."""
+    """Return the state in a file. Raise `UnseenError` if it cannot be read here: then `parse` reads it, or raises the
+    reason."""
     with file.opened() as content:
         try:
-            return shaped(torch.load(content, map_location="cpu", weights_only=not trusted))
+            state = torch.load(content, map_location="cpu", weights_only=not trusted)
         except Exception as error:
-            raise UnseenError(f"{file.path} cannot be read any more ({error})") from error
+            raise UnseenError(f"{file.path} cannot be read here ({error})") from error
+    return shaped(state)
 
 
 def shaped(state: Any) -> dict[str, Any]:

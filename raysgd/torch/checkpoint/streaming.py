@@ -177,11 +177,6 @@ class Stream:
     def __init__(self, connection: socket.socket, file: DurableFile | None) -> None:
         self._connection, self._file = connection, file
 
-    @property
-    def in_file(self) -> bool:
-        """Return whether this worker writes the driver's file itself."""
-        return self._file is not None
-
     def send(self, write: Callable[[Any], Any]) -> None:
         """Run `write(file)`, and send what it writes, with its digest; or send the error."""
         try:

@@ -293,7 +293,8 @@ class LightningOperator(TrainingOperator):
     def _attached(self, phase: str) -> Iterator[None]:
         """Replace `self.log` during a call. Between calls, the module is as its class made it."""
         stub = self._stub
-        stub.rank_info, stub.global_step = self._rank_info, self.global_step
+        stub.join(self._rank_info)
+        stub.global_step = self.global_step
         self._logged.begin_call(self.world_rank)
         inner: list[Any] = [each for each in self.module.modules() if isinstance(each, self._base)]
         for each in inner:

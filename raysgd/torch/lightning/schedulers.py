@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
 
@@ -144,8 +145,7 @@ def _schedule(given: Any, *, automatic: bool) -> Schedule:
         raise ConfigError(f"a learning-rate scheduler must have step() and state_dict(), got {schedule.scheduler!r}")
     if schedule.interval not in ("epoch", "step"):
         raise ConfigError(f"an lr_scheduler's interval must be 'epoch' or 'step', got {schedule.interval!r}")
-    if not isinstance(schedule.frequency, int) or schedule.frequency < 1:
-        raise ConfigError(f"an lr_scheduler's frequency must be an integer of at least 1, got {schedule.frequency!r}")
+    at_least("an lr_scheduler's frequency", schedule.frequency, 1, whole=True)
     if schedule.plateau and automatic:
         _check_plateau(schedule)
     return schedule

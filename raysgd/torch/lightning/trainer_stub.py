@@ -109,7 +109,7 @@ class TrainerStub:
         clip_by_norm = options.clip_norm is not None
         self.gradient_clip_val = options.clip_norm if clip_by_norm else options.clip_value
         self.gradient_clip_algorithm = None if self.gradient_clip_val is None else "norm" if clip_by_norm else "value"
-        self.rank_info = rank_info
+        self.join(rank_info)
         self.current_epoch = self.global_step = 0
         self.loggers: list[Any] = []
         self.callbacks: list[Any] = []
@@ -121,25 +121,10 @@ class TrainerStub:
         self.strategy = self.precision_plugin = services
         self.optimizers, self.lr_scheduler_configs = optimizers, schedules
 
-    @property
-    def global_rank(self) -> int:
-        return self.rank_info.world_rank
-
-    @property
-    def local_rank(self) -> int:
-        return self.rank_info.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        return self.rank_info.node_rank
-
-    @property
-    def world_size(self) -> int:
-        return self.rank_info.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.rank_info.world_rank == 0
+    def join(self, rank_info: RankInfo) -> None:
+        self.global_rank, self.world_size = rank_info.world_rank, rank_info.world_size
+        self.local_rank, self.node_rank = rank_info.local_rank, rank_info.node_rank
+        self.is_global_zero = self.global_rank == 0
 
     @property
     def should_stop(self) -> bool:
