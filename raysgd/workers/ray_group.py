@@ -33,6 +33,7 @@ from raysgd.workers.foreign import draining_nodes
 from raysgd.workers.gcs import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.serialization import pack
+from raysgd.workers.user_code import pack_modules, user_folders
 
 __all__ = ["RayGroup"]
 
@@ -78,6 +79,8 @@ class RayGroup:
         self._ready: list[Event] = []
         self._here = ray.get_runtime_context().get_node_id()
         self._actor_class = ray.remote(WorkerActor)
+        self._folders = user_folders(ray.get_runtime_context().runtime_env)
+        self._code: Any = None  # the modules in these folders, once a worker on another machine needs them
         self._dealers: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
         self._mark = uuid.uuid4().hex[:8]  # for unique names of actors
@@ -197,12 +200,26 @@ class RayGroup:
         if isinstance(event, WorkerStarted):
             handle.node, handle.pid = event.node, event.pid
             handle.process = LocalProcess(event.pid) if event.node == self._here else None
+            self._provide_modules(event.worker, handle)
         if isinstance(event, WorkerEnded):
             if handle.ended:
                 return False
             handle.ended = True
             self._end(event.worker)
         return True
+
+    def _provide_modules(self, worker: str, handle: _Handle) -> None:
+        """Let a new worker import the user's modules. It does that before its first call, because calls have an order."""
+        import ray
+
+        if not self._folders:
+            return
+        if handle.node == self._here:
+            sent = handle.actor.add_to_path.remote([str(folder) for folder in self._folders])
+        else:
+            self._code = self._code or ray.put(pack_modules(self._folders))
+            sent = handle.actor.install.remote(self._code)
+        sent.future().add_done_callback(partial(self._up, worker))
 
     # -- data -----------------------------------------------------------------------------------------
 
@@ -351,4 +368,5 @@ def _with_value(outcome: Outcome) -> Outcome:
 
 
 def _first_line(error: BaseException) -> str:
+    error = getattr(error, "cause", error)  # of Ray's error about one in a worker
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
