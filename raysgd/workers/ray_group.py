@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from raysgd.config import WorkerResources
+from raysgd.config import WorkerResources, flag_from_environment
 from raysgd.core.messages import KillProcess, Message, StartDealer
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.policy import OUT_OF_STEP
@@ -29,7 +29,7 @@ from raysgd.workers.actor import WorkerActor
 from raysgd.workers.blob import Blob, unpickled
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
-from raysgd.workers.foreign import draining_nodes
+from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.gcs import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.serialization import pack
@@ -40,6 +40,7 @@ __all__ = ["RayGroup"]
 logger = logging.getLogger("raysgd")
 
 SMALL = 1 << 16
+RAY_MESSAGES = "RAYSGD_RAY_MESSAGES"
 # What gloo writes when it ends a process because the ranks are in different collective calls.
 MISMATCH = re.compile(r"gloo\S*\] (?P<what>op\.preamble[^\n]*collective mismatch[^\n]*)")
 ANSWER_S = 1.0
@@ -201,6 +202,8 @@ class RayGroup:
             handle.node, handle.pid = event.node, event.pid
             handle.process = LocalProcess(event.pid) if event.node == self._here else None
             self._provide_modules(event.worker, handle)
+            if not flag_from_environment(RAY_MESSAGES):
+                hide_deaths_of(event.node, event.pid)
         if isinstance(event, WorkerEnded):
             if handle.ended:
                 return False

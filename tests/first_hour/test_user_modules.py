@@ -146,9 +146,8 @@ def test_a_worker_imports_modules_of_the_users_folder(
 
 # A node in a mount namespace of its own, in which another, empty folder hides the script's.
 SCRIPT = """
-import os, subprocess, sys
+import subprocess, sys
 from pathlib import Path
-os.environ["RAY_raylet_start_wait_time_s"] = "120"
 import ray
 import torch
 from ray.cluster_utils import Cluster
