@@ -180,10 +180,13 @@ try:
         assert node.poll() is None
     with TorchTrainer(training_operator_cls=Small, num_workers=2, use_gpu=False) as trainer:
         results = trainer.train(reduce_results=False)
-    print("FILES", *sorted("project" if Path(each["file"]).parent == here else each["file"] for each in results))
+    files = sorted("project" if Path(each["file"]).parent == here else each["file"] for each in results)
+    print("FILES", *files, flush=True)
 finally:
+    ray.shutdown()
     node.terminate()
     node.wait()
+    cluster.shutdown()
 """
 
 
@@ -209,7 +212,7 @@ def may_unshare() -> bool:
 @pytest.mark.script(run=run)
 def test_a_node_that_does_not_have_the_folder(outcome: Callable[[], subprocess.CompletedProcess[str]]) -> None:
     done = outcome()
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FILES ")]
     _, shipped, own = line.split()
     assert "/raysgd-code-" in shipped and shipped.endswith("/0/helper.py")
