@@ -18,6 +18,7 @@ from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.user_code import add_to_path, install, pack_modules, user_folders
 from tests.background import Background
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 MODULES = {
     "train.py": "",
     "helper.py": "WHO = 'helper'",
@@ -195,7 +196,8 @@ def run(background: Background) -> subprocess.CompletedProcess[str]:
     for name, content in {**MODULES, "script.py": SCRIPT}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
-    return background.run(str(folder / "script.py"), folder=folder)
+    # Without the forks of forked_workers.py, which would be in the mount namespace of the tests.
+    return background.run(str(folder / "script.py"), folder=folder, PYTHONPATH=str(ROOT))
 
 
 def may_unshare() -> bool:
