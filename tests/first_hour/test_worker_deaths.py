@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from raysgd import ElasticConfig
 from raysgd.config import WorkerResources
 from raysgd.core.policy import Recovery
+from raysgd.core.progress import Progress
 from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.engine.recovery import RecoveryLoop, _Case
 from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.workers.events import Event, WorkerEnded, WorkerStarted
 from raysgd.workers.foreign import DeathFilter
@@ -134,3 +137,15 @@ def test_what_happens_next_is_logged(reason: str, says: str, caplog: pytest.LogC
     )
     RecoveryLog(lambda recovery: None).record(change)
     assert says in caplog.text
+
+
+def test_waiting_for_new_workers_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """All workers failed, and four are starting: every look at them was a line of the log."""
+    group = SimpleNamespace(demand=lambda count: f"{count} CPU (0 free)", room=lambda: 0)
+    parts: Any = SimpleNamespace(group=group, clock=lambda: 0.0, pump=lambda seconds: 0)
+    loop = RecoveryLoop(parts, parts, parts, parts, parts, elastic=ElasticConfig(), in_place=True, jitter=lambda: 0.0)
+    seen: Any = SimpleNamespace(survivors=0, starting=4, ready=0, free=0)
+    case = _Case(parts, parts, Progress(), 4, 0.0)
+    for _ in range(3):
+        loop._wait(0.0, seen, case)
+    assert caplog.messages == ["waiting for 4 new worker(s) to start; they need 4 CPU (0 free)"]
