@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -271,6 +272,8 @@ def test_ray_has_the_names(ray_cluster: None, tmp_path: Path, monkeypatch: pytes
     assert ray_foreign.draining_nodes() == set()
     logs = ray_foreign.logs_folder()
     assert logs is not None and logs.is_dir()
+    ray_foreign.hide_deaths_of(node, 1)
+    assert (node, 1) in sys.modules["ray._private.worker"].print_to_stdstream.workers
 
 
 def test_ray_data_has_the_names(ray_cluster: None) -> None:

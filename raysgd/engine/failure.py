@@ -58,7 +58,7 @@ def raise_user_error(outcome: Failed, info: WorkerInfo) -> NoReturn:
     vars(error)["raysgd_rank"] = info.rank  # not by assignment, which an exception class can refuse
     if error.__traceback__ is not None:
         raise error
-    where = f"on {rank} (process {info.pid} on node {info.node[:8]}):"
+    where = f"on {rank} (process {info.pid} on node {info.machine}):"
     raise error from RemoteTraceback(f"{where}\n{readable(outcome.traceback, error)}")
 
 

@@ -57,7 +57,7 @@ class RecoveryLoop:
         furthest = max((info.progress for info in members), key=lambda p: p.order, default=Progress())
         if seen.culprit is not None:
             culprit = self._table[seen.culprit]
-            seen = replace(seen, detail=f"rank {culprit.rank} on node {culprit.node[:8]}: {seen.detail}")
+            seen = replace(seen, detail=f"rank {culprit.rank} on node {culprit.machine}: {seen.detail}")
         case = _Case(seen, call, furthest, world, since)
         self._generation.end()
         self._replacements.forget_failures()
@@ -77,7 +77,7 @@ class RecoveryLoop:
                 self._replacements.launch(decision.count)
             else:
                 case.waits += self._replacements.starting == 0
-                self._wait(decision.seconds, now)
+                self._wait(decision.seconds, now, case)
         self._note(case, after=len(self._table.members()))
         return case.revived
 
@@ -115,6 +115,7 @@ class RecoveryLoop:
         for info in self._table.failed():
             if info.in_group and info.rank is not None:
                 case.failed_ranks.add(info.rank)
+                case.failed_on.add(info.machine)
             self._table.dismiss(info.worker)
         if case.logged:
             return
@@ -124,7 +125,8 @@ class RecoveryLoop:
             action = "Restarting this loader and continuing after the last committed batch"
             logger.warning("data loader failure in %s: %s. %s", where, seen.detail, action)
         else:
-            ranks = f"{sorted(case.failed_ranks) or 'none'} of {case.world}"
+            on = f" on node {', '.join(sorted(case.failed_on))}" if case.failed_on else ""
+            ranks = f"{sorted(case.failed_ranks) or 'none'} of {case.world}{on}"
             logger.warning("%s in %s: failed rank(s) %s (%s)", seen.reason, where, ranks, seen.detail)
 
     def _survivors(self, case: _Case) -> list[str]:
@@ -181,7 +183,7 @@ class RecoveryLoop:
             self._generation.load_snapshot(joining, snapshot)
         return snapshot
 
-    def _wait(self, seconds: float, now: Situation) -> None:
+    def _wait(self, seconds: float, now: Situation, case: _Case) -> None:
         """Wait for machines, or for replacements that are starting. Return early when their number changes."""
         deadline = self._table.clock() + seconds
         if now.starting == 0:
@@ -194,7 +196,8 @@ class RecoveryLoop:
                 now.attempts + 1,
                 now.max_attempts,
             )
-        elif now.survivors == 0:
+        elif now.survivors == 0 and not case.awaits:
+            case.awaits = True
             demand = self._table.group.demand(now.starting)
             logger.warning("waiting for %d new worker(s) to start; they need %s", now.starting, demand)
         while self._table.clock() < deadline:
@@ -236,7 +239,9 @@ class _Case:
     world: int
     since: float
     failed_ranks: set[int] = field(default_factory=set)
+    failed_on: set[str] = field(default_factory=set)  # their machines
     waits: int = 0
     tries: int = 0
     logged: bool = False
+    awaits: bool = False  # the log says that it waits for new workers
     revived: Snapshot | None = None

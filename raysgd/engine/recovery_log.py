@@ -31,9 +31,13 @@ class RecoveryLog:
         self.recoveries.append(recovery)
         before, after = recovery.world_size_before, recovery.world_size_after
         if continues:
+            left = (
+                f"rank(s) {list(recovery.removed_ranks)} left, " if recovery.reason in ("preemption", "shrink") else ""
+            )
             logger.warning(
-                "%s: training continues with %d worker(s) (%d before), %s, %d batch(es) redone, after %.2f s",
+                "%s: %straining continues with %d worker(s) (%d before), %s, %d batch(es) redone, after %.2f s",
                 recovery.reason,
+                left,
                 after,
                 before,
                 "in place" if recovery.in_place else "from a snapshot",

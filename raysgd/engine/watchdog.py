@@ -65,7 +65,7 @@ class Watchdog:
             info, answer = self._table[worker], self._stacks.get(worker)
             reports[worker] = RankReport(
                 rank=info.rank or 0,
-                node=info.node[:8],
+                node=info.machine,
                 phase=answer.phase if answer else info.progress.phase,
                 batch=answer.batch if answer else info.progress.batches,
                 stack=answer.frames if answer else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections import deque
@@ -29,6 +30,8 @@ from raysgd.workers.worker_group import WorkerGroupProtocol
 
 __all__ = ["SILENT_S", "WorkerInfo", "WorkerTable"]
 
+logger = logging.getLogger("raysgd")
+
 AnswerT = TypeVar("AnswerT", BoundaryAnswer, StackReport)
 
 # A worker sends "alive" every second. One that has missed two of these messages is considered silent.
@@ -42,6 +45,7 @@ ANSWERS_AT_MOST = 10_000
 class WorkerInfo:
     """What the driver knows about one worker. Only `WorkerTable` changes it.
 
+    address      of its machine, as the driver sees it
     rank         its rank in the current generation, or the one that it will have in the next
     built        whether it hosts a replica
     in_group     whether it belongs to the current generation
@@ -58,6 +62,7 @@ class WorkerInfo:
     worker: str
     node: str = ""
     pid: int = 0
+    address: str = ""
     rank: int | None = None
     started: bool = False
     built: bool = False
@@ -72,6 +77,11 @@ class WorkerInfo:
     unfinished: str = ""
     busy: int | None = None
     last_call: int = -1
+
+    @property
+    def machine(self) -> str:
+        """Return what users know its machine by."""
+        return self.address or self.node[:8]
 
 
 @dataclass(frozen=True)
@@ -222,7 +232,7 @@ class WorkerTable:
         else:
             reason, why = info.ended.reason, info.ended.cause
             if info.node and not self.group.is_node_alive(info.node):
-                reason, why = "node failure", f"its node {info.node[:8]} failed"
+                reason, why = "node failure", f"its node {info.machine} failed"
             elif info.notice:
                 reason = "preemption"
         return WorkerFailed(why, reason, info.partial, info.progress)
@@ -307,7 +317,7 @@ class WorkerTable:
         info = self._workers[worker]
         return RankReport(
             rank=info.rank,
-            node=info.node[:8],
+            node=info.machine,
             stack=None if answer is None else answer.frames,
             silent_s=self.group.silent_for(worker),
         )
@@ -370,7 +380,7 @@ class WorkerTable:
         if info is None:
             return
         if isinstance(event, WorkerStarted):
-            info.started, info.node, info.pid = True, event.node, event.pid
+            info.started, info.node, info.pid, info.address = True, event.node, event.pid, event.address
             info.moved_at = self.clock()
         elif isinstance(event, WorkerEnded):
             info.ended = event
@@ -402,5 +412,9 @@ class WorkerTable:
             info.moved_at = self.clock()
         elif isinstance(message, PreemptionNotice):
             info.notice = True
+            rank = "a new worker" if info.rank is None else f"rank {info.rank}"
+            logger.warning(
+                "preemption: %s on node %s received SIGTERM, so its machine will be stopped", rank, info.machine
+            )
         elif isinstance(message, BoundaryAnswer | StackReport):
             self._answers.append((info.worker, message))

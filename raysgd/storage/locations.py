@@ -10,6 +10,7 @@ import tempfile
 import uuid
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ __all__ = [
     "delete",
     "draft_folder",
     "folder",
+    "log_saved",
     "names",
     "place",
+    "place_to_save",
     "put_folder",
     "read",
     "text_of",
@@ -50,6 +53,18 @@ SPECIAL = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
 }
+
+
+def place_to_save(where: Any) -> Place:
+    """Return the place for a path or a URI, with an absolute path, because that is what users need to find the file."""
+    found = place(where)
+    return found if isinstance(found, Uri) else found.absolute()
+
+
+def log_saved(where: Place, done: Future[Any] | None = None) -> None:
+    """Log where a checkpoint was saved, unless `done` shows that saving it failed."""
+    if done is None or done.exception() is None:
+        logger.info("saved the checkpoint %s", where)
 
 
 def place(where: Any) -> Place:

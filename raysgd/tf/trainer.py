@@ -220,10 +220,12 @@ class TFTrainer(TrainerBase):
 
     @exclusive
     def save(self, checkpoint: str | os.PathLike[str]) -> str:
-        """Save a checkpoint to a path or a URI, completely or not at all. Return its path."""
-        where = locations.place(checkpoint)
+        """Save a checkpoint to a path or a URI, completely or not at all. Return its absolute path, or the URI."""
+        where = locations.place_to_save(checkpoint)
         locations.check_file(where)  # before the workers do anything
-        return locations.text_of(locations.write(where, self._checkpoint()))
+        saved = locations.write(where, self._checkpoint())
+        locations.log_saved(saved)
+        return locations.text_of(saved)
 
     @exclusive
     def load(self, checkpoint: str | os.PathLike[str]) -> None:

@@ -285,7 +285,7 @@ class TorchTrainer(TrainerBase):
     def save(
         self, checkpoint: str | os.PathLike[str], *, blocking: bool = True, sharded: bool = False
     ) -> str | SaveHandle:
-        """Save a checkpoint to a path or a URI, completely or not at all. Return its path.
+        """Save a checkpoint to a path or a URI, completely or not at all. Return its absolute path, or the URI.
 
         With `blocking=False`, training can continue as soon as the state was copied in memory, and a handle is returned.
         With `sharded=True`, the checkpoint is a directory to which every worker writes its part.

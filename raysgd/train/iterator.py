@@ -13,6 +13,7 @@ from raysgd.callbacks.callback_list import CallbackList
 from raysgd.core.metrics import plain
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.run import RoundResult
+from raysgd.workers.tracebacks import folding
 
 __all__ = ["SGDIterator", "TrainingIterator"]
 
@@ -39,6 +40,7 @@ class TrainingIterator:
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         return self
 
+    @folding
     def __next__(self) -> list[dict[str, Any]]:
         result = self.next_round()
         if result is None:
@@ -129,6 +131,7 @@ class TrainingIterator:
         """Return whether all rounds were fetched and the function has ended."""
         return self._finished
 
+    @folding
     def get_final_results(self, force: bool = False) -> list[Any] | None:
         """Return what each rank returned, or None before the end. With `force`, wait for the end, and discard what the
         function still reports."""

@@ -26,6 +26,7 @@ from raysgd.train.fit.settings import REPORTS_AHEAD, CheckpointConfig
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
+from raysgd.workers.tracebacks import folding
 
 __all__ = ["Trainer", "get_backend_config_cls", "in_order"]
 
@@ -93,6 +94,7 @@ class Trainer:
 
     # -- life -----------------------------------------------------------------------------------------
 
+    @folding
     def start(
         self,
         initialization_hook: Callable[[], Any] | None = None,
@@ -122,6 +124,7 @@ class Trainer:
 
     # -- runs -----------------------------------------------------------------------------------------
 
+    @folding
     def run(
         self,
         train_func: Callable[..., Any],
@@ -196,12 +199,14 @@ class Trainer:
             ready=count_run,
         )
 
+    @folding
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `func(obj, *args, **kwargs)` in every worker, with its object of `train_cls`. Return the values in rank
         order."""
         self._check_started()
         return self._executor.worker_group.execute_object(func, args, kwargs)
 
+    @folding
     def execute_single(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Do the same on rank 0 only."""
         self._check_started()

@@ -22,7 +22,9 @@ from raysgd.errors import described
 from raysgd.storage.durable import own_folder
 from raysgd.workers.blob import unpickled
 from raysgd.workers.control_client import ControlClient
+from raysgd.workers.foreign import logs_folder
 from raysgd.workers.replica_host import ReplicaHost
+from raysgd.workers.user_code import UserCode, add_to_path, install
 
 __all__ = ["WorkerActor"]
 
@@ -47,6 +49,15 @@ class WorkerActor:
         _share_temporary_folder()
         self._client.on_end = _remove_temporary_folder
         _end_forks_with_this_process()
+
+    def install(self, code: UserCode) -> None:
+        """Let this process import the user's modules, which this machine may not have."""
+        logs = logs_folder()
+        install(code, Path(tempfile.gettempdir() if logs is None else logs.parent) / f"raysgd-code-{os.getuid()}")
+
+    def add_to_path(self, folders: list[str]) -> None:
+        """Let this process import modules from folders of this machine."""
+        add_to_path(folders)
 
     def perform(self, call: int, generation: int, verb: str, arguments: dict[str, Any]) -> Outcome:
         import ray

@@ -293,7 +293,7 @@ class ControlServer:
         peer.worker = worker
         self._received_at[worker] = time.monotonic()
         self._workers[worker] = peer
-        self._events.put(WorkerStarted(worker, hello.node, hello.pid))
+        self._events.put(WorkerStarted(worker, hello.node, hello.pid, peer.address.rpartition(":")[0]))
         while True:
             message = await self._message(peer)
             if self._workers.get(worker) is not peer:

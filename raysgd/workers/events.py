@@ -13,11 +13,12 @@ __all__ = ["CallEnded", "Event", "MessageReceived", "WorkerEnded", "WorkerStarte
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """A launched worker's process has started, and its control client is connected."""
+    """A launched worker's process has started, and its control client is connected from `address`."""
 
     worker: str
     node: str
     pid: int
+    address: str = ""
 
 
 @dataclass(frozen=True)

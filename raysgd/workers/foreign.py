@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "draining_nodes",
     "free_resources_by_node",
     "has_autoscaler",
+    "hide_deaths_of",
     "logs_folder",
     "probe_gcs",
     "split_coordinator",
@@ -87,6 +89,41 @@ def use_token_if_available() -> None:
     except ImportError:  # a Ray without tokens
         return
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+# What a raylet publishes when a worker ends unexpectedly; Ray prints it on the driver.
+DEATH = re.compile(
+    r"A worker died or was killed .*\bNode ID: (?P<node>[0-9a-f]+)\b.*\bWorker PID: (?P<pid>\d+)\b", re.DOTALL
+)
+
+
+class DeathFilter:
+    """Prints the errors that Ray's nodes publish, but not the paragraphs about the ends of these workers, once each."""
+
+    def __init__(self, show: Callable[..., None]) -> None:
+        self.show = show
+        self.workers: set[tuple[str, int]] = set()
+
+    def __call__(self, data: Any, *args: Any, **kwargs: Any) -> None:
+        found = DEATH.match("\n".join(data["lines"])) if data["pid"] == "raylet" else None
+        worker = (found["node"], int(found["pid"])) if found is not None else None
+        if worker in self.workers:
+            self.workers.discard(worker)
+        else:
+            self.show(data, *args, **kwargs)
+
+
+def hide_deaths_of(node: str, pid: int) -> None:
+    """Do not let Ray print its own paragraph when this worker ends, because raysgd logs that. Ray's other messages and the
+    output of workers are shown as before."""
+    from ray._private import worker
+
+    show = getattr(worker, "print_to_stdstream", None)
+    if show is None:  # a Ray that prints it in another way
+        return
+    if not isinstance(show, DeathFilter):
+        worker.print_to_stdstream = show = DeathFilter(show)
+    show.workers.add((node, pid))
 
 
 def free_resources_by_node() -> dict[str, dict[str, float]]:

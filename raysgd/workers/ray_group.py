@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from raysgd.config import WorkerResources
+from raysgd.config import WorkerResources, flag_from_environment
 from raysgd.core.messages import KillProcess, Message, StartDealer
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.policy import OUT_OF_STEP
@@ -29,16 +29,18 @@ from raysgd.workers.actor import WorkerActor
 from raysgd.workers.blob import Blob, unpickled
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
-from raysgd.workers.foreign import draining_nodes
+from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.gcs import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.serialization import pack
+from raysgd.workers.user_code import pack_modules, user_folders
 
 __all__ = ["RayGroup"]
 
 logger = logging.getLogger("raysgd")
 
 SMALL = 1 << 16
+RAY_MESSAGES = "RAYSGD_RAY_MESSAGES"
 # What gloo writes when it ends a process because the ranks are in different collective calls.
 MISMATCH = re.compile(r"gloo\S*\] (?P<what>op\.preamble[^\n]*collective mismatch[^\n]*)")
 ANSWER_S = 1.0
@@ -78,6 +80,8 @@ class RayGroup:
         self._ready: list[Event] = []
         self._here = ray.get_runtime_context().get_node_id()
         self._actor_class = ray.remote(WorkerActor)
+        self._folders = user_folders(ray.get_runtime_context().runtime_env)
+        self._code: Any = None  # the modules in these folders, once a worker on another machine needs them
         self._dealers: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
         self._mark = uuid.uuid4().hex[:8]  # for unique names of actors
@@ -197,12 +201,28 @@ class RayGroup:
         if isinstance(event, WorkerStarted):
             handle.node, handle.pid = event.node, event.pid
             handle.process = LocalProcess(event.pid) if event.node == self._here else None
+            self._provide_modules(event.worker, handle)
+            if not flag_from_environment(RAY_MESSAGES):
+                hide_deaths_of(event.node, event.pid)
         if isinstance(event, WorkerEnded):
             if handle.ended:
                 return False
             handle.ended = True
             self._end(event.worker)
         return True
+
+    def _provide_modules(self, worker: str, handle: _Handle) -> None:
+        """Let a new worker import the user's modules. It does that before its first call, because calls have an order."""
+        import ray
+
+        if not self._folders:
+            return
+        if handle.node == self._here:
+            sent = handle.actor.add_to_path.remote([str(folder) for folder in self._folders])
+        else:
+            self._code = self._code or ray.put(pack_modules(self._folders))
+            sent = handle.actor.install.remote(self._code)
+        sent.future().add_done_callback(partial(self._up, worker))
 
     # -- data -----------------------------------------------------------------------------------------
 
@@ -351,4 +371,5 @@ def _with_value(outcome: Outcome) -> Outcome:
 
 
 def _first_line(error: BaseException) -> str:
+    error = getattr(error, "cause", error)  # of Ray's error about one in a worker
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -22,7 +22,7 @@ from typing import Any
 from raysgd.errors import shown
 from raysgd.workers.blob import PickledObject
 
-__all__ = ["dumps", "pack"]
+__all__ = ["dumps", "is_installed", "pack"]
 
 # cloudpickle has one list of the modules to pickle by value per process: one thread at a time may change it.
 _REGISTERING = threading.RLock()
@@ -104,18 +104,19 @@ def _is_local(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if file is None:  # a folder without __init__.py
         folders = [str(folder) for folder in getattr(module, "__path__", ())]
-        return bool(folders) and all(_outside(folder) for folder in folders)
-    return str(file).endswith(".py") and _outside(str(file))
+        return bool(folders) and not any(is_installed(folder) for folder in folders)
+    return str(file).endswith(".py") and not is_installed(str(file))
 
 
 @cache
-def _outside(file: str) -> bool:
+def is_installed(file: str) -> bool:
+    """Return whether a file or folder belongs to Python or to an installed package, and not to the user's own code."""
     path = Path(file)
-    return not any(path.is_relative_to(root) for root in _installed())
+    return any(path.is_relative_to(root) for root in _installed())
 
 
 @lru_cache(maxsize=1)
 def _installed() -> list[Path]:
     roots = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     roots |= {*site.getsitepackages(), site.getusersitepackages(), sys.prefix, sys.base_prefix}
-    return [Path(root) for root in roots if root]
+    return [path for root in roots if root for path in {Path(root), Path(root).resolve()}]

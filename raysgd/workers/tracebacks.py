@@ -5,13 +5,18 @@ from __future__ import annotations
 import itertools
 import linecache
 import re
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar, cast
 
 from raysgd.config import flag_from_environment
 from raysgd.errors import RaysgdError, RemoteTraceback
 
-__all__ = ["fold_frames", "readable"]
+__all__ = ["fold_frames", "folding", "readable"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 FULL_TRACEBACKS = "RAYSGD_FULL_TRACEBACKS"
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -48,6 +53,20 @@ def readable(text: str, error: BaseException | None = None) -> str:
             source = linecache.getline(found["file"], int(found["line"])).strip() if found and len(frame) == 1 else ""
             shown_lines += [*frame, *([f"    {source}"] if source else [])]
     return "\n".join(shown_lines)
+
+
+def folding(method: F) -> F:
+    """Let a method that users call raise the errors of their code without the frames of raysgd."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except BaseException as error:
+            fold_frames(error)
+            raise
+
+    return cast(F, call)
 
 
 def fold_frames(error: BaseException) -> None:

@@ -257,7 +257,7 @@ def ended(opened: socket.socket) -> bool:
 
 def test_a_worker_connects_and_handles_messages(channel: Channel) -> None:
     client = channel.client()
-    assert channel.next(WorkerStarted) == WorkerStarted("w", "node", os.getpid())
+    assert channel.next(WorkerStarted) == WorkerStarted("w", "node", os.getpid(), "127.0.0.1")
     client.call, client.generation = 7, 2
     channel.server.send("w", ProposeBoundary(round=1, call=7, step=5))
     assert channel.next(MessageReceived).message == BoundaryAnswer(round=1, accepted=True, begun=0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import raysgd
+from raysgd.train import Trainer
 from raysgd.workers.tracebacks import readable
 from tests.torch.small import Line, inline
 
@@ -54,6 +55,22 @@ def test_the_setting_shows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_inside_raysgd_is_shown_as_it_is() -> None:
     text = "\n".join([*REMOTE.splitlines()[:4], "AssertionError"])
     assert readable(text) == text
+
+
+def test_the_traceback_of_a_function_in_a_cell(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "def train_func():\n    numbers = {}\n    return numbers['missing']\n"
+    monkeypatch.setitem(linecache.cache, CELL, (len(source), None, source.splitlines(keepends=True), CELL))
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, CELL, "exec"), cell)
+    with Trainer("torch", num_workers=1) as trainer, pytest.raises(KeyError, match="missing") as caught:
+        trainer.run(cell["train_func"])
+    remote = str(caught.value.__cause__).splitlines()
+    at = remote.index(f'  File "{CELL}", line 3, in train_func')
+    assert remote[at + 1] == "    return numbers['missing']"
+    assert "frames of raysgd; the environment variable" in remote[at - 1]
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    ours = str(OURS.parent.parent)
+    assert files[0] == __file__ and sum(file.startswith(ours) for file in files) <= 1, files
 
 
 class Raises(Line):

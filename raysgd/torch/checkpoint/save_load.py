@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Checkpoints:
     # -- save -----------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], *, blocking: bool, sharded: bool) -> Any:
-        where = locations.place(path)
+        where = locations.place_to_save(path)
         if sharded:
             if isinstance(where, locations.Uri):
                 raise ConfigError(
@@ -85,6 +86,7 @@ class Checkpoints:
         destination = self._destination(where)
         try:
             self._send_to(destination, blocking=blocking)
+            destination.done.add_done_callback(partial(locations.log_saved, where))
             if blocking:
                 destination.done.result()
                 return locations.text_of(where)
@@ -161,13 +163,14 @@ class Checkpoints:
                 f"{where} exists and contains something else: save(sharded=True) replaces only an empty directory or a sharded "
                 "checkpoint; name one of those, or a directory that does not exist"
             )
-        # An absolute path, because workers may run in another directory than the script.
-        draft = target.parent.absolute() / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
+        # The path is absolute, because workers may run in another directory than the script.
+        draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
         draft.mkdir(parents=True)
         try:
             written = self._run(replica_calls.save_shards, {"folder": str(draft), "ranks": self._random_states()})
             shard_files.write_manifest(draft, {name: entry for files in written for name, entry in files.items()})
             locations.put_folder(draft, target)
+            locations.log_saved(where)
         except BaseException:
             _remove(draft)
             raise

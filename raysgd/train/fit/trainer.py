@@ -25,6 +25,7 @@ from raysgd.train.fit.run import FitRun
 from raysgd.train.fit.settings import RunConfig, ScalingConfig
 from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.workers.serialization import pack
+from raysgd.workers.tracebacks import folding
 
 __all__ = ["DataParallelTrainer"]
 
@@ -117,6 +118,7 @@ class DataParallelTrainer:
         """Called before the workers start, by `fit()` and in Tune trials. Override it for work that does not belong in
         the constructor."""
 
+    @folding
     def fit(self) -> Result:
         """Run the function to its end. Raise the function's error, or TrainingWorkerError after too many worker
         failures. Checkpoints that were saved before remain, and `restore` resumes from the newest one."""

@@ -1,0 +1,151 @@
+"""Ray's own paragraph about a worker's end is not shown, because raysgd logs two lines. Ray's other messages are shown."""
+
+import logging
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raysgd import ElasticConfig
+from raysgd.config import WorkerResources
+from raysgd.core.policy import Recovery
+from raysgd.core.progress import Progress
+from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.engine.recovery import RecoveryLoop, _Case
+from raysgd.engine.recovery_log import RecoveryLog
+from raysgd.workers.events import Event, WorkerEnded, WorkerStarted
+from raysgd.workers.foreign import DeathFilter
+from raysgd.workers.ray_group import RayGroup
+from tests.faults import Fault, Ground
+
+PARAGRAPH = (
+    "A worker died or was killed while executing a task by an unexpected system error. To troubleshoot the problem, check the "
+    "logs for the dead worker. Lease ID: 01 Worker ID: 02 Node ID: {node} Worker IP address: 10.0.0.7 Worker port: 10007 "
+    "Worker PID: {pid} Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "is_shown"),
+    [
+        (PARAGRAPH.format(node="ab12", pid=7), "raylet", False),
+        (PARAGRAPH.format(node="ab12", pid=8), "raylet", True),
+        (PARAGRAPH.format(node="cd34", pid=7), "raylet", True),
+        (PARAGRAPH.format(node="ab12", pid=7), 7, True),  # a worker's own output
+        ("The actor cannot be scheduled. Node ID: ab12 Worker PID: 7", "raylet", True),
+    ],
+)
+def test_only_the_paragraph_about_our_worker_is_hidden(text: str, source: Any, is_shown: bool) -> None:
+    shown: list[Any] = []
+    hide = DeathFilter(lambda data, **more: shown.append((data, more)))
+    hide.workers.add(("ab12", 7))
+    data = {"lines": [text], "pid": source, "is_err": False}
+    hide(data, ignore_prefix=False)
+    assert shown == ([(data, {"ignore_prefix": False})] if is_shown else [])
+
+
+class Plain:
+    """An actor of the user's own."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def deaths_shown(capsys: pytest.CaptureFixture[str]) -> list[int]:
+    """Kill a worker of ours and then an actor of the user's. Return the processes in Ray's paragraphs, the latter as 0."""
+    import ray
+
+    actor: Any = ray.remote(Plain).options(num_cpus=1).remote()
+    users = ray.get(actor.pid.remote())
+    group = RayGroup(SingleWorkerBackend(), WorkerResources(cpus=1))
+    found: list[int] = []
+    try:
+        group.launch(1)
+        events: list[Event] = []
+        while not any(isinstance(event, WorkerEnded) for event in events):
+            for event in group.poll(1.0):
+                events.append(event)
+                if isinstance(event, WorkerStarted):
+                    os.kill(event.pid, signal.SIGKILL)
+        until = time.monotonic() + 60
+        os.kill(users, signal.SIGKILL)
+        while users not in found and time.monotonic() < until:
+            time.sleep(0.1)
+            found += [int(pid) for pid in re.findall(r"A worker died.*?Worker PID: (\d+)", capsys.readouterr().out)]
+    finally:
+        group.stop()
+    return [0 if pid == users else 1 for pid in found]
+
+
+def test_rays_own_messages(
+    ray_cluster: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert deaths_shown(capsys) == [0]
+    monkeypatch.setenv("RAYSGD_RAY_MESSAGES", "1")
+    assert sorted(deaths_shown(capsys)) == [0, 1]
+
+
+@pytest.mark.elastic
+def test_the_lines_name_rank_address_and_cause(
+    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ray
+
+    here = re.escape(ray.util.get_node_ip_address())
+    ground = Ground(tmp_path, num_workers=3, use_gpu=False, elastic=ElasticConfig(grow=False))
+    with ground.trainer as trainer:
+        for fault in (Fault(2, 2, "term"), Fault(1, 3)):
+            ground.arm(fault)
+            trainer.train()
+            assert ground.fired() == 1
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    expected = [
+        rf"preemption: rank 2 on node {here} received SIGTERM, so its machine will be stopped",
+        r"preemption: rank\(s\) \[2\] left, training continues with 2 worker\(s\) \(3 before\), in place, .*",
+        rf"worker death in epoch 2, batch \d+: failed rank\(s\) \[1\] of 2 on node {here} \(its process ended .*\)",
+        r"worker death: training continues with 1 worker\(s\) \(2 before\), in place, .*",
+    ]
+    found = [line for line in lines if line.startswith(("preemption", "worker death"))]
+    assert len(found) == len(expected), found
+    for line, pattern in zip(found, expected, strict=True):
+        assert re.fullmatch(pattern, line), (line, pattern)
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("worker death", "worker death: training continues with 1 worker(s) (2 before)"),
+        ("preemption", "preemption: rank(s) [1] left, training continues with 1 worker(s) (2 before)"),
+    ],
+)
+def test_what_happens_next_is_logged(reason: str, says: str, caplog: pytest.LogCaptureFixture) -> None:
+    change = Recovery(
+        reason=reason,
+        removed_ranks=(1,),
+        world_size_before=2,
+        world_size_after=1,
+        in_place=True,
+        batches_redone=0,
+        seconds=0.1,
+        epoch=1,
+        batch=3,
+    )
+    RecoveryLog(lambda recovery: None).record(change)
+    assert says in caplog.text
+
+
+def test_waiting_for_new_workers_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """All workers failed, and four are starting: every look at them was a line of the log."""
+    group = SimpleNamespace(demand=lambda count: f"{count} CPU (0 free)", room=lambda: 0)
+    parts: Any = SimpleNamespace(group=group, clock=lambda: 0.0, pump=lambda seconds: 0)
+    loop = RecoveryLoop(parts, parts, parts, parts, parts, elastic=ElasticConfig(), in_place=True, jitter=lambda: 0.0)
+    seen: Any = SimpleNamespace(survivors=0, starting=4, ready=0, free=0)
+    case = _Case(parts, parts, Progress(), 4, 0.0)
+    for _ in range(3):
+        loop._wait(0.0, seen, case)
+    assert caplog.messages == ["waiting for 4 new worker(s) to start; they need 4 CPU (0 free)"]
