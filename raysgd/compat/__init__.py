@@ -44,6 +44,7 @@ MODULES: dict[str, dict[str, str]] = {
         "raysgd.errors": "TrainingFailedError",
         "raysgd.train": "BaseTrainer=DataParallelTrainer",
     },
+    "raysgd.train.context": {"raysgd.train.functions": "TrainContext"},
     "raysgd.train.data_parallel_trainer": {"raysgd.train": "DataParallelTrainer"},
 }
 
