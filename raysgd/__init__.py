@@ -5,10 +5,11 @@ Importing this package imports neither torch, tensorflow, horovod nor ray. The f
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from raysgd.config import ElasticConfig
-from raysgd.core.lazy import load
+from raysgd.core.lazy import OldModules, load
 from raysgd.core.policy import Recovery
 from raysgd.errors import (
     CheckpointError,
@@ -67,6 +68,9 @@ _HOMES = {
     "shutdown_all": "raysgd.engine.engine",
     "AutoCheckpoint": "raysgd.training.auto_checkpoint",
 }
+
+if not any(isinstance(finder, OldModules) for finder in sys.meta_path):
+    sys.meta_path.append(OldModules())
 
 
 def __getattr__(name: str) -> Any:

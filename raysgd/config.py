@@ -10,6 +10,7 @@ from typing import Any, Literal
 from raysgd.errors import ConfigError, suggesting_fields
 
 __all__ = [
+    "FUNCTION_START_LIMIT",
     "START_LIMIT",
     "ElasticConfig",
     "Limits",
@@ -25,7 +26,7 @@ __all__ = [
 # A process group forms, and a machine answers, within seconds or not at all: a longer wait means a wrong address or a
 # firewall.
 JOIN_AT_MOST_S = 60.0
-START_LIMIT = "SGD_PLACEMENT_GROUP_TIMEOUT_S"
+START_LIMIT, FUNCTION_START_LIMIT = "SGD_PLACEMENT_GROUP_TIMEOUT_S", "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"
 UNREACHABLE_AT_MOST_S = 60.0
 SILENT_AT_LEAST_S = 10.0  # an import can block all threads of its process for a while
 

@@ -248,6 +248,8 @@ def keras_models(tf: Any) -> None:
         assert kinds == ["BatchNormalization", "Dense", "Dense"]
         rate = foreign.learning_rate_variable(keras.optimizers.SGD(0.5))
         assert rate is not None and float(rate) == 0.5
+        model.compile(steps_per_execution=3)
+        assert foreign.steps_per_execution(model) == 3
 
 
 @pytest.mark.parametrize("check", [collectives, data_sets, keras_models], ids=lambda check: check.__name__)

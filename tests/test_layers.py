@@ -26,9 +26,7 @@ LAYERS = {
     "training/call_runner training/trainer_base tune",
     "5a": "__init__ callbacks/__init__ torch/__init__ tf/__init__ train/__init__ horovod/__init__ data/__init__ "
     "train/torch train/tensorflow train/horovod",
-    "5b": "operators cli torch/resnet compat utils air train/backend train/base_trainer train/constants "
-    "train/data_parallel_trainer train/utils train/backends/backend train/backends/torch train/backends/tensorflow "
-    "train/backends/horovod train/callbacks/callback train/callbacks/logging train/callbacks/print train/callbacks/profile",
+    "5b": "operators cli compat",
 }
 LAYER_OF = {unit: layer for layer, units in LAYERS.items() for unit in units.split()}
 
@@ -50,9 +48,6 @@ SIBLINGS = {
     "train/fit/trainer": {"train/executor", "train/fit/run", "tune"},
     "train/frameworks": {"train/fit/trainer"},
     "tune": {"train/executor", "train/iterator", "tf/trainer", "torch/setup"},
-    "torch/resnet": {"operators"},
-    "utils": {"compat"},
-    "train/utils": {"compat"},
     "torch/trainer": {
         "torch/checkpoint/save_load",
         "torch/setup",
@@ -67,7 +62,7 @@ SIBLINGS = {
 # Where each package of other projects may be imported.
 HOMES = {
     "ray": {"workers", "ray_data", "callbacks/ray_metrics", "tune", "compat"},
-    "torch": {"torch", "horovod", "train", "operators", "compat/torch"},
+    "torch": {"torch", "horovod", "train", "operators", "compat/process_group"},
     "tensorflow": {"tf", "horovod", "train", "operators"},
     "keras": {"tf", "operators"},
     "horovod": {"horovod"},

@@ -10,6 +10,7 @@ import pytest
 
 import raysgd
 from raysgd import constants
+from raysgd.compat import MODULES as OLD_MODULES
 
 # Optional packages, without which the tests pass.
 OPTIONAL = {"tensorflow", "keras", "tf_keras", "horovod", "lightning", "torchmetrics", "pandas"}
@@ -46,7 +47,7 @@ CONSTANTS = {
     },
 }
 WALK = pkgutil.walk_packages(raysgd.__path__, "raysgd.", onerror=lambda _: None)
-MODULES = sorted(module.name for module in WALK)
+MODULES = sorted({module.name for module in WALK} | set(OLD_MODULES))
 
 
 def missing_extra(error: ImportError) -> str:

@@ -1,23 +1,28 @@
-"""Names of a package that are loaded when they are first used. Both."""
+"""Names of a package that are loaded when they are first used, and modules for old import paths. Both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
-__all__ = ["FRAMEWORKS", "lazy_names", "load"]
+__all__ = ["FRAMEWORKS", "OldModules", "lazy_names", "load"]
 
 FRAMEWORKS = ("torch", "tensorflow")  # each is also the name of the extra that installs it
 
 
 def load(package: str, name: str, homes: Mapping[str, str]) -> Any:
-    """Return a name of a package from the module where it is defined. Raise ImportError with the extra to install if that
-    module needs a framework that is missing."""
+    """Return a name of a package from its home: "module", or "module:name" if it has another name there, or the path of a
+    module of the package. Raise ImportError with the extra to install if that module needs a framework that is missing."""
     if name not in homes:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    home, _, there = homes[name].partition(":")
     try:
-        return getattr(import_module(homes[name]), name)
+        module = import_module(home)
+        return module if home == f"{package}.{name}" else getattr(module, there or name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in FRAMEWORKS:
@@ -30,3 +35,18 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the functions `__getattr__` and `__dir__` of a package with such names. `listed` is its `__all__`."""
     return lambda name: load(package, name, homes), lambda: sorted(listed or homes)
+
+
+class OldModules(MetaPathFinder, Loader):
+    """Creates the modules of the table in `raysgd.compat`. It comes last on `sys.meta_path`, so the table is read only when
+    Python finds no file for a module of raysgd."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        old = fullname.startswith("raysgd.") and fullname in import_module("raysgd.compat").MODULES
+        return ModuleSpec(fullname, self, origin="raysgd.compat") if old else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        homes: dict[str, str] = import_module("raysgd.compat").homes_of(module.__name__)
+        names: dict[str, Any] = {"__doc__": f"The names of `{module.__name__}`.", "__all__": sorted(homes)}
+        names["__getattr__"], names["__dir__"] = lazy_names(module.__name__, homes)
+        module.__dict__.update(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raysgd.core.lazy import lazy_names
@@ -13,9 +12,6 @@ if TYPE_CHECKING:
     from raysgd.tune import TFTrainable
 
 __all__ = ["TFTrainable", "TFTrainer", "TrainingOperator"]
-
-# Modules that only RaySGD had are found in `raysgd.compat.tf`.
-__path__ = [*__path__, str(Path(__file__).parent.with_name("compat") / "tf")]
 
 _HOMES = {
     "TFTrainer": "raysgd.tf.trainer",

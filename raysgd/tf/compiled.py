@@ -15,6 +15,7 @@ import tensorflow as tf
 from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.errors import ConfigError
+from raysgd.tf import foreign
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.own_steps import OwnStep, average_applied, further_optimizers, own_step
 from raysgd.tf.parts import as_tensor, is_keras_2, one_row, refuse_sum, rows_in, running_statistics
@@ -50,6 +51,7 @@ class CompiledOperator(TrainingOperator):
         self.model = model = type(self).model_creator(config)
         if getattr(model, "optimizer", None) is None or not getattr(model, "compiled", True):
             raise ConfigError("model_creator must return a compiled model: call model.compile(optimizer=..., loss=...)")
+        _check_compiled(model)
         if self._settings.distributed:
             for loss in tf.nest.flatten(model.loss):
                 refuse_sum(loss, "a compiled loss")
@@ -251,6 +253,21 @@ def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             f"config[{name!r}]['class_weight'] must be a dict from class number to weight, got {weights!r}"
         )
     return dict(given)
+
+
+def _check_compiled(model: Any) -> None:
+    """Raise ConfigError for arguments of `compile` that have no effect here. In Keras 3, `jit_compile` is True by default, so
+    that it does not show what the user wants."""
+    if (steps := foreign.steps_per_execution(model)) > 1:
+        raise ConfigError(
+            f"the model was compiled with steps_per_execution={steps}, which has no effect here: raysgd runs one batch at a "
+            "time, so that it can continue after each of them when a worker fails. Leave it out"
+        )
+    if is_keras_2(model) and model.jit_compile:
+        raise ConfigError(
+            "the model was compiled with jit_compile=True, which has no effect here, because XLA cannot compile the sum of the "
+            "gradients over the workers. Leave it out, or put tf.function(jit_compile=True) on parts of the model"
+        )
 
 
 def _pair(data: Any) -> tuple[Any, Any]:

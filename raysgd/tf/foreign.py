@@ -18,6 +18,7 @@ __all__ = [
     "learning_rate_variable",
     "set_coordination_limits",
     "shard_by_file",
+    "steps_per_execution",
 ]
 
 UNAVAILABLE = 14  # the gRPC status that TensorFlow raises as UnavailableError
@@ -77,3 +78,9 @@ def layers_without_inner_ones(model: Any) -> Iterator[Any]:
     for layer in model._flatten_layers(include_self=True, recursive=True):
         if next(iter(layer._flatten_layers(include_self=False, recursive=True)), None) is None:
             yield layer
+
+
+def steps_per_execution(model: Any) -> int:
+    """Return an argument of `compile`, which Keras 2 keeps in a private variable."""
+    found = model._steps_per_execution if hasattr(model, "_steps_per_execution") else model.steps_per_execution
+    return 1 if found is None else int(found)

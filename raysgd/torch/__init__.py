@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raysgd.core.lazy import lazy_names
@@ -14,9 +13,6 @@ if TYPE_CHECKING:
     from raysgd.torch.trainer import TorchTrainer
 
 __all__ = ["BaseTorchTrainable", "CreatorOperator", "TorchTrainer", "TrainingOperator", "TrainingOptions"]
-
-# Modules that only RaySGD had are found in `raysgd.compat.torch`.
-__path__ = [*__path__, str(Path(__file__).parent.with_name("compat") / "torch")]
 
 _HOMES = {
     "TorchTrainer": "raysgd.torch.trainer",

@@ -6,9 +6,9 @@ Importing this package imports neither torch, tensorflow, horovod nor ray; the n
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from raysgd.core.lazy import lazy_names
 from raysgd.ray_data.datasets import DEFAULT_NAME as TRAIN_DATASET_KEY
 from raysgd.ray_data.datasets import DataConfig
 from raysgd.train.backends import Backend, BackendConfig, HorovodConfig, TensorflowConfig, TorchConfig
@@ -38,7 +38,8 @@ from raysgd.train.functions import (
 )
 
 if TYPE_CHECKING:
-    from raysgd.train import session, tensorflow, torch
+    from raysgd.compat import session
+    from raysgd.train import tensorflow, torch
     from raysgd.train.executor import BackendExecutor
     from raysgd.train.fit.trainer import DataParallelTrainer
     from raysgd.train.frameworks import HorovodTrainer, TensorflowTrainer, TorchTrainer
@@ -93,32 +94,18 @@ __all__ = [
     "world_size",
 ]
 
-_LAZY = {
-    "BackendExecutor": "executor",
-    "DataParallelTrainer": "fit.trainer",
-    "HorovodTrainer": "frameworks",
-    "SGDIterator": "iterator",
-    "TensorflowTrainer": "frameworks",
-    "TorchTrainer": "frameworks",
-    "Trainer": "trainer",
-    "TrainingIterator": "iterator",
-    "WorkerGroup": "worker_group",
+_HOMES = {
+    "BackendExecutor": "raysgd.train.executor",
+    "DataParallelTrainer": "raysgd.train.fit.trainer",
+    "HorovodTrainer": "raysgd.train.frameworks",
+    "SGDIterator": "raysgd.train.iterator",
+    "TensorflowTrainer": "raysgd.train.frameworks",
+    "TorchTrainer": "raysgd.train.frameworks",
+    "Trainer": "raysgd.train.trainer",
+    "TrainingIterator": "raysgd.train.iterator",
+    "WorkerGroup": "raysgd.train.worker_group",
+    "session": "raysgd.train.session",
+    "tensorflow": "raysgd.train.tensorflow",
+    "torch": "raysgd.train.torch",
 }
-_MODULES = ("session", "tensorflow", "torch")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(f"raysgd.train.{_LAZY[name]}"), name)
-    if name in _MODULES:
-        try:
-            return import_module(f"raysgd.train.{name}")
-        except ImportError as error:
-            if (error.name or "").partition(".")[0] != name:
-                raise
-            raise ImportError(f"raysgd.train.{name} needs {name}: pip install 'raysgd[{name}]'") from error
-    raise AttributeError(f"module 'raysgd.train' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names("raysgd.train", _HOMES, __all__)

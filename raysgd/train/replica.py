@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -17,11 +18,17 @@ from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
+from raysgd.errors import ConfigError
 from raysgd.train.elastic_state import Commit
 from raysgd.train.run_session import Attempt, Session, Stopped, running
 
 __all__ = ["FunctionReplica", "FunctionReplicaFactory"]
 
+KERAS_3 = (
+    "Keras 3 cannot train a model under a tf.distribute strategy for several workers: `fit` fails with TensorFlow's error about "
+    "a PerReplica value. Use Keras 2 in the training function (pip install tf_keras; import tf_keras as keras), or train "
+    "this model with raysgd.tf.TFTrainer, which takes models of Keras 3"
+)
 STOP_SIGNAL = getattr(signal, "SIGUSR2", None)
 SIGNAL_INTERVAL_S = 0.05
 
@@ -33,6 +40,12 @@ def _importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def is_keras_3_under_a_strategy(error: ValueError) -> bool:
+    """Return whether Keras 3 has raised TensorFlow's error about a value that a strategy has distributed."""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return "PerReplica" in str(error) and any(module.startswith("keras.") for module in modules)
 
 
 def _unchanged(values: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +131,10 @@ class FunctionReplica:
             if self._control.interrupted:
                 raise Stopped(asked=False)
             return function(*arguments)
+        except ValueError as error:
+            if is_keras_3_under_a_strategy(error):
+                raise ConfigError(KERAS_3) from error
+            raise
         finally:
             self._stoppable = False
 

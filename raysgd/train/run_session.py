@@ -7,11 +7,13 @@ import os
 import pickle
 import platform
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any, Literal, cast
 
 from raysgd.core.messages import FunctionReport
 from raysgd.core.metrics import check_metrics
@@ -257,6 +259,8 @@ def current(function: str) -> Session:
     Outside one, warn once for each name, and return that of a single worker."""
     if _running:
         return _running[-1]
+    if "ray.tune" in sys.modules and (session := import_module("raysgd.tune.functions").trial_session()) is not None:
+        return cast(Session, session)
     if function not in _warned:
         _warned.add(function)
         logger.warning(

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least, seconds_from_environment, start_limit_s
+from raysgd.config import (
+    FUNCTION_START_LIMIT,
+    ElasticConfig,
+    Limits,
+    WorkerResources,
+    at_least,
+    seconds_from_environment,
+    start_limit_s,
+)
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
@@ -30,7 +38,7 @@ JOIN_S = 60.0
 
 def limits_for(*, collective_s: float = HANG_S, hang_s: float = HANG_S) -> Limits:
     """Return the limits for functions."""
-    start_s = float(seconds_from_environment("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", int(start_limit_s())))
+    start_s = float(seconds_from_environment(FUNCTION_START_LIMIT, int(start_limit_s())))
     return Limits(start_s=start_s, setup_s=hang_s, join_s=JOIN_S, collective_s=collective_s, hang_s=hang_s)
 
 

@@ -2,6 +2,7 @@
 
 Class API:       TorchTrainer.as_trainable(training_operator_cls=Digits, num_workers=2), for tune.Tuner
 Function API:    tune.Tuner(train.TorchTrainer(train_loop), param_space={"train_loop_config": {...}})
+Functions of Tune: raysgd.tune.report(metrics, checkpoint=trainer.latest_checkpoint)
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ try:
 except ImportError as error:  # pragma: no cover - depends on what is installed
     raise RuntimeError("raysgd.tune needs Ray Tune: pip install 'raysgd[tune]'") from error
 
-from raysgd.tune.functions import FunctionTrial, as_trainable, perform, placement
+from raysgd.tune.functions import FunctionTrial, as_trainable, perform, placement, report
 from raysgd.tune.trials import BaseTorchTrainable, TFTrainable, torch_trainable
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "as_trainable",
     "perform",
     "placement",
+    "report",
     "torch_trainable",
 ]
 

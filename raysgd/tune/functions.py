@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,13 +24,15 @@ from ray import tune
 from ray.tune.trainable import wrap_function
 
 from raysgd.core.metrics import plain
+from raysgd.errors import ConfigError
 from raysgd.train.checkpoint import DICT_FILE, Checkpoint, unlist_metadata
 from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.executor import FunctionJob
 from raysgd.train.iterator import TrainingIterator
+from raysgd.train.run_session import OutsideSession
 from raysgd.workers.serialization import dumps
 
-__all__ = ["FunctionTrial", "as_trainable", "perform", "placement"]
+__all__ = ["FunctionTrial", "as_trainable", "perform", "placement", "report", "trial_session"]
 
 NUMBER = "_current_checkpoint_id"
 IS_FILE = "_is_dictionary"
@@ -87,6 +90,61 @@ def perform(job: FunctionJob) -> None:
             tune.report(last, checkpoint=handover.take(manager.latest_id))
 
 
+def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+    """Report to Tune from a function that Tune runs, as `ray.tune.report` does. `checkpoint` is a raysgd.train.Checkpoint, a
+    dict such as `trainer.latest_checkpoint`, or a checkpoint of Ray."""
+    values = _without_tensors(metrics)
+    if checkpoint is None or isinstance(checkpoint, tune.Checkpoint):
+        tune.report(values, checkpoint=checkpoint)
+        return
+    own = Checkpoint.from_dict(checkpoint) if isinstance(checkpoint, Mapping) else checkpoint
+    if not isinstance(own, Checkpoint):
+        raise ConfigError(
+            f"checkpoint must be a raysgd.train.Checkpoint, a dict or a checkpoint of Ray, got {checkpoint!r}"
+        )
+    with tempfile.TemporaryDirectory(prefix="raysgd-trial-") as folder:
+        own.to_directory(folder)
+        unlist_metadata(Path(folder))
+        tune.report(values, checkpoint=tune.Checkpoint.from_directory(folder))
+
+
+class TrialSession(OutsideSession):
+    """The session of a function that Tune itself runs, as in AIR: `train.report` reports to Tune, and `train.get_checkpoint`
+    returns the trial's checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attempt = replace(self.attempt, trial=_trial())
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> None:
+        report(metrics, checkpoint)
+
+    def save_checkpoint(self, values: dict[str, Any]) -> None:
+        raise ConfigError(
+            "train.save_checkpoint() was called in a function that Tune runs, and Tune takes checkpoints with reports only: "
+            "train.report(metrics, checkpoint=Checkpoint.from_dict({...}))"
+        )
+
+    def checkpoint(self) -> Checkpoint | None:
+        found = tune.get_checkpoint()
+        return None if found is None else Checkpoint.from_bytes(_payload(found, found.get_metadata()), trusted=True)
+
+
+def trial_session() -> TrialSession | None:
+    """Return a session if Tune runs a function in this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's, if this is no trial
+        return TrialSession() if tune.get_context().get_trial_id() else None
+
+
+def _payload(found: Any, metadata: Mapping[str, Any]) -> bytes:
+    """Return the checkpoint of a trial as bytes."""
+    with found.as_directory() as folder:
+        file = Path(folder) / DICT_FILE
+        stored = file if metadata.get(IS_FILE, file.is_file()) else Path(folder)
+        return Checkpoint(stored, trusted=True).to_bytes(dumps=dumps)
+
+
 def _without_tensors(value: Any) -> Any:
     """Return a number for a metric that is a single number, and arrays for other tensors, which Tune refuses."""
     value = plain(value)
@@ -109,10 +167,7 @@ class Handover:
         if found is None:
             return
         metadata = found.get_metadata()
-        with found.as_directory() as folder:
-            file = Path(folder) / DICT_FILE
-            stored = file if metadata.get(IS_FILE, file.is_file()) else Path(folder)
-            self._manager.payload = Checkpoint(stored, trusted=True).to_bytes(dumps=dumps)
+        self._manager.payload = _payload(found, metadata)
         self._manager.latest_id = self.taken = int(metadata.get(NUMBER, self.taken))
 
     def take(self, number: int) -> Any:

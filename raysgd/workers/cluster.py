@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from raysgd.config import START_LIMIT, WorkerResources
+from raysgd.config import FUNCTION_START_LIMIT, START_LIMIT, WorkerResources
 from raysgd.errors import ClusterError, ConfigError, described
 from raysgd.workers import foreign
 from raysgd.workers.gcs import GcsQuery, ask
@@ -267,7 +267,7 @@ def capacity(resources: WorkerResources) -> int:
 def can_grow() -> bool:
     """Return whether nodes may be added to the cluster: by an autoscaler, by Kubernetes, whose pods start one by one, or by
     the user, who has set how long to wait for them. A cluster that this process joined may still be starting its nodes."""
-    announced = any(os.environ.get(name) for name in (START_LIMIT, *KUBERAY))
+    announced = any(os.environ.get(name) for name in (START_LIMIT, FUNCTION_START_LIMIT, *KUBERAY))
     return announced or not foreign.started_here() or ask(foreign.has_autoscaler)
 
 

@@ -248,7 +248,7 @@ OPERATOR = [
         needs="pandas",
     ),
     *constants("torch.utils", "setup_address setup_process_group"),
-    *constants("torch.resnet", "ResNet18 ResNet34 ResNet50 ResNet101 ResNet152"),
+    *constants("torch.resnet", "ResNet ResNet18 ResNet34 ResNet50 ResNet101 ResNet152"),
     absent("torch.torch_runner", "TorchRunner", "internal; a worker's process is not reached from outside"),
     absent("torch.distributed_torch_runner", "DistributedTorchRunner", "internal, likewise"),
     absent(
@@ -256,6 +256,10 @@ OPERATOR = [
         "RemoteWorkerGroup",
         "internal; `trainer.world_size`, `recoveries` and `resize` replace it",
     ),
+    absent("torch.worker_group", "LocalWorkerGroup", "internal, likewise"),
+    absent("torch.worker_group", "RESIZE_COOLDOWN_S", "there is no fixed pause between changes of the workers"),
+    absent("torch.ptl_operator", "LightningOperator", "`TrainingOperator.from_ptl` returns the operator"),
+    absent("torch.torch_dataset", "TorchIterableDataset", "Ray's `MLDataset` is gone; pass a Ray Dataset"),
     absent("torch.torch_dataset", "TorchMLDataset", "Ray's `MLDataset` is gone; pass a Ray Dataset"),
 ]
 REST = [
@@ -299,6 +303,7 @@ REST = [
     ),
     Row("tf.tf_trainer", "TFTrainer", lambda: got("tf.tf_trainer", "TFTrainer"), needs="tensorflow"),
     Row("tf.tf_trainer", "TFTrainable", lambda: got("tf.tf_trainer", "TFTrainable"), needs="tensorflow"),
+    absent("tf.tf_runner", "TFRunner", "internal; a worker's process is not reached from outside"),
     absent("tf.tf_dataset", "TFMLDataset", "Ray's `MLDataset` is gone; pass a `tf.data.Dataset`"),
 ]
 TOP = [

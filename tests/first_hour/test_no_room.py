@@ -148,7 +148,9 @@ def test_shutdown_all_ends_trainers_without_a_name() -> None:
     second.stop(force=True)
 
 
-@pytest.mark.parametrize("name", ["SGD_PLACEMENT_GROUP_TIMEOUT_S", "KUBERAY_GEN_RAY_START_CMD"])
+@pytest.mark.parametrize(
+    "name", ["SGD_PLACEMENT_GROUP_TIMEOUT_S", "TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "KUBERAY_GEN_RAY_START_CMD"]
+)
 def test_who_may_add_nodes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(cluster, "ask", lambda call: call())
     monkeypatch.setattr(foreign, "has_autoscaler", lambda: False)

@@ -131,6 +131,26 @@ def test_fit_arguments_without_effect_are_refused_by_name(config: dict[str, Any]
         of_creators(config)
 
 
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+def test_arguments_of_compile_without_effect_are_refused(library: str) -> None:
+    pytest.importorskip(library)
+
+    def compiled(**arguments: Any) -> Any:
+        def create(config: dict[str, Any]) -> Any:
+            model = model_creator(config)
+            model.compile(optimizer=model.optimizer, loss=model.loss, **arguments)
+            return model
+
+        return TFTrainer(create, data_creator, {"library": library})
+
+    with pytest.raises(ConfigError, match=r"compiled with steps_per_execution=4, .* Leave it out"):
+        compiled(steps_per_execution=4)
+    if library == "tf_keras":
+        with pytest.raises(ConfigError, match=r"compiled with jit_compile=True, .* Leave it out"):
+            compiled(jit_compile=True)
+    compiled(steps_per_execution=1, jit_compile=False).shutdown()
+
+
 def test_arguments_are_checked() -> None:
     with pytest.raises(ConfigError, match="training_operator_cls, or model_creator"):
         TFTrainer()

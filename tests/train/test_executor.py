@@ -251,6 +251,54 @@ def test_hooks_are_called_again_after_a_worker_failure(starting: Start, tmp_path
     made.shutdown()
 
 
+DECODED: list[tuple[int, dict[str, Any]]] = []  # process, data
+
+
+class HexBackend(Backend):
+    """Sends numbers as text. Decoding notes in which process it runs."""
+
+    @staticmethod
+    def encode_data(data: dict[str, Any]) -> dict[str, Any]:
+        return {name: float.hex(value) if isinstance(value, float) else value for name, value in data.items()}
+
+    @staticmethod
+    def decode_data(data: dict[str, Any]) -> dict[str, Any]:
+        DECODED.append((os.getpid(), data))
+        return {name: float.fromhex(value) if isinstance(value, str) else value for name, value in data.items()}
+
+
+class HexConfig(BackendConfig):
+    backend_cls = HexBackend  # type: ignore[assignment]
+
+
+def test_the_driver_decodes_what_a_worker_has_encoded(starting: Start, tmp_path: Path) -> None:
+    """Reports and checkpoints: callbacks, files and later functions see what the function gave."""
+
+    def function() -> Any:
+        found = train.load_checkpoint()
+        train.save_checkpoint(weight=0.1 + train.world_rank())
+        own = train.load_checkpoint()
+        train.report(loss=0.25, rank=train.world_rank())
+        assert own is not None
+        return found and found["weight"], own["weight"]
+
+    made = starting(HexConfig())
+    DECODED.clear()
+    made.start_training(function, tmp_path, {"weight": 7.5})
+    rows = made.fetch_next_result()
+    assert rows is not None
+    assert [(row["loss"], row["rank"]) for row in rows] == [(0.25, 0), (0.25, 1)]
+    assert made.finish_training() == [(7.5, 0.1), (7.5, 1.1)]
+    assert made.latest_checkpoint is not None and made.latest_checkpoint["weight"] == 0.1
+    assert made.best_checkpoint_path is not None
+    assert train.Checkpoint(made.best_checkpoint_path).to_dict()["weight"] == 0.1
+    sent = [{name: each[name] for name in each if not name.startswith("_")} for _, each in DECODED]
+    assert {pid for pid, _ in DECODED} == {os.getpid()}
+    assert sorted(map(str, sent)) == sorted(
+        [str({"weight": float.hex(0.1)}), *(str({"loss": float.hex(0.25), "rank": rank}) for rank in (0, 1))]
+    ), "each report and rank 0's checkpoint are decoded once, and nothing else"
+
+
 # -- the worker group ---------------------------------------------------------------------------------
 
 

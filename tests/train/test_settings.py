@@ -18,7 +18,9 @@ from raysgd.storage.locations import Uri
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.fit.records import RunNames, RunRecord, StoredRun
 from raysgd.train.fit.run import _log_dir
+from raysgd.train.fit.settings import check_strategy
 from raysgd.train.run import check_function
+from raysgd.train.worker_group import limits_for
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,31 @@ def test_invalid_run_configs_are_refused(wrong: dict[str, Any]) -> None:
 def test_invalid_arguments_of_a_trainer_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train.DataParallelTrainer(**{"train_loop_per_worker": lambda: None, **wrong})
+
+
+def test_rays_own_settings_are_refused_with_a_hint() -> None:
+    air = pytest.importorskip("ray.tune")
+    hint = r"This is Ray's own class.*from raysgd.train import "
+    with pytest.raises(ConfigError, match=f"run_config must be a raysgd.train.RunConfig, got .*{hint}RunConfig"):
+        train.DataParallelTrainer(lambda: None, run_config=air.RunConfig(name="a"))
+    with pytest.raises(ConfigError, match=f"{hint}FailureConfig"):
+        RunConfig(failure_config=air.FailureConfig(max_failures=1))
+    with pytest.raises(ConfigError, match=f"{hint}CheckpointConfig"):
+        check_strategy(air.CheckpointConfig(num_to_keep=1))
+    with pytest.raises(ConfigError) as raised:
+        RunConfig(failure_config=3)  # type: ignore[arg-type]
+    assert "Ray" not in str(raised.value)
+
+
+def test_the_limit_for_the_start_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limits_for().start_s == 100
+    monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", "7")
+    assert limits_for().start_s == 7
+    monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "300")
+    assert limits_for().start_s == 300
+    monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "soon")
+    with pytest.raises(ConfigError, match="TRAIN_PLACEMENT_GROUP_TIMEOUT_S is 'soon'"):
+        limits_for()
 
 
 def test_names_may_be_bound() -> None:

@@ -2,13 +2,15 @@
 
 import os
 import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raysgd import train
+from raysgd import ConfigError, train
 from raysgd.train import Trainer
+from raysgd.train.replica import is_keras_3_under_a_strategy
 
 pytest.importorskip("tensorflow")
 
@@ -53,6 +55,43 @@ def test_a_function_with_its_own_strategy(ray_cluster: None, tmp_path: Path) -> 
         assert weight == pytest.approx(1 + 4 * 0.8**6, rel=1e-5), "no step was lost or repeated"
         assert replicas == len(results)
         assert pid not in before
+
+
+def fit_with_keras_3() -> None:
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    with tf.distribute.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    ones = np.ones((8, 1), "float32")
+    model.fit(tf.data.Dataset.from_tensor_slices((ones, ones)).batch(4), verbose=0)
+
+
+@pytest.mark.slow
+def test_keras_3_under_a_strategy_is_an_error_that_says_what_to_do(ray_cluster: None, tmp_path: Path) -> None:
+    with (
+        Trainer("tensorflow", num_workers=2, logdir=tmp_path) as trainer,
+        pytest.raises(
+            ConfigError, match=r"Keras 3 cannot train .*pip install tf_keras.*or train this model with"
+        ) as raised,
+    ):
+        trainer.run(fit_with_keras_3)
+    assert "PerReplica" in "".join(traceback.format_exception(raised.value)), "Keras' own error is its cause"
+
+
+def test_other_errors_are_not_taken_for_that_of_keras_3() -> None:
+    def error_of(modules: str, text: str) -> ValueError:
+        try:
+            exec("def fail(text):\n    raise ValueError(text)\nfail(text)", {"__name__": modules, "text": text})
+        except ValueError as error:
+            return error
+        raise AssertionError
+
+    assert is_keras_3_under_a_strategy(error_of("keras.src.trainers", "a value (PerReplica:{})"))
+    assert not is_keras_3_under_a_strategy(error_of("tf_keras.src.trainers", "a value (PerReplica:{})"))
+    assert not is_keras_3_under_a_strategy(error_of("keras.src.trainers", "shapes do not match"))
 
 
 def test_a_shard_is_not_divided_again() -> None:

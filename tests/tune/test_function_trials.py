@@ -13,6 +13,7 @@ import pytest
 import ray
 
 import raysgd
+import raysgd.tune
 from raysgd import ConfigError, train
 from raysgd.train import Checkpoint, DataParallelTrainer, ScalingConfig, TorchTrainer, Trainer
 
@@ -164,6 +165,65 @@ def test_an_experiment_of_a_trainable_can_be_restored(ray_cluster: None, tmp_pat
     assert result.error is None
     assert (result.metrics["start"], result.metrics["score"]) == (1, 6)
     wait_for_free_cpus()
+
+
+def epochs_in_a_trainer(config: dict[str, Any]) -> None:
+    """A function of the user's that Tune runs, with a Trainer in it. It fails once, after its second report."""
+
+    def epochs() -> None:
+        start = (train.load_checkpoint() or {"epoch": -1})["epoch"] + 1
+        for epoch in range(start, 3):
+            train.report({"epoch": epoch, "start": start}, checkpoint=Checkpoint.from_dict({"epoch": epoch}))
+            while not Path(config["folder"], f"reported_{epoch}").exists():  # the next checkpoint must not be there yet
+                time.sleep(0.05)
+
+    with Trainer("none", num_workers=1, logdir=config["folder"]) as trainer:
+        for rows in trainer.run_iterator(epochs, checkpoint=tune.get_checkpoint()):
+            raysgd.tune.report(rows[0], checkpoint=trainer.latest_checkpoint)
+            Path(config["folder"], f"reported_{rows[0]['epoch']}").touch()
+            if rows[0]["epoch"] == 1 and once(Path(config["folder"], "trainer_failed")):
+                raise RuntimeError("the trainer's trial fails")
+
+
+def epochs_in_a_session(config: dict[str, Any]) -> None:
+    """A function of AIR that Tune runs itself. It fails once, after its second report."""
+    from raysgd.air import session
+
+    found = session.get_checkpoint()
+    start = 0 if found is None else found.to_dict()["epoch"] + 1
+    with pytest.raises(ConfigError, match="Tune takes checkpoints with reports only"):
+        train.save_checkpoint(epoch=0)
+    for epoch in range(start, 3):
+        checkpoint = Checkpoint.from_dict({"epoch": epoch})
+        session.report({"epoch": epoch, "start": start, "id": session.get_trial_id()}, checkpoint=checkpoint)
+        if epoch == 1 and once(Path(config["folder"], "session_failed")):
+            raise RuntimeError("the session's trial fails")
+
+
+def test_checkpoints_of_a_users_function_reach_tune(ray_cluster: None, tmp_path: Path) -> None:
+    """Both functions fail once, and Tune restarts them from the checkpoint of their last report."""
+    functions = [epochs_in_a_trainer, epochs_in_a_session]
+    results = tune.Tuner(
+        tune.with_resources(
+            lambda config: functions[config["which"]](config), tune.PlacementGroupFactory([{"CPU": 1}, {"CPU": 1}])
+        ),
+        param_space={"which": tune.grid_search([0, 1]), "folder": str(tmp_path)},
+        run_config=run_config(tmp_path / "runs", failure_config=tune.FailureConfig(max_failures=1)),
+    ).fit()
+    assert not results.errors
+    assert {path.name for path in tmp_path.glob("*_failed")} == {"trainer_failed", "session_failed"}
+    for result in results:
+        assert (result.metrics["epoch"], result.metrics["start"]) == (2, 2)
+        with result.checkpoint.as_directory() as folder:
+            assert Checkpoint(folder).to_dict()["epoch"] == 2
+    (session,) = (result for result in results if result.config["which"] == 1)
+    assert session.metrics["id"] == session.metrics["trial_id"]
+    wait_for_free_cpus()
+
+
+def test_reports_to_tune_check_their_checkpoint() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint must be a raysgd\.train\.Checkpoint, a dict or"):
+        raysgd.tune.report({"a": 1}, checkpoint=3)
 
 
 def failing_first(config: dict[str, Any]) -> None:

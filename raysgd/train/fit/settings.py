@@ -26,6 +26,7 @@ __all__ = [
     "ScalingConfig",
     "check_failure_limit",
     "check_strategy",
+    "rays_own",
 ]
 
 T = TypeVar("T")
@@ -206,7 +207,16 @@ class CheckpointStrategy(CheckpointConfig):
 
 def check_strategy(given: Any) -> None:
     if given is not None and not isinstance(given, CheckpointConfig):
-        raise ConfigError(f"checkpoint_strategy must be a CheckpointStrategy or CheckpointConfig, got {given!r}")
+        wanted = "a raysgd.train.CheckpointStrategy or CheckpointConfig"
+        raise ConfigError(f"checkpoint_strategy must be {wanted}, got {given!r}{rays_own(given)}")
+
+
+def rays_own(given: Any) -> str:
+    """Return what to do about Ray's own class of this name. Its defaults are others, so its values are not taken over."""
+    name = type(given).__name__
+    if not type(given).__module__.startswith("ray.") or name not in __all__:
+        return ""
+    return f". This is Ray's own class, whose fields and defaults differ from those of raysgd: from raysgd.train import {name}"
 
 
 @reject_unknown(
@@ -246,7 +256,7 @@ class RunConfig:
         for name, kind in kinds.items():
             given = getattr(self, name)
             if given is not None and not isinstance(given, kind):
-                raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {given!r}")
+                raise ConfigError(f"{name} must be a raysgd.train.{kind.__name__}, got {given!r}{rays_own(given)}")
 
     def __copy__(self) -> RunConfig:
         """Raise an error in `ray.tune.Tuner`, which copies its settings to change them, and needs more of them."""

@@ -22,7 +22,7 @@ from raysgd.train.executor import BackendExecutor, FunctionJob
 from raysgd.train.fit.records import StoredRun, can_restore
 from raysgd.train.fit.result import Result
 from raysgd.train.fit.run import FitRun
-from raysgd.train.fit.settings import RunConfig, ScalingConfig
+from raysgd.train.fit.settings import RunConfig, ScalingConfig, rays_own
 from raysgd.train.run import RunOptions, check_function, function_name
 from raysgd.workers.serialization import pack
 from raysgd.workers.tracebacks import folding
@@ -100,7 +100,8 @@ class DataParallelTrainer:
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 what = "a dict" if kind is Mapping else f"a raysgd.train.{kind.__name__}"
-                raise ConfigError(f"{name} must be {what}, got {getattr(self, name)!r}")
+                given = getattr(self, name)
+                raise ConfigError(f"{name} must be {what}, got {given!r}{rays_own(given)}")
         try:
             self.metadata = json.loads(json.dumps(dict(self.metadata)))
         except (TypeError, ValueError) as error:

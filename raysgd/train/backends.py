@@ -17,6 +17,7 @@ from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.errors import ConfigError
 from raysgd.torch.devices import see_gpus, shared_gpus, visible_gpus
 
+__path__: list[str] = []  # lets Python look for `raysgd.train.backends.torch`, which raysgd.compat provides
 __all__ = [
     "Backend",
     "BackendConfig",

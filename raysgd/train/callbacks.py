@@ -20,6 +20,7 @@ from raysgd.callbacks.tensorboard import TensorBoardCallback as TBXLoggerCallbac
 from raysgd.callbacks.torch_profiler import TorchProfilerCallback as TorchTensorboardProfilerCallback
 from raysgd.train.run_session import own_address
 
+__path__: list[str] = []  # lets Python look for `raysgd.train.callbacks.logging`, which raysgd.compat provides
 __all__ = [
     "JsonLoggerCallback",
     "LoggerCallback",

@@ -1,1 +1,0 @@
-"""Modules of `ray.util.sgd.torch`, which Python finds as modules of `raysgd.torch`. Both."""
