@@ -11,6 +11,7 @@ from raysgd.constants import NUM_SAMPLES
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.tf.channel import Channel
+from raysgd.tf.data import batches_per_epoch
 from raysgd.tf.parts import (
     KerasParts,
     as_tensor,
@@ -208,6 +209,9 @@ class TrainingOperator(OperatorBase):
         self._parts.validation_dataset = validation_dataset
 
     # -- for the default methods ----------------------------------------------------------------------
+
+    def _batches_per_epoch(self) -> int | None:
+        return batches_per_epoch(self._train_data("train_dataset"), self._settings.num_workers)
 
     _counts = True
     _train_graph: Any

@@ -15,12 +15,13 @@ from raysgd.tf import states
 from raysgd.tf.channel import Channel
 from raysgd.tf.data import make_source
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.parts import as_tensor, assign
+from raysgd.tf.parts import as_tensor, assign, seed_states
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.tf.settings import TFSettings
 from raysgd.training.feed import Drawn, Source
 from raysgd.training.position import Position
 from raysgd.training.replica_base import Phase, Refusal, ReplicaBase, ReplicaFactoryBase
+from raysgd.training.seeding import derived_seed, seed_python_and_numpy
 
 __all__ = ["TFReplica", "TFReplicaFactory"]
 
@@ -33,7 +34,9 @@ class TFReplicaFactory(ReplicaFactoryBase):
         if settings.threads is not None and not settings.distributed:  # otherwise, joining the process group does it
             prepare_runtime(settings.threads, use_gpu=settings.use_gpu)
         if settings.seed is not None:
-            tf.random.set_seed(settings.seed)
+            seed_python_and_numpy(settings.seed)
+        if (seed := settings.shuffle_seed if settings.seed is None else settings.seed) is not None:
+            tf.random.set_seed(seed)
         operator = self.operator_cls(self.config, settings=settings, rank_info=rank_info)
         return TFReplica(operator, settings, rank_info, control)
 
@@ -82,6 +85,20 @@ class TFReplica(ReplicaBase):
         if self._rank_info.world_size > 1:
             assign(self.operator._statistics, self._statistics_before)
 
+    def _seed_generators(self, alike: int, own: int) -> None:
+        """All ranks read the complete data, so what the data draws must be the same on all of them. Layers draw their own
+        numbers. (`tf.random.set_seed` would let the operations of graph functions repeat their numbers in each epoch.)"""
+        seed_python_and_numpy(alike)
+        for number, state in enumerate(seed_states(self.operator._parts.models)):
+            drawn = derived_seed(own, number)
+            state.assign(tf.cast([drawn >> 32, drawn & 0xFFFFFFFF], state.dtype))
+
+    def _random_state(self) -> dict[str, Any]:
+        return states.random_state()
+
+    def _restore_random_state(self, state: dict[str, Any]) -> None:
+        states.restore_random(state)
+
     # -- results --------------------------------------------------------------------------------------
 
     def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -106,7 +123,7 @@ class TFReplica(ReplicaBase):
     # -- calls ----------------------------------------------------------------------------------------
 
     def random_state(self) -> dict[str, Any]:
-        return states.random_state()
+        return self._random_state()
 
     def checkpoint(self, ranks: list[Any]) -> memoryview | None:
         """Return the complete checkpoint as bytes, on rank 0. `ranks` are the random states of all ranks."""
@@ -137,7 +154,7 @@ class TFReplica(ReplicaBase):
             self._put_back(before)
             raise
         if not failed:
-            self._end_load(state, loads, states.restore_random)
+            self._end_load(state, loads)
             return None
         again = self._put_back(before)
         after = "The state was not changed"

@@ -68,6 +68,7 @@ class TFTrainer(TrainerBase):
         use_ray                True: run a single worker in a process of its own, too
         elastic                an `ElasticConfig`: how training continues when workers fail, leave and join
         timeout_s              limit in seconds for setting up workers
+        seed                   seeds the random generators of every worker, for runs that can be repeated exactly
 
         verbose, use_tqdm      show a progress bar
         callbacks              `raysgd.callbacks.Callback` objects
@@ -97,6 +98,7 @@ class TFTrainer(TrainerBase):
         use_tqdm: bool = False,
         use_ray: bool | None = None,
         elastic: ElasticConfig | None = None,
+        seed: int | None = None,
         callbacks: Sequence[Callback] = (),
         logdir: str | os.PathLike[str] | None = None,
         checkpoints: AutoCheckpoint | None = None,
@@ -106,7 +108,7 @@ class TFTrainer(TrainerBase):
         refuse_unknown(TFTrainer, unknown, {"elastic": ElasticConfig})
         operator_cls = _operator_class(model_creator, data_creator, training_operator_cls)
         self.num_replicas = number = _resolve_num_workers(num_replicas, num_workers)
-        check_common(operator_cls, TrainingOperator, number, initialization_hook, timeout_s, elastic)
+        check_common(operator_cls, TrainingOperator, number, initialization_hook, timeout_s, elastic, seed)
         folder = opened_folder(checkpoints, resume, ".ckpt")
         # The batch size is that of all workers together, as a data set's is, so it is not divided.
         self.config = check_config(config, number)
@@ -119,7 +121,8 @@ class TFTrainer(TrainerBase):
             use_tqdm=use_tqdm,
             num_workers=number,
             threads=max(1, int(resources.cpus)) if remote else None,
-            seed=SEED if remote else None,
+            shuffle_seed=SEED if remote else None,
+            seed=seed,
             snapshot_every=elastic.snapshot_every,
         )
         fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)

@@ -18,6 +18,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
+from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.gradients import Gradients, samples_in
 from raysgd.torch.parts import Parts, check_parts, move
@@ -246,6 +247,17 @@ class TrainingOperator(OperatorBase):
         return given[0] if len(given) == 1 else tuple(given)
 
     # -- for the default methods ----------------------------------------------------------------------
+
+    @property
+    def _batches_per_step(self) -> int:
+        return self._settings.options.accumulate
+
+    def _batches_per_epoch(self) -> int | None:
+        loader, settings = self._train_data("train_loader"), self._settings
+        if RayData.is_given_as(loader):
+            return None
+        divided = settings.add_dist_sampler or not settings.distributed
+        return batches_per_epoch(loader, settings.num_workers, divided=divided)
 
     def _samples_in(self, batch: Any) -> float:
         return samples_in(batch)

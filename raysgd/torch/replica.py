@@ -36,6 +36,8 @@ class TorchReplicaFactory(ReplicaFactoryBase):
     def __call__(self, rank_info: RankInfo, control: Control) -> TorchReplica:
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
+        if self.settings.seed is not None:
+            states.seed_generators(self.settings.seed)
         operator = self.operator_cls(self.config, settings=self.settings, rank_info=rank_info)
         return self._replica(operator, rank_info, control)
 
@@ -95,6 +97,15 @@ class TorchReplica(ReplicaBase):
     def _on_commit(self, last: bool = False) -> None:
         self.operator._precision.batch_done()
         super()._on_commit(last)
+
+    def _seed_generators(self, alike: int, own: int) -> None:
+        states.seed_generators(own)
+
+    def _random_state(self) -> dict[str, Any]:
+        return states.random_state()
+
+    def _restore_random_state(self, state: dict[str, Any]) -> None:
+        states.restore_random(state)
 
     # -- results --------------------------------------------------------------------------------------
 
@@ -190,7 +201,7 @@ class TorchReplica(ReplicaBase):
             check_fits(self.operator, state)
             self._train = None
             self._adopt(state)
-        self._end_load(state, loads, states.restore_random)
+        self._end_load(state, loads)
 
     # -- membership -----------------------------------------------------------------------------------
 
@@ -200,6 +211,7 @@ class TorchReplica(ReplicaBase):
         old, self._rank_info = self._rank_info, rank_info
         self._cut_short()
         self.operator._rank_info = rank_info
+        self._seed_rest_of_epoch()
         self.operator._precision.abandon()
         self.operator._gradients.abandon()
         self.operator._parts.rewrap()

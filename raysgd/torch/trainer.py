@@ -68,6 +68,7 @@ class TorchTrainer(TrainerBase):
 
         scheduler_step_freq      when the default loop steps the schedulers: "batch", "epoch", or "manual" (never)
         add_dist_sampler         divide the registered data among the workers
+        seed                     seeds the random generators of every worker, for runs that can be repeated exactly
         wrap_ddp                 RaySGD's name for `options.parallel`: True is "ddp", False is None
         use_fp16                 RaySGD's name for `options.precision`: True is "fp16", "apex" is "apex"
 
@@ -99,6 +100,7 @@ class TorchTrainer(TrainerBase):
         horovod_args: Mapping[str, Any] | None = None,
         scheduler_step_freq: Literal["batch", "epoch", "manual"] | None = None,
         add_dist_sampler: bool = True,
+        seed: int | None = None,
         wrap_ddp: bool | None = None,
         use_fp16: bool | Literal["apex"] | None = None,
         use_tqdm: bool = False,
@@ -113,7 +115,9 @@ class TorchTrainer(TrainerBase):
         refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED)
         check_flags(use_tqdm=use_tqdm, add_dist_sampler=add_dist_sampler)
         setup.warn_without_effect(use_local and num_workers != 1, serialize_data_creation)
-        check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
+        check_common(
+            training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic, seed
+        )
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
         folder = opened_folder(checkpoints, resume, ".pt")
         self.config, worker_config = setup.per_worker_config(config, num_workers)
@@ -135,6 +139,7 @@ class TorchTrainer(TrainerBase):
             wrap_ddp=options.parallel == "ddp" and strategy.wraps,
             exchange=strategy.make_exchange if num_workers > 1 else Exchange,
             add_dist_sampler=add_dist_sampler,
+            seed=seed,
             scheduler_step_freq=scheduler_step_freq,
             batch=elastic.batch,
             snapshot_every=elastic.snapshot_every,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from raysgd.core.messages import SnapshotUpload
@@ -20,6 +21,7 @@ from raysgd.errors import ConfigError, shown
 from raysgd.training.feed import Feed, MembershipChange, Source
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
+from raysgd.training.seeding import derived_seed
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import Snapshotter
 
@@ -95,13 +97,14 @@ class ReplicaBase(ABC):
                 "because the trainer trains and saves what is registered"
             )
         self.operator, self._rank_info, self._control = operator, rank_info, control
-        self._distributed = settings.distributed
+        self._distributed, self._seed = settings.distributed, settings.seed
         self._position, self._val_position = Position(), Position()
         self._validation_began = self._val_position.as_dict()
         self._feed: Feed | None = None
         self._train: Any = None
         self._validation: Any = None
         self._snapshots = Snapshotter(settings.snapshot_every, control)
+        self._seed_place("train", 0, self.rank)
 
     @property
     def progress(self) -> Progress:
@@ -132,8 +135,10 @@ class ReplicaBase(ABC):
         dataset: Any = None,
         snapshot_first: bool = False,
         pause_at: int | None = None,
+        epochs: int | None = None,
     ) -> Any:
-        """Train the rest of the epoch, or of `num_steps`, from the current position. With `pause_at`, pause after this step."""
+        """Train the rest of the epoch, or of `num_steps`, from the current position. With `pause_at`, pause after this step.
+        The call belongs to a loop over `epochs`, if there is one."""
         position, operator = self._position, self.operator
         new = call != position.call
         if new and dataset is None:
@@ -144,7 +149,7 @@ class ReplicaBase(ABC):
         source = self._train_source(dataset)
         if pause_at is not None and not getattr(source, "resumable", True):
             raise ConfigError(NOT_RESUMABLE)
-        operator.global_step = position.step
+        operator.global_step, operator._run_length = position.step, (epochs, num_steps)
         if snapshot_first:
             self.take_snapshot()
         own_loop = type(operator).train_epoch is not self.operator_class.train_epoch
@@ -197,6 +202,7 @@ class ReplicaBase(ABC):
             pause_at=pause_at,
             training=training,
             name=self.data_names[phase],
+            seed=partial(self._seed_place, phase),
             **self._feed_options(phase),
         )
 
@@ -236,7 +242,7 @@ class ReplicaBase(ABC):
         feed = self._make_feed(source, "validation", num_steps)
         given, named = accepted_arguments(operator.validate, feed, info=dict(info or {}))
         try:
-            with operator._validating(), operator.timers.record("validation"):
+            with self._keeping_random_state(), operator._validating(), operator.timers.record("validation"):
                 result = operator.validate(*given, **named)
         except BaseException:
             position.adopt(self._validation_began)
@@ -246,6 +252,28 @@ class ReplicaBase(ABC):
             position.adopt(self._validation_began)
             return Interrupted(None, "a peer failed", self.progress)
         return self._reported(result, profile, "validation")
+
+    # -- random numbers -------------------------------------------------------------------------------
+
+    def _seed_place(self, phase: Phase, epoch: int, *own: int) -> None:
+        """With a trainer's `seed`, seed the random generators for an epoch, alike on all ranks; with `own`, for what this
+        rank alone does in it."""
+        if self._seed is not None:
+            self._seed_generators(derived_seed(self._seed, phase, epoch), derived_seed(self._seed, phase, epoch, *own))
+
+    def _seed_rest_of_epoch(self) -> None:
+        """Seed what this rank does after a change of the group, or in a new process, so that it draws no numbers again."""
+        self._seed_place("train", self._position.epoch, self.rank, self._position.step)
+
+    @contextmanager
+    def _keeping_random_state(self) -> Iterator[None]:
+        """Return a context that does not change the random numbers of training, if the trainer has a `seed`."""
+        state = self._random_state() if self._seed is not None else None
+        try:
+            yield
+        finally:
+            if state is not None:
+                self._restore_random_state(state)
 
     # -- sources --------------------------------------------------------------------------------------
 
@@ -348,8 +376,9 @@ class ReplicaBase(ABC):
         began.adopt(state.get("validation_began") or self._val_position.as_dict())
         self._validation_began = began.as_dict()
         self._feed = None
+        self._seed_rest_of_epoch()
 
-    def _end_load(self, state: dict[str, Any], loads: int, restore_random: Callable[[Any], None]) -> None:
+    def _end_load(self, state: dict[str, Any], loads: int) -> None:
         """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, and restore this rank's
         random states. `loads` is how often this trainer has loaded a state; a state with more loads is newer than any
         other."""
@@ -358,7 +387,7 @@ class ReplicaBase(ABC):
         self.take_snapshot()
         ranks = state.get("rng") or []
         if self.rank < len(ranks):
-            restore_random(ranks[self.rank])
+            self._restore_random_state(ranks[self.rank])
 
     def state(self) -> memoryview:
         """Return the state as bytes, for a rank that is behind or new."""
@@ -386,6 +415,19 @@ class ReplicaBase(ABC):
 
     def _undo_batch(self) -> None:  # noqa: B027 - it is optional
         """Undo what a batch has changed that was not applied. By default, that is nothing."""
+
+    @abstractmethod
+    def _seed_generators(self, alike: int, own: int) -> None:
+        """Seed this process's random generators. `alike` is the same on all ranks, `own` is not, except for the order of
+        the data."""
+
+    @abstractmethod
+    def _random_state(self) -> dict[str, Any]:
+        """Return the random states of this process."""
+
+    @abstractmethod
+    def _restore_random_state(self, state: dict[str, Any]) -> None:
+        """Set the random states of this process."""
 
     @abstractmethod
     def _open_source(self, data: Any, phase: Phase) -> Source:

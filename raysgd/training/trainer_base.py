@@ -155,6 +155,7 @@ class TrainerBase:
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), **more}
         self._raise_earlier_error()
         self._loops.begin_call(num_steps)
+        arguments["epochs"] = self._loops.epochs
         return Job(
             Call(ReplicaBase.train, arguments),
             again="resume",
