@@ -36,6 +36,7 @@ class KerasParts(RegisteredParts):
     metrics: list[Any] = field(default_factory=list)
     train_dataset: Any = None
     validation_dataset: Any = None
+    test_dataset: Any = None
 
     def trained_by(self, optimizer: Any) -> list[Any]:
         """Return an optimizer's variables: those of its own model if there is one optimizer for each, else all."""

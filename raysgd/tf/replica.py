@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointError, shown
 from raysgd.tf import states
 from raysgd.tf.channel import Channel
-from raysgd.tf.data import make_source
+from raysgd.tf.data import SharedSource, make_source
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.parts import as_tensor, assign, seed_states
+from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.tf.settings import TFSettings
 from raysgd.training.feed import Drawn, Source
@@ -45,7 +48,7 @@ class TFReplica(ReplicaBase):
     """Adds what only TensorFlow needs: each rank's fraction of a batch, Keras metrics, and state as arrays."""
 
     operator_class = TrainingOperator
-    data_names = {"train": "train_dataset", "validation": "validation_dataset"}  # noqa: RUF012
+    data_names = {"train": "train_dataset", "validation": "validation_dataset", "test": "test_dataset"}  # noqa: RUF012
 
     operator: TrainingOperator
 
@@ -128,6 +131,26 @@ class TFReplica(ReplicaBase):
     def checkpoint(self, ranks: list[Any]) -> memoryview | None:
         """Return the complete checkpoint as bytes, on rank 0. `ranks` are the random states of all ranks."""
         return states.dump({**self.full_state(), "rng": ranks}, sealed=True) if self.rank == 0 else None
+
+    def predict(self, batches: list[Any]) -> Any:
+        """Return this rank's outputs, each with the place of its batch in the data."""
+        control, outputs = self._control, []
+        source = SharedSource(batches, Position(epoch=1), pad=False)
+        for number, drawn in enumerate(source.batches(self._rank_info, 0)):
+            if control.interrupted:
+                return Interrupted(None, "a peer failed", self.progress)
+            batch = tf.nest.map_structure(tf.convert_to_tensor, drawn.batch)
+            output = self.operator.predict_batch(batch, {"batch_idx": number})
+            found = tf.nest.map_structure(np.asarray, output)
+            if any(leaf.shape[:1] != (rows_in(batch),) for leaf in tf.nest.flatten(found)):
+                raise TypeError(
+                    "predict_batch must return a tensor with a row for each sample, or a list, tuple or dict of such tensors, "
+                    f"got {shown(output)} for {rows_in(batch)} samples"
+                )
+            outputs.append((drawn.offset, found))
+            if control.due():
+                control.report(replace(self.progress, batches=number + 1))
+        return outputs
 
     def check(self, data: Any) -> Refusal | None:
         """Check whether a checkpoint fits."""

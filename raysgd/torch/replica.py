@@ -50,7 +50,7 @@ class TorchReplica(ReplicaBase):
     place when the group changes. The trainer's other calls are in `replica_calls`."""
 
     operator_class = TrainingOperator
-    data_names = {"train": "train_loader", "validation": "validation_loader"}  # noqa: RUF012
+    data_names = {"train": "train_loader", "validation": "validation_loader", "test": "test_loader"}  # noqa: RUF012
     without_data = ", or pass train(dataset=..., num_steps=...)"
 
     operator: TrainingOperator
@@ -77,7 +77,7 @@ class TorchReplica(ReplicaBase):
         return super()._train_source(dataset)
 
     def _open_source(self, data: Any, phase: Phase) -> Source:
-        return self._opener.registered(data, self._position_in(phase), training=phase == "train")
+        return self._opener.registered(data, self._position_in(phase), phase)
 
     def _feed_options(self, phase: Phase) -> dict[str, Any]:
         options: dict[str, Any] = {"carrier": self._carrier}
@@ -124,12 +124,18 @@ class TorchReplica(ReplicaBase):
     def _begin_measuring(self, phase: Phase, profile: bool, *, new_call: bool) -> None:
         super()._begin_measuring(phase, profile, new_call=new_call)
         if new_call:  # registered metrics continue after a change of the group
-            self.operator._parts.begin_measuring(phase)
+            self.operator._parts.begin_measuring(self._metric_of(phase))
         self.operator._precision.forget_skipped()
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
     def _add_metrics(self, report: dict[str, Any], phase: Phase) -> None:
-        report.update(self.operator._parts.measured(phase))
+        report.update(self.operator._parts.measured(self._metric_of(phase)))
+
+    def _metric_of(self, phase: Phase) -> Phase:
+        """Return the phase of the registered metric that the methods of this phase update."""
+        default = type(self.operator).test_batch is self.operator_class.test_batch
+        own = phase != "test" or "test" in self.operator._parts.metrics
+        return "validation" if default and not own else phase
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -223,4 +229,5 @@ class TorchReplica(ReplicaBase):
     def close(self) -> None:
         close(self._train)
         close(self._validation)
+        close(self._test)
         super().close()

@@ -119,10 +119,9 @@ class TorchTrainer(TrainerBase):
             training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic, seed
         )
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
-        folder = opened_folder(checkpoints, resume, ".pt")
+        folder, elastic = opened_folder(checkpoints, resume, ".pt"), elastic or ElasticConfig()
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
-        elastic = elastic or ElasticConfig()
         options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic)
         if options.parallel == "fsdp":
             elastic = replace(elastic, grow=False)  # no other worker has the shards that a new worker would need
@@ -146,9 +145,8 @@ class TorchTrainer(TrainerBase):
             rows=SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader,
         )
         run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
-        calls = CallRunner(callbacks, run, bar=use_tqdm)
+        calls, limits = CallRunner(callbacks, run, bar=use_tqdm), limits_of(timeout_s, elastic)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
-        limits = limits_of(timeout_s, elastic)
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
         engine = make_engine(self._factory, calls, resources, elastic, limits, initialization_hook, make_backend)
         self._checkpoints = Checkpoints(engine)

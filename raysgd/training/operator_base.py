@@ -56,15 +56,16 @@ class OperatorBase:
         for each trainer.train():
             operator.train_epoch(iterator, info)        until the epoch ends, or `num_steps` batches are done
                 operator.train_batch(batch, batch_info) once for each batch; its numbers are averaged
-        for each trainer.validate():
+        for each trainer.validate() or trainer.test():
             operator.validate(iterator, info)
-                operator.validate_batch(batch, batch_info)
+                operator.validate_batch(batch, batch_info)    or operator.test_batch
 
     It owns the registered parts, the timers and its `RankInfo`, which the replica replaces when the group changes. The
     `__init__` of a subclass calls `setup` at its end.
     """
 
     _parts: Any
+    _validation_prefix = "val_"  # of metrics that the operator does not name itself
 
     def __init__(self, config: dict[str, Any] | None, settings: ReplicaSettings, rank_info: RankInfo | None) -> None:
         self._config: dict[str, Any] = {} if config is None else config
@@ -74,6 +75,7 @@ class OperatorBase:
         self._complete_for: set[str] = set()
         self.timers = TimerCollection()
         self.global_step = 0
+        self._testing = False  # whether `validate` runs for a test
         # Of the running loop, if there is one: how many epochs it has, and how many batches each call of `train`.
         self._run_length: tuple[int | None, int | None] = (None, None)
 
@@ -109,14 +111,21 @@ class OperatorBase:
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Validate on one pass over `val_iterator`, without gradients, and return what to report."""
         self._meter = meter = AverageMeterCollection()
+        name = "test_batch" if self._testing else "validate_batch"
+        method = getattr(self, name)
         for batch_idx, batch in enumerate(val_iterator):
-            metrics = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
-            self._count(val_iterator, metrics, meter, "validate_batch", batch)
+            metrics = method(batch, {"batch_idx": batch_idx, **(info or {})})
+            self._count(val_iterator, metrics, meter, name, batch)
         return dict(meter.summary())
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics of one batch."""
         raise NotImplementedError
+
+    def test_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Return the metrics of one batch of `trainer.test()`. By default, these are the ones of `validate_batch`; a name that
+        begins with "val_" begins with "test_" in the result."""
+        return self.validate_batch(batch, batch_info)
 
     def state_dict(self) -> Any:
         """Return extra state of your own for checkpoints: plain values, tensors or arrays, and containers of them."""

@@ -98,6 +98,17 @@ def test_a_run_continues_with_the_same_bits_after_a_load(tmp_path: Path, process
         assert torch.equal(weights(trainer), trained(7, **config))
 
 
+def test_in_the_middle_of_an_epoch_the_numbers_of_the_worker_itself_continue(tmp_path: Path) -> None:
+    path = str(tmp_path / "half.pt")
+    with inline(Augmented, seed=7) as trainer:
+        trainer.train(num_steps=2)
+        trainer.save(path)
+    with inline(Augmented, seed=7) as trainer:
+        trainer.load(path)
+        trainer.fit(2, validate_every=0)
+        assert torch.equal(weights(trainer), trained(7))
+
+
 def test_validations_repeat_their_numbers_too() -> None:
     def validations() -> list[float]:
         with inline(Augmented, seed=3) as trainer:

@@ -70,9 +70,10 @@ def batches_per_epoch(loader: Any, workers: int, *, divided: bool) -> int | None
     not `divided` belongs to one worker."""
     try:
         if divided and is_planned(loader):
-            sampler: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
-            total = len(sampler.dataset if isinstance(sampler, DistributedSampler) else sampler)
-            return plan_of(loader, total, workers, pad=True).steps_left(0)
+            units: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
+            if isinstance(units, DistributedSampler):  # one for a single rank replaces it
+                units = units.dataset
+            return plan_of(loader, len(units), workers, pad=True).steps_left(0)
         in_parts = divided and workers > 1 and isinstance(loader, DataLoader)  # each worker finds its part by itself
         return None if in_parts else len(loader)
     except (TypeError, NotImplementedError):  # len() raises these

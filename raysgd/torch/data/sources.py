@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.iterable import sharded_live
 from raysgd.torch.data.loading import LoaderIterator
@@ -72,6 +73,11 @@ class PlannedSource(BatchSource):
         self.loader, self._pad = loader, pad
         self._global_batch = global_batch
         self._own_batches = own = has_own_batches(loader)
+        if global_batch is not None and not own and loader.batch_size is None:
+            raise ConfigError(
+                "ElasticConfig(batch='global') cannot divide the batches of a DataLoader with batch_size=None, which are the "
+                "items of its data set: pass batch_size=n to the DataLoader, or use batch='per_worker'"
+            )
         self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
         self._twin = following(loader, self._picker)
         self.counts_samples = not own
