@@ -14,7 +14,7 @@ __all__ = ["TRACES", "CallResult", "Callback", "Result", "Run", "Underway"]
 
 # The key of profiler traces, {file name: bytes}, in a worker's report. Users never see it.
 TRACES = "__traces__"
-Kind = Literal["train", "validate", "report"]
+Kind = Literal["train", "validate", "test", "report"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Underway:
 
 @dataclass(frozen=True, kw_only=True)
 class CallResult:
-    """The result of one call of `train` or `validate`, or one round of a function's reports.
+    """The result of one call of `train`, `validate` or `test`, or one round of a function's reports.
 
     epoch       the epoch of the result; None if a training function does not report one
     step        batches trained since the start of training; for a training function, the number of its reports
@@ -102,7 +102,7 @@ class Callback:
         """Called for each worker while a call runs, at most a few times per second. Not for training functions."""
 
     def on_result(self, result: CallResult) -> None:
-        """Called after each call of `train` and `validate`, and after each round of reports."""
+        """Called after each call of `train`, `validate` and `test`, and after each round of reports."""
 
     def on_recovery(self, recovery: Recovery) -> None:
         """Called when workers failed, were replaced, or their number changed. Be quick: a call is waiting."""

@@ -27,7 +27,7 @@ class History(Callback, Sequence[Mapping[str, Any]]):
         trainer.history.to_dataframe()
         trainer.history.plot(["train_loss", "val_loss"], path="losses.png")
 
-    A row has `kind` ("train", "validate" or "report"), `epoch`, `step`, `world_size` and `seconds`, and then the
+    A row has `kind` ("train", "validate", "test" or "report"), `epoch`, `step`, `world_size` and `seconds`, and then the
     metrics that were returned. A metric with one of these names is renamed to `reported_...`, unless it is the same
     epoch.
     """

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["RankPart", "SamplingPlan"]
+__all__ = ["RankPart", "SamplingPlan", "optimizer_steps"]
 
 
 class RankPart(NamedTuple):
@@ -79,3 +79,24 @@ class SamplingPlan:
         for _ in range(self.steps_left(offset)):
             yield self.parts(offset)[rank]
             offset = self.offset_after(offset)
+
+
+def optimizer_steps(calls: int, *, batches: int | None, num_steps: int | None, window: int) -> int:
+    """Return how many optimizer steps this many calls of `train` make, beginning with an epoch.
+
+    An epoch has `batches` for each rank (None: it has no end), a call has `num_steps` of them (None: an epoch), and
+    `window` batches share a step, fewer at the end of an epoch or a call.
+    """
+    if num_steps is None or batches is None:
+        each = batches if num_steps is None else num_steps
+        assert each is not None
+        return calls * -(-each // window)
+    steps, left = 0, batches
+    for _ in range(calls):
+        rest = num_steps
+        while rest:
+            part = min(rest, left)
+            steps += -(-part // window)
+            rest -= part
+            left = left - part or batches
+    return steps

@@ -174,6 +174,9 @@ class CompiledOperator(TrainingOperator):
             self.model.compute_metrics(x, y, output, sample_weight=weight)
         return loss
 
+    def _predict_step(self, x: Any) -> Any:
+        return self.model.predict_step((x,))
+
     def _validate_step(self, x: Any, y: Any, weight: Any) -> Any:
         output = self.model(x, training=False)
         self.model.compute_metrics(x, y, output, sample_weight=weight)

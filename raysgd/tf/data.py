@@ -21,7 +21,7 @@ from raysgd.tf.parts import rows_in
 from raysgd.training.feed import Drawn
 from raysgd.training.position import Position
 
-__all__ = ["OwnSource", "SharedSource", "make_source"]
+__all__ = ["OwnSource", "SharedSource", "batches_per_epoch", "make_source"]
 
 
 class SharedSource:
@@ -125,10 +125,7 @@ def make_source(
     data: Any, position: Position, rank_info: RankInfo, channel: Channel, *, training: bool
 ) -> SharedSource | OwnSource:
     """Return the source for a data set, by its own `options.experimental_distribute.auto_shard_policy`."""
-    policies = tf.data.experimental.AutoShardPolicy
-    policy = policies.AUTO
-    if isinstance(data, tf.data.Dataset):
-        policy = data.options().experimental_distribute.auto_shard_policy
+    policies, policy = tf.data.experimental.AutoShardPolicy, _policy_of(data)
     if policy in (policies.AUTO, policies.DATA):
         return SharedSource(data, position, pad=training)
     if policy not in (policies.FILE, policies.OFF):
@@ -137,6 +134,20 @@ def make_source(
         )
     own = _own_files(data, rank_info) if policy == policies.FILE else data
     return OwnSource(data, own, channel, together=training and rank_info.world_size > 1)
+
+
+def batches_per_epoch(data: Any, workers: int) -> int | None:
+    """Return how many steps an epoch has for each of these workers, or None if that is not known in advance."""
+    policies = tf.data.experimental.AutoShardPolicy
+    if workers > 1 and _policy_of(data) not in (policies.AUTO, policies.DATA):
+        return None
+    return _length(data, 0)
+
+
+def _policy_of(data: Any) -> Any:
+    if isinstance(data, tf.data.Dataset):
+        return data.options().experimental_distribute.auto_shard_policy
+    return tf.data.experimental.AutoShardPolicy.AUTO
 
 
 def _own_files(data: Any, rank_info: RankInfo) -> Any:

@@ -11,6 +11,7 @@ from raysgd.constants import NUM_SAMPLES
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.tf.channel import Channel
+from raysgd.tf.data import batches_per_epoch
 from raysgd.tf.parts import (
     KerasParts,
     as_tensor,
@@ -79,6 +80,15 @@ class TrainingOperator(OperatorBase):
         with self.timers.record("eval"):
             loss, accuracy = self._validate_graph(x, y, weight)
         return {"val_loss": loss, "val_accuracy": accuracy, NUM_SAMPLES: rows_in(y)}
+
+    def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        """Return the model's output for one batch of `trainer.predict()`: a tensor with a row for each sample, or a list, tuple
+        or dict of such tensors. A batch is x alone, or `(x, y)` or `(x, y, sample_weight)`, of which only x is used."""
+        self._need("predict_batch", "model")
+        return self._predict_graph(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+    def _predict_step(self, x: Any) -> Any:
+        return self.model(x, training=False)
 
     def _train_step(self, x: Any, y: Any, weight: Any, counts: bool) -> Any:
         with tf.GradientTape() as tape:
@@ -199,20 +209,25 @@ class TrainingOperator(OperatorBase):
         registered = [parts.like(models, parts.models), parts.like(optimizers, parts.optimizers)]
         return (*registered, *(each for each in optional if each is not None))
 
-    def register_data(self, *, train_dataset: Any = None, validation_dataset: Any = None) -> None:
+    def register_data(
+        self, *, train_dataset: Any = None, validation_dataset: Any = None, test_dataset: Any = None
+    ) -> None:
         """Register the data: a `tf.data.Dataset` of batches, or anything else that can be iterated repeatedly."""
-        for name, data in {"train_dataset": train_dataset, "validation_dataset": validation_dataset}.items():
+        given = {"train_dataset": train_dataset, "validation_dataset": validation_dataset, "test_dataset": test_dataset}
+        for name, data in given.items():
             if data is not None and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
                 raise ConfigError(f"{name} must be a tf.data.Dataset or another iterable of batches, got {data!r}")
-        self._parts.train_dataset = train_dataset
-        self._parts.validation_dataset = validation_dataset
+            setattr(self._parts, name, data)
 
     # -- for the default methods ----------------------------------------------------------------------
+
+    def _batches_per_epoch(self) -> int | None:
+        return batches_per_epoch(self._train_data("train_dataset"), self._settings.num_workers)
 
     _counts = True
     _train_graph: Any
     _validate_graph: Any
-    _validation_prefix = "val_"
+    _predict_graph: Any
 
     def _complete(self) -> None:
         """Create all variables that do not exist yet, and give all ranks rank 0's values."""
@@ -232,6 +247,7 @@ class TrainingOperator(OperatorBase):
         how = {"reduce_retracing": True, "autograph": any(map(is_keras_2, parts.models))}
         self._train_graph = tf.function(self._train_step, **how)
         self._validate_graph = tf.function(self._validate_step, **how)
+        self._predict_graph = tf.function(self._predict_step, **how)
 
     def _metrics(self) -> list[Any]:
         return self._parts.metrics

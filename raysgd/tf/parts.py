@@ -24,6 +24,7 @@ __all__ = [
     "refuse_sum",
     "rows_in",
     "running_statistics",
+    "seed_states",
     "values",
 ]
 
@@ -35,6 +36,7 @@ class KerasParts(RegisteredParts):
     metrics: list[Any] = field(default_factory=list)
     train_dataset: Any = None
     validation_dataset: Any = None
+    test_dataset: Any = None
 
     def trained_by(self, optimizer: Any) -> list[Any]:
         """Return an optimizer's variables: those of its own model if there is one optimizer for each, else all."""
@@ -88,6 +90,17 @@ def running_statistics(models: Sequence[Any]) -> list[Any]:
         for layer in foreign.layers_without_inner_ones(model):
             if layer.trainable:
                 found += [v for v in layer.non_trainable_weights if tf.as_dtype(v.dtype).is_floating]
+    return found
+
+
+def seed_states(models: Sequence[Any]) -> list[Any]:
+    """Return the states of the random generators in Keras 3 layers, such as Dropout. They are not among the weights."""
+    found = []
+    for model in models:
+        weights = {id(weight) for weight in model.weights}
+        found += [
+            v for v in model.variables if id(v) not in weights and tuple(v.shape) == (2,) and "int" in str(v.dtype)
+        ]
     return found
 
 

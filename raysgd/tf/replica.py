@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointError, shown
 from raysgd.tf import states
 from raysgd.tf.channel import Channel
-from raysgd.tf.data import make_source
+from raysgd.tf.data import SharedSource, make_source
 from raysgd.tf.operator import TrainingOperator
-from raysgd.tf.parts import as_tensor, assign
+from raysgd.tf.parts import as_tensor, assign, rows_in, seed_states
 from raysgd.tf.process_group import prepare_runtime
 from raysgd.tf.settings import TFSettings
 from raysgd.training.feed import Drawn, Source
 from raysgd.training.position import Position
 from raysgd.training.replica_base import Phase, Refusal, ReplicaBase, ReplicaFactoryBase
+from raysgd.training.seeding import derived_seed, seed_python_and_numpy
 
 __all__ = ["TFReplica", "TFReplicaFactory"]
 
@@ -33,7 +37,9 @@ class TFReplicaFactory(ReplicaFactoryBase):
         if settings.threads is not None and not settings.distributed:  # otherwise, joining the process group does it
             prepare_runtime(settings.threads, use_gpu=settings.use_gpu)
         if settings.seed is not None:
-            tf.random.set_seed(settings.seed)
+            seed_python_and_numpy(settings.seed)
+        if (seed := settings.shuffle_seed if settings.seed is None else settings.seed) is not None:
+            tf.random.set_seed(seed)
         operator = self.operator_cls(self.config, settings=settings, rank_info=rank_info)
         return TFReplica(operator, settings, rank_info, control)
 
@@ -42,7 +48,7 @@ class TFReplica(ReplicaBase):
     """Adds what only TensorFlow needs: each rank's fraction of a batch, Keras metrics, and state as arrays."""
 
     operator_class = TrainingOperator
-    data_names = {"train": "train_dataset", "validation": "validation_dataset"}  # noqa: RUF012
+    data_names = {"train": "train_dataset", "validation": "validation_dataset", "test": "test_dataset"}  # noqa: RUF012
 
     operator: TrainingOperator
 
@@ -82,6 +88,20 @@ class TFReplica(ReplicaBase):
         if self._rank_info.world_size > 1:
             assign(self.operator._statistics, self._statistics_before)
 
+    def _seed_generators(self, alike: int, own: int) -> None:
+        """All ranks read the complete data, so what the data draws must be the same on all of them. Layers draw their own
+        numbers. (`tf.random.set_seed` would let the operations of graph functions repeat their numbers in each epoch.)"""
+        seed_python_and_numpy(alike)
+        for number, state in enumerate(seed_states(self.operator._parts.models)):
+            drawn = derived_seed(own, number)
+            state.assign(tf.cast([drawn >> 32, drawn & 0xFFFFFFFF], state.dtype))
+
+    def _random_state(self) -> dict[str, Any]:
+        return states.random_state()
+
+    def _restore_random_state(self, state: dict[str, Any]) -> None:
+        states.restore_random(state)
+
     # -- results --------------------------------------------------------------------------------------
 
     def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -106,11 +126,31 @@ class TFReplica(ReplicaBase):
     # -- calls ----------------------------------------------------------------------------------------
 
     def random_state(self) -> dict[str, Any]:
-        return states.random_state()
+        return self._random_state()
 
     def checkpoint(self, ranks: list[Any]) -> memoryview | None:
         """Return the complete checkpoint as bytes, on rank 0. `ranks` are the random states of all ranks."""
         return states.dump({**self.full_state(), "rng": ranks}, sealed=True) if self.rank == 0 else None
+
+    def predict(self, batches: list[Any]) -> Any:
+        """Return this rank's outputs, each with the place of its batch in the data."""
+        control, outputs = self._control, []
+        source = SharedSource(batches, Position(epoch=1), pad=False)
+        for number, drawn in enumerate(source.batches(self._rank_info, 0)):
+            if control.interrupted:
+                return Interrupted(None, "a peer failed", self.progress)
+            batch = tf.nest.map_structure(tf.convert_to_tensor, drawn.batch)
+            output = self.operator.predict_batch(batch, {"batch_idx": number})
+            found = tf.nest.map_structure(np.asarray, output)
+            if any(leaf.shape[:1] != (rows_in(batch),) for leaf in tf.nest.flatten(found)):
+                raise TypeError(
+                    "predict_batch must return a tensor with a row for each sample, or a list, tuple or dict of such tensors, "
+                    f"got {shown(output)} for {rows_in(batch)} samples"
+                )
+            outputs.append((drawn.offset, found))
+            if control.due():
+                control.report(replace(self.progress, batches=number + 1))
+        return outputs
 
     def check(self, data: Any) -> Refusal | None:
         """Check whether a checkpoint fits."""
@@ -137,7 +177,7 @@ class TFReplica(ReplicaBase):
             self._put_back(before)
             raise
         if not failed:
-            self._end_load(state, loads, states.restore_random)
+            self._end_load(state, loads)
             return None
         again = self._put_back(before)
         after = "The state was not changed"

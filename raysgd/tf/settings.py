@@ -11,6 +11,7 @@ __all__ = ["TFSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class TFSettings(ReplicaSettings):
-    """Adds TensorFlow's random seed. It is the same on all ranks, so that they shuffle a data set alike."""
+    """Adds TensorFlow's random seed in a trainer without a `seed`. It is the same on all ranks, so that they shuffle a data
+    set alike."""
 
-    seed: int | None = None
+    shuffle_seed: int | None = None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn, overload
 
+import numpy as np
+import tensorflow as tf
+
 from raysgd.callbacks.base import Callback
 from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flag
-from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
+from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback, shown
 from raysgd.storage import locations
 from raysgd.tf import states
 from raysgd.tf.compiled import EVALUATE, FIT, checked_fit_config, operator_from_creators
@@ -68,6 +72,7 @@ class TFTrainer(TrainerBase):
         use_ray                True: run a single worker in a process of its own, too
         elastic                an `ElasticConfig`: how training continues when workers fail, leave and join
         timeout_s              limit in seconds for setting up workers
+        seed                   seeds the random generators of every worker, for runs that can be repeated exactly
 
         verbose, use_tqdm      show a progress bar
         callbacks              `raysgd.callbacks.Callback` objects
@@ -97,6 +102,7 @@ class TFTrainer(TrainerBase):
         use_tqdm: bool = False,
         use_ray: bool | None = None,
         elastic: ElasticConfig | None = None,
+        seed: int | None = None,
         callbacks: Sequence[Callback] = (),
         logdir: str | os.PathLike[str] | None = None,
         checkpoints: AutoCheckpoint | None = None,
@@ -106,7 +112,7 @@ class TFTrainer(TrainerBase):
         refuse_unknown(TFTrainer, unknown, {"elastic": ElasticConfig})
         operator_cls = _operator_class(model_creator, data_creator, training_operator_cls)
         self.num_replicas = number = _resolve_num_workers(num_replicas, num_workers)
-        check_common(operator_cls, TrainingOperator, number, initialization_hook, timeout_s, elastic)
+        check_common(operator_cls, TrainingOperator, number, initialization_hook, timeout_s, elastic, seed)
         folder = opened_folder(checkpoints, resume, ".ckpt")
         # The batch size is that of all workers together, as a data set's is, so it is not divided.
         self.config = check_config(config, number)
@@ -119,7 +125,8 @@ class TFTrainer(TrainerBase):
             use_tqdm=use_tqdm,
             num_workers=number,
             threads=max(1, int(resources.cpus)) if remote else None,
-            seed=SEED if remote else None,
+            shuffle_seed=SEED if remote else None,
+            seed=seed,
             snapshot_every=elastic.snapshot_every,
         )
         fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)
@@ -184,10 +191,19 @@ class TFTrainer(TrainerBase):
                 break
         return result if reduce_results else each
 
-    def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError(
-            "TFTrainer has no predict(): call trainer.get_model().predict(data), which Keras runs in this process"
-        )
+    @exclusive
+    def predict(self, data: Any, batch_size: int = 32) -> Any:
+        """Return the model's outputs for arrays, or for a `tf.data.Dataset` of batches, as NumPy arrays in the order of the
+        data.
+
+        Each worker takes its rows of every batch, and calls `operator.predict_batch`; its outputs are concatenated. After a
+        failure, the call is repeated. A data set has its own batch size. It is read here, in the driver's process.
+        """
+        at_least("batch_size", batch_size, 1, whole=True)
+        ranks = self._values(TFReplica.predict, batches=self._engine.pack(_batches(data, batch_size)))
+        outputs = [(offset, rank, each) for rank, own in enumerate(ranks) for offset, each in own]
+        outputs.sort(key=lambda output: output[:2])
+        return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *(each for *_, each in outputs))
 
     # -- models and state -----------------------------------------------------------------------------
 
@@ -200,11 +216,11 @@ class TFTrainer(TrainerBase):
     @exclusive
     def get_local_operator(self) -> TrainingOperator:
         """Return an operator in this process with the current state; with one inline worker, the one that trains."""
-        operator: TrainingOperator | None = self._inline_operator()
-        if operator is None:
-            operator = self._factory.operator_cls(dict(self.config))
-            states.restore(operator, self.state_dict())
-        return operator
+        local: TrainingOperator | None = self._inline_operator()
+        if local is None:
+            local = self._factory.operator_cls(dict(self.config))
+            states.restore(local, self.state_dict())
+        return local
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:
@@ -278,6 +294,29 @@ def _operator_class(model_creator: Any, data_creator: Any, training_operator_cls
     if model_creator is not None or data_creator is not None:
         raise ConfigError("pass either training_operator_cls or the creators, not both")
     return training_operator_cls
+
+
+def _batches(data: Any, batch_size: int) -> list[Any]:
+    """Return the batches of what `predict` received, as arrays. Raise ConfigError for data that has none, or no end."""
+    if isinstance(data, tf.data.Dataset):
+        if data.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise ConfigError("predict() got a data set without an end: call .take(n) on it")
+        if any(not len(spec.shape) for spec in tf.nest.flatten(data.element_spec) if spec.shape.rank is not None):
+            raise ConfigError("predict() needs a data set of batches, got one of single samples: call .batch(n) on it")
+        batches = list(data.as_numpy_iterator())
+    else:
+        arrays = tf.nest.map_structure(np.asarray, data)
+        lengths = {len(leaf) if leaf.ndim else -1 for leaf in tf.nest.flatten(arrays)}
+        if len(lengths) != 1 or -1 in lengths:
+            raise ConfigError(
+                "predict() needs arrays with the same number of rows (one array, or a tuple or dict of arrays), or a "
+                f"tf.data.Dataset of batches, got {shown(data)}"
+            )
+        parts = [slice(start, start + batch_size) for start in range(0, max(lengths), batch_size)]
+        batches = [tf.nest.map_structure(operator.itemgetter(part), arrays) for part in parts]
+    if not batches:
+        raise ConfigError(f"predict() got data without a sample: {shown(data)}")
+    return batches
 
 
 def _resolve_num_workers(num_replicas: int | None, num_workers: int | None) -> int:

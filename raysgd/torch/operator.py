@@ -18,6 +18,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
+from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.gradients import Gradients, samples_in
 from raysgd.torch.parts import Parts, check_parts, move
@@ -218,10 +219,13 @@ class TrainingOperator(OperatorBase):
             )
 
     @suggesting
-    def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
+    def register_data(
+        self, *, train_loader: Any = None, validation_loader: Any = None, test_loader: Any = None
+    ) -> None:
         """Register the data: DataLoaders (divided among the workers unless add_dist_sampler=False), Ray Datasets
         (divided by rows; `raysgd.data.RayData` names their columns) or any iterables."""
-        for name, loader in {"train_loader": train_loader, "validation_loader": validation_loader}.items():
+        given = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
+        for name, loader in given.items():
             if isinstance(loader, torch.utils.data.Dataset) and not hasattr(loader, "__iter__"):
                 raise ConfigError(
                     f"{name} must be a DataLoader or another iterable of batches, got the data set {shown(loader)}: pass "
@@ -233,19 +237,30 @@ class TrainingOperator(OperatorBase):
                 raise ConfigError(
                     f"{name} must be a DataLoader or another iterable of batches, or a Ray Dataset, got {loader!r}"
                 )
-        self._parts.train_loader = train_loader
-        self._parts.validation_loader = validation_loader
+            setattr(self._parts, name, loader)
 
     @suggesting
-    def register_metrics(self, *, train: Any = None, validation: Any = None) -> Any:
+    def register_metrics(self, *, train: Any = None, validation: Any = None, test: Any = None) -> Any:
         """Register TorchMetrics objects (a Metric or MetricCollection each). Update them in your batch methods; they
-        are computed over all workers, reported by name, and reset for each call. Return them on the device."""
-        metrics = {"train": train, "validation": validation}
+        are computed over all workers, reported by name, and reset for each call. Return them on the device.
+        A test that has no `test_batch` and no metric of its own uses those of the validation."""
+        metrics = {"train": train, "validation": validation, "test": test}
         self._parts.metrics = {name: metric.to(self.device) for name, metric in metrics.items() if metric is not None}
         given = list(self._parts.metrics.values())
         return given[0] if len(given) == 1 else tuple(given)
 
     # -- for the default methods ----------------------------------------------------------------------
+
+    @property
+    def _batches_per_step(self) -> int:
+        return self._settings.options.accumulate
+
+    def _batches_per_epoch(self) -> int | None:
+        loader, settings = self._train_data("train_loader"), self._settings
+        if RayData.is_given_as(loader):
+            return None
+        divided = settings.add_dist_sampler or not settings.distributed
+        return batches_per_epoch(loader, settings.num_workers, divided=divided)
 
     def _samples_in(self, batch: Any) -> float:
         return samples_in(batch)
@@ -302,6 +317,12 @@ class TrainingOperator(OperatorBase):
     @staticmethod
     def _unpack(batch: Any) -> Any:
         if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+            if isinstance(batch[-1], (int, float)) or (isinstance(batch[-1], torch.Tensor) and not batch[-1].dim()):
+                raise ConfigError(
+                    f"the default batch methods take batches, but the target of this one is a single number, {batch[-1]!r:.40}. "
+                    "A loader with batch_size=None returns each item of its data set as a batch: pass batch_size=n, or let the "
+                    "data set return complete batches"
+                )
             return batch
         raise TypeError(
             f"the default batch methods take (*features, target), got a {type(batch).__name__}: override train_batch "

@@ -21,7 +21,7 @@ from raysgd.training.operator_base import RegisteredParts
 
 __all__ = ["Parts", "check_parts", "move"]
 
-PREFIX = {"train": "train_", "validation": "val_"}
+PREFIX = {"train": "train_", "validation": "val_", "test": "test_"}
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Parts(RegisteredParts):
     ddp_args: dict[str, Any] = field(default_factory=dict)
     train_loader: Any = None
     validation_loader: Any = None
+    test_loader: Any = None
     metrics: dict[str, Any] = field(default_factory=dict)
     options: TrainingOptions = field(default_factory=TrainingOptions)
     shards: Shards | None = None

@@ -36,6 +36,8 @@ class TorchReplicaFactory(ReplicaFactoryBase):
     def __call__(self, rank_info: RankInfo, control: Control) -> TorchReplica:
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
+        if self.settings.seed is not None:
+            states.seed_generators(self.settings.seed)
         operator = self.operator_cls(self.config, settings=self.settings, rank_info=rank_info)
         return self._replica(operator, rank_info, control)
 
@@ -48,7 +50,7 @@ class TorchReplica(ReplicaBase):
     place when the group changes. The trainer's other calls are in `replica_calls`."""
 
     operator_class = TrainingOperator
-    data_names = {"train": "train_loader", "validation": "validation_loader"}  # noqa: RUF012
+    data_names = {"train": "train_loader", "validation": "validation_loader", "test": "test_loader"}  # noqa: RUF012
     without_data = ", or pass train(dataset=..., num_steps=...)"
 
     operator: TrainingOperator
@@ -75,7 +77,7 @@ class TorchReplica(ReplicaBase):
         return super()._train_source(dataset)
 
     def _open_source(self, data: Any, phase: Phase) -> Source:
-        return self._opener.registered(data, self._position_in(phase), training=phase == "train")
+        return self._opener.registered(data, self._position_in(phase), phase)
 
     def _feed_options(self, phase: Phase) -> dict[str, Any]:
         options: dict[str, Any] = {"carrier": self._carrier}
@@ -96,6 +98,15 @@ class TorchReplica(ReplicaBase):
         self.operator._precision.batch_done()
         super()._on_commit(last)
 
+    def _seed_generators(self, alike: int, own: int) -> None:
+        states.seed_generators(own)
+
+    def _random_state(self) -> dict[str, Any]:
+        return states.random_state()
+
+    def _restore_random_state(self, state: dict[str, Any]) -> None:
+        states.restore_random(state)
+
     # -- results --------------------------------------------------------------------------------------
 
     def _partial_to_report(self) -> dict[str, Any] | None:
@@ -113,12 +124,18 @@ class TorchReplica(ReplicaBase):
     def _begin_measuring(self, phase: Phase, profile: bool, *, new_call: bool) -> None:
         super()._begin_measuring(phase, profile, new_call=new_call)
         if new_call:  # registered metrics continue after a change of the group
-            self.operator._parts.begin_measuring(phase)
+            self.operator._parts.begin_measuring(self._metric_of(phase))
         self.operator._precision.forget_skipped()
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
     def _add_metrics(self, report: dict[str, Any], phase: Phase) -> None:
-        report.update(self.operator._parts.measured(phase))
+        report.update(self.operator._parts.measured(self._metric_of(phase)))
+
+    def _metric_of(self, phase: Phase) -> Phase:
+        """Return the phase of the registered metric that the methods of this phase update."""
+        default = type(self.operator).test_batch is self.operator_class.test_batch
+        own = phase != "test" or "test" in self.operator._parts.metrics
+        return "validation" if default and not own else phase
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -191,7 +208,7 @@ class TorchReplica(ReplicaBase):
         with undone_unless_all_succeed(self):
             self._train = None
             self._adopt(state)
-        self._end_load(state, loads, states.restore_random)
+        self._end_load(state, loads)
 
     # -- membership -----------------------------------------------------------------------------------
 
@@ -201,6 +218,7 @@ class TorchReplica(ReplicaBase):
         old, self._rank_info = self._rank_info, rank_info
         self._cut_short()
         self.operator._rank_info = rank_info
+        self._seed_rest_of_epoch()
         self.operator._precision.abandon()
         self.operator._gradients.abandon()
         self.operator._parts.rewrap()
@@ -212,4 +230,5 @@ class TorchReplica(ReplicaBase):
     def close(self) -> None:
         close(self._train)
         close(self._validation)
+        close(self._test)
         super().close()

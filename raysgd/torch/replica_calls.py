@@ -68,7 +68,8 @@ def predict(replica: TorchReplica, data: Any, batch_size: int) -> Any:
     outputs: list[tuple[int, Any]] = []
     for model in operator._parts.wrapped:
         model.eval()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), operator._validating():
+    kept = replica._keeping_random_state()
+    with kept, torch.random.fork_rng(devices=[]), torch.no_grad(), operator._validating():
         source.begin(0, replica._rank_info, replica._distributed)
         for number, drawn in enumerate(source.batches(replica._rank_info, 0)):
             if control.interrupted:

@@ -68,6 +68,7 @@ class TorchTrainer(TrainerBase):
 
         scheduler_step_freq      when the default loop steps the schedulers: "batch", "epoch", or "manual" (never)
         add_dist_sampler         divide the registered data among the workers
+        seed                     seeds the random generators of every worker, for runs that can be repeated exactly
         wrap_ddp                 RaySGD's name for `options.parallel`: True is "ddp", False is None
         use_fp16                 RaySGD's name for `options.precision`: True is "fp16", "apex" is "apex"
 
@@ -99,6 +100,7 @@ class TorchTrainer(TrainerBase):
         horovod_args: Mapping[str, Any] | None = None,
         scheduler_step_freq: Literal["batch", "epoch", "manual"] | None = None,
         add_dist_sampler: bool = True,
+        seed: int | None = None,
         wrap_ddp: bool | None = None,
         use_fp16: bool | Literal["apex"] | None = None,
         use_tqdm: bool = False,
@@ -113,12 +115,13 @@ class TorchTrainer(TrainerBase):
         refuse_unknown(TorchTrainer, unknown, setup.GROUPS, setup.REMOVED)
         check_flags(use_tqdm=use_tqdm, add_dist_sampler=add_dist_sampler)
         setup.warn_without_effect(use_local and num_workers != 1, serialize_data_creation)
-        check_common(training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic)
+        check_common(
+            training_operator_cls, TrainingOperator, num_workers, initialization_hook, timeout_s, elastic, seed
+        )
         options = TrainingOptions.checked(options).resolved(wrap_ddp=wrap_ddp, use_fp16=use_fp16)
-        folder = opened_folder(checkpoints, resume, ".pt")
+        folder, elastic = opened_folder(checkpoints, resume, ".pt"), elastic or ElasticConfig()
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
-        elastic = elastic or ElasticConfig()
         options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic)
         if options.parallel == "fsdp":
             elastic = replace(elastic, grow=False)  # no other worker has the shards that a new worker would need
@@ -135,15 +138,15 @@ class TorchTrainer(TrainerBase):
             wrap_ddp=options.parallel == "ddp" and strategy.wraps,
             exchange=strategy.make_exchange if num_workers > 1 else Exchange,
             add_dist_sampler=add_dist_sampler,
+            seed=seed,
             scheduler_step_freq=scheduler_step_freq,
             batch=elastic.batch,
             snapshot_every=elastic.snapshot_every,
             rows=SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader,
         )
         run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
-        calls = CallRunner(callbacks, run, bar=use_tqdm)
+        calls, limits = CallRunner(callbacks, run, bar=use_tqdm), limits_of(timeout_s, elastic)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
-        limits = limits_of(timeout_s, elastic)
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
         engine = make_engine(self._factory, calls, resources, elastic, limits, initialization_hook, make_backend)
         self._checkpoints = Checkpoints(engine)

@@ -12,6 +12,7 @@ from typing import Any
 from raysgd.config import ElasticConfig, WorkerResources, at_least, is_real
 from raysgd.constants import BATCH_SIZE
 from raysgd.errors import ConfigError, close_to
+from raysgd.training.seeding import LARGEST_SEED
 
 __all__ = ["check_call", "check_common", "check_config", "check_flags", "needs_ray", "refuse_unknown"]
 
@@ -47,7 +48,9 @@ def refuse_unknown(
         raise TypeError(f"{trainer.__name__} takes no argument {name!r}{hint}")
 
 
-def check_common(operator_cls: Any, base: type, num_workers: Any, hook: Any, timeout_s: Any, elastic: Any) -> None:
+def check_common(
+    operator_cls: Any, base: type, num_workers: Any, hook: Any, timeout_s: Any, elastic: Any, seed: Any
+) -> None:
     """Raise ConfigError for wrong values of arguments that both trainers have."""
     if not isinstance(operator_cls, type) or not issubclass(operator_cls, base):
         hint = " Pass the class itself, not an instance." if isinstance(operator_cls, base) else ""
@@ -61,6 +64,8 @@ def check_common(operator_cls: Any, base: type, num_workers: Any, hook: Any, tim
         raise ConfigError(f"initialization_hook must be a function without arguments, got {hook!r}")
     if not is_real(timeout_s) or timeout_s <= 0:
         raise ConfigError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    if seed is not None and not (type(seed) is int and 0 <= seed <= LARGEST_SEED):
+        raise ConfigError(f"seed must be a whole number from 0 to {LARGEST_SEED}, or None for no seed, got {seed!r}")
     if elastic is not None and not isinstance(elastic, ElasticConfig):
         raise ConfigError(f"elastic must be a raysgd.ElasticConfig, got {elastic!r}")
     if elastic is not None and elastic.min_workers > num_workers:

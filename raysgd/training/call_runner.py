@@ -135,7 +135,9 @@ class CallRunner:
 
     def describe(self, engine: Engine) -> str:
         """Return the trainer in one line."""
-        state = {None: "idle", "train": "training", "validate": "validating"}.get(self._kind) or str(self._kind)
+        state = {None: "idle", "train": "training", "validate": "validating", "test": "testing"}.get(self._kind) or str(
+            self._kind
+        )
         state = state if engine.active else "shut down"
         workers, target = engine.world_size, engine.target
         short = f" of {target}" if engine.active and workers != target else ""

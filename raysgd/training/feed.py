@@ -124,6 +124,7 @@ class Feed:
     window     how many batches share one optimizer step
     on_batch   called before each batch with (drawn, its place in the window, whether it closes the window)
     on_commit  called after each commit, with `last` True when the loop ends with it
+    seed       called before and after an epoch begins: `seed(epoch)`, and then `seed(epoch, rank)`
     unwind     whether a planned stop raises MembershipChange (in a user's loop) instead of ending the iteration
     """
 
@@ -139,6 +140,7 @@ class Feed:
         pause_at: int | None = None,
         on_commit: Callable[..., None],
         on_batch: Callable[[Drawn, int, bool], None] | None = None,
+        seed: Callable[..., None] = lambda epoch, *own: None,
         carrier: Carrier | None = None,
         window: int = 1,
         unwind: bool = False,
@@ -149,7 +151,7 @@ class Feed:
         self._limit, self._shared, self._unwind, self._pause_at = limit, shared, unwind, pause_at
         self._training, self._name = training, name
         self._carrier, self._on_batch, self._on_commit = carrier or Carrier(), on_batch, on_commit
-        self._window_size = window
+        self._window_size, self._seed = window, seed
         self._drawn: LookAhead | Iterator[Drawn] | None = None
         self._pending: Drawn | None = None
         self._window: list[Drawn] = []
@@ -300,8 +302,11 @@ class Feed:
             position.call_expected = position.call_batches + left
 
     def _begin_epoch(self) -> None:
-        self._source.begin(self._position.epoch, self._rank_info, self._shared)
-        self._position.epoch += 1
+        epoch = self._position.epoch + 1
+        self._seed(epoch)  # the order of the data depends on nothing else
+        self._source.begin(epoch - 1, self._rank_info, self._shared)
+        self._seed(epoch, self._rank_info.world_rank)
+        self._position.epoch = epoch
         self._position.offset, self._position.ended = 0, False
 
     def _done(self, last: bool = False) -> None:

@@ -55,13 +55,18 @@ class EpochLoops:
     ) -> None:
         self._folder, self._history = folder, history
         self._step, self._start, self._stop, self._clock = step, start, stop, clock
-        self._loop, self._done = 0, 0
+        self._loop, self._done, self._count = 0, 0, 0
         self._resumed: SavedPlace | None = None
         self._rows_before: int | None = None  # of the history, when the body of the loop began; None outside of it
         self._calls = 0  # of `train` in this body
         self._mark, self._saved_at = 0, clock()
         self._pauses, self._pause_at = False, -1
         self._chunk, self._began, self._per_s = 1, (0, 0.0), 0.0
+
+    @property
+    def epochs(self) -> int | None:
+        """Return how many epochs the loop has whose body is running."""
+        return None if self._rows_before is None else self._count
 
     @property
     def resumed(self) -> SavedPlace | None:
@@ -108,7 +113,7 @@ class EpochLoops:
     def run(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs of this loop that are not done yet, from 1 to `count`."""
         self._loop += 1
-        self._rows_before = None
+        self._rows_before, self._count = None, count
         number, saved = self._loop, self._resumed
         done = 0 if saved is None or number > saved.loop else saved.done if number == saved.loop else count
         if done and number == (saved.loop if saved else 0) and self._stop():

@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.config import at_least
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
+from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import TimerCollection
-from raysgd.errors import shown
+from raysgd.errors import ConfigError, shown
 from raysgd.training.settings import ReplicaSettings
 
 __all__ = ["OperatorBase", "RegisteredParts"]
@@ -54,15 +56,16 @@ class OperatorBase:
         for each trainer.train():
             operator.train_epoch(iterator, info)        until the epoch ends, or `num_steps` batches are done
                 operator.train_batch(batch, batch_info) once for each batch; its numbers are averaged
-        for each trainer.validate():
+        for each trainer.validate() or trainer.test():
             operator.validate(iterator, info)
-                operator.validate_batch(batch, batch_info)
+                operator.validate_batch(batch, batch_info)    or operator.test_batch
 
     It owns the registered parts, the timers and its `RankInfo`, which the replica replaces when the group changes. The
     `__init__` of a subclass calls `setup` at its end.
     """
 
     _parts: Any
+    _validation_prefix = "val_"  # of metrics that the operator does not name itself
 
     def __init__(self, config: dict[str, Any] | None, settings: ReplicaSettings, rank_info: RankInfo | None) -> None:
         self._config: dict[str, Any] = {} if config is None else config
@@ -72,6 +75,9 @@ class OperatorBase:
         self._complete_for: set[str] = set()
         self.timers = TimerCollection()
         self.global_step = 0
+        self._testing = False  # whether `validate` runs for a test
+        # Of the running loop, if there is one: how many epochs it has, and how many batches each call of `train`.
+        self._run_length: tuple[int | None, int | None] = (None, None)
 
     # -- what users override --------------------------------------------------------------------------
 
@@ -105,14 +111,21 @@ class OperatorBase:
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Validate on one pass over `val_iterator`, without gradients, and return what to report."""
         self._meter = meter = AverageMeterCollection()
+        name = "test_batch" if self._testing else "validate_batch"
+        method = getattr(self, name)
         for batch_idx, batch in enumerate(val_iterator):
-            metrics = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
-            self._count(val_iterator, metrics, meter, "validate_batch", batch)
+            metrics = method(batch, {"batch_idx": batch_idx, **(info or {})})
+            self._count(val_iterator, metrics, meter, name, batch)
         return dict(meter.summary())
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics of one batch."""
         raise NotImplementedError
+
+    def test_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Return the metrics of one batch of `trainer.test()`. By default, these are the ones of `validate_batch`; a name that
+        begins with "val_" begins with "test_" in the result."""
+        return self.validate_batch(batch, batch_info)
 
     def state_dict(self) -> Any:
         """Return extra state of your own for checkpoints: plain values, tensors or arrays, and containers of them."""
@@ -152,7 +165,52 @@ class OperatorBase:
     def use_tqdm(self) -> bool:
         return self._settings.use_tqdm
 
+    def total_steps(self, epochs: int | None = None, num_steps: int | None = None) -> int:
+        """Return how many steps an optimizer makes in a run, for a learning rate's schedule: with one call of `train` for each
+        of these epochs, or one of `train(num_steps)`.
+
+        In `setup`, pass `epochs`, and call `register_data` first. During `fit` or a loop over `epochs()`, the default is that
+        loop. The number is that of a group with all workers, `num_workers`. With `ElasticConfig(batch="global")`, it stays
+        right if some of them fail.
+        """
+        if epochs is None:
+            epochs, num_steps = self._run_length[0], self._run_length[1] if num_steps is None else num_steps
+        if epochs is None:
+            raise ConfigError(
+                "total_steps() does not know how many epochs the run has, because setup() runs before fit() or epochs() is "
+                "called: pass total_steps(epochs=...), for example a number in the trainer's config"
+            )
+        at_least("epochs", epochs, 0, whole=True)
+        if num_steps is not None:
+            at_least("num_steps", num_steps, 1, whole=True)
+        batches = self._batches_per_epoch()
+        if batches == 0 or (batches is None and num_steps is None):
+            raise ConfigError(
+                f"total_steps() cannot count the steps of an epoch, because the training data "
+                f"{'has no batch' if batches == 0 else 'has no length that is known in advance'}: pass "
+                "total_steps(epochs=..., num_steps=...), and train with the same num_steps"
+            )
+        return optimizer_steps(epochs, batches=batches, num_steps=num_steps, window=self._batches_per_step)
+
     # -- for the default methods ----------------------------------------------------------------------
+
+    @property
+    def _batches_per_step(self) -> int:
+        """Return how many batches share an optimizer step."""
+        return 1
+
+    def _batches_per_epoch(self) -> int | None:
+        """Return how many batches an epoch has for each worker, None if that is not known in advance."""
+        raise NotImplementedError
+
+    def _train_data(self, name: str) -> Any:
+        """Return the registered training data for `total_steps`."""
+        data = getattr(self._parts, name)
+        if data is None:
+            raise ConfigError(
+                f"total_steps() needs the training data: call self.register_data({name}=...) before it, in setup"
+            )
+        return data
 
     def _validating(self) -> AbstractContextManager[Any]:
         """Return a context for a validation, in which no rank waits for another one."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from raysgd.core.messages import SnapshotUpload
@@ -20,6 +21,7 @@ from raysgd.errors import ConfigError, shown
 from raysgd.training.feed import Feed, MembershipChange, Source
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
+from raysgd.training.seeding import derived_seed
 from raysgd.training.settings import ReplicaSettings
 from raysgd.training.snapshots import Snapshotter
 
@@ -34,7 +36,10 @@ __all__ = [
     "has_data",
 ]
 
-Phase = Literal["train", "validation"]
+Phase = Literal["train", "validation", "test"]
+# The phases of calls that read data; all other calls are made between those of training.
+PHASES: dict[str, Phase] = {"validate": "validation", "test": "test"}
+CALLS: dict[Phase, str] = {"train": "train", "validation": "validate", "test": "test"}
 NOT_RESUMABLE = (
     "AutoCheckpoint(every=...) with batches or seconds saves within an epoch, but nothing can save the place in an iterable "
     "without a length, or in data that the operator divides itself: pass every='epoch', or register a DataLoader of a data set "
@@ -95,13 +100,15 @@ class ReplicaBase(ABC):
                 "because the trainer trains and saves what is registered"
             )
         self.operator, self._rank_info, self._control = operator, rank_info, control
-        self._distributed = settings.distributed
-        self._position, self._val_position = Position(), Position()
+        self._distributed, self._seed = settings.distributed, settings.seed
+        self._position, self._val_position, self._test_position = Position(), Position(), Position()
         self._validation_began = self._val_position.as_dict()
         self._feed: Feed | None = None
         self._train: Any = None
         self._validation: Any = None
+        self._test: Any = None
         self._snapshots = Snapshotter(settings.snapshot_every, control)
+        self._seed_place("train", 0, self.rank)
 
     @property
     def progress(self) -> Progress:
@@ -116,7 +123,7 @@ class ReplicaBase(ABC):
         try:
             return call.method(self, **call.arguments)
         except DataLoaderFailure as failure:
-            name = self.data_names["validation" if call.name == "validate" else "train"]
+            name = self.data_names[PHASES.get(call.name, "train")]
             return failure.interrupted(name, self.partial(), self.progress)
         finally:
             self._control.phase = "idle"
@@ -132,8 +139,10 @@ class ReplicaBase(ABC):
         dataset: Any = None,
         snapshot_first: bool = False,
         pause_at: int | None = None,
+        epochs: int | None = None,
     ) -> Any:
-        """Train the rest of the epoch, or of `num_steps`, from the current position. With `pause_at`, pause after this step."""
+        """Train the rest of the epoch, or of `num_steps`, from the current position. With `pause_at`, pause after this step.
+        The call belongs to a loop over `epochs`, if there is one."""
         position, operator = self._position, self.operator
         new = call != position.call
         if new and dataset is None:
@@ -144,7 +153,7 @@ class ReplicaBase(ABC):
         source = self._train_source(dataset)
         if pause_at is not None and not getattr(source, "resumable", True):
             raise ConfigError(NOT_RESUMABLE)
-        operator.global_step = position.step
+        operator.global_step, operator._run_length = position.step, (epochs, num_steps)
         if snapshot_first:
             self.take_snapshot()
         own_loop = type(operator).train_epoch is not self.operator_class.train_epoch
@@ -192,16 +201,17 @@ class ReplicaBase(ABC):
             self._control,
             limit=limit,
             shared=self._distributed,
-            on_commit=self._on_commit if training else self._on_validated,
+            on_commit=self._on_commit if training else partial(self._on_evaluated, phase),
             unwind=unwind,
             pause_at=pause_at,
             training=training,
             name=self.data_names[phase],
+            seed=partial(self._seed_place, phase),
             **self._feed_options(phase),
         )
 
     def _position_in(self, phase: Phase) -> Position:
-        return self._position if phase == "train" else self._val_position
+        return {"train": self._position, "validation": self._val_position, "test": self._test_position}[phase]
 
     def _cut_short(self) -> None:
         """End a loop after an error, and commit what was applied."""
@@ -216,36 +226,76 @@ class ReplicaBase(ABC):
         if not last and self._snapshots.due_after_batch(self._position.step):
             self.take_snapshot()
 
-    def _on_validated(self, last: bool = False) -> None:
+    def _on_evaluated(self, phase: Phase, last: bool = False) -> None:
         if last or self._control.due():
-            progress = replace(self._position.progress("validate"), batches=self._val_position.call_batches)
+            batches = self._position_in(phase).call_batches
+            progress = replace(self._position.progress(CALLS[phase]), batches=batches)
             self._control.report(progress, self._partial_to_report())
 
-    # -- validation -----------------------------------------------------------------------------------
+    # -- validation and test --------------------------------------------------------------------------
 
     def validate(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int) -> Any:
         """Validate on one pass over the validation data, or on `num_steps` batches. No rank waits for another one."""
-        operator, position = self.operator, self._val_position
-        source = self._registered_source("validation")
+        position = self._val_position
+        self._registered_source("validation")
         if call != position.call:
             position.open_call(call)
             self._validation_began = position.as_dict()
         else:
             position.adopt(self._validation_began)  # a peer failed: all repeat the call from where it began
-        self._begin_measuring("validation", profile, new_call=True)
-        feed = self._make_feed(source, "validation", num_steps)
+        return self._evaluate("validation", num_steps, profile, info, self._validation_began)
+
+    def test(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int) -> Any:
+        """Test on one pass over the test data, or on its first `num_steps` batches. Each call begins a pass, so the position
+        is no part of the state."""
+        began = Position(epoch=call - 1)
+        began.open_call(call)
+        self._test_position.adopt(began.as_dict())
+        return self._evaluate("test", num_steps, profile, info, began.as_dict())
+
+    def _evaluate(
+        self, phase: Phase, num_steps: int | None, profile: bool, info: dict[str, Any] | None, began: dict[str, Any]
+    ) -> Any:
+        """Run the operator's loop over the data of this phase. If it does not reach its end, the position is what it was when
+        the call `began`."""
+        operator, position = self.operator, self._position_in(phase)
+        source = self._registered_source(phase)
+        self._begin_measuring(phase, profile, new_call=True)
+        feed = self._make_feed(source, phase, num_steps)
         given, named = accepted_arguments(operator.validate, feed, info=dict(info or {}))
         try:
-            with operator._validating(), operator.timers.record("validation"):
+            with self._keeping_random_state(), operator._validating(), operator.timers.record("validation"):
                 result = operator.validate(*given, **named)
         except BaseException:
-            position.adopt(self._validation_began)
+            position.adopt(began)
             raise
         feed.leave()
         if feed.stopped:
-            position.adopt(self._validation_began)
+            position.adopt(began)
             return Interrupted(None, "a peer failed", self.progress)
-        return self._reported(result, profile, "validation")
+        return self._reported(result, profile, phase)
+
+    # -- random numbers -------------------------------------------------------------------------------
+
+    def _seed_place(self, phase: Phase, epoch: int, *own: int) -> None:
+        """With a trainer's `seed`, seed the random generators for an epoch, alike on all ranks; with `own`, for what this
+        rank alone does in it."""
+        if self._seed is not None:
+            self._seed_generators(derived_seed(self._seed, phase, epoch), derived_seed(self._seed, phase, epoch, *own))
+
+    def _seed_rest_of_epoch(self) -> None:
+        """Seed what this rank does after a change of the group, or in a new process, so that it draws no numbers again."""
+        self._seed_place("train", self._position.epoch, self.rank, self._position.step)
+
+    @contextmanager
+    def _keeping_random_state(self) -> Iterator[None]:
+        """Return a context that does not change the random numbers of training, if the trainer has a `seed`."""
+        state = self._random_state() if self._seed is not None else None
+        try:
+            yield
+        finally:
+            if state is not None:
+                self._restore_random_state(state)
 
     # -- sources --------------------------------------------------------------------------------------
 
@@ -255,22 +305,23 @@ class ReplicaBase(ABC):
 
     def _registered_source(self, phase: Phase) -> Source:
         """Return the source of the registered data. Data that was registered since is used from the next epoch on."""
-        training = phase == "train"
         data = getattr(self.operator._parts, self.data_names[phase])
-        source = self._train if training else self._validation
+        source = {"train": self._train, "validation": self._validation, "test": self._test}[phase]
         if source is not None and not self._position_in(phase).ended:
             return source  # type: ignore[no-any-return]
         if data is None:
             raise ConfigError(
-                f"{'train' if training else 'validate'}() needs data: call self.register_data({self.data_names[phase]}=...)"
-                f" in {type(self.operator).__name__}.setup{self.without_data if training else ''}"
+                f"{CALLS[phase]}() needs data: call self.register_data({self.data_names[phase]}=...)"
+                f" in {type(self.operator).__name__}.setup{self.without_data if phase == 'train' else ''}"
             )
         if source is None or source.loader is not data:
             source = self._open_source(data, phase)
-            if training:
+            if phase == "train":
                 self._train = source
-            else:
+            elif phase == "validation":
                 self._validation = source
+            else:
+                self._test = source
         return source  # type: ignore[no-any-return]
 
     # -- results --------------------------------------------------------------------------------------
@@ -278,6 +329,7 @@ class ReplicaBase(ABC):
     def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return what the running call has measured so far."""
         own = result or self.operator._meter.summary()
+        own = self._named_for_test(own) if self.operator._testing else own
         return {"epoch": self._position.epoch, **own, **self._counts(), COMMITTED: self._position.call_units}
 
     def _partial_to_report(self) -> dict[str, Any] | None:
@@ -291,7 +343,7 @@ class ReplicaBase(ABC):
     def _begin_measuring(self, phase: Phase, profile: bool, *, new_call: bool) -> None:
         """Reset the timers and metrics. With `new_call` False, the call continues after a change of the group."""
         operator = self.operator
-        operator._meter = AverageMeterCollection()
+        operator._meter, operator._testing = AverageMeterCollection(), phase == "test"
         timers = operator.timers
         timers.reset()
         (timers.enable if profile else timers.disable)()
@@ -309,9 +361,24 @@ class ReplicaBase(ABC):
             committed = {COMMITTED: self._position.call_units}
             report = {"epoch": self._position.epoch, **result, **self._counts(), **committed}
         self._add_metrics(report, phase)
+        if phase == "test":
+            report = self._named_for_test(report)
         if profile:
             report["profile"] = self.operator.timers.stats()
         return report
+
+    def _named_for_test(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Return a test's report with "test_" in the names that a validation's metrics have, unless there is such a name."""
+        named: dict[str, Any] = {}
+        for name, value in report.items():
+            last, bare = ("last_", name[5:]) if name.startswith("last_") else ("", name)
+            for prefix in ("val_", self.operator._validation_prefix):
+                other = f"{last}test_{bare.removeprefix(prefix)}"
+                if bare.startswith(prefix) and other not in report:
+                    name = other
+                    break
+            named[name] = value
+        return named
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -348,8 +415,9 @@ class ReplicaBase(ABC):
         began.adopt(state.get("validation_began") or self._val_position.as_dict())
         self._validation_began = began.as_dict()
         self._feed = None
+        self._seed_rest_of_epoch()
 
-    def _end_load(self, state: dict[str, Any], loads: int, restore_random: Callable[[Any], None]) -> None:
+    def _end_load(self, state: dict[str, Any], loads: int) -> None:
         """Complete the load of a checkpoint: forget the calls of the trainer that wrote it, and restore this rank's
         random states. `loads` is how often this trainer has loaded a state; a state with more loads is newer than any
         other."""
@@ -358,7 +426,7 @@ class ReplicaBase(ABC):
         self.take_snapshot()
         ranks = state.get("rng") or []
         if self.rank < len(ranks):
-            restore_random(ranks[self.rank])
+            self._restore_random_state(ranks[self.rank])
 
     def state(self) -> memoryview:
         """Return the state as bytes, for a rank that is behind or new."""
@@ -386,6 +454,19 @@ class ReplicaBase(ABC):
 
     def _undo_batch(self) -> None:  # noqa: B027 - it is optional
         """Undo what a batch has changed that was not applied. By default, that is nothing."""
+
+    @abstractmethod
+    def _seed_generators(self, alike: int, own: int) -> None:
+        """Seed this process's random generators. `alike` is the same on all ranks, `own` is not, except for the order of
+        the data."""
+
+    @abstractmethod
+    def _random_state(self) -> dict[str, Any]:
+        """Return the random states of this process."""
+
+    @abstractmethod
+    def _restore_random_state(self, state: dict[str, Any]) -> None:
+        """Set the random states of this process."""
 
     @abstractmethod
     def _open_source(self, data: Any, phase: Phase) -> Source:

@@ -47,7 +47,7 @@ class TrainerBase:
     ) -> None:
         self._engine, self._calls = engine, calls
         self._distributed = num_workers > 1
-        self._validations = 0
+        self._validations = self._tests = 0
         self._folder = folder
         self._loops = EpochLoops(
             folder, calls.history, step=lambda: engine.progress.step, start=self._start_save, stop=calls.take_stop
@@ -155,6 +155,7 @@ class TrainerBase:
         arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), **more}
         self._raise_earlier_error()
         self._loops.begin_call(num_steps)
+        arguments["epochs"] = self._loops.epochs
         return Job(
             Call(ReplicaBase.train, arguments),
             again="resume",
@@ -195,18 +196,62 @@ class TrainerBase:
         Return what was measured; with `reduce_results=False`, a list with each worker's own results. The arguments have
         the same meaning as those of `train`.
         """
+        self._validations += 1
+        num_steps = self._validation_steps if num_steps is None else num_steps
+        result, each = self._evaluate("validate", self._validations, num_steps, profile, reduce_results, info)
+        return result if reduce_results else each
+
+    @overload
+    def test(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: Literal[True] = True,
+        info: Mapping[str, Any] | None = None,
+    ) -> Metrics: ...
+
+    @overload
+    def test(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        *,
+        reduce_results: Literal[False],
+        info: Mapping[str, Any] | None = None,
+    ) -> list[Metrics]: ...
+
+    @exclusive
+    def test(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: Mapping[str, Any] | None = None,
+    ) -> Metrics | list[Metrics]:
+        """Test on one pass over the test data, using every row once, or on its first `num_steps` batches.
+
+        The operator's `test_batch` measures, by default as `validate_batch` does, with "test_" in the names of the metrics.
+        The arguments and the result are those of `validate`.
+        """
+        self._tests += 1
+        result, each = self._evaluate("test", self._tests, num_steps, profile, reduce_results, info)
+        return result if reduce_results else each
+
+    def _evaluate(
+        self,
+        kind: Literal["validate", "test"],
+        call: int,
+        num_steps: int | None,
+        profile: bool,
+        reduce_results: bool,
+        info: Mapping[str, Any] | None,
+    ) -> tuple[Metrics, list[Metrics]]:
         check_call(num_steps, 0, info)
         check_flags(profile=profile, reduce_results=reduce_results)
-        self._validations += 1
-        arguments = {
-            "num_steps": self._validation_steps if num_steps is None else num_steps,
-            "profile": profile,
-            "info": self._packed(info),
-            "call": self._validations,
-        }
+        arguments = {"num_steps": num_steps, "profile": profile, "info": self._packed(info), "call": call}
         self._raise_earlier_error()
-        result, each = self._calls.measure(self._engine, "validate", Job(Call(ReplicaBase.validate, arguments)))
-        return result if reduce_results else each
+        method = ReplicaBase.validate if kind == "validate" else ReplicaBase.test
+        return self._calls.measure(self._engine, kind, Job(Call(method, arguments)))
 
     def _packed(self, info: Mapping[str, Any] | None) -> Any:
         return self._engine.pack(dict(info) if info is not None else None)

@@ -24,7 +24,7 @@ def said(loader: Any, *, training: bool = True, rank: int = 0, **settings: Any) 
     opener = Opener(operator, TorchSettings(**{"distributed": True, "num_workers": 2, **settings}), None)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        opener.registered(loader, Position(), training=training)
+        opener.registered(loader, Position(), "train" if training else "validation")
     return [str(each.message) for each in caught]
 
 
@@ -67,5 +67,5 @@ def test_it_is_shown_once_in_a_process() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(2):
-            opener.registered(DataLoader(DATA), Position(), training=True)
+            opener.registered(DataLoader(DATA), Position(), "train")
     assert len(caught) == 1

@@ -18,6 +18,7 @@ from raysgd.torch.checkpoint.files import SeenFile, UnseenError, opened
 from raysgd.torch.checkpoint.zip_scan import needs_trust
 from raysgd.torch.fsdp import placed, placed_optimizer
 from raysgd.torch.operator import TrainingOperator
+from raysgd.training.seeding import seed_python_and_numpy
 
 __all__ = [
     "FORMAT",
@@ -32,6 +33,7 @@ __all__ = [
     "restore",
     "restore_random",
     "scaler_of",
+    "seed_generators",
     "set_random",
     "shaped",
     "unchanging",
@@ -183,6 +185,11 @@ def random_state() -> dict[str, Any]:
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def seed_generators(seed: int) -> None:
+    seed_python_and_numpy(seed)
+    torch.manual_seed(seed)
 
 
 def restore_random(state: dict[str, Any]) -> None:

@@ -29,12 +29,13 @@ class Opener:
     control: Control
     _seen: list[tuple[str, Any]] = field(default_factory=list)
 
-    def registered(self, loader: Any, position: Position, *, training: bool) -> BatchSource:
+    def registered(self, loader: Any, position: Position, phase: str) -> BatchSource:
         """Return a source for data that the operator registered."""
+        training = phase == "train"
         if RayData.is_given_as(loader):
             assert self.settings.rows is not None
             data = RayData.of(loader)
-            rows = self.settings.rows(self._name(loader, training), data.dataset, self.control.deliver)
+            rows = self.settings.rows(self._name(loader, phase), data.dataset, self.control.deliver)
             return self._row_source(loader, rows, data, position, training=training, own_call=False)
         settings = self.settings
         shared = settings.distributed and settings.add_dist_sampler
@@ -62,10 +63,9 @@ class Opener:
         step = global_batch if training and self.settings.batch == "global" else None
         return RowSource(loader, rows, data, position, own_call=own_call, pad=training, step=step, keep=self._keep)
 
-    def _name(self, loader: Any, training: bool) -> str:
+    def _name(self, loader: Any, kind: str) -> str:
         """Return the data set's name, which is the same on all ranks because they register the same data sets in the same
         order."""
-        kind = "train" if training else "validation"
         if not any(each is loader for _, each in self._seen):
             number = sum(name.startswith(kind) for name, _ in self._seen)
             self._seen.append((f"{kind}-{number}", loader))

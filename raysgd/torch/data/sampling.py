@@ -20,11 +20,13 @@ __all__ = [
     "Picker",
     "agree",
     "can_gather",
+    "batches_per_epoch",
     "epoch_order",
     "evened",
     "following",
     "has_own_batches",
     "is_planned",
+    "plan_of",
     "random_sources",
     "set_epoch",
     "unit_size",
@@ -48,6 +50,35 @@ def has_own_batches(loader: DataLoader[Any]) -> bool:
 def unit_size(loader: DataLoader[Any]) -> int:
     """Return how many units one rank takes in one step."""
     return 1 if has_own_batches(loader) or loader.batch_size is None else int(loader.batch_size)
+
+
+def plan_of(
+    loader: DataLoader[Any], total: int, world_size: int, *, pad: bool, step: int | None = None
+) -> SamplingPlan:
+    """Return how an epoch of `total` units is divided. `step` is how many units all ranks take together in a step."""
+    step = step or unit_size(loader) * world_size
+    return SamplingPlan(
+        total=total,
+        step_size=max(step, world_size) if pad else step,
+        world_size=world_size,
+        drop_last=bool(getattr(loader, "drop_last", False)) and pad,
+        pad=pad,
+    )
+
+
+def batches_per_epoch(loader: Any, workers: int, *, divided: bool) -> int | None:
+    """Return how many batches each of these workers has in an epoch of training, or None if data has no length. Data that is
+    not `divided` belongs to one worker."""
+    try:
+        if divided and is_planned(loader):
+            units: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
+            if isinstance(units, DistributedSampler):  # one for a single rank replaces it
+                units = units.dataset
+            return plan_of(loader, len(units), workers, pad=True).steps_left(0)
+        in_parts = divided and workers > 1 and isinstance(loader, DataLoader)  # each worker finds its part by itself
+        return None if in_parts else len(loader)
+    except (TypeError, NotImplementedError):  # len() raises these
+        return None
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

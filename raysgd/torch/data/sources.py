@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.iterable import sharded_live
 from raysgd.torch.data.loading import LoaderIterator
@@ -25,9 +26,9 @@ from raysgd.torch.data.sampling import (
     evened,
     following,
     has_own_batches,
+    plan_of,
     random_sources,
     set_epoch,
-    unit_size,
 )
 from raysgd.torch.foreign import end_processes, live_iterator
 from raysgd.training.feed import Drawn
@@ -72,9 +73,15 @@ class PlannedSource(BatchSource):
         self.loader, self._pad = loader, pad
         self._global_batch = global_batch
         self._own_batches = own = has_own_batches(loader)
+        if global_batch is not None and not own and loader.batch_size is None:
+            raise ConfigError(
+                "ElasticConfig(batch='global') cannot divide the batches of a DataLoader with batch_size=None, which are the "
+                "items of its data set: pass batch_size=n to the DataLoader, or use batch='per_worker'"
+            )
         self._picker = Picker(own_batches=own, batched=own or loader.batch_size is not None)
         self._twin = following(loader, self._picker)
         self.counts_samples = not own
+        self._seed = torch.initial_seed()
         self.order: Order = range(0)
         self._open: tuple[RankInfo, int, Iterator[Drawn]] | None = None
 
@@ -110,6 +117,9 @@ class PlannedSource(BatchSource):
     def _generate(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         if self._pad and self._own_batches and self._global_batch is None:
             self.order = evened(self.order, rank_info.world_size, offset)
+        if self._seed != torch.initial_seed():
+            self._seed = torch.initial_seed()
+            self._twin.generator.manual_seed(self._seed)  # the processes of the loader get their seeds from it
         self._picker.follow(self.order, self._plan(rank_info), rank_info.world_rank, offset)
         try:
             for (after, part), batch in zip(self._picker.steps(), LoaderIterator(self._twin), strict=True):
@@ -125,15 +135,8 @@ class PlannedSource(BatchSource):
         return self._plan(rank_info).steps_left(offset)
 
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
-        size = unit_size(self.loader)
-        step = self._global_batch or size * rank_info.world_size
-        return SamplingPlan(
-            total=len(self.order),
-            step_size=max(step, rank_info.world_size) if self._pad else step,
-            world_size=rank_info.world_size,
-            drop_last=bool(getattr(self.loader, "drop_last", False)) and self._pad,
-            pad=self._pad,
-        )
+        ranks = rank_info.world_size
+        return plan_of(self.loader, len(self.order), ranks, pad=self._pad, step=self._global_batch)
 
 
 class LiveSource(BatchSource):

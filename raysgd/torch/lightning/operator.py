@@ -58,7 +58,7 @@ class LightningOperator(TrainingOperator):
         self._base = modules.lightning_base(self.module_cls)
         self.module = module = modules.construct(self.module_cls, config)
         modules.refuse_unsupported(module, self._base, self._settings)
-        self._stub = module.trainer = TrainerStub(module, self._rank_info, self._settings.options)
+        self._stub = module.trainer = TrainerStub(module, self._rank_info, self._settings.options, self.total_steps)
         self._epoch, self._batch_idx = -1, 0
         self._open = False  # whether an epoch has begun for which on_train_epoch_end was not called
         self._announced: int | None = None  # the epoch for which this process has called on_train_epoch_start
@@ -75,11 +75,20 @@ class LightningOperator(TrainingOperator):
         self.register(models=module, optimizers=optimizers, ddp_args=ddp_args)
         # Not through `register`, because the module says when its schedulers step, and not scheduler_step_freq.
         self._parts.schedulers = [schedule.scheduler for schedule in schedules]
+        if self._parts.train_loader is None:
+            self._register_loaders()
+        self._attach_stub(optimizers)
+        module.on_fit_start()
+
+    def _register_loaders(self) -> None:
         self.register_data(
             train_loader=self._loader("train_dataloader"), validation_loader=self._loader("val_dataloader")
         )
-        self._attach_stub(optimizers)
-        module.on_fit_start()
+
+    def _train_data(self, name: str) -> Any:
+        if self._parts.train_loader is None:  # configure_optimizers asks for the number of steps
+            self._register_loaders()
+        return super()._train_data(name)
 
     def _prepare_data(self) -> None:
         """Call the module's prepare_data on the first worker of each machine, while the others wait."""

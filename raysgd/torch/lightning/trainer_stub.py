@@ -104,8 +104,11 @@ class TrainerStub:
     logger = progress_bar_callback = datamodule = None
     _results = None  # Lightning's self.log reads it first, and raises its own error outside of a call
 
-    def __init__(self, module: Any, rank_info: RankInfo, options: TrainingOptions) -> None:
+    def __init__(
+        self, module: Any, rank_info: RankInfo, options: TrainingOptions, total_steps: Callable[..., int]
+    ) -> None:
         self.lightning_module = self.model = module
+        self.total_steps = total_steps
         clip_by_norm = options.clip_norm is not None
         self.gradient_clip_val = options.clip_norm if clip_by_norm else options.clip_value
         self.gradient_clip_algorithm = None if self.gradient_clip_val is None else "norm" if clip_by_norm else "value"

@@ -1,0 +1,91 @@
+"""`seed=` and `total_steps()` of a TFTrainer, in this process."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+
+from raysgd import TFTrainer  # noqa: E402
+from raysgd.core.progress import Control  # noqa: E402
+from raysgd.core.ranks import RankInfo  # noqa: E402
+from raysgd.errors import ConfigError  # noqa: E402
+from raysgd.tf import TrainingOperator  # noqa: E402
+from raysgd.tf.parts import seed_states  # noqa: E402
+from raysgd.tf.replica import TFReplicaFactory  # noqa: E402
+from raysgd.tf.settings import TFSettings  # noqa: E402
+from tests.tf.small import arrays  # noqa: E402
+
+
+class Dropping(TrainingOperator):
+    """Shuffles, adds noise of NumPy to its data, and has a layer that draws random numbers."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(4), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        )
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=keras.optimizers.SGD(0.1), criterion=keras.losses.MeanSquaredError()
+        )
+
+        def noisy() -> Any:
+            for _ in range(12):
+                yield np.random.rand(2), np.random.rand(1)
+
+        spec = (tf.TensorSpec((2,), tf.float64), tf.TensorSpec((1,), tf.float64))
+        data = tf.data.Dataset.from_generator(noisy, output_signature=spec)
+        self.register_data(train_dataset=data.shuffle(12).batch(4), validation_dataset=data.batch(4))
+        self.planned = self.total_steps(config["epochs"], config.get("num_steps")) if "epochs" in config else None
+
+
+def trained(seed: int | None, path: Any = None, epochs: int = 2, *, load: bool = False) -> np.ndarray:
+    with TFTrainer(training_operator_cls=Dropping, seed=seed) as trainer:
+        if load:
+            trainer.load(path)
+        for _ in range(epochs):
+            trainer.train()
+        trainer.validate()
+        if path is not None and not load:
+            trainer.save(path)
+        return np.concatenate([array.ravel() for array in arrays(trainer.state_dict())])
+
+
+def test_two_runs_end_with_the_same_bits_also_after_a_load(tmp_path: Path) -> None:
+    first = trained(7)
+    assert np.array_equal(trained(7), first)
+    assert not np.array_equal(trained(8), first)
+    path = str(tmp_path / "half.ckpt")
+    trained(7, path, epochs=1)
+    assert np.array_equal(trained(7, path, epochs=1, load=True), first)
+
+
+def test_the_layers_of_each_rank_draw_their_own_numbers() -> None:
+    found = []
+    for rank in range(2):
+        settings = TFSettings(seed=7, num_workers=2)
+        replica = TFReplicaFactory(Dropping, {}, settings)(RankInfo(world_rank=rank), Control())
+        (state,) = seed_states(replica.operator._parts.models)
+        found.append((state.numpy().tolist(), np.random.rand()))
+    (first, drawn), (second, again) = found
+    assert first != second and drawn == again
+
+
+def test_the_number_of_steps_needs_data_of_a_known_length() -> None:
+    with pytest.raises(ConfigError, match="no length that is known in advance"):
+        TFTrainer(training_operator_cls=Dropping, config={"epochs": 2})
+    with TFTrainer(training_operator_cls=Dropping, config={"epochs": 2, "num_steps": 3}) as trainer:
+        assert trainer.get_local_operator().planned == 6
+
+    class Known(Dropping):
+        def register_data(self, *, train_dataset: Any = None, validation_dataset: Any = None) -> None:
+            data = train_dataset.apply(tf.data.experimental.assert_cardinality(3))
+            super().register_data(train_dataset=data, validation_dataset=validation_dataset)
+
+    with TFTrainer(training_operator_cls=Known, config={"epochs": 2}) as trainer:
+        operator = trainer.get_local_operator()
+        for _ in trainer.epochs(2):
+            trainer.train()
+        assert operator.planned == 6 == int(operator.optimizer.iterations)

@@ -1,0 +1,176 @@
+"""`seed=` repeats a run bit by bit: weights, order and augmentation, also after a load between two epochs."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from raysgd import ConfigError
+from raysgd.core.progress import Control
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
+from raysgd.torch import TrainingOperator
+from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
+from raysgd.torch.settings import TorchSettings
+from raysgd.training.replica_base import ReplicaBase
+from tests.torch.small import inline, operator_of, weights
+
+
+class Noisy(Dataset[Any]):
+    """Item i is i, a random number of each generator, and the number of the loader process."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        drawn = [float(torch.rand(())), random.random(), float(numpy.random.random())]
+        return torch.tensor([index, *drawn, -1 if info is None else info.id], dtype=torch.float64)
+
+
+class Augmented(TrainingOperator):
+    """Keeps its batches in `seen`. Its weights depend on every number that is drawn."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
+        loader: Any = DataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=config.get("processes", 0))
+        self.register_data(train_loader=loader, validation_loader=loader)
+        self.seen: list[torch.Tensor] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.seen.append(batch)
+        self.zero_grad()
+        self.backward(self.model(batch[:, 1:4]).square().sum())
+        self.step()
+        return {"num_samples": len(batch)}
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {"num_samples": len(batch), "val_drawn": float(batch[:, 1:4].sum()) + random.random()}
+
+
+def trained(seed: int | None, epochs: int = 2, *, validate: bool = False, **config: Any) -> torch.Tensor:
+    with inline(Augmented, config=config, seed=seed) as trainer:
+        for _ in range(epochs):
+            trainer.train()
+            if validate:
+                trainer.validate()
+        return weights(trainer)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_two_runs_end_with_the_same_bits(processes: int) -> None:
+    first = trained(7, processes=processes)
+    torch.rand(3), random.random()  # what else happens in this process does not matter
+    assert torch.equal(trained(7, processes=processes), first)
+    assert not torch.equal(trained(8, processes=processes), first)
+    assert torch.equal(trained(7, processes=processes, validate=True), first), "a validation has changed the training"
+
+
+def test_without_a_seed_runs_differ() -> None:
+    assert not torch.equal(trained(None), trained(None))
+
+
+def test_setup_draws_what_a_script_with_this_seed_draws() -> None:
+    with inline(Augmented, seed=5) as trainer:
+        torch.manual_seed(5)
+        expected = nn.Linear(3, 4).double().weight
+        assert torch.equal(operator_of(trainer).model[0].weight, expected)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_run_continues_with_the_same_bits_after_a_load(tmp_path: Path, processes: int) -> None:
+    path = str(tmp_path / "first.pt")
+    config = {"processes": processes}
+    with inline(Augmented, config=config, seed=7) as trainer:
+        trainer.train()
+        trainer.validate()
+        trainer.save(path)
+    with inline(Augmented, config=config, seed=7) as trainer:
+        trainer.load(path)
+        trainer.train()
+        assert torch.equal(weights(trainer), trained(7, **config))
+
+
+def test_in_the_middle_of_an_epoch_the_numbers_of_the_worker_itself_continue(tmp_path: Path) -> None:
+    path = str(tmp_path / "half.pt")
+    with inline(Augmented, seed=7) as trainer:
+        trainer.train(num_steps=2)
+        trainer.save(path)
+    with inline(Augmented, seed=7) as trainer:
+        trainer.load(path)
+        trainer.fit(2, validate_every=0)
+        assert torch.equal(weights(trainer), trained(7))
+
+
+def test_validations_repeat_their_numbers_too() -> None:
+    def validations() -> list[float]:
+        with inline(Augmented, seed=3) as trainer:
+            return [trainer.validate()["val_drawn"] for _ in range(2)]
+
+    first = validations()
+    assert validations() == first and first[0] != first[1]
+
+
+# -- several ranks, without Ray --------------------------------------------------------------------------
+
+
+def replica(rank: int, ranks: int, **config: Any) -> TorchReplica:
+    """Return one rank's replica. It exchanges nothing with the others."""
+    factory = TorchReplicaFactory(Augmented, config, TorchSettings(seed=7, num_workers=ranks))
+    return factory(RankInfo(world_rank=rank, world_size=ranks), Control())
+
+
+def epoch(one: TorchReplica, number: int = 1, **given: Any) -> torch.Tensor:
+    one.operator.seen.clear()  # type: ignore[attr-defined]
+    one.run(Call(ReplicaBase.train, {"call": number, "num_steps": None, "profile": False, "info": None, **given}))
+    return torch.cat(one.operator.seen)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_ranks_and_loader_processes_draw_different_numbers(processes: int) -> None:
+    ranks = [replica(rank, 2, processes=processes) for rank in range(2)]
+    first, second = (parts.operator.model.state_dict() for parts in ranks)
+    assert all(torch.equal(value, second[name]) for name, value in first.items()), "the models begin alike"
+    drawn = torch.cat([epoch(each) for each in ranks])
+    assert sorted(drawn[:, 0].tolist()) == list(range(12)), "every sample is used once"
+    assert len(drawn[:, 1:4].unique()) == 36
+    assert drawn[:, 4].unique().tolist() == ([0, 1] if processes else [-1])
+
+
+def test_the_order_is_the_same_for_any_number_of_workers() -> None:
+    alone = epoch(replica(0, 1))[:, 0].reshape(-1, 6).tolist()
+    two = [epoch(replica(rank, 2))[:, 0].reshape(-1, 3).tolist() for rank in range(2)]
+    assert [[*first, *second] for first, second in zip(*two, strict=True)] == alone
+    assert alone != sorted(alone)
+
+
+def test_after_a_change_of_the_group_nothing_is_drawn_again_and_the_next_epoch_is_as_planned() -> None:
+    planned = replica(0, 1)
+    first, second = epoch(planned), epoch(planned, 2)
+    changed = replica(0, 1)
+    changed.run(Call(ReplicaBase.train, {"call": 1, "num_steps": 2, "profile": False, "info": None}))
+    before = torch.cat(changed.operator.seen)  # type: ignore[attr-defined]
+    newcomer = replica(0, 1)
+    newcomer.load(changed.state())
+    found = []
+    for each in (changed, newcomer):  # in one process, so one after the other
+        each.joined(RankInfo(generation=2))
+        found.append(epoch(each, 2))
+    rest, own = found
+    assert torch.equal(before, first[:6]) and rest[:, 0].tolist() == first[6:, 0].tolist()
+    assert not set(first[:, 1:4].flatten().tolist()) & set(rest[:, 1:4].flatten().tolist())
+    assert torch.equal(own, rest)
+    assert torch.equal(epoch(changed, 3), second) and torch.equal(epoch(newcomer, 3), second)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True, "7"])
+def test_what_is_no_seed_is_refused(seed: Any) -> None:
+    with pytest.raises(ConfigError, match="seed must be a whole number from 0 to 9223372036854775807, or None"):
+        inline(seed=seed)
