@@ -247,6 +247,10 @@ class ReplicaBase(ABC):
             return Interrupted(None, "a peer failed", self.progress)
         return self._reported(result, profile, "validation")
 
+    def notice_preemption(self, deadline_s: float | None) -> None:
+        """Tell the operator that this machine will be stopped."""
+        self.operator.on_preemption_notice(deadline_s)
+
     # -- sources --------------------------------------------------------------------------------------
 
     def _train_source(self, dataset: Any) -> Source:

@@ -20,6 +20,7 @@ from raysgd.training.arguments import check_call, check_flags
 from raysgd.training.auto_checkpoint import CheckpointFolder
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import EpochLoops
+from raysgd.training.operator_base import OperatorBase
 from raysgd.training.replica_base import ReplicaBase, ReplicaFactoryBase, apply, apply_operator, has_data
 from raysgd.workers.inline_group import InlineGroup
 
@@ -330,6 +331,12 @@ def make_engine(
     """Return the engine, which starts its workers with the first call. If there can be several, connect to Ray, or start
     it. `make_backend` gets the driver's address as `host`."""
     settings = factory.settings
+    if elastic.hot_spares and settings.threads is None:
+        raise ConfigError(
+            f"hot_spares={elastic.hot_spares} cannot replace a worker that is this process: pass num_workers=2 or more, or "
+            "use_ray=True"
+        )
+    listens = factory.operator_cls.on_preemption_notice is not OperatorBase.on_preemption_notice
     backend: ProcessGroupBackend = SingleWorkerBackend()
     if settings.distributed:
         from raysgd.workers.cluster import driver_address, ensure_cluster
@@ -346,6 +353,7 @@ def make_engine(
         backend,
         factory,
         hook=hook,
+        notice=ReplicaBase.notice_preemption if listens else None,
         target=settings.num_workers,
         elastic=elastic,
         limits=limits,

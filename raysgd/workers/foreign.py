@@ -126,13 +126,13 @@ def logs_folder() -> Path | None:
     return None if _global_node is None else Path(_global_node.get_logs_dir_path())
 
 
-def draining_nodes() -> set[str]:
-    """Return the nodes that will be removed soon (preemption, downscaling); none if this Ray cannot tell. This waits
-    for the GCS: see `gcs`."""
+def draining_nodes() -> dict[str, float | None]:
+    """Return the nodes that will be removed soon (preemption, downscaling), and when, as `time.time()` counts (None: that
+    is unknown); none if this Ray cannot tell. This waits for the GCS: see `gcs`."""
     import ray
 
-    ask = getattr(ray._private.state.state, "get_draining_nodes", None)
-    return set(ask()) if ask is not None else set()
+    ask = getattr(ray._private.state.state, "get_draining_nodes", dict)
+    return {node: at_ms / 1000 if at_ms > 0 else None for node, at_ms in ask().items()}
 
 
 def split_coordinator(iterator: Any) -> Any:
