@@ -5,7 +5,6 @@ version of Ray no longer has."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -18,7 +17,6 @@ __all__ = [
     "address_of_this_machine",
     "draining_nodes",
     "free_resources_by_node",
-    "has_autoscaler",
     "logs_folder",
     "probe_gcs",
     "split_coordinator",
@@ -95,20 +93,6 @@ def free_resources_by_node() -> dict[str, dict[str, float]]:
 
     free: dict[str, dict[str, float]] = available_resources_per_node()
     return free
-
-
-def has_autoscaler() -> bool:
-    """Return whether an autoscaler manages the cluster's nodes. Ray's monitor also runs where there is none, and then names
-    each node's type after the node. This waits for the GCS: see `gcs`."""
-    import ray
-    from ray.experimental.internal_kv import _internal_kv_get
-
-    configured = getattr(ray._private.state.state, "get_cluster_config", lambda: None)()
-    if configured is not None and configured.node_group_configs:
-        return True
-    report = json.loads(_internal_kv_get("__autoscaling_status") or "{}").get("autoscaler_report") or {}
-    names = [*(report.get("active_nodes") or ()), *(each[0] for each in report.get("pending_launches") or () if each)]
-    return any(re.fullmatch("node_[0-9a-f]{20,}|local.cluster.node|", str(name)) is None for name in names)
 
 
 def started_here() -> bool:
