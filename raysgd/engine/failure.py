@@ -83,8 +83,8 @@ def check_can_fit(group: WorkerGroupProtocol, count: int) -> None:
         return
     raise ResourceError(
         f"the cluster can never hold {count} workers: {_sizes(group, count)}. This script started the cluster, so nothing adds "
-        f"nodes to it by itself. {MORE_ROOM}. If you are about to add nodes, set the environment variable {START_LIMIT} to how many seconds to wait "
-        "for them"
+        f"nodes to it by itself. {MORE_ROOM}. If you are about to add nodes, set the environment variable {START_LIMIT} to how "
+        "many seconds to wait for them"
     )
 
 
