@@ -67,8 +67,9 @@ class Slots(InlineGroup):
         self.places["free"] = 4
 
 
-def engine_of(group: Slots, target: int, **more: Any) -> Engine:
-    return Engine(group, SingleWorkerBackend(), None, target=target, elastic=ElasticConfig(), limits=LIMITS, **more)
+def engine_of(group: Slots, target: int, spares: int = 0, **more: Any) -> Engine:
+    elastic = ElasticConfig(hot_spares=spares)
+    return Engine(group, SingleWorkerBackend(), None, target=target, elastic=elastic, limits=LIMITS, **more)
 
 
 def test_too_many_workers_fail_before_any_is_launched() -> None:
@@ -132,6 +133,27 @@ def test_an_earlier_trainer_that_holds_the_room_is_named_at_once(monkeypatch: py
         assert part in text, text
     assert second.launched == 0
     first.stop(force=True)
+
+
+def test_the_spares_of_an_idle_trainer_make_room_for_another_one() -> None:
+    places = {"free": 4}
+    group = Slots(places)
+    first, second = engine_of(group, 2, spares=2), engine_of(Slots(places), 2)
+    first.start()
+    assert (group.launched, places["free"], first.world_size) == (4, 0, 2)
+    second.start()
+    assert (second.world_size, first.world_size, places["free"]) == (2, 2, 0)
+    first.stop(force=True)
+    second.stop(force=True)
+
+
+def test_spares_never_hold_up_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    group = Slots({"free": 4})
+    engine = engine_of(group, 4, spares=1)
+    engine.start()
+    assert (engine.world_size, group.launched) == (4, 4)
+    assert "training runs without 1 of 1 hot spare(s), because they need 1 CPU (0 free)" in caplog.text
+    engine.stop(force=True)
 
 
 def test_shutdown_all_ends_trainers_without_a_name() -> None:
