@@ -130,6 +130,7 @@ class ElasticConfig:
     batch            "per_worker": each worker keeps its batch size; "global": all workers together keep theirs
     snapshot_every   how often to take the snapshot that new processes start from when no worker is left: "epoch", a
                      number of batches, seconds as a float, or None
+    hot_spares       additional workers that are set up and wait, and replace workers that fail or leave
     """
 
     min_workers: int = 1
@@ -140,10 +141,12 @@ class ElasticConfig:
     grow: Grow = True
     batch: Literal["per_worker", "global"] = "per_worker"
     snapshot_every: Literal["epoch"] | int | float | None = "epoch"
+    hot_spares: int = 0
 
     def __post_init__(self) -> None:
         at_least("min_workers", self.min_workers, 1, whole=True)
         at_least("max_attempts", self.max_attempts, 1, whole=True)
+        at_least("hot_spares", self.hot_spares, 0, whole=True)
         at_least("backoff_s", self.backoff_s, 0)
         at_least("backoff_max_s", self.backoff_max_s, self.backoff_s)
         if not is_real(self.hang_timeout_s) or self.hang_timeout_s <= 0:
@@ -156,6 +159,11 @@ class ElasticConfig:
         if not (every is None or every == "epoch" or (is_real(every) and float(every) > 0)):
             raise ConfigError(
                 f"snapshot_every must be 'epoch', a whole number of batches, seconds as a float, or None, got {every!r}"
+            )
+        if self.hot_spares and not self.grow:
+            raise ConfigError(
+                f"hot_spares={self.hot_spares} needs grow=True or 'epoch', because with grow=False no worker is replaced: "
+                "leave one of them out"
             )
 
 

@@ -16,6 +16,9 @@ from raysgd.config import Limits, WorkerResources
         ("min_workers", "2", "'2'"),
         ("min_workers", True, "whole number"),
         ("max_attempts", 0, "at least 1"),
+        ("hot_spares", -1, "at least 0"),
+        ("hot_spares", 1.0, "whole number"),
+        ("hot_spares", True, "whole number"),
         ("backoff_s", -1, "at least 0"),
         ("backoff_s", "1", "a number"),
         ("backoff_max_s", 0.5, "at least 1"),
@@ -46,6 +49,7 @@ def test_elastic_config_names_the_argument_and_what_is_legal(argument: str, valu
         {"min_workers": 3},
         {"grow": "epoch"},
         {"grow": False},
+        {"hot_spares": 2, "grow": "epoch"},
         {"batch": "global"},
         {"snapshot_every": None},
         {"snapshot_every": 10},
@@ -56,6 +60,11 @@ def test_elastic_config_names_the_argument_and_what_is_legal(argument: str, valu
 def test_elastic_config_takes(good: dict[str, Any]) -> None:
     made = ElasticConfig(**good)
     assert all(getattr(made, name) == value for name, value in good.items())
+
+
+def test_spares_need_growth() -> None:
+    with pytest.raises(ConfigError, match="hot_spares=1 needs grow=True or 'epoch'"):
+        ElasticConfig(hot_spares=1, grow=False)
 
 
 def test_settings_are_frozen_and_take_keywords_only() -> None:

@@ -14,8 +14,12 @@ from raysgd.core.policy import (
     Wait,
     backoff,
     classify,
+    count_to_launch,
     decide,
     different_calls,
+    is_time_to_join,
+    is_time_to_leave,
+    leave_within_s,
 )
 
 OK, PAUSED = Ok(1), Interrupted(asked=True)
@@ -190,3 +194,54 @@ def test_lost_ranks_is_the_former_name_of_removed_ranks() -> None:
         seconds=1.0,
     )
     assert recovery.lost_ranks == recovery.removed_ranks == (1, 3)
+
+
+@settings(deadline=None)
+@given(st.integers(-2, 5), *(st.integers(0, 5) for _ in range(4)))
+def test_spares_are_started_only_where_nothing_else_needs_the_room(
+    missing: int, spares: int, ready: int, starting: int, room: int
+) -> None:
+    facts = {"missing": missing, "ready": ready, "starting": starting, "room": room}
+    without, count = count_to_launch(**facts, spares=0), count_to_launch(**facts, spares=spares)
+    assert 0 <= without <= count <= room
+    assert count + ready + starting <= max(missing, 0) + spares or count == 0
+    assert count == room or count + ready + starting >= max(missing, 0) + spares
+
+
+LEAVING = {
+    "there is no room for a replacement": (dict(), True),
+    "the replacement is starting": (dict(starting=1), False),
+    "the replacement is ready": (dict(ready=1), True),
+    "a spare is ready, and its own replacement is starting": (dict(ready=1, starting=1), True),
+    "two leave, and one replacement is ready": (dict(missing=2, ready=1, starting=1), False),
+    "two leave, and there is room for one only": (dict(missing=2, ready=1), True),
+    "the deadline is near": (dict(starting=1, left_s=0.0), True),
+    "replacements join between calls only": (dict(starting=1, grows=False), True),
+}
+
+
+@pytest.mark.parametrize(("facts", "leaves"), LEAVING.values(), ids=LEAVING)
+def test_when_a_preempted_worker_leaves(facts: dict, leaves: bool) -> None:
+    usual = dict(missing=1, ready=0, starting=0, left_s=20.0, grows=True)
+    assert is_time_to_leave(**{**usual, **facts}) is leaves
+
+
+def test_a_worker_leaves_before_its_machine_does() -> None:
+    assert (leave_within_s(120.0), leave_within_s(None), leave_within_s(3.0)) == (110.0, 20.0, -7.0)
+
+
+JOINING = {
+    "nothing is missing, and a spare is ready": (dict(missing=0, ready=1), False),
+    "the only missing one is ready": (dict(ready=1), True),
+    "it is ready, and a spare is starting": (dict(ready=1, starting=1), True),
+    "one of two is ready": (dict(missing=2, ready=1, starting=1), False),
+    "one of two has waited for long enough": (dict(missing=2, ready=1, starting=1, waited_s=4.0), True),
+    "one of two is ready, and there is no room for the other": (dict(missing=2, ready=1), True),
+    "none is ready": (dict(starting=1), False),
+}
+
+
+@pytest.mark.parametrize(("facts", "joins"), JOINING.values(), ids=JOINING)
+def test_when_ready_workers_join(facts: dict, joins: bool) -> None:
+    usual = dict(missing=1, ready=0, starting=0, waited_s=0.0, patience_s=3.0)
+    assert is_time_to_join(**{**usual, **facts}) is joins

@@ -50,16 +50,19 @@ class FakeGroup:
     def silent_for(self, worker: str) -> float:
         return 0.0
 
+    def demand(self, count: int) -> str:
+        return f"{count} CPU ({self.free} free)"
+
 
 class Scenario:
     """Replacements with a fake group and a clock that the test moves."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, spares: int = 0) -> None:
         self.now = 1000.0
         self.group = FakeGroup(room)
         self.table = WorkerTable(self.group, clock=lambda: self.now)  # type: ignore[arg-type]
         limits = Limits(start_s=START_S, setup_s=60, join_s=60, collective_s=60, hang_s=60)
-        self.replacements = Replacements(self.table, dict, limits=limits, in_place=True)
+        self.replacements = Replacements(self.table, dict, limits=limits, in_place=True, spares=spares)
 
     def after(self, seconds: float, *events: Event) -> None:
         self.now += seconds
@@ -152,3 +155,64 @@ def test_dismissing_all_includes_overdue_ones(scenario: Scenario) -> None:
     scenario.after(OVERDUE_S + 1)
     scenario.replacements.dismiss_all()
     assert scenario.group.dismissed == ["w1"]
+
+
+# -- hot spares ---------------------------------------------------------------------------------------
+
+
+def spares(room: int, count: int) -> Scenario:
+    """Return a scenario with this many spares, of which those that have room are ready."""
+    scenario = Scenario(room, spares=count)
+    scenario.replacements.look(0)
+    started = [WorkerStarted(f"w{1 + number}", "node", 1) for number in range(min(room, count))]
+    scenario.after(1, *started)
+    assert scenario.replacements.ready == len(started)
+    return scenario
+
+
+def test_spares_are_ready_before_they_are_needed_and_are_started_again() -> None:
+    scenario = spares(room=3, count=2)
+    assert scenario.group.free == 1
+    assert not scenario.replacements.gathered(missing=0), "nobody waits for them"
+    assert scenario.replacements.gathered(missing=1)
+    assert scenario.replacements.take(1) == ["w1"]
+    assert scenario.group.dismissed == [], "the other one stays"
+    scenario.after(1)
+    scenario.replacements.look(0)
+    assert (scenario.replacements.ready, scenario.replacements.starting, scenario.group.free) == (1, 1, 0)
+
+
+def test_a_cluster_without_room_for_the_spares_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    scenario = spares(room=1, count=2)
+    for _ in range(3):
+        scenario.after(1)
+        scenario.replacements.look(0)
+    assert caplog.text.count("training runs without 1 of 2 hot spare(s), because they need 1 CPU (0 free)") == 1
+    scenario.group.free = 1
+    scenario.after(1)
+    scenario.replacements.look(0)
+    assert scenario.replacements.starting == 1
+
+
+def test_a_spare_that_dies_is_replaced_after_a_pause_that_grows(caplog: pytest.LogCaptureFixture) -> None:
+    scenario = spares(room=9, count=1)
+    scenario.after(1, WorkerEnded("w1", "killed"))
+    assert "a replacement worker was lost while it waited (its process ended); trying again in 1.0 s" in caplog.text
+    scenario.replacements.look(0)
+    assert scenario.replacements.starting == 0, "not yet"
+    scenario.after(1.1)
+    scenario.replacements.look(0)
+    assert scenario.replacements.starting == 1
+    scenario.after(1, WorkerEnded("w2", "killed"))
+    assert "trying again in 2.0 s" in caplog.text
+
+
+def test_a_spare_on_a_machine_that_will_be_stopped_is_replaced_at_once() -> None:
+    scenario = spares(room=9, count=1)
+    scenario.replacements.dismiss_preempted({"another node"})
+    assert scenario.group.dismissed == []
+    scenario.replacements.dismiss_preempted({"node"})
+    assert scenario.group.dismissed == ["w1"]
+    scenario.after(1)
+    scenario.replacements.look(0)
+    assert scenario.replacements.starting == 1

@@ -23,11 +23,19 @@ __all__ = [
     "Wait",
     "backoff",
     "classify",
+    "count_to_launch",
     "decide",
     "different_calls",
+    "is_time_to_join",
+    "is_time_to_leave",
+    "leave_within_s",
 ]
 
 OUT_OF_STEP = "out of step"
+# A preempted machine usually has at least this long: the grace period of Google Cloud, and by default of Kubernetes.
+ASSUMED_NOTICE_S = 30.0
+# A worker leaves this long before its machine does, because all ranks must first finish their batch.
+LEAVE_BEFORE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -247,3 +255,31 @@ def decide(now: Situation, *, wait_s: float) -> Decision:
             f"{available} worker(s) are available, and the cluster has room for {now.free} more"
         )
     return Wait(wait_s)
+
+
+# -- replacements and spares --------------------------------------------------------------------------
+
+
+def count_to_launch(*, missing: int, spares: int, ready: int, starting: int, room: int) -> int:
+    """Return how many workers to start now, for places that are missing in the group and for hot spares. Those that are
+    ready or starting take the missing places first, so spares are the ones that a full cluster leaves out."""
+    return max(min(max(missing, 0) + spares - ready - starting, room), 0)
+
+
+def is_time_to_join(*, missing: int, ready: int, starting: int, waited_s: float, patience_s: float) -> bool:
+    """Return whether ready workers should join the group, or wait for others that are starting: one change for several
+    workers is better than several. The newest one has been ready for `waited_s`."""
+    return min(missing, ready) > 0 and (ready >= missing or starting == 0 or waited_s > patience_s)
+
+
+def leave_within_s(deadline_s: float | None) -> float:
+    """Return when a worker must have left, in seconds from its preemption notice, if its machine goes in `deadline_s`
+    (None: unknown)."""
+    return (ASSUMED_NOTICE_S if deadline_s is None else deadline_s) - LEAVE_BEFORE_S
+
+
+def is_time_to_leave(*, missing: int, ready: int, starting: int, left_s: float, grows: bool) -> bool:
+    """Return whether preempted workers leave at the next batch boundary, or wait there for their replacements. They
+    must have left in `left_s`, and `missing` counts their places. `grows` is whether replacements may join during a
+    call."""
+    return not grows or ready >= missing or starting == 0 or left_s <= 0

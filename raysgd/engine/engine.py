@@ -67,6 +67,7 @@ class Engine:
         factory: Any,
         *,
         hook: Callable[[], Any] | None = None,
+        notice: Callable[..., Any] | None = None,
         target: int,
         least: int | None = None,
         elastic: ElasticConfig,
@@ -86,9 +87,19 @@ class Engine:
         self._log, in_place = RecoveryLog(on_recovery), backend.in_place
         packed = _packed(group, factory, hook)
         self._generation = generation = Generation(table, backend, limits, factory=packed[0], hook=packed[1])
-        replacements = Replacements(table, generation.warm_up_arguments, limits=limits, in_place=in_place)
+        replacements = Replacements(
+            table, generation.warm_up_arguments, limits=limits, in_place=in_place, spares=elastic.hot_spares
+        )
         self._membership = membership = Membership(
-            table, generation, replacements, self._log, target=target, elastic=elastic, limits=limits, in_place=in_place
+            table,
+            generation,
+            replacements,
+            self._log,
+            target=target,
+            elastic=elastic,
+            limits=limits,
+            in_place=in_place,
+            notice=notice,
         )
         self._recovery = RecoveryLoop(
             table, generation, replacements, membership, self._log, elastic=elastic, in_place=in_place, jitter=jitter
@@ -108,16 +119,22 @@ class Engine:
             self._check_not_held()
             self.living.add(self)
             self._generation.start(self._membership.target, self._least)
+            self._membership.start_replacements()
         except BaseException:
             self.stop(force=True)
             raise
 
     def _check_not_held(self) -> None:
-        """Raise an error at once if idle engines of this process hold what the first workers need."""
+        """Raise an error at once if idle engines of this process hold what the first workers need. Their hot spares are
+        given up for it."""
         others = {e: e.world_size for e in self.living if e.active and e.group.elastic and e.world_size and not e.busy}
         if not others or not self.group.elastic:
             return
         room = self.group.room()
+        if room < self._least:
+            for engine in others:
+                engine.give_up_spares()
+            room = self.group.room()
         if room < self._least <= min(self.group.capacity(), room + sum(others.values())):
             sizes = {engine: f"{size} worker{'s' if size > 1 else ''}" for engine, size in others.items()}
             raise held_error(self.group, self._least, sizes)
@@ -234,6 +251,11 @@ class Engine:
             raise
 
     # -- members --------------------------------------------------------------------------------------
+
+    def give_up_spares(self) -> None:
+        """End the hot spares of an idle trainer. They start again with one of its next calls, if there is room."""
+        with self.claim("the start of another trainer"), self.group.releasing():
+            self._membership.give_up_spares()
 
     def resize(self, count: int) -> None:
         """Set the number of workers. Surplus workers leave. If some are missing, wait for them."""

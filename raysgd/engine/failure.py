@@ -82,9 +82,9 @@ def check_can_fit(group: WorkerGroupProtocol, count: int) -> None:
     if group.capacity() >= count or group.can_grow():
         return
     raise ResourceError(
-        f"the cluster can never hold {count} workers: {_sizes(group, count)}. No autoscaler is there that could add nodes. "
-        f"{MORE_ROOM}. If you are about to add nodes, set the environment variable {START_LIMIT} to how many seconds to wait "
-        "for them"
+        f"the cluster can never hold {count} workers: {_sizes(group, count)}. This script started the cluster, so nothing adds "
+        f"nodes to it by itself. {MORE_ROOM}. If you are about to add nodes, set the environment variable {START_LIMIT} to how "
+        "many seconds to wait for them"
     )
 
 

@@ -230,6 +230,13 @@ class Generation:
         self._raise_unfinished(outcomes)
         return self._all_ok(outcomes)
 
+    def call(self, workers: Sequence[str], arguments: Callable[[str], Mapping[str, Any]]) -> bool:
+        """Let some members make calls of their own while the others wait. Return False if one has failed. Raise the
+        error of the user's code if it raises one; a new generation must be formed then."""
+        self._up = False
+        self._up = self._all_ok(self._ask(workers, "run", arguments, self._limits.hang_s))
+        return self._up
+
     # -- asking ---------------------------------------------------------------------------------------
 
     def _ask(

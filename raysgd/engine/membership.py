@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from raysgd.config import ElasticConfig, Limits
-from raysgd.core.policy import Observation, Recovery
+from raysgd.core.policy import Observation, Recovery, is_time_to_leave, leave_within_s
+from raysgd.core.protocols import Call
 from raysgd.engine.failure import check_can_fit, no_room_error, unfinished_error, warn_no_room
 from raysgd.engine.generation import Generation
 from raysgd.engine.recovery_log import RecoveryLog
@@ -16,9 +20,21 @@ from raysgd.errors import ResourceError, WorkerStartError
 __all__ = ["Membership"]
 
 
+@dataclass(frozen=True)
+class Leaver:
+    """Why a member is to leave, when its machine will be stopped (None: unknown), and when it must have left."""
+
+    reason: str
+    deadline: float | None = None
+    leave_by: float = -math.inf
+
+
 class Membership:
-    """Owns how many workers there should be, and which ones are to leave and why. Never stops a call: the call asks it
-    whether there is a reason to stop."""
+    """Owns how many workers there should be, which ones are to leave and why, and which of these know it. Never stops a
+    call: the call asks it whether there is a reason to stop.
+
+    A preempted worker stays until its replacement is ready, or until it must leave. `notice` is the function of a
+    replica that is called with the seconds left, at a batch boundary, when its machine will be stopped."""
 
     def __init__(
         self,
@@ -31,11 +47,13 @@ class Membership:
         elastic: ElasticConfig,
         limits: Limits,
         in_place: bool,
+        notice: Callable[..., Any] | None,
     ) -> None:
         self._table, self._generation, self._replacements, self._log = table, generation, replacements, log
         self._elastic, self._limits, self._in_place = elastic, limits, in_place
-        self._target = target
-        self._leaving: dict[str, str] = {}
+        self._target, self._notice = target, notice
+        self._leaving: dict[str, Leaver] = {}
+        self._told: set[str] = set()
 
     @property
     def target(self) -> int:
@@ -44,44 +62,91 @@ class Membership:
 
     @property
     def missing(self) -> int:
-        return self._target - len(self._table.members())
+        """Return how many places are free, or will be when the members that leave have left."""
+        return self._target - sum(worker not in self._leaving for worker in self._table.members())
 
     def due(self) -> bool:
         """Return, before a call, whether there is a change to make now."""
-        if self._elastic.grow and self._table.group.elastic:
-            self._replacements.look(self.missing)
         self.look_for_leavers()
-        return self._replacements.ready > 0 or bool(self._leaving)
+        self.start_replacements()
+        return self._has_change(joins=min(self.missing, self._replacements.ready) > 0)
 
     def wants_boundary(self) -> bool:
         """Return, several times a second during a call, whether there is a reason to stop at a batch boundary."""
         if not self._table.group.elastic:
             return False
+        self.look_for_leavers()
         if self._elastic.grow is True:
             self._replacements.look(self.missing)
-        self.look_for_leavers()
-        return bool(self._leaving) or (self._elastic.grow is True and self._replacements.gathered())
+        return self._has_change(joins=self._elastic.grow is True and self._replacements.gathered(self.missing))
+
+    def start_replacements(self) -> None:
+        """Start the workers and hot spares that are missing, as far as the settings allow it and the cluster has room."""
+        if self._elastic.grow and self._table.group.elastic:
+            self._replacements.look(self.missing)
+
+    def give_up_spares(self) -> None:
+        """End all workers that are not in the group, because another trainer needs their resources."""
+        self._replacements.dismiss_all()
 
     def look_for_leavers(self) -> None:
         """Note which members' nodes will be removed. Raise `ClusterError` if Ray has not answered for too long."""
-        members = [self._table[worker] for worker in self._table.members()]
-        self._leaving |= {info.worker: "preemption" for info in members if info.notice}
-        if self._table.group.elastic:
-            draining = self._table.group.draining()
-            self._leaving |= {info.worker: "preemption" for info in members if info.node in draining}
+        members = self._table.members()
+        self._leaving = {worker: leaver for worker, leaver in self._leaving.items() if worker in members}
+        draining = self._table.group.draining()
+        for info in (self._table[worker] for worker in members if worker not in self._leaving):
+            if info.notice or info.node in draining:
+                left_s, now = draining.get(info.node), self._table.clock()
+                deadline = None if left_s is None else now + left_s
+                self._leaving[info.worker] = Leaver("preemption", deadline, now + leave_within_s(left_s))
+                self._replacements.look_at_once()
+        self._replacements.dismiss_preempted(draining)
+
+    def _has_change(self, *, joins: bool) -> bool:
+        return bool(self._untold()) or (self._is_time_to_leave() if self._leaving else joins)
+
+    def _is_time_to_leave(self) -> bool:
+        return is_time_to_leave(
+            missing=self.missing,
+            ready=self._replacements.ready,
+            starting=self._replacements.starting,
+            left_s=min(leaver.leave_by for leaver in self._leaving.values()) - self._table.clock(),
+            grows=self._elastic.grow is True,
+        )
+
+    def _untold(self) -> list[str]:
+        """Return the preempted members whose operators do not know it yet."""
+        preempted = [worker for worker, leaver in self._leaving.items() if leaver.reason == "preemption"]
+        return [worker for worker in preempted if worker not in self._told] if self._notice is not None else []
+
+    def _tell(self, untold: Sequence[str]) -> bool:
+        """Call the function for preemption notices on these members. Return False if one of them has failed."""
+        self._told |= set(untold)
+        now = self._table.clock()
+
+        def call(worker: str) -> dict[str, Any]:
+            deadline = self._leaving[worker].deadline
+            left_s = None if deadline is None else max(deadline - now, 0.0)
+            assert self._notice is not None
+            return {"call": Call(self._notice, {"deadline_s": left_s})}
+
+        return self._generation.call(untold, call)
 
     # -- changes that the user asks for ---------------------------------------------------------------
 
     def resize(self, count: int) -> None:
-        """Set the number of workers. If there are too many, the last ones will leave; if some are missing, wait for
-        them."""
+        """Set the number of workers. Preempted ones will leave now, and then the last ones, if there are too many. If
+        some are missing, wait for them."""
+        self.look_for_leavers()
         members = self._table.members()
         if count > len(members):
             check_can_fit(self._table.group, count)
         before, self._target = self._target, count
-        self._leaving |= dict.fromkeys(members[count:], "shrink")
+        staying = [worker for worker in members if worker not in self._leaving]
+        self._leaving = {worker: replace(leaver, leave_by=-math.inf) for worker, leaver in self._leaving.items()}
+        self._leaving |= dict.fromkeys(staying[count:], Leaver("shrink"))
         if self.missing <= 0:
-            self._replacements.dismiss_all()
+            self._replacements.keep(0)
         self._replacements.look_at_once()
         try:
             self._wait_for_replacements()
@@ -95,11 +160,12 @@ class Membership:
     def _wait_for_replacements(self) -> None:
         started, limit_s = self._table.clock(), self._limits.start_s
         warned = False
-        while self._replacements.ready < self.missing:
+        places = self._target - len(self._table.members())  # preempted members' replacements may join later
+        while self._replacements.ready < places:
             self._replacements.look(self.missing)
             self._table.pump(0.1)
             waited = self._table.clock() - started
-            lacking = self.missing - self._replacements.ready
+            lacking = places - self._replacements.ready
             if lacking <= 0:
                 break
             if self._replacements.unfinished and self._replacements.starting == 0:
@@ -112,16 +178,22 @@ class Membership:
     def remove(self, workers: Sequence[str]) -> None:
         """Mark exactly these workers as leaving, without replacements."""
         self._target -= len(workers)
-        self._leaving |= dict.fromkeys(workers, "shrink")
+        self._leaving |= dict.fromkeys(workers, Leaver("shrink"))
 
     # -- changing -------------------------------------------------------------------------------------
 
     def change(self, call: int) -> Observation:
-        """Form the next generation, with the replacements and without the workers that leave, while all ranks are at a
-        boundary. Return an observation: "done", or "broken" if a recovery must follow."""
+        """Tell preempted workers that they are, and form the next generation, with the replacements and without the
+        workers that leave, while all ranks are at a boundary. Return an observation: "done", or "broken" if a recovery
+        must follow."""
+        untold, failed = self._untold(), "workers left, or failed, in a planned change"
+        if untold and not self._tell(untold):
+            return Observation("broken", reason="preemption", detail=failed)
+        if not self._is_time_to_leave() if self._leaving else min(self.missing, self._replacements.ready) <= 0:
+            return Observation("done")  # the leavers' replacements are not ready yet, or those that were have failed
         leaving, self._leaving = self._leaving, {}
         if not self._in_place:
-            reason = next(iter(leaving.values()), "growth")
+            reason = next((leaver.reason for leaver in leaving.values()), "growth")
             detail = "a planned change of members: this backend needs new processes for it"
             return Observation("broken", reason=reason, detail=detail)
         started = self._table.clock()
@@ -132,10 +204,9 @@ class Membership:
         at = self._table[members[0]].progress
         ranks = tuple(self._table[worker].rank or 0 for worker in leavers)
         if not self._replace(stay, leavers, joining, call):
-            detail = "workers left, or failed, in a planned change"
-            return Observation("broken", reason="preemption", detail=detail)
+            return Observation("broken", reason="preemption", detail=failed)
         change = Recovery(
-            reason=leaving[leavers[0]] if leavers else "growth",
+            reason=leaving[leavers[0]].reason if leavers else "growth",
             removed_ranks=ranks,
             world_size_before=len(members),
             world_size_after=len(stay) + len(joining),

@@ -167,7 +167,7 @@ class RecoveryLoop:
             max_failures=case.call.max_failures,
             attempts=case.waits,
             max_attempts=self._elastic.max_attempts,
-            gathered=self._replacements.gathered(),
+            gathered=self._replacements.gathered(target - len(survivors)),
         )
 
     def _revive(self, joining: list[str], call: int) -> Snapshot:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from raysgd.config import Limits
 from raysgd.core.outcomes import Failed, Ok
+from raysgd.core.policy import count_to_launch, is_time_to_join
 from raysgd.engine.worker_table import WorkerTable
 
 __all__ = ["Replacements"]
@@ -24,14 +25,24 @@ class Replacements:
     """Owns the workers that are not in the group yet, from their launch until the group takes them, and the pauses
     between launches. Never touches a member of the group.
 
+    It keeps `spares` more of them than the group lacks. A hot spare is a replacement that became ready before it was
+    needed, and nothing else.
+
     Where a process can join only one process group (`in_place` is False), a replacement is ready when its process is
     up, and is set up after it has joined the group.
     """
 
     def __init__(
-        self, table: WorkerTable, warm_up_arguments: Callable[[], dict[str, Any]], *, limits: Limits, in_place: bool
+        self,
+        table: WorkerTable,
+        warm_up_arguments: Callable[[], dict[str, Any]],
+        *,
+        limits: Limits,
+        in_place: bool,
+        spares: int = 0,
     ) -> None:
         self._table, self._warm_up_arguments, self._in_place = table, warm_up_arguments, in_place
+        self._spares, self._said_no_room = spares, False
         self._start_s, self._setup_s = limits.start_s, limits.setup_s
         self._launched: dict[str, float] = {}
         self._overdue: dict[str, float] = {}
@@ -64,27 +75,45 @@ class Replacements:
         """Return what the newest one did not finish within the limit for its set-up, "" if nothing."""
         return self._unfinished
 
-    def gathered(self) -> bool:
-        """Return whether some are ready, and no more will be soon. One change for several workers is better than
-        several."""
-        waited = self._table.clock() - self._ready_at
-        enough = GATHER_S if self._in_place else GATHER_ALL_S
-        return bool(self._ready) and (self.starting == 0 or waited > enough)
+    def gathered(self, missing: int) -> bool:
+        """Return whether those that are ready should join a group in which `missing` places are free."""
+        return is_time_to_join(
+            missing=missing,
+            ready=self.ready,
+            starting=self.starting,
+            waited_s=self._table.clock() - self._ready_at,
+            patience_s=GATHER_S if self._in_place else GATHER_ALL_S,
+        )
 
     # -- starting -------------------------------------------------------------------------------------
 
     def look(self, missing: int) -> None:
-        """Start missing workers that fit into the cluster, with a pause between attempts, and follow up on those that
-        are starting."""
+        """Start missing workers and spares that fit into the cluster, with a pause between attempts, and follow up on
+        those that are starting."""
         self.tick()
         now = self._table.clock()
-        wanted = missing - self.starting - self.ready
-        if wanted <= 0 or now < self._look_at:
+        lacking = max(missing, 0) + self._spares - self.starting - self.ready
+        if lacking <= 0 or now < self._look_at:
             return
         self._look_at = now + self._pause_s
-        room = self._table.group.room()
-        if room > 0:
-            self.launch(min(wanted, room))
+        count = count_to_launch(
+            missing=missing,
+            spares=self._spares,
+            ready=self.ready,
+            starting=self.starting,
+            room=self._table.group.room(),
+        )
+        if count > 0:
+            self.launch(count)
+        if count < lacking and self._spares and not self._said_no_room:
+            self._said_no_room = True
+            without = min(lacking - count, self._spares)
+            logger.warning(
+                "training runs without %d of %d hot spare(s), because they need %s; they start when there is room",
+                without,
+                self._spares,
+                self._table.group.demand(without),
+            )
 
     def look_at_once(self) -> None:
         """Forget earlier failures, and the pause after them: the user asks for workers now."""
@@ -106,7 +135,9 @@ class Replacements:
         for worker in [*self._launched, *self._overdue, *self._warming, *self._ready]:
             info = self._table.get(worker)
             if info is None or info.ended is not None:
-                self._drop(worker, "its process ended before it was ready")
+                self._drop(worker, "its process ended")
+            elif worker in self._ready:
+                self._table.end_if_silent(worker, "wait")
         for worker, since in [*self._launched.items(), *self._overdue.items()]:
             self._follow_start(worker, since)
         for worker, call in list(self._warming.items()):
@@ -159,8 +190,10 @@ class Replacements:
     # -- joining the group ----------------------------------------------------------------------------
 
     def take(self, most: int) -> list[str]:
-        """Return at most `most` ready workers, for which the group has places, and dismiss the other ready ones."""
-        taken, surplus, self._ready = self._ready[:most], self._ready[most:], []
+        """Return at most `most` ready workers, for which the group has places. Keep others as spares, and dismiss the
+        rest of those that are ready."""
+        taken, others = self._ready[:most], self._ready[most:]
+        self._ready, surplus = others[: self._spares], others[self._spares :]
         if len(taken) == most:
             surplus += self._overdue
             self._overdue = {}
@@ -177,24 +210,37 @@ class Replacements:
             else:
                 self._table.dismiss(worker)
 
-    def keep(self, count: int) -> None:
-        """Dismiss all but `count` of those that are ready, and those that are starting."""
-        kept, self._ready = self._ready[: max(count, 0)], self._ready[max(count, 0) :]
+    def keep(self, missing: int) -> None:
+        """Dismiss those that are ready but neither missing in the group nor spares, and those that are starting."""
+        count = max(missing, 0) + self._spares
+        kept, self._ready = self._ready[:count], self._ready[count:]
         self.dismiss_all()
         self._ready = kept
+
+    def dismiss_preempted(self, draining: Collection[str]) -> None:
+        """Dismiss those that are ready, or being set up, on machines that will be stopped."""
+        for worker in [*self._warming, *self._ready]:
+            info = self._table.get(worker)
+            if info is not None and (info.notice or info.node in draining):
+                logger.info("a replacement worker is started again, because its machine will be stopped")
+                self._forget(worker)
 
     def dismiss_all(self) -> None:
         for worker in [*self._launched, *self._overdue, *self._warming, *self._ready]:
             self._table.dismiss(worker)
         self._launched, self._overdue, self._warming, self._ready = {}, {}, {}, []
 
-    def _drop(self, worker: str, why: str) -> None:
+    def _forget(self, worker: str) -> None:
         for waiting in (self._launched, self._overdue, self._warming):
             waiting.pop(worker, None)
         if worker in self._ready:
             self._ready.remove(worker)
         self._table.dismiss(worker)
+
+    def _drop(self, worker: str, why: str) -> None:
+        was = "was lost while it waited" if worker in self._ready else "did not start"
+        self._forget(worker)
         if self._table.clock() >= self._look_at:  # several that fail together (with their node, perhaps) count once
             self._pause_s = min(self._pause_s * 2, 30.0)
             self._look_at = self._table.clock() + self._pause_s
-        logger.warning("a replacement worker did not start (%s); trying again in %.1f s", why, self._pause_s)
+        logger.warning("a replacement worker %s (%s); trying again in %.1f s", was, why, self._pause_s)

@@ -137,6 +137,11 @@ class TrainingOptions:
                 "with parallel='fsdp' all workers make a snapshot together, and their clocks differ: set "
                 f"snapshot_every to 'epoch', a number of batches or None, got {elastic.snapshot_every!r} seconds"
             )
+        if self.parallel == "fsdp" and elastic.hot_spares:
+            raise ConfigError(
+                f"hot_spares={elastic.hot_spares} cannot be combined with parallel='fsdp', because no other worker has the "
+                "shards that a spare would need: leave one of them out"
+            )
 
     @staticmethod
     def checked(options: object) -> TrainingOptions:

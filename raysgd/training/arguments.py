@@ -82,6 +82,7 @@ METHODS = {
     "state_dict": (),
     "load_state_dict": ("state_dict",),
     "resized": ("old_world_size", "new_world_size"),
+    "on_preemption_notice": ("deadline_s",),
 }
 NEVER_CALLED = (*METHODS, "train_epoch", "validate")
 

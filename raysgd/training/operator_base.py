@@ -137,6 +137,10 @@ class OperatorBase:
     def resized(self, old_world_size: int, new_world_size: int) -> None:
         """Called on every rank after the number of workers has changed, for example to rescale a learning rate."""
 
+    def on_preemption_notice(self, deadline_s: float | None) -> None:
+        """Called between two batches on a rank whose machine will be stopped, in `deadline_s` seconds (None: unknown), for
+        example to flush a log. The other ranks wait, so it must be quick and make no collective call."""
+
     # -- what operators can read ----------------------------------------------------------------------
 
     @property

@@ -297,6 +297,10 @@ class ReplicaBase(ABC):
             if state is not None:
                 self._restore_random_state(state)
 
+    def notice_preemption(self, deadline_s: float | None) -> None:
+        """Tell the operator that this machine will be stopped."""
+        self.operator.on_preemption_notice(deadline_s)
+
     # -- sources --------------------------------------------------------------------------------------
 
     def _train_source(self, dataset: Any) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from raysgd.training.arguments import check_call, check_flags
 from raysgd.training.auto_checkpoint import CheckpointFolder
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import EpochLoops
+from raysgd.training.operator_base import OperatorBase
 from raysgd.training.replica_base import ReplicaBase, ReplicaFactoryBase, apply, apply_operator, has_data
 from raysgd.workers.inline_group import InlineGroup
 
@@ -30,7 +32,7 @@ Metrics = dict[str, Any]
 T = TypeVar("T", bound="TrainerBase")
 
 
-class TrainerBase:
+class TrainerBase(ABC):
     """Owns the engine and the callbacks of one trainer. `num_workers` is the largest number of workers it can have."""
 
     # How many batches `validate` uses by default; None: all.
@@ -115,9 +117,9 @@ class TrainerBase:
                 self.validate(validation_steps, info=info)
         return self.history
 
+    @abstractmethod
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train to the end of the epoch, or for a number of batches."""
-        raise NotImplementedError
 
     @exclusive
     def _has_validation_data(self) -> bool:
@@ -138,13 +140,13 @@ class TrainerBase:
         """Return the path of the checkpoint that `resume="auto"` has loaded; None if training started from the beginning."""
         return None if self._folder is None else self._folder.path(self._loops.resumed)
 
+    @abstractmethod
     def _start_save(self, path: str) -> Callable[[], Any]:
         """Copy the state. Return a function that returns when the file is complete."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _load_automatic(self, path: str) -> None:
         """Load an automatic checkpoint."""
-        raise NotImplementedError
 
     # -- measuring ------------------------------------------------------------------------------------
 
@@ -256,7 +258,7 @@ class TrainerBase:
     def _packed(self, info: Mapping[str, Any] | None) -> Any:
         return self._engine.pack(dict(info) if info is not None else None)
 
-    def _raise_earlier_error(self) -> None:
+    def _raise_earlier_error(self) -> None:  # noqa: B027 - it is optional
         """Raise the error of earlier work in the background, if there is one."""
 
     # -- functions on the workers ---------------------------------------------------------------------
@@ -331,7 +333,7 @@ class TrainerBase:
         self._check_resize(num_workers)
         self._engine.resize(num_workers)
 
-    def _check_resize(self, num_workers: int) -> None:
+    def _check_resize(self, num_workers: int) -> None:  # noqa: B027 - it is optional
         """Raise ConfigError if the trainer cannot be resized."""
 
     def shutdown(self, force: bool = False) -> None:
@@ -375,6 +377,12 @@ def make_engine(
     """Return the engine, which starts its workers with the first call. If there can be several, connect to Ray, or start
     it. `make_backend` gets the driver's address as `host`."""
     settings = factory.settings
+    if elastic.hot_spares and settings.threads is None:
+        raise ConfigError(
+            f"hot_spares={elastic.hot_spares} cannot replace a worker that is this process: pass num_workers=2 or more, or "
+            "use_ray=True"
+        )
+    listens = factory.operator_cls.on_preemption_notice is not OperatorBase.on_preemption_notice
     backend: ProcessGroupBackend = SingleWorkerBackend()
     if settings.distributed:
         from raysgd.workers.cluster import driver_address, ensure_cluster
@@ -391,6 +399,7 @@ def make_engine(
         backend,
         factory,
         hook=hook,
+        notice=ReplicaBase.notice_preemption if listens else None,
         target=settings.num_workers,
         elastic=elastic,
         limits=limits,

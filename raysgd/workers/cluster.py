@@ -44,7 +44,6 @@ THROUGH_CLIENT = (
     "ray.init(address='auto')"
 )
 NODE_QUERY_S = 2.0
-KUBERAY = ("KUBERAY_GEN_RAY_START_CMD", "RAY_USAGE_STATS_KUBERAY_IN_USE")
 # Ray sets this in the environment of a job that was submitted with `ray job submit`.
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 JOIN_S = 60.0  # for a machine that is very busy; a refusal and a wrong address are noticed within seconds
@@ -265,10 +264,11 @@ def capacity(resources: WorkerResources) -> int:
 
 
 def can_grow() -> bool:
-    """Return whether nodes may be added to the cluster: by an autoscaler, by Kubernetes, whose pods start one by one, or by
-    the user, who has set how long to wait for them. A cluster that this process joined may still be starting its nodes."""
-    announced = any(os.environ.get(name) for name in (START_LIMIT, FUNCTION_START_LIMIT, *KUBERAY))
-    return announced or not foreign.started_here() or ask(foreign.has_autoscaler)
+    """Return whether nodes may be added to the cluster. A cluster that this process joined may have an autoscaler, or may
+    still be starting its nodes, which nothing in Ray announces. To one that this process started, only the user can add
+    nodes, and has then set how long to wait for them."""
+    announced = any(os.environ.get(name) for name in (START_LIMIT, FUNCTION_START_LIMIT))
+    return announced or not foreign.started_here()
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T | None:

@@ -5,7 +5,6 @@ version of Ray no longer has."""
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -19,7 +18,6 @@ __all__ = [
     "address_of_this_machine",
     "draining_nodes",
     "free_resources_by_node",
-    "has_autoscaler",
     "hide_deaths_of",
     "logs_folder",
     "probe_gcs",
@@ -134,20 +132,6 @@ def free_resources_by_node() -> dict[str, dict[str, float]]:
     return free
 
 
-def has_autoscaler() -> bool:
-    """Return whether an autoscaler manages the cluster's nodes. Ray's monitor also runs where there is none, and then names
-    each node's type after the node. This waits for the GCS: see `gcs`."""
-    import ray
-    from ray.experimental.internal_kv import _internal_kv_get
-
-    configured = getattr(ray._private.state.state, "get_cluster_config", lambda: None)()
-    if configured is not None and configured.node_group_configs:
-        return True
-    report = json.loads(_internal_kv_get("__autoscaling_status") or "{}").get("autoscaler_report") or {}
-    names = [*(report.get("active_nodes") or ()), *(each[0] for each in report.get("pending_launches") or () if each)]
-    return any(re.fullmatch("node_[0-9a-f]{20,}|local.cluster.node|", str(name)) is None for name in names)
-
-
 def started_here() -> bool:
     """Return whether this process started the cluster, and did not join an existing one."""
     from ray._private.worker import _global_node
@@ -163,13 +147,13 @@ def logs_folder() -> Path | None:
     return None if _global_node is None else Path(_global_node.get_logs_dir_path())
 
 
-def draining_nodes() -> set[str]:
-    """Return the nodes that will be removed soon (preemption, downscaling); none if this Ray cannot tell. This waits
-    for the GCS: see `gcs`."""
+def draining_nodes() -> dict[str, float | None]:
+    """Return the nodes that will be removed soon (preemption, downscaling), and when, as `time.time()` counts (None: that
+    is unknown); none if this Ray cannot tell. This waits for the GCS: see `gcs`."""
     import ray
 
-    ask = getattr(ray._private.state.state, "get_draining_nodes", None)
-    return set(ask()) if ask is not None else set()
+    ask = getattr(ray._private.state.state, "get_draining_nodes", dict)
+    return {node: at_ms / 1000 if at_ms > 0 else None for node, at_ms in ask().items()}
 
 
 def split_coordinator(iterator: Any) -> Any:

@@ -83,8 +83,8 @@ class InlineGroup:
     def demand(self, count: int) -> str:
         return "nothing: the worker is this process"
 
-    def draining(self) -> set[str]:
-        return set()
+    def draining(self) -> dict[str, float | None]:
+        return {}
 
     def is_node_alive(self, node: str) -> bool:
         return True

@@ -87,8 +87,8 @@ class RayGroup:
         self._mark = uuid.uuid4().hex[:8]  # for unique names of actors
         self._session = require_ray()
         self._leaving: list[LocalProcess] = []
-        self._draining: set[str] = set()
-        self._drain_query: GcsQuery[set[str]] | None = None
+        self._draining: dict[str, float | None] = {}
+        self._drain_query: GcsQuery[dict[str, float | None]] | None = None
         self._ask_at = 0.0
         self.control = ControlServer(self._events, ray.util.get_node_ip_address())  # last, as it starts a thread
 
@@ -342,8 +342,9 @@ class RayGroup:
         wanted = self._resources.as_dict()
         return ", ".join(f"{count * n:g} {name} ({free.get(name, 0):g} free)" for name, n in wanted.items())
 
-    def draining(self) -> set[str]:
-        """Return Ray's last answer, without waiting. Raise `ClusterError` if it has not answered for too long."""
+    def draining(self) -> dict[str, float | None]:
+        """Return what Ray's last answer means now, without waiting. Raise `ClusterError` if it has not answered for too
+        long."""
         require_ray(self._session)
         if self._drain_query is None:
             if time.monotonic() >= self._ask_at:
@@ -351,7 +352,7 @@ class RayGroup:
         elif self._drain_query.answered or self._drain_query.age_s > gcs_limit_s():
             self._draining = self._drain_query.result(gcs_limit_s())
             self._drain_query, self._ask_at = None, time.monotonic() + DRAIN_LOOK_S
-        return self._draining
+        return {node: None if at is None else max(at - time.time(), 0.0) for node, at in self._draining.items()}
 
     def is_node_alive(self, node: str) -> bool:
         """Return whether the node is alive. Return True also if Ray does not answer."""

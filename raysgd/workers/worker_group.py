@@ -70,8 +70,9 @@ class WorkerGroupProtocol(Protocol):
     def demand(self, count: int) -> str:
         """Return what `count` workers need, and what is free, for messages."""
 
-    def draining(self) -> set[str]:
-        """Return the nodes that will be removed. Raise `ClusterError` if Ray has not answered for too long."""
+    def draining(self) -> dict[str, float | None]:
+        """Return the nodes that will be removed, and in how many seconds (None: unknown). Raise `ClusterError` if Ray has
+        not answered for too long."""
 
     def is_node_alive(self, node: str) -> bool:
         """Return whether the node belongs to the cluster, as far as is known."""

@@ -524,7 +524,7 @@ def test_silence_is_measured_from_the_last_message(shared: Subject) -> None:
 
 @each("shared", ALL)
 def test_the_state_of_the_cluster(shared: Subject) -> None:
-    assert shared.group.draining() == set()
+    assert shared.group.draining() == {}
     assert all(shared.group.is_node_alive(event.node) for event in shared.starts)
     assert isinstance(shared.group.demand(3), str) and shared.group.demand(3)
 

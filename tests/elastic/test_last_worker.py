@@ -91,8 +91,9 @@ def test_a_preemption_notice_to_the_only_worker_repeats_no_batch(ray_cluster: No
     ground = alone(tmp_path / "marks")
     try:
         ground.arm(Fault(0, 20, "term"))
-        ground.trainer.train()
-        ground.assert_epoch_exact()
+        while not ground.trainer.recoveries:  # until its replacement has started
+            ground.trainer.train()
+            ground.assert_epoch_exact()
         notice = ground.trainer.recoveries[-1]
         assert (notice.reason, notice.batches_redone) == ("preemption", 0)
     finally:

@@ -1,14 +1,31 @@
 """Planned changes (growth, `resize`, preemption notices): no batch is lost or repeated."""
 
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raysgd import ConfigError, ElasticConfig
-from tests.faults import Fault, Ground
+from raysgd.core import policy
+from tests.faults import Fault, Ground, LedgerOperator
 
 pytestmark = pytest.mark.elastic
+
+
+class Listening(LedgerOperator):
+    """Writes down which processes were set up, and which were told of their preemption."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        Path(config["marks"], f"setup-{os.getpid()}").touch()
+
+    def on_preemption_notice(self, deadline_s: float | None) -> None:
+        with Path(self.marks, "notices").open("a") as file:
+            file.write(f"{os.getpid()} {deadline_s}\n")
+        self.fault("notice")
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +33,7 @@ def ground(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     ground = Ground(
         tmp_path_factory.mktemp("members"),
         num_workers=3,
+        operator=Listening,
         config={"samples": 1200, "pace": 0.02},
         elastic=ElasticConfig(hang_timeout_s=60),
     )
@@ -62,15 +80,37 @@ def test_resize_refuses_invalid_numbers(ground: Ground, count: object) -> None:
         ground.trainer.resize(count)
 
 
-def test_sigterm_shrinks_the_group_at_a_batch_boundary(ground: Ground) -> None:
+def test_a_replacement_joins_at_the_boundary_at_which_a_preempted_worker_leaves(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "ASSUMED_NOTICE_S", 600.0)  # on a slow machine, the replacement may need more than 20 s
     ground.whole_again(3)
     ground.arm(Fault(1, 6, "term"))
+    pids = ground.trainer.apply_all_workers(os.getpid)
     before = len(ground.trainer.recoveries)
-    result = ground.trainer.train()
+    while len(ground.trainer.recoveries) == before:
+        result = ground.trainer.train()
+        ground.assert_epoch_exact()
+        assert result["num_samples"] == ground.samples
+    (change,) = ground.trainer.recoveries[before:]
+    assert (change.reason, change.removed_ranks, change.batches_redone) == ("preemption", (1,), 0)
+    assert (change.world_size_before, change.world_size_after, change.in_place) == (3, 3, True)
+    assert (ground.marks / "notices").read_text() == f"{pids[1]} None\n"
+    assert ground.trainer.apply_all_workers(os.getpid)[:2] == [pids[0], pids[2]]
+
+
+def test_an_error_at_a_notice_is_raised_and_the_trainer_continues(ground: Ground) -> None:
+    ground.whole_again(3)
+    ground.arm(Fault(2, 3, "term"), Fault(2, 0, "raise", where="notice"))
+    with pytest.raises(ZeroDivisionError, match="notice") as caught:
+        ground.trainer.train()
+    assert vars(caught.value)["raysgd_rank"] == 2
+    ground.trainer.train()
     ground.assert_epoch_exact()
-    notice = ground.trainer.recoveries[before]
-    assert (notice.reason, notice.removed_ranks, notice.batches_redone) == ("preemption", (1,), 0)
-    assert result["num_samples"] == ground.samples
+    assert len((ground.marks / "notices").read_text().splitlines()) == 2, "it is not called again"
+    while ground.trainer.recoveries[-1].reason != "preemption":
+        ground.trainer.train()
+        ground.assert_epoch_exact()
 
 
 def test_a_failure_while_ranks_stop_for_a_replacement(ground: Ground) -> None:
@@ -97,3 +137,42 @@ def test_growth_only_between_calls_or_never(ray_cluster: None, tmp_path, grow: o
         assert not grow or ground.trainer.recoveries[1].batch == 50 > result["batch_count"]
     finally:
         ground.trainer.shutdown()
+
+
+def test_a_failure_takes_a_hot_spare(ray_cluster: None, tmp_path: Path) -> None:
+    ground = Ground(
+        tmp_path / "spares",
+        num_workers=2,
+        operator=Listening,
+        config={"pace": 0.01},
+        elastic=ElasticConfig(hang_timeout_s=60, hot_spares=1),
+    )
+    trainer, replacements = ground.trainer, ground.trainer._engine._membership._replacements
+    try:
+        while replacements.ready == 0:
+            trainer.train()
+            ground.assert_epoch_exact()
+            assert trainer.world_size == 2
+        spare = {f"setup-{pid}" for pid in trainer.apply_all_workers(os.getpid)} ^ {
+            each.name for each in ground.marks.glob("setup-*")
+        }
+        ground.arm(Fault(1, 9))
+        result = trainer.train()
+        ground.assert_epoch_exact()
+        assert result["num_samples"] == ground.samples
+        (failure,) = trainer.recoveries
+        assert (failure.reason, failure.removed_ranks) == ("worker death", (1,))
+        assert (failure.world_size_before, failure.world_size_after) == (2, 2)
+        assert failure.in_place and failure.batches_redone == 0
+        assert {f"setup-{trainer.apply_all_workers(os.getpid)[1]}"} == spare, "it was set up before the failure"
+        while replacements.ready == 0:
+            trainer.train()
+        assert len(trainer.recoveries) == 1, "the next spare waits"
+        assert len(list(ground.marks.glob("setup-*"))) == 4
+    finally:
+        trainer.shutdown()
+
+
+def test_spares_need_workers_of_their_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="hot_spares=2 cannot replace a worker that is this process"):
+        Ground(tmp_path / "inline", num_workers=1, elastic=ElasticConfig(hot_spares=2))

@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from ray.cluster_utils import Cluster
 from raysgd import ElasticConfig, TrainingFailedError
-from tests.faults import Fault, Ground
+from tests.faults import Fault, Ground, LedgerOperator
 
 logging.basicConfig(level=logging.WARNING)
 ray._private.utils.set_sigterm_handler = lambda handler: None  # nodes are added from timers, not from the main thread
@@ -106,7 +106,12 @@ ground.trainer.shutdown()
     "drained": """
 from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2
-ground = Ground(marks, num_workers=3, config={"samples": 1500, "pace": 0.02}, elastic=ElasticConfig(hang_timeout_s=60))
+class Listening(LedgerOperator):
+    def on_preemption_notice(self, deadline_s):
+        with open(marks / f"notice-{ray.get_runtime_context().get_node_id()}", "a") as file:
+            file.write(f"{deadline_s} ")
+ground = Ground(marks, num_workers=3, operator=Listening, config={"samples": 1500, "pace": 0.02},
+                elastic=ElasticConfig(hang_timeout_s=60))
 def drain():
     gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
     deadline = int((time.time() + 60) * 1000)
@@ -114,7 +119,8 @@ def drain():
 later(1.5, drain)
 result = ground.trainer.train()
 say(exact=ground.trained() == Counter(range(1500)), reasons=reasons(ground), samples=result["num_samples"],
-    redone=[r.batches_redone for r in ground.trainer.recoveries])
+    redone=[r.batches_redone for r in ground.trainer.recoveries],
+    told={path.name: path.read_text().split() for path in marks.glob("notice-*")}, drained=nodes[0].node_id)
 ground.trainer.shutdown()
 """,
 }
@@ -158,3 +164,6 @@ def test_a_draining_node_is_left_before_it_dies(outcome: Outcome) -> None:
     facts, _ = outcome()
     assert facts["exact"] is True and facts["samples"] == 1500
     assert facts["reasons"] == [["preemption", 3, 2, True]] and facts["redone"] == [0]
+    ((where, seconds),) = facts["told"].items()
+    assert where == f"notice-{facts['drained']}"
+    assert [0 < float(each) <= 60 for each in seconds] == [True]

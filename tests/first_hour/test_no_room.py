@@ -67,8 +67,9 @@ class Slots(InlineGroup):
         self.places["free"] = 4
 
 
-def engine_of(group: Slots, target: int, **more: Any) -> Engine:
-    return Engine(group, SingleWorkerBackend(), None, target=target, elastic=ElasticConfig(), limits=LIMITS, **more)
+def engine_of(group: Slots, target: int, spares: int = 0, **more: Any) -> Engine:
+    elastic = ElasticConfig(hot_spares=spares)
+    return Engine(group, SingleWorkerBackend(), None, target=target, elastic=elastic, limits=LIMITS, **more)
 
 
 def test_too_many_workers_fail_before_any_is_launched() -> None:
@@ -134,6 +135,27 @@ def test_an_earlier_trainer_that_holds_the_room_is_named_at_once(monkeypatch: py
     first.stop(force=True)
 
 
+def test_the_spares_of_an_idle_trainer_make_room_for_another_one() -> None:
+    places = {"free": 4}
+    group = Slots(places)
+    first, second = engine_of(group, 2, spares=2), engine_of(Slots(places), 2)
+    first.start()
+    assert (group.launched, places["free"], first.world_size) == (4, 0, 2)
+    second.start()
+    assert (second.world_size, first.world_size, places["free"]) == (2, 2, 0)
+    first.stop(force=True)
+    second.stop(force=True)
+
+
+def test_spares_never_hold_up_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    group = Slots({"free": 4})
+    engine = engine_of(group, 4, spares=1)
+    engine.start()
+    assert (engine.world_size, group.launched) == (4, 4)
+    assert "training runs without 1 of 1 hot spare(s), because they need 1 CPU (0 free)" in caplog.text
+    engine.stop(force=True)
+
+
 def test_shutdown_all_ends_trainers_without_a_name() -> None:
     places = {"free": 4}
     first = engine_of(Slots(places), 3)
@@ -148,25 +170,20 @@ def test_shutdown_all_ends_trainers_without_a_name() -> None:
     second.stop(force=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["SGD_PLACEMENT_GROUP_TIMEOUT_S", "TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "KUBERAY_GEN_RAY_START_CMD"]
-)
-def test_who_may_add_nodes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(cluster, "ask", lambda call: call())
-    monkeypatch.setattr(foreign, "has_autoscaler", lambda: False)
+@pytest.mark.parametrize("name", ["SGD_PLACEMENT_GROUP_TIMEOUT_S", "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"])
+def test_nodes_may_be_added_to_a_cluster_that_was_joined_or_if_the_user_says_so(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr(foreign, "started_here", lambda: False)
-    assert cluster.can_grow()
+    assert cluster.can_grow(), "its other nodes may be starting"
     monkeypatch.setattr(foreign, "started_here", lambda: True)
     assert not cluster.can_grow()
     monkeypatch.setenv(name, "300")
     assert cluster.can_grow()
-    monkeypatch.delenv(name)
-    monkeypatch.setattr(foreign, "has_autoscaler", lambda: True)
-    assert cluster.can_grow()
 
 
-def test_the_tests_cluster_has_no_autoscaler(ray_cluster: None) -> None:
-    assert foreign.started_here() and not foreign.has_autoscaler()
+def test_the_cluster_of_this_process_does_not_grow(ray_cluster: None) -> None:
+    assert foreign.started_here()
     with pytest.raises(ResourceError, match="can never hold 9 workers"):
         from raysgd.config import WorkerResources
         from raysgd.workers.ray_group import RayGroup

@@ -22,7 +22,8 @@ class Checker:
     truth       the steps that are applied in the weights with which training continues
     newest      the generation of the last group that has formed
     discarded   the most steps of a healthy worker that the driver has dismissed since the last group began to train
-    snapshot    the steps of the newest snapshot that has reached the driver
+    most        the most members that a group has had
+    told        the workers that were told of their preemption
     """
 
     def __init__(self, plan: Any) -> None:
@@ -31,6 +32,8 @@ class Checker:
         self.newest = 0
         self.loads = 0
         self.applied_steps = 0
+        self.most = 0
+        self.told: set[str] = set()
         self._began: dict[int, int] = {}
         self._discarded: list[tuple[str, int]] = []
         self._members: Sequence[Any] = ()
@@ -40,6 +43,14 @@ class Checker:
         if group.generation < self.newest:
             raise Violation(f"{worker.name} joined generation {group.generation}, but {self.newest} was formed already")
         self.newest, self._members = group.generation, group.members
+        self.most = max(self.most, len(group.members))
+
+    def told_of_preemption(self, worker: Any, deadline_s: float | None) -> None:
+        if worker.name in self.told:
+            raise Violation(f"{worker.name} was told of its preemption twice")
+        if not (worker.client.control.notice if deadline_s is None else worker.node.draining):
+            raise Violation(f"{worker.name} was told that it is stopped in {deadline_s} s, which is not true")
+        self.told.add(worker.name)
 
     def applied(self, worker: Any, group: ProcessGroup, steps: Sequence[Step], contributions: Sequence[Any]) -> None:
         """`worker` has applied a step, the last of `steps`. `contributions` has what each rank contributed to its

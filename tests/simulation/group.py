@@ -36,7 +36,7 @@ class Node:
 
     def __init__(self, name: str, slots: int) -> None:
         self.name, self.slots = name, slots
-        self.alive, self.draining = True, False
+        self.alive, self.draining, self.removed_at = True, False, 0.0
         self.workers: dict[Worker, None] = {}  # a dict, because a set has no order
 
     @property
@@ -344,8 +344,8 @@ class SimGroup:
     def demand(self, count: int) -> str:
         return f"{count} CPU ({self.room()} free)"
 
-    def draining(self) -> set[str]:
-        return {node.name for node in self.nodes if node.draining}
+    def draining(self) -> dict[str, float | None]:
+        return {node.name: node.removed_at - self.world.now for node in self.nodes if node.draining}
 
     def is_node_alive(self, node: str) -> bool:
         return any(each.name == node and each.alive for each in self.nodes)

@@ -144,6 +144,10 @@ class SimReplica:
         self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._snapshot()
 
+    def notice_preemption(self, deadline_s: float | None) -> None:
+        self._worker.checker.told_of_preemption(self._worker, deadline_s)
+        self._worker.point("noticed")
+
     def apply(self) -> int:
         self._worker.compute()
         return self._rank_info.world_rank

@@ -26,8 +26,8 @@ __all__ = ["Fault", "Plan", "Result", "plan_for", "run"]
 RUNNING = ("forward", "reduced", "applied", "message")
 RECOVERING = ("leave", "join", "formed", "state", "load", "state ended", "load ended", "leave ended", "join ended")
 STARTING = ("process start", "warm", "warm ended", "prepare", "build", "build ended")
-OTHER = ("validate", "run", "run ended")
-USERS = ("forward", "applied", "validate")
+OTHER = ("validate", "run", "run ended", "noticed")
+USERS = ("forward", "applied", "validate", "noticed")
 KINDS = ("kill", "kill", "kill", "stop", "freeze", "slow", "node", "notice", "drain", "raise")
 LIMIT_S = 400.0
 
@@ -92,8 +92,9 @@ def plan_for(seed: int) -> Plan:
         backoff_max_s=1.0,
         max_attempts=60,
         hang_timeout_s=10.0,
-        grow=draw.choice([True, True, True, "epoch", False]),
+        grow=(grow := draw.choice([True, True, True, "epoch", False])),
         snapshot_every=snapshot_every,
+        hot_spares=draw.choice([0, 0, 1, 2]) if grow else 0,
     )
     nodes, later = _machines(draw, ranks)
     return Plan(
@@ -199,9 +200,10 @@ class Schedule:
             victim.client.notice()
         elif fault.kind == "drain":
             if not node.draining:
-                node.draining = True
+                after_s = self._world.random.choice([8.0, 14.0, 40.0])  # with the last two, replacements come first
+                node.draining, node.removed_at = True, self._world.now + after_s
                 self._replace(node)
-            self._world.at(8.0, lambda: [each.die("its node was removed") for each in list(node.workers)])
+                self._world.at(after_s, lambda: [each.die("its node was removed") for each in list(node.workers)])
         elif mine:
             raise UserError(f"planned at '{fault.point}'")
 
@@ -231,6 +233,7 @@ class Script:
             self.group,
             SimBackend(world, in_place=plan.in_place, **limits),
             self._build,
+            notice=SimReplica.notice_preemption,
             target=plan.ranks,
             elastic=plan.elastic,
             limits=plan.limits,
@@ -256,6 +259,8 @@ class Script:
             self._until_done(lambda name=name, given=given: getattr(self, f"_{name}")(*given))
         self.engine.stop()
         self.world.run(5.0, lambda: False)
+        if self.checker.most > self.plan.ranks:
+            raise Violation(f"a group had {self.checker.most} members, and {self.plan.ranks} are wanted at most")
         left = [worker.name for worker in self.group.workers.values() if worker.alive]
         if left:
             raise Violation(f"processes are left after stop: {left}")

@@ -11,6 +11,8 @@ import pytest
 
 from raysgd.core.sampling_plan import SamplingPlan
 from raysgd.engine.generation import Generation
+from raysgd.engine.membership import Membership
+from raysgd.engine.replacements import Replacements
 from raysgd.engine.worker_table import WorkerInfo
 from raysgd.training.feed import Feed
 from tests.simulation.seeds import Summary, simulate
@@ -63,9 +65,26 @@ def _forget_who_holds_the_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerInfo, "holds_state", property(lambda self: False, lambda self, value: None), raising=False)
 
 
+def _tell_of_a_preemption_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Membership, "_untold", lambda self: [w for w, e in self._leaving.items() if e.reason == "preemption"])
+
+
+def _let_spares_join(patch: pytest.MonkeyPatch) -> None:
+    original = Replacements.take
+    patch.setattr(Replacements, "take", lambda self, most: original(self, most + 1))
+
+
 @pytest.mark.parametrize(
     "breakage",
-    [_skip_agreement, _forget_what_was_applied, _use_samples_twice, _rescue_no_state, _forget_who_holds_the_state],
+    [
+        _skip_agreement,
+        _forget_what_was_applied,
+        _use_samples_twice,
+        _rescue_no_state,
+        _forget_who_holds_the_state,
+        _tell_of_a_preemption_again,
+        _let_spares_join,
+    ],
 )
 def test_a_broken_engine_is_detected(breakage: object, monkeypatch: pytest.MonkeyPatch) -> None:
     breakage(monkeypatch)  # type: ignore[operator]

@@ -50,6 +50,7 @@ TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"comm_hook": "fp16"}, {"wrap_ddp": False}, "comm_hook is for DistributedDataParallel, but parallel is None"),
     ({"parallel": "fsdp"}, {"use_fp16": True}, "needs precision 'fp32' or 'bf16', got 'fp16'"),
     ({"parallel": "fsdp"}, {"elastic": ElasticConfig(snapshot_every=2.5)}, "their clocks differ"),
+    ({"parallel": "fsdp"}, {"elastic": ElasticConfig(hot_spares=1)}, "no other worker has the shards"),
     ({"sync_batchnorm": True}, {"num_workers": 2}, "sync_batchnorm=True needs GPUs"),
     ({"comm_hook": "bf16"}, {"num_workers": 2}, "comm_hook='bf16' needs GPUs"),
     (
