@@ -7,6 +7,7 @@ window) are committed together, with the last of them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -124,6 +125,7 @@ class Feed:
     window     how many batches share one optimizer step
     on_batch   called before each batch with (drawn, its place in the window, whether it closes the window)
     on_commit  called after each commit, with `last` True when the loop ends with it
+    on_wait    called with the seconds that each batch was waited for
     unwind     whether a planned stop raises MembershipChange (in a user's loop) instead of ending the iteration
     """
 
@@ -139,6 +141,7 @@ class Feed:
         pause_at: int | None = None,
         on_commit: Callable[..., None],
         on_batch: Callable[[Drawn, int, bool], None] | None = None,
+        on_wait: Callable[[float], None] = lambda seconds: None,
         carrier: Carrier | None = None,
         window: int = 1,
         unwind: bool = False,
@@ -149,6 +152,7 @@ class Feed:
         self._limit, self._shared, self._unwind, self._pause_at = limit, shared, unwind, pause_at
         self._training, self._name = training, name
         self._carrier, self._on_batch, self._on_commit = carrier or Carrier(), on_batch, on_commit
+        self._on_wait = on_wait
         self._window_size = window
         self._drawn: LookAhead | Iterator[Drawn] | None = None
         self._pending: Drawn | None = None
@@ -183,12 +187,13 @@ class Feed:
         if control.interrupted if self._window else not control.begin(position.step + 1):
             self._window.clear()
             self._stop()
-        control.phase = "loading data"
+        control.phase, began = "loading data", time.perf_counter()
         try:
             drawn = self._draw()
         except DataLoaderFailure as failure:
             self._failure = failure
             raise
+        self._on_wait(time.perf_counter() - began)
         if drawn is None:
             raise StopIteration
         control.phase = "a batch"

@@ -15,6 +15,7 @@ class ReplicaSettings:
     distributed     whether there can be more than one worker
     threads         how many cores a worker may use; None: all
     snapshot_every  `ElasticConfig.snapshot_every`
+    measures        what the workers measure for callbacks: `MEASURES` of raysgd.callbacks.monitors
     """
 
     distributed: bool = False
@@ -23,3 +24,4 @@ class ReplicaSettings:
     num_workers: int = 1
     threads: int | None = None
     snapshot_every: Any = None
+    measures: frozenset[str] = frozenset()

@@ -52,6 +52,7 @@ class Undo:
             self._steps += _optimizer_steps(optimizer)
         for scheduler in parts.schedulers:
             self._steps += [_attributes(scheduler), _state_dict(scheduler)]
+        self._steps.append(_attributes(parts.averages))
         scaler = states.copied(precision.state())
         if scaler:
             self._steps.append(functools.partial(precision.load, scaler))
