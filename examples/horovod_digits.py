@@ -52,10 +52,9 @@ def main():
         horovod_args={"compression": args.compression},
     ) as trainer:
         for _ in range(3 if args.smoke else args.epochs):
-            result = {**trainer.train(), **trainer.validate()}
+            train, val = trainer.train(), trainer.validate()
             print(
-                f"epoch {result['epoch']}  train_loss {result['train_loss']:.4f}"
-                f"  val_accuracy {result['val_accuracy']:.3f}"
+                f"epoch {train['epoch']}  train_loss {train['train_loss']:.4f}  val_accuracy {val['val_accuracy']:.3f}"
             )
 
 

@@ -10,6 +10,8 @@ from raysgd.callbacks.early_stopping import EarlyStopping
 from raysgd.callbacks.history import History
 from raysgd.callbacks.json_files import JsonLinesCallback, JsonLoggerCallback
 from raysgd.callbacks.mlflow_store import MLflowCallback
+from raysgd.callbacks.model_summary import ModelSummary, summary_of
+from raysgd.callbacks.monitors import EMA, GradientNormMonitor, LearningRateMonitor, Throughput
 from raysgd.callbacks.printing import PrintCallback
 from raysgd.callbacks.progress_bar import ProgressBar
 from raysgd.callbacks.tensorboard import TensorBoardCallback
@@ -21,23 +23,29 @@ if TYPE_CHECKING:
     from raysgd.callbacks.ray_metrics import RayMetricsCallback
 
 __all__ = [
+    "EMA",
     "CSVCallback",
     "CallResult",
     "Callback",
     "EarlyStopping",
+    "GradientNormMonitor",
     "History",
     "JsonLinesCallback",
     "JsonLoggerCallback",
+    "LearningRateMonitor",
     "MLflowCallback",
+    "ModelSummary",
     "PrintCallback",
     "ProgressBar",
     "RayMetricsCallback",
     "Result",
     "Run",
     "TensorBoardCallback",
+    "Throughput",
     "TorchProfilerCallback",
     "Underway",
     "WandbCallback",
+    "summary_of",
 ]
 # The module of this one imports Ray.
 _HOMES = {"RayMetricsCallback": "raysgd.callbacks.ray_metrics"}

@@ -1,8 +1,8 @@
-"""Define the callback protocol: seven optional methods, and the values that they are called with. Both."""
+"""Define the callback protocol: optional methods, and the values that they are called with. Both."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -22,6 +22,7 @@ class Run:
     """What is about to run.
 
     trainer      the trainer's class name
+    functions    whether it runs a training function, and not an operator
     name         the name of the operator or of the training function
     folder       where callbacks write, unless they were given a path of their own; it may not exist yet
     """
@@ -31,6 +32,7 @@ class Run:
     num_workers: int
     config: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path(".")
+    functions: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +91,17 @@ class Callback:
     # Set this to True to end the loop over `trainer.epochs()`, or `trainer.fit()`, after the current epoch.
     wants_stop: bool = False
 
-    # What the workers do for this callback (`ProfilerSettings`), if anything.
+    # What the workers do for this callback (`ProfilerSettings`, `Averaging`, `Measure`), if anything.
     on_workers: Any = None
+
+    # A function of the operator, which every worker calls once after the start. `on_answer` gets what rank 0 returns.
+    asks: Callable[[Any], Any] | None = None
 
     def on_start(self, run: Run) -> None:
         """Called before the first worker starts (for a function trainer: before each run)."""
+
+    def on_answer(self, answer: Any) -> None:
+        """Called when the workers have started, with what `asks` returned. Not for training functions."""
 
     def on_resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Called when the trainer has resumed from an automatic checkpoint, with the rows of the history until then."""
@@ -104,8 +112,15 @@ class Callback:
     def on_result(self, result: CallResult) -> None:
         """Called after each call of `train`, `validate` and `test`, and after each round of reports."""
 
+    def extra_metrics(self, result: CallResult) -> Mapping[str, Any]:
+        """Return metrics to add to this result. Called before any callback gets the result."""
+        return {}
+
     def on_recovery(self, recovery: Recovery) -> None:
         """Called when workers failed, were replaced, or their number changed. Be quick: a call is waiting."""
+
+    def on_wait(self, what: str) -> None:
+        """Called when a recovery begins to wait, with what it waits for. Not for training functions."""
 
     def on_error(self, error: BaseException) -> None:
         """Called when a call fails with an error, which its caller gets. The trainer may still be usable."""

@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raysgd.callbacks.base import Callback, CallResult, Run, Underway
+from raysgd.callbacks.history import History
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError, described
 
 __all__ = ["CallbackList", "check_callbacks"]
 
 logger = logging.getLogger("raysgd")
+
+# The key of what callbacks raised, in results and in the history.
+CALLBACK_ERRORS = "callback_errors"
 
 
 class CallbackList:
@@ -49,8 +54,22 @@ class CallbackList:
     def progress(self, now: Underway) -> None:
         self._call("on_progress", now)
 
-    def result(self, result: CallResult) -> None:
-        self._call("on_result", result)
+    def result(self, result: CallResult) -> dict[str, Any]:
+        """Call the callbacks with the result and with the metrics that they add to it. Return these metrics, and what the
+        callbacks have raised since the last result."""
+        extra: dict[str, Any] = {}
+        self._call("extra_metrics", result, into=extra)
+        self._call("on_result", replace(result, metrics={**result.metrics, **extra}))
+        return {**extra, **self._note_failures()}
+
+    def ask(self, ask: Callable[[Callable[[Any], Any]], Any]) -> None:
+        """Answer the questions of the callbacks. `ask` calls a function on the workers."""
+        for callback in self._all:
+            if callback.asks is not None:
+                self._call("on_answer", ask(callback.asks), of=[callback])
+
+    def wait(self, what: str) -> None:
+        self._call("on_wait", what)
 
     def recovery(self, recovery: Recovery) -> None:
         self._call("on_recovery", recovery)
@@ -63,26 +82,37 @@ class CallbackList:
     def end(self, *, failed: bool) -> None:
         """Report the end, after which no callback can stop training."""
         self._call("on_end", failed)
+        self._note_failures()
         self._forget_stop()
         for name, count in self._failures.items():
             if count > 1:
                 logger.error("%s raised %d errors; the first one was logged above", name, count)
         self._failures.clear()
 
-    def take_failures(self) -> list[str]:
-        """Return which callbacks have failed since the last call of this method, with the first error of each."""
+    def _note_failures(self) -> dict[str, Any]:
+        """Add to the history which callbacks have failed since the last call of this method, with the first error of each.
+        Return what was added."""
         since, self._since = self._since, {}
-        return [f"{name}: {error}" for name, error in since.items()]
+        found = {CALLBACK_ERRORS: [f"{name}: {error}" for name, error in since.items()]} if since else {}
+        for callback in self._all:
+            if isinstance(callback, History):
+                callback.note(found)
+        return found
 
     def raise_stop(self) -> None:
         stop, self._stop = self._stop, None
         if stop is not None:
             raise stop
 
-    def _call(self, hook: str, argument: Any) -> None:
-        for callback in self._all:
+    def _call(
+        self, hook: str, argument: Any, *, of: Sequence[Callback] | None = None, into: dict[str, Any] | None = None
+    ) -> None:
+        """Call one method of the callbacks; what they return goes `into` a dictionary, if there is one."""
+        for callback in self._all if of is None else of:
             try:
-                getattr(callback, hook)(argument)
+                returned = getattr(callback, hook)(argument)
+                if into is not None:
+                    into.update(returned)
             except Exception as error:
                 self._failed(callback, hook, error)
 
@@ -99,7 +129,11 @@ class CallbackList:
         self._failures[name] += 1
         self._since.setdefault(name, described(error))
         if self._failures[name] == 1:
-            logger.error("the callback %s raised an error; training continues", name, exc_info=error)
+            trace = error.__traceback__
+            shown = (
+                error.with_traceback(trace.tb_next or trace) if trace is not None else error
+            )  # without our own frame
+            logger.error("the callback %s raised an error; training continues", name, exc_info=shown)
 
 
 def check_callbacks(callbacks: Any, adapt: Callable[[Any], Any] = lambda given: given) -> list[Callback]:

@@ -41,6 +41,11 @@ class History(Callback, Sequence[Mapping[str, Any]]):
     def on_result(self, result: CallResult) -> None:
         self._rows.append(row_of(result))
 
+    def note(self, values: Mapping[str, Any]) -> None:
+        """Add values to the newest row, if there is one."""
+        if self._rows:
+            self._rows[-1].update(values)
+
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Return copies of all rows."""

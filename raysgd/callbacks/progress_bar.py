@@ -22,7 +22,7 @@ UNITS = {"batch": "batches", "report": "reports"}
 class ProgressBar(Callback):
     """Owns one tqdm bar at a time, in a terminal or in a notebook; elsewhere, such as in a log file, it writes one line for
     each call. Counts batches, of which all ranks have the same number, or the reports of a training function. Shows the
-    first six metrics, and how many workers there are of how many wanted if some are missing.
+    first six metrics, the workers that are present and wanted (`workers=3/4`), and what a recovery waits for.
 
     `TorchTrainer(use_tqdm=True)` and `TFTrainer(use_tqdm=True)` create one.
     """
@@ -38,6 +38,7 @@ class ProgressBar(Callback):
         in_notebook = any("notebook" in kind.__module__ for kind in tqdm.__mro__)
         self._lines = not in_notebook and not sys.stderr.isatty()
         self._workers = self._wanted = 0
+        self._parts: dict[str, str] = {}
         self._bar: Any = None
         self._samples: dict[str, float] = {}
         self._started = 0.0
@@ -50,6 +51,12 @@ class ProgressBar(Callback):
         if recovery.reason == "shrink":
             self._wanted = self._workers
         self._wanted = max(self._wanted, self._workers)
+        self._show()
+
+    def on_wait(self, what: str) -> None:
+        self._show(what)
+        if self._bar is not None:
+            self._bar.refresh()
 
     def on_progress(self, now: Underway) -> None:
         if self._bar is None:
@@ -88,7 +95,7 @@ class ProgressBar(Callback):
     def _open(self, label: str, unit: str) -> None:
         file = open(os.devnull, "w", encoding="utf-8") if self._lines else None  # noqa: SIM115  # `_close` closes it
         self._bar = self._tqdm(desc=label, unit=unit, leave=True, mininterval=0.2, file=file)
-        self._samples = {}
+        self._samples, self._parts = {}, {}
         self._started = time.monotonic()
 
     def _close(self) -> None:
@@ -114,6 +121,15 @@ class ProgressBar(Callback):
         if samples:
             seconds = max(time.monotonic() - self._started, 1e-6)
             parts["samples/s"] = f"{samples / seconds:,.0f}"
-        if self._workers < self._wanted:
-            parts["workers"] = f"{self._workers} of {self._wanted}"
+        self._parts = parts
+        self._show()
+
+    def _show(self, waits_for: str = "") -> None:
+        """Show the newest metrics, and the workers; the next progress replaces what was waited for."""
+        if self._bar is None:
+            return
+        parts = {"waiting for": waits_for} if waits_for else {}  # first, because a narrow terminal cuts the end
+        parts |= self._parts
+        if self._wanted > 1:
+            parts["workers"] = f"{self._workers}/{self._wanted}"
         self._bar.set_postfix(parts, refresh=False)

@@ -17,6 +17,7 @@ from raysgd.errors import shown
 
 __all__ = [
     "COMMITTED",
+    "SECONDS",
     "SKIPPED",
     "check_metric",
     "check_metrics",
@@ -32,6 +33,8 @@ SKIPPED = "skipped_steps"
 COMMITTED = "__committed__"
 LARGEST = sys.float_info.max
 DEEPEST = 100
+# What the callback Throughput measures in a worker: sums over a call.
+SECONDS = {"data": "data_seconds", "compute": "compute_seconds", "communication": "communication_seconds"}
 Result = dict[str, Any]
 
 
@@ -157,7 +160,7 @@ def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:
         numbers = [(row[key], _weight(row)) for row in holders if _is_number(row[key])]
         if len(numbers) < len(holders) or key.startswith("last_") or key == "epoch":
             merged[key] = holders[-1][key]
-        elif key in (NUM_SAMPLES, BATCH_COUNT, SKIPPED):
+        elif key in (NUM_SAMPLES, BATCH_COUNT, SKIPPED, *SECONDS.values()):
             merged[key] = sum(value for value, _ in numbers)
         else:
             merged[key] = _mean(numbers)

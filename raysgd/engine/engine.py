@@ -74,6 +74,7 @@ class Engine:
         limits: Limits,
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
+        on_wait: Callable[[str], None] = lambda what: None,
         on_message: Callable[[FunctionReport, Any], None] = lambda message, body: None,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
@@ -84,7 +85,7 @@ class Engine:
         self._table = table = WorkerTable(
             group, silent_s=limits.silent_s, clock=clock, on_progress=on_progress, on_message=on_message
         )
-        self._log, in_place = RecoveryLog(on_recovery), backend.in_place
+        self._log, in_place = RecoveryLog(on_recovery, on_wait), backend.in_place
         packed = _packed(group, factory, hook)
         self._generation = generation = Generation(table, backend, limits, factory=packed[0], hook=packed[1])
         replacements = Replacements(

@@ -120,6 +120,7 @@ class RecoveryLoop:
         if case.logged:
             return
         case.logged = True
+        self._log.on_wait(f"a new process group after: {case.seen.reason}")
         seen, where = case.seen, f"epoch {case.furthest.epoch}, batch {case.furthest.batches}"
         if seen.reason == DATA_LOADER:
             action = "Restarting this loader and continuing after the last committed batch"
@@ -187,18 +188,22 @@ class RecoveryLoop:
         """Wait for machines, or for replacements that are starting. Return early when their number changes."""
         deadline = self._table.clock() + seconds
         if now.starting == 0:
+            missing = max(now.min_workers - now.survivors, 1)
+            demand = self._table.group.demand(missing)
+            self._log.on_wait(f"{missing} more worker(s), which need {demand}")
             logger.warning(
                 "not enough workers to continue (%d of at least %d): waiting %.1f s for %s, attempt %d of %d",
                 now.survivors,
                 now.min_workers,
                 seconds,
-                self._table.group.demand(max(now.min_workers - now.survivors, 1)),
+                demand,
                 now.attempts + 1,
                 now.max_attempts,
             )
         elif now.survivors == 0 and not case.awaits:
             case.awaits = True
             demand = self._table.group.demand(now.starting)
+            self._log.on_wait(f"{now.starting} new worker(s) to start")
             logger.warning("waiting for %d new worker(s) to start; they need %s", now.starting, demand)
         while self._table.clock() < deadline:
             self._table.pump(LOOK_S)

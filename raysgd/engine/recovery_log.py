@@ -15,11 +15,14 @@ PLANNED = ("growth", "shrink", "preemption", "restart")
 
 
 class RecoveryLog:
-    """Owns the list of recoveries. A reason in PLANNED is a planned change, not a failure."""
+    """Owns the list of recoveries. A reason in PLANNED is a planned change, not a failure. `on_wait` is called with what a
+    recovery waits for."""
 
-    def __init__(self, on_recovery: Callable[[Recovery], None]) -> None:
+    def __init__(
+        self, on_recovery: Callable[[Recovery], None], on_wait: Callable[[str], None] = lambda what: None
+    ) -> None:
         self.recoveries: list[Recovery] = []
-        self._on_recovery = on_recovery
+        self._on_recovery, self.on_wait = on_recovery, on_wait
 
     def failures_since(self, count: int) -> int:
         """Return how many failures there were after the first `count` recoveries."""

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.callbacks.base import Callback
+from raysgd.callbacks.monitors import Throughput, measures_in
 from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flag
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback, shown
 from raysgd.storage import locations
@@ -119,6 +120,10 @@ class TFTrainer(TrainerBase):
         check_flag("use_gpu", use_gpu)
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
         remote, elastic = needs_ray(use_ray, number, resources), elastic or ElasticConfig()
+        fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)
+        run = described_run(TFTrainer, operator_cls, self.config, number, logdir)
+        calls = CallRunner(callbacks, run, bar=use_tqdm or bool(verbose or fit.get("verbose")), hidden=(STOP,))
+        _check_on_workers(calls.on_workers)
         settings = TFSettings(
             distributed=number > 1,
             use_gpu=resources.gpus > 0,
@@ -128,14 +133,10 @@ class TFTrainer(TrainerBase):
             shuffle_seed=SEED if remote else None,
             seed=seed,
             snapshot_every=elastic.snapshot_every,
+            measures=measures_in(calls.on_workers),
         )
-        fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)
         self._epochs, self._steps = fit.get("epochs", 1), fit.get("steps_per_epoch")
         self._validation_steps = evaluate.get("steps")
-        run = described_run(TFTrainer, operator_cls, self.config, number, logdir)
-        calls = CallRunner(callbacks, run, bar=use_tqdm or bool(verbose or fit.get("verbose")), hidden=(STOP,))
-        if calls.on_workers:
-            raise ConfigError("the Torch profiler cannot profile TensorFlow: pass its callback to a TorchTrainer only")
         self._factory = TFReplicaFactory(operator_cls, dict(self.config), settings)
         limits = limits_of(timeout_s, elastic)
         make_backend = partial(
@@ -329,3 +330,12 @@ def _resolve_num_workers(num_replicas: int | None, num_workers: int | None) -> i
             f"num_replicas={num_replicas} and num_workers={num_workers} mean the same, and differ: pass one"
         )
     return num_workers or num_replicas or 1
+
+
+def _check_on_workers(wanted: list[Any]) -> None:
+    """Raise ConfigError for callbacks that need PyTorch on the workers."""
+    if any(each != Throughput.on_workers for each in wanted):
+        raise ConfigError(
+            "EMA, LearningRateMonitor, GradientNormMonitor and TorchProfilerCallback follow the steps of PyTorch, and cannot "
+            "profile TensorFlow: pass them to a TorchTrainer only. Keras optimizers have use_ema=True"
+        )

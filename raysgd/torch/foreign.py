@@ -26,10 +26,12 @@ __all__ = [
     "compile_in_place",
     "copy_module_versions",
     "end_processes",
+    "exposed_communication_s",
     "forget_iterator",
     "groups",
     "is_loaders_signal_handler",
     "live_iterator",
+    "measure_communication",
     "module_versions",
     "multiply_all",
     "nested_schedulers",
@@ -193,3 +195,18 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply all tensors in place, with one kernel on a GPU."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
+
+
+def measure_communication(wrapper: Any) -> None:
+    """Let a DistributedDataParallel measure every step. On a GPU that would make each step wait for the one before, so it
+    measures some of them there, as torch does by default."""
+    if wrapper.device_type == "cpu":
+        wrapper._set_ddp_runtime_logging_sample_rate(1)
+
+
+def exposed_communication_s(wrapper: Any) -> float:
+    """Return the seconds that the newest measured step of a DistributedDataParallel waited for gradients after its backward
+    pass was over; 0 before the first one."""
+    data = wrapper._get_ddp_logging_data()
+    waited = data.get("backward_comm_time", 0) - data.get("backward_compute_comm_overlap_time", 0)
+    return float(max(waited, 0)) / 1e9

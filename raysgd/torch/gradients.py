@@ -15,6 +15,7 @@ from torch import nn
 
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import multiply_all
+from raysgd.torch.monitor import Monitor
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.parts import Parts
 from raysgd.torch.precision import Precision
@@ -28,10 +29,11 @@ class Gradients:
     Without a feed, as in a validation or in a user's function, every batch is a window of its own.
     """
 
-    def __init__(self, options: TrainingOptions, precision: Precision, parts: Parts) -> None:
-        self._options, self._precision, self._parts = options, precision, parts
+    def __init__(self, options: TrainingOptions, precision: Precision, parts: Parts, monitor: Monitor) -> None:
+        self._options, self._precision, self._parts, self._monitor = options, precision, parts, monitor
         self._accumulates = options.accumulate > 1
-        self._clips = options.clip_norm is not None or options.clip_value is not None
+        clips = options.clip_norm is not None or options.clip_value is not None
+        self._reads_gradients = clips or monitor.needs_gradients
         self._stepping = False
         self.abandon()
 
@@ -85,7 +87,7 @@ class Gradients:
             return
         self._parts.exchange.finish(optimizer)
         self._precision.check_step(optimizer, direct=False)
-        if self._clips:
+        if self._reads_gradients:
             self._precision.unscale(optimizer)
             self._clip(optimizer)
         self._stepping = True
@@ -118,17 +120,20 @@ class Gradients:
 
     def _prepare_direct_step(self, optimizer: Any) -> None:
         self._precision.check_step(optimizer, direct=True)
-        if not self._clips:
+        if not self._reads_gradients:
             return
         if getattr(optimizer, "grad_scale", None) is not None:
             raise ConfigError(
-                "clip_norm or clip_value was passed, but a fused optimizer unscales the gradients of precision='fp16' only "
-                "inside its step: call self.step(optimizer), which unscales and clips them before, instead of the scaler's step"
+                "clipping or GradientNormMonitor was passed, but a fused optimizer unscales the gradients of precision='fp16' only "
+                "inside its step: call self.step(optimizer), which unscales them before, instead of the scaler's step"
             )
         self._clip(optimizer)
 
     def _clip(self, optimizer: Any) -> None:
+        """Measure the gradients if a callback wants that, and clip them."""
         parameters = self._precision.parameters(optimizer)
+        if self._monitor.needs_gradients:
+            self._monitor.see_gradients(optimizer, parameters, skips=self._precision.key == "amp_native")
         if self._options.clip_value is not None:
             nn.utils.clip_grad_value_(parameters, self._options.clip_value)
         if self._options.clip_norm is not None:

@@ -18,9 +18,11 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
+from raysgd.torch.averages import Averages
 from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.gradients import Gradients, samples_in
+from raysgd.torch.monitor import Monitor
 from raysgd.torch.parts import Parts, check_parts, move
 from raysgd.torch.precision import make_precision
 from raysgd.torch.settings import TorchSettings
@@ -62,8 +64,10 @@ class TrainingOperator(OperatorBase):
         super().__init__(config, settings, rank_info)
         self._device = torch.device("cuda:0" if settings.use_gpu else "cpu")
         self._precision = make_precision(settings.options.precision or "fp32", self._device)
-        self._parts = Parts(options=settings.options, exchange=settings.exchange())
-        self._gradients = Gradients(settings.options, self._precision, self._parts)
+        averages = Averages(settings.ema_decay)
+        self._parts = Parts(options=settings.options, exchange=settings.exchange(), averages=averages)
+        self._monitor = Monitor(settings.measures)
+        self._gradients = Gradients(settings.options, self._precision, self._parts, self._monitor)
         self.setup(self._config)
 
     def train_epoch(
@@ -204,6 +208,8 @@ class TrainingOperator(OperatorBase):
         self._wrap(dict(ddp_args or {}))
         if not self._has_own_steps:
             self._gradients.watch(parts.optimizers)
+        parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)
+        self._monitor.watch(parts.optimizers, clips_itself=self._has_own_steps)
         parts.registered = True
         optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
         ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]

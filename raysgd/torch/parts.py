@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from raysgd.errors import ConfigError, shown
 from raysgd.torch import wrapping
+from raysgd.torch.averages import Averages
 from raysgd.torch.fsdp import Shards
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.wrapping import Exchange
@@ -38,6 +39,7 @@ class Parts(RegisteredParts):
     options: TrainingOptions = field(default_factory=TrainingOptions)
     shards: Shards | None = None
     exchange: Exchange = field(default_factory=Exchange)
+    averages: Averages = field(default_factory=Averages)
 
     @staticmethod
     def is_single(value: Any) -> bool:
@@ -74,7 +76,12 @@ class Parts(RegisteredParts):
     @contextmanager
     def validating(self) -> Iterator[None]:
         """Return a context in which no rank waits for another one, because they validate different numbers of
-        batches."""
+        batches. The models have their averaged weights in it, if there are any."""
+        with self.averages.in_place(), self._quiet():
+            yield
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
         quiet = [model for model in self.wrapped if hasattr(model, "require_forward_param_sync")]
         for model in quiet:
             model.require_forward_param_sync = False  # type: ignore[assignment]

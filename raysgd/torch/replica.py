@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raysgd.core.metrics import SKIPPED
+from raysgd.core.metrics import SECONDS, SKIPPED
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import TrainingFailedError
@@ -96,6 +96,8 @@ class TorchReplica(ReplicaBase):
 
     def _on_commit(self, last: bool = False) -> None:
         self.operator._precision.batch_done()
+        if self._began is not None:
+            self.operator._monitor.batch_done(self.operator._parts.wrapped)
         super()._on_commit(last)
 
     def _seed_generators(self, alike: int, own: int) -> None:
@@ -119,13 +121,17 @@ class TorchReplica(ReplicaBase):
 
     def _counts(self) -> dict[str, Any]:
         skipped = self.operator._precision.skipped()
-        return {SKIPPED: skipped} if skipped else {}
+        counts = {**super()._counts(), **self.operator._monitor.measured(), **({SKIPPED: skipped} if skipped else {})}
+        if SECONDS["communication"] in counts:
+            counts[SECONDS["compute"]] = max(counts[SECONDS["compute"]] - counts[SECONDS["communication"]], 0.0)
+        return counts
 
     def _begin_measuring(self, phase: Phase, profile: bool, *, new_call: bool) -> None:
         super()._begin_measuring(phase, profile, new_call=new_call)
         if new_call:  # registered metrics continue after a change of the group
             self.operator._parts.begin_measuring(self._metric_of(phase))
         self.operator._precision.forget_skipped()
+        self.operator._monitor.begin(self.operator._parts.wrapped)
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
     def _add_metrics(self, report: dict[str, Any], phase: Phase) -> None:
@@ -149,7 +155,8 @@ class TorchReplica(ReplicaBase):
         on rank 0; with `raw`, they stay shards."""
         state = states.gather(self.operator)
         if self.in_shards and not raw:
-            state |= {name: gathered(state[name], keep=self.rank == 0) for name in ("models", "optimizers")}
+            sharded = [name for name in ("models", "optimizers", "averages") if name in state]
+            state |= {name: gathered(state[name], keep=self.rank == 0) for name in sharded}
         state |= self._positions()
         if self._train is not None:
             state["loader"] = self._train.state()

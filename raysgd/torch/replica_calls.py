@@ -10,6 +10,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -52,13 +53,14 @@ def update_scheduler(replica: TorchReplica, metric: Any) -> None:
         scheduler.step(metric)
 
 
-def get_model(replica: TorchReplica) -> list[Any] | None:
+def get_model(replica: TorchReplica, averaged: bool) -> list[Any] | None:
     """Return copies of the unwrapped models on the CPU, on rank 0. The training models stay where they are."""
     first, parts = replica.rank == 0, replica.operator._parts
-    if parts.shards is not None:
-        saved = gathered([model.state_dict() for model in parts.models], keep=first)
-        return parts.shards.full_models(saved) if first else None
-    return [copy.deepcopy(model).cpu() for model in parts.models] if first else None
+    with parts.averages.in_place() if averaged else nullcontext():
+        if parts.shards is not None:
+            saved = gathered([model.state_dict() for model in parts.models], keep=first)
+            return parts.shards.full_models(saved) if first else None
+        return [copy.deepcopy(model).cpu() for model in parts.models] if first else None
 
 
 def predict(replica: TorchReplica, data: Any, batch_size: int) -> Any:

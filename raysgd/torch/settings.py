@@ -24,6 +24,7 @@ class TorchSettings(ReplicaSettings):
     batch     `ElasticConfig.batch`
     rows      `rows(name, dataset, deliver)` opens the rows of a Ray Dataset that was made in a worker
     exchange  makes the object that averages gradients if the models are not wrapped
+    ema_decay the decay of the callback EMA; None: the weights are not averaged
     """
 
     options: TrainingOptions = field(default_factory=TrainingOptions)
@@ -33,6 +34,7 @@ class TorchSettings(ReplicaSettings):
     batch: Literal["per_worker", "global"] = "per_worker"
     rows: Callable[..., Any] | None = None
     exchange: Callable[[], Exchange] = Exchange
+    ema_decay: float | None = None
 
     def __post_init__(self) -> None:
         freq = self.scheduler_step_freq

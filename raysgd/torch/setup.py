@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from raysgd.callbacks.monitors import Averaging, Measure, averaging_in, measures_in
 from raysgd.callbacks.torch_profiler import ProfilerSettings
 from raysgd.config import ElasticConfig, WorkerResources, at_least
 from raysgd.constants import BATCH_SIZE
@@ -107,14 +108,16 @@ def wants_gpu(use_gpu: Any) -> bool:
 def replica_factory(
     operator_cls: Any, config: dict[str, Any], settings: TorchSettings, on_workers: list[Any]
 ) -> TorchReplicaFactory:
-    """Return the factory of replicas, which profile themselves if a callback wants that."""
-    if not on_workers:
+    """Return the factory of replicas, which average their weights, measure and profile themselves if callbacks want that."""
+    settings = replace(settings, ema_decay=averaging_in(on_workers), measures=measures_in(on_workers))
+    profilers = [each for each in on_workers if not isinstance(each, (Averaging, Measure))]
+    if not profilers:
         return TorchReplicaFactory(operator_cls, config, settings)
-    if len(on_workers) > 1 or not isinstance(on_workers[0], ProfilerSettings):
+    if len(profilers) > 1 or not isinstance(profilers[0], ProfilerSettings):
         raise ConfigError(
-            f"callbacks can have one TorchProfilerCallback, and no other that runs on the workers, got {on_workers}"
+            f"callbacks can have one TorchProfilerCallback, and no on_workers of their own, got {profilers}"
         )
-    return ProfiledReplicaFactory(operator_cls, config, settings, on_workers[0])
+    return ProfiledReplicaFactory(operator_cls, config, settings, profilers[0])
 
 
 def check_predicted(data: Any, batch_size: Any) -> None:

@@ -237,10 +237,16 @@ class TorchTrainer(TrainerBase):
     # -- models and state -----------------------------------------------------------------------------
 
     @exclusive
-    def get_model(self, to_cpu: bool = False) -> Any:
+    def get_model(self, to_cpu: bool = False, *, averaged: bool = False) -> Any:
         """Return a copy of the trained model, unwrapped; a list if there are several. It is on the GPU if the workers use GPUs
-        and this process has one, unless `to_cpu`."""
-        models: list[Any] = self._first(replica_calls.get_model)
+        and this process has one, unless `to_cpu`. With `averaged`, it has the weights that the callback EMA averages."""
+        check_flags(averaged=averaged)
+        if averaged and self._factory.settings.ema_decay is None:
+            raise ConfigError(
+                "get_model(averaged=True) needs averaged weights: create the trainer with callbacks=[EMA(decay=0.999)], "
+                "from raysgd.callbacks"
+            )
+        models: list[Any] = self._first(replica_calls.get_model, averaged=averaged)
         if self.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.cuda() for model in models]
         return models[0] if len(models) == 1 else models

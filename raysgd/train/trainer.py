@@ -147,6 +147,7 @@ class Trainer:
         begin = functools.partial(self._begin, train_func, config, checkpoint, checkpoint_strategy, dataset)
         run = Run(
             trainer="Trainer",
+            functions=True,
             name=function_name(train_func),
             num_workers=self._executor.world_size,
             config=dict(config) if isinstance(config, Mapping) else {},

@@ -21,8 +21,6 @@ from raysgd.workers.tracebacks import fold_frames
 
 __all__ = ["CallRunner", "exclusive"]
 
-# The key of what callbacks raised during a call, in its result.
-CALLBACK_ERRORS = "callback_errors"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -60,6 +58,11 @@ class CallRunner:
         """Return what the callbacks want the workers to do."""
         return self._callbacks.on_workers
 
+    def ask(self, ask: Callable[[Callable[[Any], Any]], Any]) -> None:
+        """Answer the questions of the callbacks when the workers have started. `ask` calls a function on the workers."""
+        self._callbacks.ask(ask)
+        self._callbacks.raise_stop()
+
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Call the callbacks after the trainer has resumed."""
         self._callbacks.resume(rows)
@@ -82,6 +85,10 @@ class CallRunner:
         """Call the callbacks. One that stops training because of the recovery does so at the next progress message or
         at the end of the call, because the workers are between two generations now."""
         self._callbacks.recovery(recovery)
+
+    def on_wait(self, what: str) -> None:
+        """Call the callbacks with what a recovery waits for."""
+        self._callbacks.wait(what)
 
     # -- the trainer's calls --------------------------------------------------------------------------
 
@@ -111,16 +118,13 @@ class CallRunner:
             result = metrics.count_committed_samples(metrics.merge_parts(merged), merged)
             rows = [self._visible(value) for part in parts for value in part.values]
             self._kind = None
-            self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
+            result |= self._callbacks.result(self._result(engine, kind, result, rows, parts, time.monotonic() - began))
             self._callbacks.raise_stop()
         except BaseException as error:
             self._fail(error)
             raise
         finally:
             self._kind = None
-            failures = self._callbacks.take_failures()
-        if failures:
-            result[CALLBACK_ERRORS] = failures
         return result, rows
 
     def end(self) -> None:

@@ -7,6 +7,7 @@ window) are committed together, with the last of them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -125,6 +126,7 @@ class Feed:
     on_batch   called before each batch with (drawn, its place in the window, whether it closes the window)
     on_commit  called after each commit, with `last` True when the loop ends with it
     seed       called before and after an epoch begins: `seed(epoch)`, and then `seed(epoch, rank)`
+    on_wait    called with the seconds that each batch was waited for
     unwind     whether a planned stop raises MembershipChange (in a user's loop) instead of ending the iteration
     """
 
@@ -141,6 +143,7 @@ class Feed:
         on_commit: Callable[..., None],
         on_batch: Callable[[Drawn, int, bool], None] | None = None,
         seed: Callable[..., None] = lambda epoch, *own: None,
+        on_wait: Callable[[float], None] = lambda seconds: None,
         carrier: Carrier | None = None,
         window: int = 1,
         unwind: bool = False,
@@ -151,7 +154,7 @@ class Feed:
         self._limit, self._shared, self._unwind, self._pause_at = limit, shared, unwind, pause_at
         self._training, self._name = training, name
         self._carrier, self._on_batch, self._on_commit = carrier or Carrier(), on_batch, on_commit
-        self._window_size, self._seed = window, seed
+        self._window_size, self._seed, self._on_wait = window, seed, on_wait
         self._drawn: LookAhead | Iterator[Drawn] | None = None
         self._pending: Drawn | None = None
         self._window: list[Drawn] = []
@@ -185,12 +188,13 @@ class Feed:
         if control.interrupted if self._window else not control.begin(position.step + 1):
             self._window.clear()
             self._stop()
-        control.phase = "loading data"
+        control.phase, began = "loading data", time.perf_counter()
         try:
             drawn = self._draw()
         except DataLoaderFailure as failure:
             self._failure = failure
             raise
+        self._on_wait(time.perf_counter() - began)
         if drawn is None:
             raise StopIteration
         control.phase = "a batch"

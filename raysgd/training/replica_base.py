@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.meters import AverageMeterCollection
-from raysgd.core.metrics import COMMITTED, check_metrics
+from raysgd.core.metrics import COMMITTED, SECONDS, check_metrics
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
@@ -100,7 +101,9 @@ class ReplicaBase(ABC):
                 "because the trainer trains and saves what is registered"
             )
         self.operator, self._rank_info, self._control = operator, rank_info, control
-        self._distributed, self._seed = settings.distributed, settings.seed
+        self._distributed, self._seed, self._measures = settings.distributed, settings.seed, settings.measures
+        self._began: float | None = None  # when the running part of a call of `train` began
+        self._waited = 0.0  # how long it has waited for data
         self._position, self._val_position, self._test_position = Position(), Position(), Position()
         self._validation_began = self._val_position.as_dict()
         self._feed: Feed | None = None
@@ -204,6 +207,7 @@ class ReplicaBase(ABC):
             on_commit=self._on_commit if training else partial(self._on_evaluated, phase),
             unwind=unwind,
             pause_at=pause_at,
+            on_wait=self._on_wait,
             training=training,
             name=self.data_names[phase],
             seed=partial(self._seed_place, phase),
@@ -340,14 +344,21 @@ class ReplicaBase(ABC):
         """Return the partial result for a progress message."""
         return self.partial()
 
+    def _on_wait(self, seconds: float) -> None:
+        self._waited += seconds
+
     def _counts(self) -> dict[str, Any]:
-        """Return counts of the running call that are not the operator's metrics."""
-        return {}
+        """Return what the running call has that is not the operator's metrics: counts, and what callbacks measure."""
+        if self._began is None or "seconds" not in self._measures:
+            return {}
+        busy = time.perf_counter() - self._began - self._waited
+        return {SECONDS["data"]: self._waited, SECONDS["compute"]: busy}
 
     def _begin_measuring(self, phase: Phase, profile: bool, *, new_call: bool) -> None:
         """Reset the timers and metrics. With `new_call` False, the call continues after a change of the group."""
         operator = self.operator
         operator._meter, operator._testing = AverageMeterCollection(), phase == "test"
+        self._began, self._waited = time.perf_counter() if phase == "train" else None, 0.0
         timers = operator.timers
         timers.reset()
         (timers.enable if profile else timers.disable)()

@@ -16,6 +16,7 @@ class ReplicaSettings:
     threads         how many cores a worker may use; None: all
     snapshot_every  `ElasticConfig.snapshot_every`
     seed            the trainer's `seed`
+    measures        what the workers measure for callbacks: `MEASURES` of raysgd.callbacks.monitors
     """
 
     distributed: bool = False
@@ -25,3 +26,4 @@ class ReplicaSettings:
     threads: int | None = None
     snapshot_every: Any = None
     seed: int | None = None
+    measures: frozenset[str] = frozenset()

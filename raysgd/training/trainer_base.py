@@ -55,12 +55,14 @@ class TrainerBase(ABC):
             folder, calls.history, step=lambda: engine.progress.step, start=self._start_save, stop=calls.take_stop
         )
         calls.start(engine)
-        if resume:
-            self._resume()
+        self._begin(resume=resume)
 
-    def _resume(self) -> None:
-        """Load the newest automatic checkpoint, if there is one."""
+    def _begin(self, *, resume: bool) -> None:
+        """Answer the callbacks' questions, and load the newest automatic checkpoint, if there is one."""
         try:
+            self._calls.ask(lambda function: self._values(apply_operator, function=self._engine.pack(function))[0])
+            if not resume:
+                return
             place = self._loops.resume(self._load_automatic)
             if place is not None and self._folder is not None:
                 self._calls.resume(self._folder.record(place)["history"])
@@ -405,4 +407,5 @@ def make_engine(
         limits=limits,
         on_progress=calls.on_progress,
         on_recovery=calls.on_recovery,
+        on_wait=calls.on_wait,
     )

@@ -2,12 +2,15 @@
 
 import io
 import sys
+import traceback
 from typing import Any
 
 import pytest
 
 from raysgd.callbacks import Callback
 from raysgd.callbacks.base import CallResult, Run, Underway
+from raysgd.callbacks.callback_list import CallbackList
+from raysgd.callbacks.history import History
 from raysgd.callbacks.progress_bar import ProgressBar
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
@@ -40,20 +43,48 @@ def shown(stream: Any, monkeypatch: pytest.MonkeyPatch, *, present: int) -> str:
 
 def test_a_terminal_shows_the_users_metrics_and_missing_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(Terminal(), monkeypatch, present=3)
-    for part in ("accuracy=0.75", "f1=0.25", "epoch=3", "workers=3 of 4", "2/2"):
+    for part in ("accuracy=0.75", "f1=0.25", "epoch=3", "workers=3/4", "2/2"):
         assert part in text, text
     assert "batch_count" not in text
 
 
-def test_all_workers_present_need_no_mention(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "workers" not in shown(Terminal(), monkeypatch, present=4)
+def test_all_workers_are_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "workers=4/4" in shown(Terminal(), monkeypatch, present=4)
+
+
+def test_one_worker_needs_no_mention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with inline(use_tqdm=True) as trainer:
+        trainer.train()
+    assert "3/3" in terminal.getvalue()
+    assert "workers" not in terminal.getvalue()
+
+
+def test_the_bar_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    bar = ProgressBar()
+    bar.on_start(Run(trainer="T", name="N", num_workers=4))
+    bar.on_wait("nothing, because no call runs")
+    bar.on_progress(Underway(kind="train", worker="", progress=Progress(phase="train")))
+    now = Underway(kind="train", worker="a", progress=Progress(epoch=3, batches=1, expected=2), metrics=METRICS)
+    bar.on_progress(now)
+    bar.on_wait("2 more worker(s), which need 2 CPU (1 free)")
+    waiting = terminal.getvalue()
+    assert "waiting for=2 more worker(s), which need 2 CPU (1 free), epoch=3, " in waiting
+    assert "workers=4/4" in waiting
+    bar.on_recovery(Recovery("worker death", (3,), 4, 3, True, 0, 0.1))
+    bar.on_progress(now)
+    bar.on_end(failed=False)
+    assert "waiting" not in terminal.getvalue()[len(waiting) :]
+    assert "workers=3/4" in terminal.getvalue()[len(waiting) :]
+    assert "no call runs" not in terminal.getvalue()
 
 
 def test_without_a_terminal_there_is_one_line_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(io.StringIO(), monkeypatch, present=3)
     (line,) = text.splitlines()
     assert line.startswith("train: 2 batches, epoch=3, accuracy=0.75, f1=0.25")
-    assert "workers=3 of 4" in line
+    assert "workers=3/4" in line
     assert "\r" not in text
 
 
@@ -63,8 +94,38 @@ class Fails(Callback):
             raise OSError("the disk is full")
 
 
-def test_a_failed_callback_is_visible_in_the_result_of_its_call() -> None:
+def test_a_failed_callback_is_visible_in_the_result_of_its_call(caplog: pytest.LogCaptureFixture) -> None:
+    found = ["Fails.on_result: OSError: the disk is full"]
     with inline(Line, callbacks=[Fails()]) as trainer:
-        assert trainer.train()["callback_errors"] == ["Fails.on_result: OSError: the disk is full"]
+        assert trainer.train()["callback_errors"] == found
         assert "callback_errors" not in trainer.validate()
         assert trainer.train()["callback_errors"], "each call says it, although only the first error is logged"
+        assert trainer.history.column("callback_errors") == [found, None, found]
+    (first, _) = [record for record in caplog.records if "Fails.on_result" in record.getMessage()]
+    assert first.exc_info is not None
+    frames = [frame.name for frame in traceback.extract_tb(first.exc_info[2])]
+    assert frames == ["on_result"], "the log shows the user's frames only"
+
+
+class FailsAtTheEnd(Callback):
+    def on_end(self, failed: bool) -> None:
+        raise OSError("the disk is full")
+
+
+def test_a_callback_that_fails_at_the_end_is_in_the_history() -> None:
+    with inline(Line, callbacks=[FailsAtTheEnd()]) as trainer:
+        trainer.train()
+    assert trainer.history[-1]["callback_errors"] == ["FailsAtTheEnd.on_end: OSError: the disk is full"]
+
+
+def test_reports_of_a_training_function_say_it_too() -> None:
+    class FailsAlways(Callback):
+        def on_result(self, result: CallResult) -> None:
+            raise OSError("the disk is full")
+
+    history = History()
+    callbacks = CallbackList([history, FailsAlways()])
+    callbacks.result(
+        CallResult(kind="report", epoch=1, step=1, metrics={"a": 1}, by_worker=[], world_size=1, seconds=1.0)
+    )
+    assert history[-1]["callback_errors"] == ["FailsAlways.on_result: OSError: the disk is full"]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import CheckpointError, ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd.callbacks import EMA, GradientNormMonitor
 from raysgd.torch import TrainingOperator
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -49,6 +50,7 @@ def trainer(
     batch: int,
     config: dict[str, Any] | None = None,
     elastic: ElasticConfig | None = None,
+    callbacks: Any = (),
     **options: Any,
 ) -> TorchTrainer:
     return TorchTrainer(
@@ -58,6 +60,7 @@ def trainer(
         use_gpu=False,
         options=TrainingOptions(clip_norm=0.5, **options),
         elastic=elastic,
+        callbacks=callbacks,
     )
 
 
@@ -135,6 +138,38 @@ def loads_with_other_numbers_of_workers(whole: str, parts: str, expected: torch.
         assert two.train()["train_loss"] < 2
         two.load(whole)
         assert same(weights(two), later)
+
+
+def averages(from_trainer: TorchTrainer) -> torch.Tensor:
+    model = from_trainer.get_model(averaged=True)
+    return torch.cat([value.detach().flatten().float() for value in model.state_dict().values()])
+
+
+def test_averaged_shards_and_the_norm_of_their_gradients(tmp_path: Path) -> None:
+    monitors = [EMA(0.8), GradientNormMonitor()]
+    with trainer(1, 12, callbacks=monitors) as plain:
+        measured = plain.train()
+        expected, loss, live = averages(plain), plain.validate()["val_loss"], weights(plain)
+        plain.train()
+        later = averages(plain)
+    assert not same(expected, live)
+    whole, parts = str(tmp_path / "whole.pt"), str(tmp_path / "parts")
+    with trainer(2, 6, callbacks=monitors, parallel="fsdp") as two:
+        assert two.train()["grad_norm"] == pytest.approx(measured["grad_norm"], rel=1e-4)
+        assert same(averages(two), expected)
+        assert two.validate()["val_loss"] == pytest.approx(loss, rel=1e-4)
+        assert same(weights(two), live)
+        two.save(whole)
+        two.save(parts, sharded=True)
+        two.train()
+        two.load(parts, trusted=True)
+        assert same(averages(two), expected)
+        two.train()
+        assert same(averages(two), later)
+    with trainer(1, 12, callbacks=monitors) as plain:
+        for path in (whole, parts):
+            plain.load(path, trusted=True)
+            assert same(averages(plain), expected)
 
 
 def test_compiled_shards_are_saved_in_the_background(alone: Any, tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def _check_parts(operator: TrainingOperator, state: dict[str, Any], *, metadata_
         check_optimizer(number, optimizer, saved, v1="format" not in state, metadata_only=metadata_only)
     for number, (scheduler, saved) in enumerate(zip(parts.schedulers, state.get("schedulers") or [], strict=True)):
         check_scheduler(number, scheduler, saved)
+    if parts.averages.on:
+        _check_averages(parts.models, state.get("averages"), metadata_only=metadata_only)
     precision = operator._precision
     scaler = scaler_of(state, precision.key)
     if precision.key and scaler:
@@ -90,6 +92,20 @@ def _check_model(number: int, mine: dict[str, Any], saved: Any, *, metadata_only
         for each in versions.values()
     ):
         raise CheckpointError(f"model {number}: the versions of its modules are not what torch writes")
+
+
+def _check_averages(models: list[Any], saved: Any, *, metadata_only: bool) -> None:
+    if saved is None:  # written without the callback EMA
+        return
+    if not isinstance(saved, list) or len(saved) != len(models) or not all(isinstance(each, Mapping) for each in saved):
+        raise CheckpointError(f"the checkpoint's averaged weights are not those of {len(models)} models")
+    for number, (model, averages) in enumerate(zip(models, saved, strict=True)):
+        mine = dict(model.named_parameters())
+        unknown = sorted(map(str, averages.keys() - mine.keys()))
+        if unknown:
+            raise CheckpointError(f"model {number} has no weights {unknown[:4]}, whose averages the checkpoint has")
+        for name, value in averages.items():
+            _check_tensor(f"the average of model {number}: {name}", mine[name], value, metadata_only=metadata_only)
 
 
 def _check_tensor(where: str, mine: torch.Tensor, saved: Any, *, metadata_only: bool) -> None:

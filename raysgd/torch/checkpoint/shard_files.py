@@ -32,7 +32,7 @@ OUTLINE, INDEX, MANIFEST = "outline.pt", ".metadata", "raysgd.json"
 FORMAT, VERSION = "raysgd-torch-sharded", 1
 LARGEST_MANIFEST = 64 << 20
 TENSOR = "__tensor__"
-PARTS = ("models", "optimizers")
+PARTS = ("models", "optimizers", "averages")
 INCOMPLETE = "not a complete sharded checkpoint"
 Files = dict[str, FileEntry]
 
@@ -144,7 +144,7 @@ def write(folder: str, state: dict[str, Any]) -> Files:
         tensors[key] = value
         return {TENSOR: key}
 
-    outline = {**state, **{part: _mapped(state[part], part, take_out) for part in PARTS}}
+    outline = {**state, **{part: _mapped(state[part], part, take_out) for part in PARTS if part in state}}
     _write_tensors(tensors, folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
     written = {name for name in os.listdir(path) if name.startswith(f"__{rank}_")}
@@ -192,7 +192,7 @@ def read_outline(folder: str) -> dict[str, Any]:
         used.add(key)
         return torch.empty(index[key].size, dtype=index[key].properties.dtype, device="meta")
 
-    state = {**outline, **{part: _filled(outline[part], empty) for part in PARTS}}
+    state = {**outline, **{part: _filled(outline[part], empty) for part in PARTS if part in outline}}
     if used != index.keys():
         raise CheckpointError(f"{INCOMPLETE}: its index has unknown tensors {sorted(index.keys() - used)[:4]}")
     return state
@@ -220,7 +220,7 @@ def read(folder: str, operator: TrainingOperator) -> dict[str, Any]:
             f"{type(cause).__name__} on rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items())
         ]
         raise CheckpointError(f"the tensors cannot be read: {[*reasons, str(error)][0]}") from error
-    return {**outline, **{part: _filled(outline[part], tensors.__getitem__) for part in PARTS}}
+    return {**outline, **{part: _filled(outline[part], tensors.__getitem__) for part in PARTS if part in outline}}
 
 
 def _outline(folder: str) -> dict[str, Any]:
@@ -247,7 +247,8 @@ def _owners(outline: dict[str, Any], operator: TrainingOperator) -> dict[str, An
     """Return, for each key, the model's tensor, or the parameter that the optimizer's tensor belongs to."""
     owners: dict[str, Any] = {}
     for number, model in enumerate(operator._parts.models):
-        owners |= {f"models/{number}/{name}": value for name, value in model.state_dict().items()}
+        for part in ("models", "averages"):
+            owners |= {f"{part}/{number}/{name}": value for name, value in model.state_dict().items()}
     for number, (optimizer, saved) in enumerate(zip(operator._parts.optimizers, outline["optimizers"], strict=True)):
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         keys = [each for group in saved["param_groups"] for each in group["params"]]

@@ -61,12 +61,14 @@ def gather(operator: TrainingOperator) -> dict[str, Any]:
     scaler = precision.state()
     if scaler is not None:
         state[precision.key] = scaler
+    if parts.averages.on:
+        state["averages"] = parts.averages.state()
     return state
 
 
 def unchanging(state: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
     """Return a replica's state that training does not change. What was gathered from shards is a copy already."""
-    own = {"models", "optimizers"} if in_shards else set()
+    own = {"models", "optimizers", "averages"} if in_shards else set()
     return {name: value if name in own else copied(value) for name, value in state.items()}
 
 
@@ -168,6 +170,7 @@ def restore(operator: TrainingOperator, state: dict[str, Any]) -> None:
     scaler = scaler_of(state, precision.key)
     if precision.key and scaler:
         precision.load(scaler)
+    parts.averages.load(state.get("averages"))
     operator.global_step = state.get("global_step", operator.global_step)
     operator.load_state_dict(state.get("operator"))
 

@@ -90,6 +90,7 @@ def _steps_to_undo(replica: TorchReplica) -> ExitStack:
         for source in random_sources(parts.train_loader):
             steps.callback(source.set_state, source.get_state())
     keep(operator)
+    steps.callback(_refill, vars(parts.averages), dict(vars(parts.averages)))
     scaler = states.copied(precision.state())
     if scaler:
         steps.callback(precision.load, scaler)

@@ -84,6 +84,7 @@ class FitRun:
         begin = functools.partial(job.begin, executor, record.log_dir, manager, trial)
         run = Run(
             trainer=self._trainer,
+            functions=True,
             name=function_name(job.function),
             num_workers=executor.world_size,
             config=job.config,

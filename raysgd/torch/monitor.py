@@ -1,0 +1,84 @@
+"""What a worker measures for callbacks in each optimizer step: learning rates and gradient norms. Worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.core.meters import AverageMeterCollection
+from raysgd.core.metrics import SECONDS
+from raysgd.errors import ConfigError
+from raysgd.torch.foreign import exposed_communication_s, measure_communication
+
+__all__ = ["Monitor"]
+
+
+class Monitor:
+    """Owns the measurements of one part of a call of `train`. `measures` are those that callbacks want (`Measure`)."""
+
+    def __init__(self, measures: frozenset[str] = frozenset()) -> None:
+        self._measures = measures
+        self.needs_gradients = "grad_norm" in measures
+        self._optimizers: list[Any] = []
+        self.begin([])
+
+    def begin(self, wrapped: Sequence[Any]) -> None:
+        """Forget what was measured, because a part of a call begins. Let DDP measure."""
+        self._meter = AverageMeterCollection()
+        self._communication: float | None = None
+        for each in self._measured_wrappers(wrapped):
+            measure_communication(each)
+
+    def watch(self, optimizers: Sequence[Any], *, clips_itself: bool) -> None:
+        """Measure the steps of these optimizers. `clips_itself` is whether the operator clips the gradients itself."""
+        if clips_itself and self.needs_gradients:
+            raise ConfigError(
+                "GradientNormMonitor cannot see the gradients of a LightningModule before they are clipped: log "
+                "lightning.pytorch.utilities.grad_norm(self, 2) in its on_before_optimizer_step"
+            )
+        self._optimizers = list(optimizers)
+        for optimizer in self._optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):
+                optimizer.register_step_post_hook(self._stepped)
+            elif self._measures - {"seconds"}:
+                raise ConfigError(
+                    f"LearningRateMonitor and GradientNormMonitor follow the steps of torch optimizers, got a "
+                    f"{type(optimizer).__name__}, which has no register_step_post_hook: leave them out"
+                )
+
+    def see_gradients(self, optimizer: Any, parameters: Sequence[torch.Tensor], *, skips: bool) -> None:
+        """Measure the norm of the gradients, as they are before they are clipped. With `skips`, a step with gradients that are
+        not finite will be skipped."""
+        norm: Any = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if skips and not torch.isfinite(norm):
+            return
+        number = f"_{self._optimizers.index(optimizer)}" if len(self._optimizers) > 1 else ""
+        self._meter.update({f"grad_norm{number}": norm})
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if "lr" not in self._measures:
+            return
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        for number, group in enumerate(groups):
+            if any(group is own for own in optimizer.param_groups):
+                self._meter.update({f"lr_{number}" if len(groups) > 1 else "lr": group["lr"]})
+
+    def batch_done(self, wrapped: Sequence[Any]) -> None:
+        """Add the time that DDP measured in its newest step."""
+        for each in self._measured_wrappers(wrapped):
+            self._communication = (self._communication or 0.0) + exposed_communication_s(each)
+
+    def _measured_wrappers(self, wrapped: Sequence[Any]) -> list[DistributedDataParallel]:
+        return [each for each in wrapped if isinstance(each, DistributedDataParallel) and "seconds" in self._measures]
+
+    def measured(self) -> dict[str, Any]:
+        """Return the metrics of this part of the call, and the seconds of communication if they are known."""
+        found = self._meter.summary()
+        values = {
+            name: value for name, value in found.items() if name.removeprefix("last_").startswith(("lr", "grad_norm"))
+        }
+        return values | ({} if self._communication is None else {SECONDS["communication"]: self._communication})
