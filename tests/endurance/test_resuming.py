@@ -74,8 +74,9 @@ def finished(folder: str, every: str, epochs: int) -> tuple[str, list[str]]:
 def killed_again_and_again(folder: str, elsewhere: str, every: str, *, kills: int, epochs: int) -> None:
     _, expected = finished(elsewhere, every, epochs)
     chance = random.Random(every)
+    # An epoch has 20 batches: so some kills come in the first one after the start, others while a checkpoint is written.
     resumed = [
-        Script(folder, every, epochs).kill(chance.randint(8, 30), chance.uniform(0.0, 0.2)) for _ in range(kills)
+        Script(folder, every, epochs).kill(chance.randint(8, 60), chance.uniform(0.0, 0.2)) for _ in range(kills)
     ]
     last, found = finished(folder, every, epochs)
     assert found == expected, (resumed, last)
@@ -83,7 +84,7 @@ def killed_again_and_again(folder: str, elsewhere: str, every: str, *, kills: in
 
 
 def test_three_kills(ray_cluster: None, tmp_path: Path) -> None:
-    killed_again_and_again(f"{tmp_path}/killed", f"{tmp_path}/undisturbed", "7", kills=3, epochs=8)
+    killed_again_and_again(f"{tmp_path}/killed", f"{tmp_path}/undisturbed", "7", kills=3, epochs=10)
 
 
 @pytest.mark.soak
