@@ -33,7 +33,7 @@ from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.gcs import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.processes import LocalProcess, end_all
 from raysgd.workers.serialization import pack
-from raysgd.workers.user_code import pack_modules, user_folders
+from raysgd.workers.user_code import UserCode, pack_modules, user_folders
 
 __all__ = ["RayGroup"]
 
@@ -81,7 +81,7 @@ class RayGroup:
         self._here = ray.get_runtime_context().get_node_id()
         self._actor_class = ray.remote(WorkerActor)
         self._folders = user_folders(ray.get_runtime_context().runtime_env)
-        self._code: Any = None  # the modules in these folders, once a worker on another machine needs them
+        self._code: UserCode | None = None  # the modules in these folders, once a worker on another machine needs them
         self._dealers: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
         self._mark = uuid.uuid4().hex[:8]  # for unique names of actors
@@ -213,15 +213,13 @@ class RayGroup:
 
     def _provide_modules(self, worker: str, handle: _Handle) -> None:
         """Let a new worker import the user's modules. It does that before its first call, because calls have an order."""
-        import ray
-
         if not self._folders:
             return
         if handle.node == self._here:
             sent = handle.actor.add_to_path.remote([str(folder) for folder in self._folders])
         else:
-            self._code = self._code or ray.put(pack_modules(self._folders))
-            sent = handle.actor.install.remote(self._code)
+            self._code = self._code or pack_modules(self._folders)
+            sent = handle.actor.install.remote(self._code)  # for each worker: a shared object could be lost with a node
         sent.future().add_done_callback(partial(self._up, worker))
 
     # -- data -----------------------------------------------------------------------------------------

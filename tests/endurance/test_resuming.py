@@ -80,7 +80,7 @@ def killed_again_and_again(folder: str, elsewhere: str, every: str, *, kills: in
     ]
     last, found = finished(folder, every, epochs)
     assert found == expected, (resumed, last)
-    assert len({*resumed, last}) > 2, "it has resumed from several checkpoints"
+    assert len({*resumed, last}) > 1 + kills // 5, "it has resumed from several checkpoints"
 
 
 def test_three_kills(ray_cluster: None, tmp_path: Path) -> None:

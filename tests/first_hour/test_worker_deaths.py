@@ -142,7 +142,7 @@ def test_what_happens_next_is_logged(reason: str, says: str, caplog: pytest.LogC
 def test_waiting_for_new_workers_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """All workers failed, and four are starting: every look at them was a line of the log."""
     group = SimpleNamespace(demand=lambda count: f"{count} CPU (0 free)", room=lambda: 0)
-    parts: Any = SimpleNamespace(group=group, clock=lambda: 0.0, pump=lambda seconds: 0)
+    parts: Any = SimpleNamespace(group=group, clock=lambda: 0.0, pump=lambda seconds: 0, on_wait=lambda what: None)
     loop = RecoveryLoop(parts, parts, parts, parts, parts, elastic=ElasticConfig(), in_place=True, jitter=lambda: 0.0)
     seen: Any = SimpleNamespace(survivors=0, starting=4, ready=0, free=0)
     case = _Case(parts, parts, Progress(), 4, 0.0)

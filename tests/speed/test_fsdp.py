@@ -98,7 +98,7 @@ def test_from_two_workers_to_three_and_back(alone: Any, tmp_path: Path, monkeypa
         assert result["num_samples"] == 13 and result["val_loss"] == pytest.approx(loss, rel=1e-4)
         is_shared(two)
         two.save(whole)
-        assert two.save(parts, sharded=True) == parts
+        assert two.save(parts, sharded=True) == str(tmp_path / parts)
         two.save(parts, sharded=True)  # replaces the old one
         assert sorted(path.name for path in tmp_path.iterdir()) == ["failed", "parts", "whole.pt"]
     loads_with_other_numbers_of_workers(whole, parts, expected, later)

@@ -64,7 +64,7 @@ def test_config(trainer: Trainer) -> None:
         (lambda: 0, {"config": 5}, "config must be a dict"),
         (lambda: 0, {"checkpoint": "/no/such/file"}, "no checkpoint at /no/such/file"),
         (lambda: 0, {"checkpoint": 5}, "checkpoint must be a dict"),
-        (lambda: 0, {"checkpoint_strategy": 5}, "must be a CheckpointStrategy"),
+        (lambda: 0, {"checkpoint_strategy": 5}, "must be a raysgd.train.CheckpointStrategy"),
     ],
 )
 def test_invalid_arguments_are_refused(trainer: Trainer, function: Any, given: dict[str, Any], message: str) -> None:
