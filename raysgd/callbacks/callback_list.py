@@ -66,7 +66,9 @@ class CallbackList:
         """Answer the questions of the callbacks. `ask` calls a function on the workers."""
         for callback in self._all:
             if callback.asks is not None:
-                self._call("on_answer", ask(callback.asks), of=[callback])
+                asks: Any = callback.asks  # a function that is an attribute of the class is asked without `self`
+                asks = asks.__func__ if getattr(asks, "__self__", None) is callback else asks
+                self._call("on_answer", ask(asks), of=[callback])
 
     def wait(self, what: str) -> None:
         self._call("on_wait", what)

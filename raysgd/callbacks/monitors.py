@@ -104,7 +104,7 @@ class Throughput(Callback):
         samples = [row.get("num_samples") for row in result.by_worker] if result.kind == "report" else []
         samples = samples or [result.metrics.get("num_samples")]
         counted = [each for each in samples if isinstance(each, (int, float))]
-        if result.kind == "validate" or not counted or not result.seconds:
+        if result.kind in ("validate", "test") or not counted or len(counted) < len(samples) or not result.seconds:
             return {}
         return {"samples_per_second": sum(counted) / result.seconds}
 

@@ -279,7 +279,7 @@ def leave_within_s(deadline_s: float | None) -> float:
 
 
 def is_time_to_leave(*, missing: int, ready: int, starting: int, left_s: float, grows: bool) -> bool:
-    """Return whether preempted workers leave at the next batch boundary, or wait there for their replacements. They
-    must have left in `left_s`, and `missing` counts their places. `grows` is whether replacements may join during a
-    call."""
+    """Return whether a preempted worker leaves at the next batch boundary, or waits there for its replacement. It must
+    have left in `left_s`; `missing` counts the places of all that are preempted. `grows` is whether replacements may join
+    during a call."""
     return not grows or ready >= missing or starting == 0 or left_s <= 0

@@ -22,11 +22,14 @@ __all__ = ["Membership"]
 
 @dataclass(frozen=True)
 class Leaver:
-    """Why a member is to leave, when its machine will be stopped (None: unknown), and when it must have left."""
+    """Why a member is to leave, when its machine will be stopped (None: unknown), when it must have left, and what has
+    announced that: its SIGTERM, or Ray, which drains its node."""
 
     reason: str
     deadline: float | None = None
     leave_by: float = -math.inf
+    sigterm: bool = False
+    drained: bool = False
 
 
 class Membership:
@@ -94,25 +97,41 @@ class Membership:
         members = self._table.members()
         self._leaving = {worker: leaver for worker, leaver in self._leaving.items() if worker in members}
         draining = self._table.group.draining()
-        for info in (self._table[worker] for worker in members if worker not in self._leaving):
-            if info.notice or info.node in draining:
-                left_s, now = draining.get(info.node), self._table.clock()
-                deadline = None if left_s is None else now + left_s
-                self._leaving[info.worker] = Leaver("preemption", deadline, now + leave_within_s(left_s))
-                self._replacements.look_at_once()
+        for info in map(self._table.__getitem__, members):
+            known, sigterm, drained = self._leaving.get(info.worker), info.notice, info.node in draining
+            if not (sigterm or drained):
+                continue
+            if known is not None and (known.reason == "shrink" or (known.sigterm, known.drained) == (sigterm, drained)):
+                continue
+            left_s, now = draining.get(info.node), self._table.clock()
+            # SIGTERM on a machine that Ray was already draining says that less time is left than Ray has announced.
+            ends_now = sigterm and known is not None and not known.sigterm
+            leave_by = now + leave_within_s(None if ends_now else left_s)
+            self._leaving[info.worker] = Leaver(
+                "preemption",
+                None if left_s is None else now + left_s,
+                leave_by if known is None else min(leave_by, known.leave_by),
+                sigterm,
+                drained,
+            )
+            self._replacements.look_at_once()
         self._replacements.dismiss_preempted(draining)
 
     def _has_change(self, *, joins: bool) -> bool:
-        return bool(self._untold()) or (self._is_time_to_leave() if self._leaving else joins)
+        return bool(self._untold()) or (bool(self._leaving_now()) if self._leaving else joins)
 
-    def _is_time_to_leave(self) -> bool:
-        return is_time_to_leave(
-            missing=self.missing,
-            ready=self._replacements.ready,
-            starting=self._replacements.starting,
-            left_s=min(leaver.leave_by for leaver in self._leaving.values()) - self._table.clock(),
-            grows=self._elastic.grow is True,
-        )
+    def _leaving_now(self) -> dict[str, Leaver]:
+        """Return those that leave at the next boundary: all of them, or those whose time is up, while the others wait for
+        their replacements. A backend that needs new processes changes all at once."""
+        now, grows = self._table.clock(), self._elastic.grow is True
+        missing, ready, starting = self.missing, self._replacements.ready, self._replacements.starting
+
+        def leaves(each: Leaver) -> bool:
+            left_s = each.leave_by - now
+            return is_time_to_leave(missing=missing, ready=ready, starting=starting, left_s=left_s, grows=grows)
+
+        now_leaving = {worker: leaver for worker, leaver in self._leaving.items() if leaves(leaver)}
+        return self._leaving if now_leaving and not self._in_place else now_leaving
 
     def _untold(self) -> list[str]:
         """Return the preempted members whose operators do not know it yet."""
@@ -189,9 +208,10 @@ class Membership:
         untold, failed = self._untold(), "workers left, or failed, in a planned change"
         if untold and not self._tell(untold):
             return Observation("broken", reason="preemption", detail=failed)
-        if not self._is_time_to_leave() if self._leaving else min(self.missing, self._replacements.ready) <= 0:
+        leaving = self._leaving_now()
+        if not leaving if self._leaving else min(self.missing, self._replacements.ready) <= 0:
             return Observation("done")  # the leavers' replacements are not ready yet, or those that were have failed
-        leaving, self._leaving = self._leaving, {}
+        self._leaving = {worker: leaver for worker, leaver in self._leaving.items() if worker not in leaving}
         if not self._in_place:
             reason = next((leaver.reason for leaver in leaving.values()), "growth")
             detail = "a planned change of members: this backend needs new processes for it"

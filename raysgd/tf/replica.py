@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,16 @@ class TFReplica(ReplicaBase):
     def _restore_random_state(self, state: dict[str, Any]) -> None:
         states.restore_random(state)
 
+    @contextmanager
+    def _keeping_random_state(self) -> Iterator[None]:
+        layers = seed_states(self.operator._parts.models) if self._seed is not None else []
+        kept = [as_tensor(state).numpy() for state in layers]
+        try:
+            with super()._keeping_random_state():
+                yield
+        finally:
+            assign(layers, kept)
+
     # -- results --------------------------------------------------------------------------------------
 
     def partial(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -136,20 +147,21 @@ class TFReplica(ReplicaBase):
         """Return this rank's outputs, each with the place of its batch in the data."""
         control, outputs = self._control, []
         source = SharedSource(batches, Position(epoch=1), pad=False)
-        for number, drawn in enumerate(source.batches(self._rank_info, 0)):
-            if control.interrupted:
-                return Interrupted(None, "a peer failed", self.progress)
-            batch = tf.nest.map_structure(tf.convert_to_tensor, drawn.batch)
-            output = self.operator.predict_batch(batch, {"batch_idx": number})
-            found = tf.nest.map_structure(np.asarray, output)
-            if any(leaf.shape[:1] != (rows_in(batch),) for leaf in tf.nest.flatten(found)):
-                raise TypeError(
-                    "predict_batch must return a tensor with a row for each sample, or a list, tuple or dict of such tensors, "
-                    f"got {shown(output)} for {rows_in(batch)} samples"
-                )
-            outputs.append((drawn.offset, found))
-            if control.due():
-                control.report(replace(self.progress, batches=number + 1))
+        with self._keeping_random_state():
+            for number, drawn in enumerate(source.batches(self._rank_info, 0)):
+                if control.interrupted:
+                    return Interrupted(None, "a peer failed", self.progress)
+                batch = tf.nest.map_structure(tf.convert_to_tensor, drawn.batch)
+                output = self.operator.predict_batch(batch, {"batch_idx": number})
+                found = tf.nest.map_structure(np.asarray, output)
+                if any(leaf.shape[:1] != (rows_in(batch),) for leaf in tf.nest.flatten(found)):
+                    raise TypeError(
+                        "predict_batch must return a tensor with a row for each sample, or a list, tuple or dict of such "
+                        f"tensors, got {shown(output)} for {rows_in(batch)} samples"
+                    )
+                outputs.append((drawn.offset, found))
+                if control.due():
+                    control.report(replace(self.progress, batches=number + 1))
         return outputs
 
     def check(self, data: Any) -> Refusal | None:

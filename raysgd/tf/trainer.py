@@ -336,6 +336,6 @@ def _check_on_workers(wanted: list[Any]) -> None:
     """Raise ConfigError for callbacks that need PyTorch on the workers."""
     if any(each != Throughput.on_workers for each in wanted):
         raise ConfigError(
-            "EMA, LearningRateMonitor, GradientNormMonitor and TorchProfilerCallback follow the steps of PyTorch, and cannot "
-            "profile TensorFlow: pass them to a TorchTrainer only. Keras optimizers have use_ema=True"
+            "EMA, LearningRateMonitor, GradientNormMonitor and TorchProfilerCallback work with PyTorch only: pass "
+            "them to a TorchTrainer. Keras optimizers have use_ema=True"
         )

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from raysgd.errors import ConfigError
+from raysgd.torch.foreign import was_skipped
 from raysgd.torch.fsdp import placed
 
 __all__ = ["Averages"]
@@ -48,6 +49,8 @@ class Averages:
 
     @torch.no_grad()
     def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if was_skipped(optimizer):
+            return
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known = [parameter for parameter in stepped if parameter in self._averages]
         if known and self._update is not None:

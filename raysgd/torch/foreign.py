@@ -39,6 +39,7 @@ __all__ = [
     "processes_of",
     "run_after_backward",
     "set_collective_limit",
+    "was_skipped",
     "worker_info",
     "worker_info_seen_as",
 ]
@@ -195,6 +196,13 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply all tensors in place, with one kernel on a GPU."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
+
+
+def was_skipped(optimizer: Any) -> bool:
+    """Return whether a fused optimizer has skipped its step inside its kernel, because of fp16's infinite gradients. (A
+    GradScaler does not call others then.)"""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
 
 
 def measure_communication(wrapper: Any) -> None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.metrics import SECONDS
 from raysgd.errors import ConfigError
-from raysgd.torch.foreign import exposed_communication_s, measure_communication
+from raysgd.torch.foreign import exposed_communication_s, measure_communication, was_skipped
 
 __all__ = ["Monitor"]
 
@@ -60,7 +60,7 @@ class Monitor:
         self._meter.update({f"grad_norm{number}": norm})
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
-        if "lr" not in self._measures:
+        if "lr" not in self._measures or was_skipped(optimizer):
             return
         groups = [group for each in self._optimizers for group in each.param_groups]
         for number, group in enumerate(groups):

@@ -256,7 +256,12 @@ class TorchTrainer(TrainerBase):
         """Return an operator in this process with the current state; with one inline worker, the one that trains."""
         operator: TrainingOperator | None = self._inline_operator()
         if operator is None:
-            settings = TorchSettings(scheduler_step_freq=self._factory.settings.scheduler_step_freq)
+            own = self._factory.settings
+            settings = TorchSettings(  # what an operator's setup can see
+                scheduler_step_freq=own.scheduler_step_freq,
+                num_workers=own.num_workers,
+                options=TrainingOptions(accumulate=own.options.accumulate),
+            )
             operator = self._factory.operator_cls(dict(self._factory.config), settings=settings)
             states.restore(operator, self.state_dict())
         return operator

@@ -149,7 +149,8 @@ class EpochLoops:
     def _score(self, rows_before: int, name: str | None) -> float | None:
         """Return the newest value of a metric that was measured in this body. Raise an error if a validation did not measure
         it."""
-        rows = self._history[rows_before:]
+        own = name is not None and name.startswith("test_")  # or else a test does not choose the model
+        rows = [row for row in self._history[rows_before:] if own or row["kind"] != "test"]
         found = [row[name] for row in rows if isinstance(row.get(name), (int, float))] if name is not None else []
         if found or name is None:
             return float(found[-1]) if found else None

@@ -185,6 +185,12 @@ class OperatorBase:
                 "called: pass total_steps(epochs=...), for example a number in the trainer's config"
             )
         at_least("epochs", epochs, 0, whole=True)
+        if self._batches_per_step > 1 and getattr(self, "scheduler_step_freq", None) == "batch":
+            raise ConfigError(
+                "total_steps() counts optimizer steps, but with scheduler_step_freq='batch' the schedulers step after each of "
+                f"the {self._batches_per_step} batches of an optimizer step: pass scheduler_step_freq='manual', and step them "
+                "yourself, once for each optimizer step"
+            )
         if num_steps is not None:
             at_least("num_steps", num_steps, 1, whole=True)
         batches = self._batches_per_epoch()

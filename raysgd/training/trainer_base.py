@@ -312,7 +312,7 @@ class TrainerBase(ABC):
 
     @property
     def history(self) -> History:
-        """Return the results of all calls of `train` and `validate` so far, as a table."""
+        """Return the results of all calls of `train`, `validate` and `test` so far, as a table."""
         return self._calls.history
 
     @property

@@ -22,7 +22,6 @@ from raysgd.errors import described
 from raysgd.storage.durable import own_folder
 from raysgd.workers.blob import unpickled
 from raysgd.workers.control_client import ControlClient
-from raysgd.workers.foreign import logs_folder
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.user_code import UserCode, add_to_path, install
 
@@ -52,12 +51,12 @@ class WorkerActor:
 
     def install(self, code: UserCode) -> None:
         """Let this process import the user's modules, which this machine may not have."""
-        logs = logs_folder()
-        install(code, Path(tempfile.gettempdir() if logs is None else logs.parent) / f"raysgd-code-{os.getuid()}")
+        # Not in Ray's session folder, in which every user may rename other users' folders.
+        install(code, Path(tempfile.gettempdir()) / f"raysgd-code-{os.getuid()}")
 
-    def add_to_path(self, folders: list[str]) -> None:
+    def add_to_path(self, folders: list[str], first: int) -> None:
         """Let this process import modules from folders of this machine."""
-        add_to_path(folders)
+        add_to_path(folders, first)
 
     def perform(self, call: int, generation: int, verb: str, arguments: dict[str, Any]) -> Outcome:
         import ray

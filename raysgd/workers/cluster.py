@@ -131,7 +131,7 @@ def _join(address: str, found: bool) -> None:
 
 
 def _not_joined(address: str, found: bool, why: str) -> str:
-    source = "found on this machine" if found else "that RAY_ADDRESS names"
+    source = "found on this machine" if found else "which RAY_ADDRESS names"
     own = "set the environment variable RAY_ADDRESS=local to start a cluster of your own for this script"
     stale = ". If that cluster no longer exists, `ray stop` removes its address" if found else ""
     return f"joining the Ray cluster at {address}, {source}, {why}. Correct that, or {own}{stale}"

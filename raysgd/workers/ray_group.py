@@ -80,7 +80,7 @@ class RayGroup:
         self._ready: list[Event] = []
         self._here = ray.get_runtime_context().get_node_id()
         self._actor_class = ray.remote(WorkerActor)
-        self._folders = user_folders(ray.get_runtime_context().runtime_env)
+        self._folders, self._first = user_folders(ray.get_runtime_context().runtime_env)
         self._code: UserCode | None = None  # the modules in these folders, once a worker on another machine needs them
         self._dealers: dict[str, Any] = {}
         self._given: dict[str, Any] = {}
@@ -216,9 +216,9 @@ class RayGroup:
         if not self._folders:
             return
         if handle.node == self._here:
-            sent = handle.actor.add_to_path.remote([str(folder) for folder in self._folders])
+            sent = handle.actor.add_to_path.remote([str(folder) for folder in self._folders], self._first)
         else:
-            self._code = self._code or pack_modules(self._folders)
+            self._code = self._code or pack_modules(self._folders, self._first)
             sent = handle.actor.install.remote(self._code)  # for each worker: a shared object could be lost with a node
         sent.future().add_done_callback(partial(self._up, worker))
 

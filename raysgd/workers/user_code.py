@@ -12,7 +12,7 @@ import sys
 import tempfile
 import zipfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from pathlib import Path
@@ -34,43 +34,51 @@ HIDDEN = (".", "__pycache__")
 class UserCode:
     """The modules of some folders as a zip archive, in which each folder has its number as its name.
 
+    first       how many of the folders come before installed packages in `sys.path`
     left_out    what was not packed because of a limit, with the reason
     """
 
     data: bytes
     folders: int
-    modules: int
+    first: int
+    modules: int = 0
     left_out: list[str] = field(default_factory=list)
 
 
-def user_folders(runtime_env: Mapping[str, Any]) -> list[Path]:
-    """Return the folders of `sys.path` that hold the user's modules: those of the script, the notebook, PYTHONPATH and
-    packages that are being developed. There are none if the job has a `working_dir` or `py_modules`, because Ray
-    sends these to all workers."""
+def user_folders(runtime_env: Mapping[str, Any]) -> tuple[list[Path], int]:
+    """Return the folders of `sys.path` that hold the user's modules, and how many of them come before installed packages:
+    those of the script, the notebook and PYTHONPATH, and then packages that are being developed. There are none if the
+    job has a `working_dir` or `py_modules`, because Ray sends these to all workers."""
     if runtime_env.get("working_dir") or runtime_env.get("py_modules"):
-        return []
-    found = dict.fromkeys(Path(entry or ".").resolve() for entry in sys.path)
-    return [folder for folder in found if folder.is_dir() and not is_installed(str(folder))]
+        return [], 0
+    found = list(dict.fromkeys(Path(entry or ".").resolve() for entry in sys.path))
+    installed = [is_installed(str(folder)) for folder in found]
+    first = installed.index(True) if True in installed else len(found)
+    own = [folder for folder, other in zip(found, installed, strict=True) if folder.is_dir() and not other]
+    return own, sum(folder in own for folder in found[:first])
 
 
-def pack_modules(folders: Sequence[Path]) -> UserCode:
+def pack_modules(folders: Sequence[Path], first: int) -> UserCode:
     """Pack the modules of these folders, those near the top first. Log what the limits leave out."""
-    buffer, size, code = io.BytesIO(), 0, UserCode(b"", len(folders), 0)
+    buffer, size, code = io.BytesIO(), 0, UserCode(b"", len(folders), first)
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for number, folder in enumerate(folders):
             for file in _modules(folder, code.left_out):
                 try:
-                    content = file.read_bytes()
-                except OSError as error:
-                    code.left_out.append(f"{file} ({error.strerror})")
+                    name = f"{number}/{file.relative_to(folder)}"
+                    name.encode()
+                    length = file.stat().st_size
+                    content = file.read_bytes() if size + length <= MOST_BYTES else b""
+                except (OSError, UnicodeEncodeError) as error:
+                    code.left_out.append(f"{str(file)!a} ({error})")
                     continue
-                if size + len(content) > MOST_BYTES:
-                    code.left_out.append(f"{file} ({len(content) / 1e6:.1f} MB)")
+                if size + max(length, len(content)) > MOST_BYTES:
+                    code.left_out.append(f"{file} ({length / 1e6:.1f} MB)")
                     continue
                 size += len(content)
                 code.modules += 1
                 # With a constant time, the same modules always give the same bytes.
-                archive.writestr(zipfile.ZipInfo(f"{number}/{file.relative_to(folder)}"), content, zipfile.ZIP_DEFLATED)
+                archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
     code.data = buffer.getvalue()
     names = ", ".join(map(str, folders))
     if code.left_out:
@@ -105,14 +113,17 @@ def _modules(root: Path, left_out: list[str]) -> Iterator[Path]:
             continue
         for entry in content:
             path = Path(entry.path)
-            if entry.is_file() and entry.name.endswith((*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES)):
-                yield path
-            elif _is_importable(entry) and (real := os.path.realpath(path)) not in seen and not is_installed(real):
-                seen.add(real)
-                if entry.stat().st_dev == device:
-                    waiting.append(path)
-                else:
-                    left_out.append(f"{path}/ (another file system)")
+            try:
+                if entry.is_file() and entry.name.endswith((*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES)):
+                    yield path
+                elif _is_importable(entry) and (real := os.path.realpath(path)) not in seen and not is_installed(real):
+                    seen.add(real)
+                    if entry.stat().st_dev == device:
+                        waiting.append(path)
+                    else:
+                        left_out.append(f"{path}/ (another file system)")
+            except (OSError, RuntimeError) as error:  # before Python 3.13, a link to itself is a RuntimeError
+                left_out.append(f"{path} ({error})")
 
 
 def _is_importable(entry: os.DirEntry[str]) -> bool:
@@ -143,10 +154,12 @@ def install(code: UserCode, parent: Path) -> None:
                 raise
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    add_to_path(str(folder / str(number)) for number in range(code.folders))
+    add_to_path([str(folder / str(number)) for number in range(code.folders)], code.first)
 
 
-def add_to_path(folders: Iterable[str]) -> None:
-    """Put these folders in front of this process's `sys.path`, in this order, unless they are in it."""
-    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+def add_to_path(folders: Sequence[str], first: int) -> None:
+    """Add these folders to this process's `sys.path`, unless they are in it: the first ones before all others, and the
+    rest after them."""
+    sys.path[:0] = [folder for folder in folders[:first] if folder not in sys.path]
+    sys.path += [folder for folder in folders[first:] if folder not in sys.path]
     importlib.invalidate_caches()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import AutoCheckpoint, CheckpointError, ConfigError, ElasticConfig, TrainingOptions
-from raysgd.callbacks import EMA
+from raysgd.callbacks import EMA, LearningRateMonitor
 from raysgd.torch import TorchTrainer
 from tests.faults import Fault, Ground, LedgerOperator
 from tests.torch.small import Line, inline, operator_of, rows, weights
@@ -255,3 +255,33 @@ def test_survivors_and_replacements_have_the_same_averages(ray_cluster: None, tm
         assert not torch.equal(averaged(ground.trainer), weights(ground.trainer))
     finally:
         ground.trainer.shutdown()
+
+
+class Overflowing(Line):
+    """All steps have infinite gradients, so a GradScaler skips them; a fused optimizer does so within `step`."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup({})
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, fused=config["fused"])
+        self.model, self.optimizer, self.criterion = self.register(
+            models=self.model, optimizers=optimizer, criterion=self.criterion
+        )
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        x, y = batch
+        with self.autocast():
+            loss = self.criterion(self.model(x), y)
+        self.zero_grad()
+        self.backward(loss * float("inf"))
+        self.step()
+        return {"own": 1.0}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_skipped_steps_are_no_steps_of_the_average(fused: bool) -> None:
+    options = TrainingOptions(precision="fp16")
+    callbacks = [EMA(decay=0.5), LearningRateMonitor()]
+    with inline(Overflowing, config={"fused": fused}, options=options, callbacks=callbacks) as trainer:
+        result = trainer.train()
+        assert result["skipped_steps"] == 3 and "lr" not in result
+        assert trainer.state_dict()["averages"] == [{}]

@@ -57,9 +57,9 @@ def path(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_modules_are_packed_and_installed_once(folder: Path, tmp_path: Path, path: list[str]) -> None:
     (folder / "loop").symlink_to(folder, target_is_directory=True)
-    code = pack_modules([folder])
+    code = pack_modules([folder], 1)
     assert (code.modules, code.left_out) == (len(MODULES), [])
-    assert pack_modules([folder]).data == code.data, "the same modules give the same bytes"
+    assert pack_modules([folder], 1).data == code.data, "the same modules give the same bytes"
     place = tmp_path / "node"
     install(code, place)
     (first,) = place.iterdir()
@@ -81,7 +81,7 @@ def test_a_folder_that_others_can_write_to_is_refused(folder: Path, tmp_path: Pa
     place.mkdir()
     place.chmod(0o777)
     with pytest.raises(PermissionError, match=f"other users can write to {place}.*delete that folder"):
-        install(pack_modules([folder]), place)
+        install(pack_modules([folder], 1), place)
 
 
 def test_what_is_too_large_is_left_out_and_logged(
@@ -89,30 +89,47 @@ def test_what_is_too_large_is_left_out_and_logged(
 ) -> None:
     (folder / "large.py").write_text(f"TABLE = '{os.urandom(600_000).hex()}'")
     monkeypatch.setattr(user_code, "MOST_BYTES", 1 << 20)
-    code = pack_modules([folder])
+    code = pack_modules([folder], 1)
     assert code.left_out == [f"{folder / 'large.py'} (1.2 MB)"] and code.modules == len(MODULES)
     assert f"{folder / 'large.py'} (1.2 MB) were left out. At most 1 MB" in caplog.text
     assert "call ray.init(runtime_env={'working_dir': ..., 'excludes': [...]})" in caplog.text
     monkeypatch.setattr(user_code, "MOST_ENTRIES", 5)
-    code = pack_modules([folder])
+    code = pack_modules([folder], 1)
     assert code.modules == 2 and f"{folder / 'pack'}/" in code.left_out, "nothing below the first level"
 
 
 def test_a_job_with_a_working_dir_sends_nothing(path: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path[:0] = [str(folder), str(folder)]
-    assert user_folders({})[0] == folder
-    assert not any("site-packages" in str(each) or each == Path(os.__file__).parent for each in user_folders({}))
+    assert user_folders({})[0][0] == folder
+    assert not any("site-packages" in str(each) or each == Path(os.__file__).parent for each in user_folders({})[0])
     assert user_folders({"env_vars": {"A": "1"}}) == user_folders({}), "a runtime environment without code"
-    assert user_folders({"working_dir": "gcs://_ray_pkg_1.zip"}) == user_folders({"py_modules": ["x"]}) == []
+    assert user_folders({"working_dir": "gcs://_ray_pkg_1.zip"}) == user_folders({"py_modules": ["x"]}) == ([], 0)
     path.insert(0, "")  # a notebook
     monkeypatch.chdir(folder / "pack")
-    assert user_folders({})[0] == folder / "pack"
+    assert user_folders({})[0][0] == folder / "pack"
 
 
 def test_folders_of_this_machine_are_added_in_their_order(path: list[str]) -> None:
     before = list(path)
-    add_to_path(["/one", before[-1], "/two"])
-    assert path == ["/one", "/two", *before]
+    add_to_path(["/one", before[-1], "/two", "/developed"], 3)
+    assert path == ["/one", "/two", *before, "/developed"]
+
+
+def test_packages_that_are_developed_come_after_installed_ones(path: list[str], folder: Path, tmp_path: Path) -> None:
+    developed = tmp_path / "developed"
+    developed.mkdir()
+    path.insert(0, str(folder))
+    path.append(str(developed))  # as `pip install -e` does
+    folders, first = user_folders({})
+    assert folder in folders[:first] and developed in folders[first:]
+
+
+def test_odd_entries_of_a_folder_are_left_out(folder: Path) -> None:
+    (folder / "loop").symlink_to(folder / "loop")
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff.py")).touch()
+    code = pack_modules([folder], 1)
+    assert code.modules == len(MODULES)
+    assert any("ff.py" in each for each in code.left_out)
 
 
 # -- workers that do not have the folder --------------------------------------------------------------
