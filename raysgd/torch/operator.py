@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -29,6 +30,8 @@ from raysgd.torch.settings import TorchSettings
 from raysgd.training.operator_base import OperatorBase
 
 __all__ = ["TrainingOperator"]
+
+logger = logging.getLogger("raysgd")
 
 
 class TrainingOperator(OperatorBase):
@@ -197,6 +200,12 @@ class TrainingOperator(OperatorBase):
             raise ConfigError(
                 "register got schedulers, but the trainer does not say when they step: pass it "
                 "scheduler_step_freq='batch', 'epoch' or 'manual'"
+            )
+        if schedulers is None and self.scheduler_step_freq in ("batch", "epoch") and self.world_rank == 0:
+            logger.warning(
+                "scheduler_step_freq=%r has no effect, because register() got no schedulers: pass it schedulers=..., which are "
+                "then stepped, and saved in checkpoints",
+                self.scheduler_step_freq,
             )
         bare = [model.to(self.device) for model in bare]
         if isinstance(criterion, nn.Module):

@@ -70,7 +70,7 @@ def test_what_the_probe_finds_becomes_advice(
     with pytest.raises(ClusterError) as caught:
         cluster.ensure_cluster()
     assert says in str(caught.value)
-    assert "10.0.0.1:6379, that RAY_ADDRESS names" in str(caught.value)
+    assert "10.0.0.1:6379, which RAY_ADDRESS names" in str(caught.value)
     assert init == []
 
 
