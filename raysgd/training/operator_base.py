@@ -124,7 +124,7 @@ class OperatorBase:
 
     def test_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics of one batch of `trainer.test()`. By default, these are the ones of `validate_batch`; a name that
-        begins with "val_" begins with "test_" in the result."""
+        begins with `val_` begins with `test_` in the result."""
         return self.validate_batch(batch, batch_info)
 
     def state_dict(self) -> Any:

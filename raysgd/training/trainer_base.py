@@ -234,7 +234,7 @@ class TrainerBase(ABC):
     ) -> Metrics | list[Metrics]:
         """Test on one pass over the test data, using every row once, or on its first `num_steps` batches.
 
-        The operator's `test_batch` measures, by default as `validate_batch` does, with "test_" in the names of the metrics.
+        The operator's `test_batch` measures, by default as `validate_batch` does, with `test_` in the names of the metrics.
         The arguments and the result are those of `validate`.
         """
         self._tests += 1
