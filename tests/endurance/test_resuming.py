@@ -45,7 +45,8 @@ class Script:
         """Kill the workers and the script in the middle of training. Return from which checkpoint it had resumed."""
         resumed = self.words("RESUMED")[0]
         workers = self.words("WORKERS")
-        first = now = int(self.words("STEP")[0])
+        # The first line can still say 0, so the place is read from the name of the checkpoint: ...-step000000040.pt
+        first = now = int(resumed.removesuffix(".pt")[-9:]) if resumed != "None" else 0
         while now < first + after_batches:
             now = int(self.words("STEP")[0])
         time.sleep(after_s)
