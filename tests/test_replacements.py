@@ -173,7 +173,7 @@ def spares(room: int, count: int) -> Scenario:
 def test_spares_are_ready_before_they_are_needed_and_are_started_again() -> None:
     scenario = spares(room=3, count=2)
     assert scenario.group.free == 1
-    assert not scenario.replacements.gathered(missing=0), "nobody waits for them"
+    assert not scenario.replacements.gathered(missing=0), "no rank waits for them"
     assert scenario.replacements.gathered(missing=1)
     assert scenario.replacements.take(1) == ["w1"]
     assert scenario.group.dismissed == [], "the other one stays"

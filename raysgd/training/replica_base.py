@@ -251,7 +251,7 @@ class ReplicaBase(ABC):
 
     def test(self, num_steps: int | None, profile: bool, info: dict[str, Any] | None, call: int) -> Any:
         """Test on one pass over the test data, or on its first `num_steps` batches. Each call begins a pass, so the position
-        is no part of the state."""
+        is not part of the state."""
         began = Position(epoch=call - 1)
         began.open_call(call)
         self._test_position.adopt(began.as_dict())

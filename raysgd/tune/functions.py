@@ -133,7 +133,7 @@ class TrialSession(OutsideSession):
 def trial_session() -> TrialSession | None:
     """Return a session if Tune runs a function in this process."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray's, if this is no trial
+        warnings.simplefilter("ignore")  # Ray's, if this is not a trial
         return TrialSession() if tune.get_context().get_trial_id() else None
 
 

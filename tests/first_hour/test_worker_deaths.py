@@ -57,7 +57,7 @@ class Plain:
 
 
 def deaths_shown(capsys: pytest.CaptureFixture[str]) -> list[int]:
-    """Kill a worker of ours and then an actor of the user's. Return the processes in Ray's paragraphs, the latter as 0."""
+    """Kill a worker and then an actor of the user's. Return the processes in Ray's paragraphs, the latter as 0."""
     import ray
 
     actor: Any = ray.remote(Plain).options(num_cpus=1).remote()

@@ -157,17 +157,17 @@ def test_after_a_change_of_the_group_nothing_is_drawn_again_and_the_next_epoch_i
     changed = replica(0, 1)
     changed.run(Call(ReplicaBase.train, {"call": 1, "num_steps": 2, "profile": False, "info": None}))
     before = torch.cat(changed.operator.seen)  # type: ignore[attr-defined]
-    newcomer = replica(0, 1)
-    newcomer.load(changed.state())
+    joining = replica(0, 1)
+    joining.load(changed.state())
     found = []
-    for each in (changed, newcomer):  # in one process, so one after the other
+    for each in (changed, joining):  # in one process, so one after the other
         each.joined(RankInfo(generation=2))
         found.append(epoch(each, 2))
     rest, own = found
     assert torch.equal(before, first[:6]) and rest[:, 0].tolist() == first[6:, 0].tolist()
     assert not set(first[:, 1:4].flatten().tolist()) & set(rest[:, 1:4].flatten().tolist())
     assert torch.equal(own, rest)
-    assert torch.equal(epoch(changed, 3), second) and torch.equal(epoch(newcomer, 3), second)
+    assert torch.equal(epoch(changed, 3), second) and torch.equal(epoch(joining, 3), second)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True, "7"])
