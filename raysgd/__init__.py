@@ -70,7 +70,7 @@ _HOMES = {
 }
 
 if not any(isinstance(finder, OldModules) for finder in sys.meta_path):
-    sys.meta_path.append(OldModules())
+    sys.meta_path.append(OldModules("raysgd.compat"))
 
 
 def __getattr__(name: str) -> Any:

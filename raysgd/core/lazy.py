@@ -38,15 +38,18 @@ def lazy_names(
 
 
 class OldModules(MetaPathFinder, Loader):
-    """Creates the modules of the table in `raysgd.compat`. It comes last on `sys.meta_path`, so the table is read only when
-    Python finds no file for a module of raysgd."""
+    """Creates the modules of a table, which is in the module of this name. It comes last on `sys.meta_path`, so the table is
+    read only when Python finds no file for a module of raysgd."""
+
+    def __init__(self, table: str) -> None:
+        self._table = table
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        old = fullname.startswith("raysgd.") and fullname in import_module("raysgd.compat").MODULES
-        return ModuleSpec(fullname, self, origin="raysgd.compat") if old else None
+        old = fullname.startswith("raysgd.") and fullname in import_module(self._table).MODULES
+        return ModuleSpec(fullname, self, origin=self._table) if old else None
 
     def exec_module(self, module: ModuleType) -> None:
-        homes: dict[str, str] = import_module("raysgd.compat").homes_of(module.__name__)
+        homes: dict[str, str] = import_module(self._table).homes_of(module.__name__)
         names: dict[str, Any] = {"__doc__": f"The names of `{module.__name__}`.", "__all__": sorted(homes)}
         names["__getattr__"], names["__dir__"] = lazy_names(module.__name__, homes)
         module.__dict__.update(names)
