@@ -22,15 +22,16 @@ TELL := awk '/Downloading .*[0-9][0-9]\.[0-9]+ [MG]B/ { print "  pip: downloadin
 PIP_INSTALL = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
 	--constraint constraints.txt
 
-.PHONY: help demo test pure sim soak versions check fix docs bench horovod clean
+.PHONY: help demo test pure sim soak jobs versions check fix docs bench horovod clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   train on scikit-learn's digits with 2 workers (makes an environment first)"
 	@echo "make test   run every test; ARGS='-k name' picks some"
 	@echo "make pure   those of them that only decide, in seconds"
-	@echo "make sim    simulate failures in virtual time; SEEDS=2000 says how many schedules of them"
+	@echo "make sim    simulate failures in virtual time; SEEDS=2000 says how many schedules of them, SEED=17 shows one"
 	@echo "make soak   run every test, also those that take minutes, with larger numbers of cases; ARGS='-k name' picks some"
+	@echo "make jobs   submit a real job to Ray's job server, in an environment that has one"
 	@echo "make versions  run the tests that depend on them with the oldest and the newest Python, torch and Ray (downloads several GB)"
 	@echo "make check  lint, format, types, docs"
 	@echo "make fix    repair lint and format where that is mechanical"
@@ -50,13 +51,18 @@ test: $(VENV)/dev.stamp
 pure: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest -q $(PURE)
 
-# A seed that failed, with all that happens in it: make sim SEEDS=1 FIRST=seed ARGS=--trace
+# SEED=17 shows all that happens in one. STATE=build/sim.json adds the results up: a later run with more seeds continues.
 sim: $(VENV)/dev.stamp
-	@PYTHONPATH=. $(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) $(ARGS)
+	@PYTHONPATH=. $(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) \
+		$(addprefix --seed ,$(SEED)) $(addprefix --state ,$(STATE)) $(ARGS)
 
 # Those tests too that take minutes, and larger numbers in others (hours).
 soak: $(VENV)/dev.stamp
 	@RAYSGD_SOAK=1 $(BIN)/python -m pytest -q --timeout 3600 $(ARGS)
+
+# The job server is installed in an environment of its own: with it, each cluster of the tests would start a dashboard.
+jobs: $(VENV)/jobs.stamp
+	@RAYSGD_SOAK=1 $(BIN)/python -m pytest -q tests/first_hour/test_jobs.py
 
 # The interpreters must be installed. ARGS=oldest or ARGS=newest picks one combination.
 versions:
@@ -110,6 +116,12 @@ $(VENV)/bench.stamp: $(VENV)/made.stamp $(PACKAGE)
 $(VENV)/horovod.stamp: $(VENV)/dev.stamp tools/build_horovod.py
 	@$(PIP_INSTALL) --editable '.[horovod]' | $(TELL)
 	@$(BIN)/python tools/build_horovod.py
+	@touch $@
+
+$(VENV)/jobs.stamp: $(VENV)/dev.stamp
+	@$(BIN)/python -m venv $(VENV)/jobs
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$($(VENV)/jobs/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/raysgd-tests.pth"
+	@$(VENV)/jobs/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'ray[default]'
 	@touch $@
 
 clean:

@@ -40,7 +40,7 @@ S3 = [*STORAGE, "s3fs"]
 CALLBACKS = ["tqdm", "tensorboard", "mlflow-skinny", "sqlalchemy", "alembic", "wandb", "matplotlib", "pandas"]
 METRICS = ["ray[default]"]
 BENCH = [*LIGHTNING, "accelerate", "ray[train]", "matplotlib"]
-DOCS = ["sphinx>=7", "myst-parser>=2", "furo"]
+DOCS = ["sphinx>=7", "myst-parser>=2", "sphinx-copybutton", "furo"]
 DEV = [
     *LIGHTNING,
     *TORCHMETRICS,
@@ -75,7 +75,8 @@ setup(
     packages=PACKAGES,
     package_dir={"raysgd.operators": "operators"},
     package_data={"raysgd": ["py.typed"]},
-    install_requires=["ray>=2.40"],
+    install_requires=["ray>=2.40", "click"],  # which Ray needs, too
+    entry_points={"console_scripts": ["raysgd = raysgd.cli:main"]},
     extras_require={
         "torch": TORCH,
         "tensorflow": TENSORFLOW,

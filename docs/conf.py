@@ -18,7 +18,7 @@ author = "the raysgd authors"
 copyright = author
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -26,6 +26,8 @@ myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"raysgd {__version__}"
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["code.css"]
 
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # a framework's docstrings are not written for these pages

@@ -28,13 +28,14 @@ from raysgd.version import __version__
 
 if TYPE_CHECKING:
     from raysgd.engine.engine import shutdown_all
-    from raysgd.tf.trainer import TFTrainer
+    from raysgd.tf.trainer import TFTrainer as TFTrainer
     from raysgd.torch.creators import CreatorOperator
     from raysgd.torch.operator import TrainingOperator
     from raysgd.torch.options import TrainingOptions
     from raysgd.torch.trainer import TorchTrainer
     from raysgd.training.auto_checkpoint import AutoCheckpoint
 
+# What `from raysgd import *` imports: not TFTrainer, so that a script for PyTorch does not load TensorFlow.
 __all__ = [
     "AutoCheckpoint",
     "CheckpointError",
@@ -48,7 +49,6 @@ __all__ = [
     "RaysgdError",
     "Recovery",
     "ResourceError",
-    "TFTrainer",
     "TorchTrainer",
     "TrainerBusyError",
     "TrainingFailedError",
@@ -80,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_HOMES})

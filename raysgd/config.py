@@ -19,6 +19,7 @@ __all__ = [
     "check_flag",
     "flag_from_environment",
     "is_real",
+    "refuse_rates",
     "seconds_from_environment",
     "start_limit_s",
 ]
@@ -127,9 +128,16 @@ class ElasticConfig:
     hang_timeout_s   after this long without progress, kill the rank that blocks the others (after a tenth of it, log a
                      warning with its stack)
     grow             True: add new workers at a batch boundary; "epoch": between calls; False: never
-    batch            "per_worker": each worker keeps its batch size; "global": all workers together keep theirs
+    batch            "per_worker": each worker keeps its batch size; "global": all workers together keep theirs, and none
+                     processes more samples at once than at the beginning
+    lr               with "per_worker", how learning rates follow the number of workers: "linear", "sqrt" or None (not at all)
     snapshot_every   how often to take the snapshot that new processes start from when no worker is left: "epoch", a
                      number of batches, seconds as a float, or None
+    audit            a folder to which each worker writes what it did in each step; `raysgd verify FOLDER` checks that each
+                     sample was used exactly once, and that the ranks' weights were equal. None: no log
+    audit_weights_every  after how many steps a digest of the weights is added to that log
+    on_divergence    "evict": compare these digests while training, and treat a rank whose weights differ from those of most
+                     ranks as failed. None: only `raysgd verify` compares them
     hot_spares       additional workers that are set up and wait, and replace workers that fail or leave
     """
 
@@ -140,8 +148,12 @@ class ElasticConfig:
     hang_timeout_s: float = 600.0
     grow: Grow = True
     batch: Literal["per_worker", "global"] = "per_worker"
+    lr: Literal["linear", "sqrt"] | None = None
     snapshot_every: Literal["epoch"] | int | float | None = "epoch"
     hot_spares: int = 0
+    audit: str | os.PathLike[str] | None = None
+    audit_weights_every: int = 100
+    on_divergence: Literal["evict"] | None = None
 
     def __post_init__(self) -> None:
         at_least("min_workers", self.min_workers, 1, whole=True)
@@ -155,6 +167,12 @@ class ElasticConfig:
             raise ConfigError(f"grow must be True, False or 'epoch', got {self.grow!r}")
         if self.batch not in ("per_worker", "global"):
             raise ConfigError(f"batch must be 'per_worker' or 'global', got {self.batch!r}")
+        if self.lr not in (None, "linear", "sqrt"):
+            raise ConfigError(f"lr must be 'linear', 'sqrt' or None, got {self.lr!r}")
+        if self.lr is not None and self.batch == "global":
+            raise ConfigError(
+                f"lr={self.lr!r} follows a batch that changes with the number of workers, and batch='global' keeps it: leave one out"
+            )
         every = self.snapshot_every
         if not (every is None or every == "epoch" or (is_real(every) and float(every) > 0)):
             raise ConfigError(
@@ -165,6 +183,29 @@ class ElasticConfig:
                 f"hot_spares={self.hot_spares} needs grow=True or 'epoch', because with grow=False no worker is replaced: "
                 "leave one of them out"
             )
+        self._check_audit()
+
+    def _check_audit(self) -> None:
+        at_least("audit_weights_every", self.audit_weights_every, 1, whole=True)
+        if self.audit is not None and (
+            not isinstance(self.audit, (str, os.PathLike))
+            or not os.fspath(self.audit)
+            or "://" in os.fspath(self.audit)
+        ):
+            raise ConfigError(
+                f"audit must be a folder that the workers can write to, or None, got {self.audit!r}. It cannot be a URI, because "
+                "each line must be written before the step to which it belongs"
+            )
+        if self.on_divergence not in (None, "evict"):
+            raise ConfigError(f"on_divergence must be 'evict' or None, got {self.on_divergence!r}")
+        if self.on_divergence is not None and self.audit is None:
+            raise ConfigError("on_divergence='evict' compares the digests of an audit log: pass audit=FOLDER, too")
+
+
+def refuse_rates(elastic: ElasticConfig, why: str) -> None:
+    """Raise ConfigError if `lr` is set where raysgd does not scale learning rates."""
+    if elastic.lr is not None:
+        raise ConfigError(f"ElasticConfig(lr={elastic.lr!r}) is for TorchTrainer: {why}. Leave lr out")
 
 
 @dataclass(frozen=True, kw_only=True)

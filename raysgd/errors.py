@@ -2,6 +2,7 @@
 
     RaysgdError
       ConfigError (ValueError)            a wrong argument: what was passed, what is allowed, what to do
+        MissingPartError (RuntimeError)   an operator needs a part that `setup` did not register or set
       NotActiveError (RuntimeError)       a call on a trainer that was shut down
       ResourceError (TimeoutError)        the cluster has no room for the workers
       ClusterError (ConnectionError)      Ray no longer answers
@@ -29,6 +30,7 @@ __all__ = [
     "ClusterError",
     "ConfigError",
     "HangError",
+    "MissingPartError",
     "NotActiveError",
     "OutOfStepError",
     "RaysgdError",
@@ -56,6 +58,10 @@ class RaysgdError(Exception):
 
 class ConfigError(RaysgdError, ValueError):
     """An argument is wrong. The message says what was passed, what is allowed and what to do."""
+
+
+class MissingPartError(ConfigError, RuntimeError):
+    """An operator needs a part that its `setup` did not register or set. (RaySGD raised a RuntimeError.)"""
 
 
 class NotActiveError(RaysgdError, RuntimeError):
@@ -163,17 +169,27 @@ def check_arguments(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
 
 
 def suggesting_fields(kind: C) -> C:
-    """Let a dataclass do the same for its fields."""
+    """Let a class do the same for the arguments of its `__init__`, such as a dataclass for its fields."""
     setattr(kind, "__init__", suggesting(cast(Any, kind).__init__))  # noqa: B010  # mypy allows no assignment
     return kind
 
 
 def _explained(function: Any, signature: inspect.Signature, given: Iterable[str], error: TypeError) -> str:
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-    known = [each for each in signature.parameters if each != "self"]
+    kinds = {each.name: each.kind for each in signature.parameters.values() if each.name != "self"}
+    known = [each for each, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD]
+    by_keyword = [each for each, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     for wrong in given:
         if wrong not in known:
             meant = close_to(wrong, known)
             hint = f"did you mean {meant!r}?" if meant else f"its arguments are {', '.join(known)}"
             return f"{name} takes no argument {wrong!r}: {hint}"
+    if by_keyword and "too many positional" in str(error):
+        places = ", ".join(each for each in known if each not in by_keyword)
+        by_place = (
+            f"only {places} as positional arguments: pass the others"
+            if places
+            else "no positional arguments: pass them"
+        )
+        return f"{name} takes {by_place} by keyword, {name}({by_keyword[0]}=...). They are {', '.join(by_keyword)}"
     return f"{name}: {error}; its arguments are {', '.join(known)}"

@@ -112,6 +112,8 @@ class LedgerOperator(TrainingOperator):
         validation = DataLoader(Numbered(config.get("val_samples", 50)), batch_size=4)
         self.register_data(train_loader=loader, validation_loader=validation)
         self.ledger: list[int] = []
+        self.pending: list[int] = []
+        self.optimizer.register_step_post_hook(lambda *_: self.ledger.extend(self.pending))
         self.resizes: list[tuple[int, int]] = []
         self.faults: list[Fault] = config.get("faults", [])
         self.marks: str = config.get("marks", "")
@@ -135,10 +137,12 @@ class LedgerOperator(TrainingOperator):
         indices = self.gathered(index.tolist())
         loss = self.criterion(self.model(x.double()), y.double())
         self.zero_grad()
+        if next(self.model.parameters()).grad is None:  # otherwise, this batch shares a step with the one before
+            self.pending.clear()
+        self.pending.extend(indices)
         self.fault("backward")
         self.backward(loss)
         self.step(self.optimizer)
-        self.ledger.extend(indices)
         self.fault("after")
         return {"train_loss": loss.detach(), "num_samples": len(index)}
 

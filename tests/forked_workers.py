@@ -53,6 +53,7 @@ if not forked():
     os.execv({python!r}, [{python!r}, *ARGUMENTS])
 """
 SERVERS = 2
+LOOK_S = 5.0
 # Python imports this module at its start, if the folder is in PYTHONPATH. It does for scripts what `used_by_ray` does
 # for this process, but not for the interpreters of other environments.
 SITE_CUSTOMIZE = """import os, sys
@@ -132,14 +133,22 @@ class ForkServer:
 
 
 def serve(address: str) -> None:
-    """Fork for each request. Return only in the children, which then are workers."""
+    """Fork for each request. Return only in the children, which then are workers. End when the test process has ended, also
+    if it was killed."""
+    parent = os.getppid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes children that ended
     server = socket.socket(socket.AF_UNIX)
     server.bind(address + ".new")
     server.listen(64)
     os.rename(address + ".new", address)  # clients find it only once it listens
+    server.settimeout(LOOK_S)
     while True:
-        connection, _ = server.accept()
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            if os.getppid() != parent:
+                sys.exit()
+            continue
         with connection:
             length, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
             if len(length) == 8 and os.fork() == 0:

@@ -89,6 +89,7 @@ def test_throughput(outcome: Document, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.script("stepping.py", run=smoke)
 def test_stepping(outcome: Document) -> None:
@@ -97,6 +98,7 @@ def test_stepping(outcome: Document) -> None:
     assert all(row["ratio"]["count"] == 2 and row["us_per_step"] > 0 for row in rows.values()), "a round of each start"
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.script("gpu.py", "--workloads", "gpt124m", "--contenders", "hand-written", "raysgd", run=smoke)
 def test_gpu(outcome: Document, tmp_path: Path) -> None:
@@ -130,15 +132,31 @@ def test_saving_through_bench(outcome: Document, tmp_path: Path) -> None:
     shown(document, tmp_path)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.script("driver_cost.py", run=smoke)
 def test_driver_cost(outcome: Document, tmp_path: Path) -> None:
     document = outcome()
     assert {(row["contender"], row["call"]) for row in document["rows"]} == {
         (contender, call) for contender in ("hand-written", "raysgd") for call in ("one batch", "nothing")
-    }
+    } | {("raysgd", "a worker fails")}
     assert all(row["driver_cpu_ms"]["median"] > 0 for row in document["rows"])
+    assert [row["recovery_s"]["count"] for row in document["rows"] if "recovery_s" in row] == [1]
     shown(document, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.script("scale.py", run=smoke)
+def test_scale(outcome: Document) -> None:
+    rows = {(row["part"], row["case"]): row for row in outcome()["rows"]}
+    assert {part for part, _ in rows} == {"engine", "control", "rendezvous", "gloo"}
+    failures = [rows["engine", f"{what} fails"] for what in ("one rank", "1 %", "one rack")]
+    assert all(row["resumed_s"] > 0 and min(row["phases_s"].values()) > 0 for row in failures)
+    assert rows["engine", "no failure"]["cpu_ms_per_call"] > 0
+    assert rows["control", "one connection closes"]["notified_ms"]["count"] == 2
+    assert rows["rendezvous", "all ranks meet, and exchange addresses"]["store_cpu_ms_per_rank"] > 0
+    assert all(rows["gloo", case]["joined_s"]["median"] > 0 for case in ("eager", "lazy"))
 
 
 @pytest.mark.soak
@@ -162,6 +180,7 @@ def test_churn(outcome: Document) -> None:
     assert row["churn_s"]["median"] > 0
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.script("startup.py", run=smoke)
 def test_startup(outcome: Document) -> None:

@@ -176,6 +176,9 @@ def multiplication() -> None:
     torch_foreign.multiply_all(tensors, 0.5)
     assert [float(each.sum()) for each in tensors] == [1.0, 1.5]
     torch_foreign.multiply_all([], 0.5)
+    before = torch_foreign.content_version(tensors[0])
+    torch_foreign.multiply_all(tensors, 0.5)
+    assert torch_foreign.content_version(tensors[0]) > before
 
 
 def backward_callback() -> None:
@@ -276,6 +279,23 @@ def test_ray_has_the_names(ray_cluster: None, tmp_path: Path, monkeypatch: pytes
     assert logs is not None and logs.is_dir()
     ray_foreign.hide_deaths_of(node, 1)
     assert (node, 1) in sys.modules["ray._private.worker"].print_to_stdstream.workers
+
+
+def test_ray_tune_has_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune = pytest.importorskip("ray.tune")
+    from ray.train._internal import session
+
+    class Trial:
+        world_rank = None
+
+        def report(self, metrics: Any, checkpoint: Any = None) -> None:
+            reports.append((metrics, checkpoint))
+
+    reports: list[Any] = []
+    monkeypatch.setattr(session, "_session", Trial())
+    own = ray_foreign.replace_report_to_tune(lambda metrics, **more: own({**metrics, "added": 1}, **more))
+    tune.report({"loss": 2})
+    assert reports == [({"loss": 2, "added": 1}, None)]
 
 
 def test_ray_data_has_the_names(ray_cluster: None) -> None:

@@ -38,6 +38,16 @@ def test_importing_raysgd_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+def test_a_star_import_loads_no_tensorflow() -> None:
+    """It gives the names for PyTorch. TFTrainer is imported by its name."""
+    packages = ("raysgd", "raysgd.torch", "raysgd.train", "raysgd.callbacks")
+    code = "".join(f"from {package} import *\n" for package in packages)
+    code += "import sys, raysgd\nprint(TorchTrainer, [each for each in ('tensorflow', 'keras') if each in sys.modules])"
+    done = run(code + "\nprint('TFTrainer' in dir(raysgd))")
+    first, second = done.stdout.splitlines()
+    assert first.endswith(" []") and second == "True", done.stdout + done.stderr
+
+
 def test_importing_raysgd_loads_no_old_names() -> None:
     """Nor do the trainers, which load nearly everything else. Old modules are created from a table in `raysgd.compat`."""
     code = """

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysgd.core.meters import AverageMeterCollection
-from raysgd.core.metrics import merge_parts, merge_ranks, plain
+from raysgd.core.metrics import for_all_ranks, merge_parts, merge_ranks, plain
 
 NAN = float("nan")
 
@@ -140,3 +140,19 @@ class Table:
 @pytest.mark.parametrize("value", [True, 3, 2.5, None, "1", b"1", {"shape": 1}, [1.0], Table(), object()])
 def test_other_values_are_unchanged(value: Any) -> None:
     assert plain(value) is value
+
+
+@pytest.mark.parametrize(
+    ("result", "ranks", "committed", "expected"),
+    [
+        # Three ranks divided batches of 4 samples into 2, 1 and 1, five times.
+        ({"num_samples": 10, "batch_count": 5}, 3, 20, 20),
+        ({"num_samples": 10, "batch_count": 5}, 3, 30, 30),
+        # Nobody knows how many there were, or the user counts tokens.
+        ({"num_samples": 10, "batch_count": 5}, 3, 0, 30),
+        ({"num_samples": 5000, "batch_count": 5}, 3, 20, 15_000),
+    ],
+)
+def test_one_rank_stands_for_all(result: dict[str, Any], ranks: int, committed: int, expected: int) -> None:
+    assert for_all_ranks(result, ranks, committed) == {**result, "num_samples": expected}
+    assert for_all_ranks({"num_samples": "many"}, 2, 0) == {"num_samples": "many"}

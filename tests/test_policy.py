@@ -70,6 +70,9 @@ DECISIONS = {
     "no failure allowed": (dict(failures=1, max_failures=0), GiveUp),
     "none left, room for all": (dict(survivors=0, free=5), Restart(3)),
     "none left, room for one": (dict(survivors=0, free=1), Restart(1)),
+    "none left, one is starting, room for more": (dict(survivors=0, starting=1, free=5), Restart(2)),
+    "none left, one is starting and may still need the room": (dict(survivors=0, starting=1, free=1), Wait(7.0)),
+    "some are left, one is starting": (dict(survivors=1, min_workers=2, starting=1, free=5), Wait(7.0)),
     "none left, no room": (dict(survivors=0), Wait(7.0)),
     "none left, replacements are starting": (dict(survivors=0, starting=3), Wait(7.0)),
     "none left, the first of several is ready": (dict(survivors=0, ready=1, starting=2, gathered=False), Wait(7.0)),
@@ -115,9 +118,9 @@ def begun(*steps: tuple[int, int]) -> Interrupted:
     return Interrupted(cause="RuntimeError: Timed out", place=CollectivePlace(9, "backward", "model.py:3", steps))
 
 
-def made(count: int, usual: int = 1) -> Interrupted:
+def made(count: int, usual: int = 1, name: str = "backward") -> Interrupted:
     steps = ((6, 50), (7, 50 + usual))
-    return Interrupted(cause="Timed out", place=CollectivePlace(50 + usual + count, "backward", "model.py:3", steps))
+    return Interrupted(cause="Timed out", place=CollectivePlace(50 + usual + count, name, "model.py:3", steps))
 
 
 DIFFERENT = {
@@ -133,6 +136,7 @@ SAME = {
     "one is a call ahead": [cut(9, "backward"), cut(10, "all_gather_object")],
     "the same numbers before each step": [begun((7, 12), (8, 14)), begun((8, 14), (9, 16))],
     "many calls from one line": [made(3, usual=10), made(4, usual=10)],
+    "the two parts of one broadcast": [made(1, name="broadcast_object_list"), made(2, name="broadcast_object_list")],
     "no step in common": [begun((7, 12)), begun((8, 14))],
     "one was computing": [cut(9, "backward"), cut(9)],
     "one has finished, and the other is in its last call": [Ok(1, collectives=13), cut(13, "backward")],

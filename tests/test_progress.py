@@ -1,12 +1,13 @@
 """Progress sorts ranks, and `Control` stops them all at one batch."""
 
+import itertools
 import random
 import threading
 import time
 
 import pytest
 
-from raysgd.core.progress import Control, Progress, most_advanced
+from raysgd.core.progress import Control, Progress, longest_silence_s, most_advanced, report_interval_s
 from raysgd.core.snapshot import Snapshot, SnapshotStore
 
 
@@ -109,16 +110,45 @@ def test_progress_messages_are_throttled() -> None:
     assert not control.due() and published == [Progress(step=1)] and control.progress.step == 1
 
 
-@pytest.mark.parametrize(("ranks", "interval_s"), [(1, 0.1), (4, 0.1), (16, 0.4), (1000, 0.5)])
+@pytest.mark.parametrize(("ranks", "interval_s"), [(1, 0.1), (4, 0.1), (16, 0.4), (1000, 25.0)])
 def test_many_ranks_report_less_often(ranks: int, interval_s: float) -> None:
     now = [100.0]
     control = Control(clock=lambda: now[0])
-    control.set_world_size(ranks)
+    control.set_rank(0, ranks)
     control.report(Progress())
     now[0] += interval_s - 0.01
     assert not control.due()
     now[0] += 0.02
     assert control.due()
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 40, 400])
+@pytest.mark.parametrize("step_s", [0.007, 0.3])
+def test_all_ranks_together_send_about_forty_reports_a_second(ranks: int, step_s: float) -> None:
+    now, reports = [100.0], list[float]()
+    controls = [Control(lambda progress, partial: reports.append(now[0]), clock=lambda: now[0]) for _ in range(ranks)]
+    for rank, control in enumerate(controls):
+        control.set_rank(rank, ranks)
+    seconds = max(3 * report_interval_s(ranks), 20 * step_s)
+    for step in range(int(seconds / step_s)):
+        now[0] += step_s
+        for control in controls:
+            if control.due(last=step % 50 == 49 and ranks > 4):  # the ends of calls count, too
+                control.report(Progress(step=step))
+    assert len(reports) <= 42 * seconds + ranks, "40 reports a second, and those of rank 0 at the ends of calls"
+    gaps = [after - before for before, after in itertools.pairwise(reports)]
+    assert max(gaps) <= step_s + longest_silence_s(ranks, ranks) + 1e-6, "the ranks take turns"
+    assert len(reports) >= seconds * min(40, ranks / max(step_s, 0.1)) * 0.7, "every rank reports"
+
+
+@pytest.mark.parametrize(("rank", "ranks", "reports"), [(0, 1000, True), (1, 1000, False), (3, 4, True), (4, 5, False)])
+def test_which_ranks_report_the_end_of_a_call(rank: int, ranks: int, reports: bool) -> None:
+    now = [100.0]
+    control = Control(clock=lambda: now[0])
+    control.set_rank(rank, ranks)
+    now[0] += report_interval_s(ranks)
+    control.report(Progress())
+    assert not control.due() and control.due(last=True) is reports
 
 
 def test_the_store_keeps_the_newest_snapshot() -> None:

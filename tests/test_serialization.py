@@ -9,7 +9,7 @@ from threading import Barrier, Event
 
 import pytest
 
-from raysgd.workers.serialization import pack
+from raysgd.workers.serialization import is_installed, pack
 
 
 @pytest.fixture
@@ -62,3 +62,17 @@ def test_a_thread_that_ends_first_does_not_end_the_other_ones_pickling() -> None
         assert one.begun.wait(60)
         second = pool.submit(pack, [other, of_this_module])
         assert _is_by_value(first.result(60)) and _is_by_value(second.result(60))
+
+
+@pytest.mark.parametrize(
+    ("file", "installed"),
+    [
+        (pytest.__file__, True),
+        ("/opt/other/lib/python3.11/site-packages/torch/nn/__init__.py", True),  # named by PYTHONPATH or a .pth file
+        ("/usr/lib/python3/dist-packages/numpy/__init__.py", True),
+        (__file__, False),
+        ("/home/user/site-packages-of-mine/model.py", False),
+    ],
+)
+def test_which_files_belong_to_installed_packages(file: str, installed: bool) -> None:
+    assert is_installed(file) is installed

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.core.messages import StackReport
+from raysgd.core.messages import ProgressReport, StackReport, StackRequest
+from raysgd.core.progress import Control, Progress, report_interval_s
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
 from raysgd.workers.events import Event, MessageReceived
@@ -65,3 +66,93 @@ def test_answers_to_another_request_are_not_taken() -> None:
     assert table.take_answers(StackReport, other) == [("b", StackReport(other, ("set up",)))]
     assert table.take_answers(StackReport, mine) == [("a", StackReport(mine, ("train",)))]
     assert table.take_answers(StackReport, mine) == []
+
+
+class Watched:
+    """Ranks that train in steps of `step_s`, in virtual time, with a watchdog whose limit is `limit_s`. Ranks in
+    `running` make progress, and the others have ended their calls."""
+
+    def __init__(self, ranks: int, running: range, *, step_s: float, limit_s: float) -> None:
+        self.now, self.step_s, self.asked, self.killed = 1000.0, step_s, 0, list[str]()
+        self.silent = dict.fromkeys(map(str, range(ranks)), 0.0)
+        self._events: list[Event] = []
+        group: Any = self
+        self.table = WorkerTable(group, clock=lambda: self.now)
+        self.table.launch(ranks)
+        self.running = [str(rank) for rank in running]
+        self._calls = {worker: self.table.submit(worker, "run", {}) for worker in self.running}
+        self._watchdog = Watchdog(self.table, list(self.silent), limit_s)
+        self._controls = {worker: self._control(worker, ranks) for worker in self.running}
+
+    def _control(self, worker: str, ranks: int) -> Control:
+        def publish(progress: Progress, partial: Any) -> None:
+            self._events.append(MessageReceived(worker, ProgressReport(self._calls[worker], progress)))
+
+        control = Control(publish, clock=lambda: self.now)
+        control.set_rank(int(worker), ranks)
+        return control
+
+    def launch(self, count: int) -> list[str]:
+        return list(self.silent)
+
+    def submit(self, worker: str, verb: str, arguments: Any, *, generation: int) -> int:
+        return int(worker) + 1
+
+    def poll(self, timeout: float) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def silent_for(self, worker: str) -> float:
+        return self.silent[worker]
+
+    def send(self, worker: str, message: Any) -> bool:
+        self.asked += isinstance(message, StackRequest)
+        return True
+
+    def kill(self, worker: str) -> None:
+        self.killed.append(worker)
+
+    def train(self, seconds: float) -> None:
+        for step in range(int(seconds / self.step_s)):
+            for control in self._controls.values():
+                if control.due():
+                    control.report(Progress(step=step))
+            self.table.pump(0.0)
+            self._watchdog.tick(self.running)
+            self.now += self.step_s
+            self._watchdog.tick(self.running)
+
+
+HANG_S = 5.0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 16, 300])
+@pytest.mark.parametrize("left", [1, 3, 300])
+def test_no_rank_that_makes_progress_is_suspected(ranks: int, left: int) -> None:
+    """Not even asked for its stack, however short the limit is: neither while all ranks train, nor when only a few are
+    still in their call, as in a validation."""
+    watched = Watched(ranks, range(max(ranks - left, 0), ranks), step_s=0.4, limit_s=HANG_S)
+    watched.train(3 * report_interval_s(ranks) + 2 * HANG_S)
+    assert (watched.asked, watched.killed) == (0, [])
+
+
+@pytest.mark.parametrize("ranks", [2, 300])
+def test_a_rank_that_is_silent_for_a_moment_is_not_suspected_in_a_large_group(ranks: int) -> None:
+    watched = Watched(ranks, range(ranks), step_s=0.4, limit_s=40.0)
+    watched.train(2 * report_interval_s(ranks))
+    watched.silent["1"] = 3.0
+    watched.train(0.4)
+    assert (watched.asked, watched.killed) == (0, [])
+
+
+@pytest.mark.parametrize("ranks", [2, 300])
+def test_a_call_without_progress_is_found_after_the_limit_in_a_group_of_any_size(ranks: int) -> None:
+    """All ranks stop at once. They do not answer, and have sent nothing since."""
+    watched = Watched(ranks, range(ranks), step_s=0.4, limit_s=HANG_S)
+    watched.train(2 * report_interval_s(ranks))
+    stopped_at = watched.now
+    while not watched.killed:
+        watched.now += 0.5
+        watched.silent = dict.fromkeys(watched.silent, watched.now - stopped_at)
+        watched._watchdog.tick(watched.running)
+    assert HANG_S <= watched.now - stopped_at <= HANG_S + 1.0

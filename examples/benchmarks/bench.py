@@ -53,6 +53,7 @@ BENCHMARKS = (
     Benchmark("chaos", "--minutes 11 --faults 200 --every-s 1.5 --seed 7", "--minutes 0.5"),
     Benchmark("saving", "--sizes 10 100 1000 2000 --rounds 3", "--sizes 10 100 1000 --rounds 2"),
     Benchmark("driver_cost", "--workers 2 4 8 16", "--workers 2 4 8 --rounds 3"),
+    Benchmark("scale", "", "--parts engine control --ranks 100 1000 --seconds 5"),
     Benchmark("gpu", "", "--rounds 1 --precisions bf16", needs_cuda=True),
 )
 

@@ -19,7 +19,7 @@ from processes import search_path
 from torch.utils.data import DataLoader, default_collate
 from workloads import Setting
 
-from raysgd import TorchTrainer, TrainingOperator, TrainingOptions
+from raysgd import ElasticConfig, TorchTrainer, TrainingOperator, TrainingOptions
 
 __all__ = ["BASE", "ENTRIES", "BenchmarkOperator", "Contender", "Entry", "RaySGD", "cluster", "standing"]
 
@@ -79,13 +79,14 @@ class RaySGD:
     name = "raysgd"
     operator = BenchmarkOperator
 
-    def __init__(self, setting: Setting, *, cpus: float = 1) -> None:
+    def __init__(self, setting: Setting, *, cpus: float = 1, elastic: ElasticConfig | None = None) -> None:
         self.trainer = TorchTrainer(
             training_operator_cls=self.operator,
             num_workers=setting.workers,
             num_cpus_per_worker=cpus,
             use_gpu=setting.device == "cuda",
             use_ray=True,
+            elastic=elastic,
             options=TrainingOptions(precision=setting.precision),
             config={"setting": setting},
         )

@@ -73,7 +73,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "load_ratio",
         "note",
     ),
-    "driver_cost": ("call", "workers", "contender", "driver_cpu_ms", "answer_ms", "ratio"),
+    "driver_cost": ("call", "workers", "contender", "driver_cpu_ms", "answer_ms", "ratio", "recovery_s"),
     "gpu": (
         "workload",
         "precision",

@@ -179,7 +179,7 @@ def saving(rows: Rows) -> dict[str, Figure]:
 
 
 def driver_cost(rows: Rows) -> dict[str, Figure]:
-    calls = ordered(row["call"] for row in rows)
+    calls = ordered(row["call"] for row in rows if "ratio" in row)
     pairs = [(call, what) for call in calls for what in ("driver_cpu_ms", "answer_ms")]
     names = {"driver_cpu_ms": "the driver's processor time", "answer_ms": "until the answer"}
     drawn, axes = figure(2.9 * len(pairs), 3.0, len(pairs), "A call, as the group grows")

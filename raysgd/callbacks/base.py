@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from raysgd.core.policy import Recovery
 from raysgd.core.progress import Progress
+from raysgd.errors import suggesting_fields
 
 __all__ = ["TRACES", "CallResult", "Callback", "Result", "Run", "Underway"]
 
@@ -96,6 +97,11 @@ class Callback:
 
     # A function of the operator, which every worker calls once after the start. `on_answer` gets what rank 0 returns.
     asks: Callable[[Any], Any] | None = None
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "__init__" in vars(cls):
+            suggesting_fields(cls)
 
     def on_start(self, run: Run) -> None:
         """Called before the first worker starts (for a function trainer: before each run)."""

@@ -103,11 +103,7 @@ class History(Callback, Sequence[Mapping[str, Any]]):
     def _table(self) -> tuple[list[str], list[list[str]]]:
         """Return the header and the newest rows as text, without columns that only matter for debugging."""
         rows = self._rows[-MAX_SHOWN:]
-        columns = [
-            name
-            for name in self._columns(rows)
-            if not name.startswith(("_", "last_")) and name not in ("step", "profile")
-        ]
+        columns = [name for name in self._columns(rows) if not name.startswith(("_", "last_")) and name != "profile"]
         return columns, [[_cell(row.get(name, "")) for name in columns] for row in rows]
 
     def __repr__(self) -> str:

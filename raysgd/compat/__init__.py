@@ -40,10 +40,20 @@ MODULES: dict[str, dict[str, str]] = {
     "raysgd.train.utils": {"raysgd.compat.train_utils": "*"},
     # AIR
     "raysgd.air": {"raysgd.train": f"{CONFIGS} session"},
+    "raysgd.air.checkpoint": {"raysgd.train": "Checkpoint"},
+    "raysgd.air.config": {"raysgd.train": "CheckpointConfig FailureConfig RunConfig ScalingConfig"},
+    "raysgd.air.result": {"raysgd.train": "Result"},
+    "raysgd.air.session": {"raysgd.compat.session": "*"},
     "raysgd.train.base_trainer": {
         "raysgd.errors": "TrainingFailedError",
         "raysgd.train": "BaseTrainer=DataParallelTrainer",
     },
+    "raysgd.train.horovod.config": {"raysgd.train": "HorovodConfig"},
+    "raysgd.train.horovod.horovod_trainer": {"raysgd.train.horovod": "HorovodTrainer"},
+    "raysgd.train.tensorflow.config": {"raysgd.train": "TensorflowConfig"},
+    "raysgd.train.tensorflow.tensorflow_trainer": {"raysgd.train.tensorflow": "TensorflowTrainer"},
+    "raysgd.train.torch.config": {"raysgd.train": "TorchConfig"},
+    "raysgd.train.torch.torch_trainer": {"raysgd.train.torch": "TorchTrainer"},
     "raysgd.train.context": {"raysgd.train.functions": "TrainContext"},
     "raysgd.train.data_parallel_trainer": {"raysgd.train": "DataParallelTrainer"},
 }

@@ -126,10 +126,9 @@ def send(connection: socket.socket, message: Message, body: bytes | bytearray | 
         connection.sendall(view[start : start + PIECE])
 
 
-def send_now(connection: socket.socket, message: Message) -> None:
-    """Send a message on a non-blocking socket. Raise BlockingIOError when the kernel has no room for all of it: the
+def send_now(connection: socket.socket, frame: bytes) -> None:
+    """Send a framed message on a non-blocking socket. Raise BlockingIOError when the kernel has no room for all of it: the
     other end has not read for a long time, and the connection cannot be used any more."""
-    frame = framed(message)
     if connection.send(frame) < len(frame):
         raise BlockingIOError("only a part of the message could be sent")
 

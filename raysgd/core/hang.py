@@ -31,7 +31,16 @@ COLLECTIVE_FRAMES = (
 # code (a hook in the backward pass), the rank is busy in that code.
 FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
 # Calls between two ranks, which not all ranks must make.
-POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "monitored_barrier")
+POINT_TO_POINT = (
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "send_object_list",
+    "recv_object_list",
+    "monitored_barrier",
+)
 PACKAGE, RAY = str(Path(__file__).resolve().parent.parent), "-packages/ray/"
 # Each worker sends "alive" every second. Workers whose last messages are this close together stopped sending together.
 TOGETHER_S = 2.5

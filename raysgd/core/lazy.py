@@ -31,10 +31,10 @@ def load(package: str, name: str, homes: Mapping[str, str]) -> Any:
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str], listed: Sequence[str] | None = None
+    package: str, homes: Mapping[str, str], listed: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the functions `__getattr__` and `__dir__` of a package with such names. `listed` is its `__all__`."""
-    return lambda name: load(package, name, homes), lambda: sorted(listed or homes)
+    return lambda name: load(package, name, homes), lambda: sorted({*listed, *homes})
 
 
 class OldModules(MetaPathFinder, Loader):
@@ -45,8 +45,11 @@ class OldModules(MetaPathFinder, Loader):
         self._table = table
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        old = fullname.startswith("raysgd.") and fullname in import_module(self._table).MODULES
-        return ModuleSpec(fullname, self, origin=self._table) if old else None
+        modules = import_module(self._table).MODULES if fullname.startswith("raysgd.") else ()
+        if fullname not in modules:
+            return None
+        has_submodules = any(other.startswith(f"{fullname}.") for other in modules)
+        return ModuleSpec(fullname, self, origin=self._table, is_package=has_submodules)
 
     def exec_module(self, module: ModuleType) -> None:
         homes: dict[str, str] = import_module(self._table).homes_of(module.__name__)

@@ -148,12 +148,13 @@ class BoundaryAnswer(Message):
 @dataclass(frozen=True)
 class StackReport(Message):
     """A worker answers `StackRequest` with this: the training thread's stack (innermost frame first), phase and
-    batch."""
+    batch, and how many collective calls this process has made (-1: not counted)."""
 
     round: int
     frames: tuple[str, ...]
     phase: str = ""
     batch: int = 0
+    collectives: int = -1
 
 
 # -- the control connection, from the driver ----------------------------------------------------------

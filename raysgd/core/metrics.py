@@ -22,6 +22,7 @@ __all__ = [
     "check_metric",
     "check_metrics",
     "count_committed_samples",
+    "for_all_ranks",
     "is_in_range",
     "merge_parts",
     "merge_ranks",
@@ -145,6 +146,18 @@ def merge_ranks(results: Sequence[Mapping[str, Any]]) -> Result:
         else:
             merged[key] = _mean(numbers)
     return _ordered(merged)
+
+
+def for_all_ranks(result: Mapping[str, Any], ranks: int, committed: int) -> Result:
+    """Return one rank's result of a part with the number of samples of all `ranks`, which have `committed` that many in
+    it (0 if that is not known). The first rank has up to one sample in a batch more than others. A number in other units
+    (tokens, say) cannot be determined exactly."""
+    samples: Any = result.get(NUM_SAMPLES)
+    if not _is_number(samples):
+        return dict(result)
+    about = samples * ranks
+    exact = 0 < committed <= about < committed + ranks * max(result.get(BATCH_COUNT) or 0, 1)
+    return {**result, NUM_SAMPLES: committed if exact else about}
 
 
 def merge_parts(parts: Sequence[Mapping[str, Any]]) -> Result:

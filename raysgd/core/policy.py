@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -42,7 +43,7 @@ LEAVE_BEFORE_S = 10.0
 class Recovery:
     """One change of the workers, as users see it in `trainer.recoveries`.
 
-    reason          "worker death", "node failure", "hang", "network", "data loader" or "out of step"; for a planned
+    reason          "worker death", "node failure", "hang", "divergence", "network", "data loader" or "out of step"; for a planned
                     change, "preemption", "growth", "shrink" or "restart"
     removed_ranks   the ranks that failed, or that left in a planned change
     in_place        True if survivors continued with their state, False if new processes started from a snapshot
@@ -78,12 +79,14 @@ class Observation:
                     "out_of_step": the ranks did not make the same collective calls, an error in the user's code
     failed_workers  the workers that failed, in rank order
     culprit         the worker whose code raised the error, or whose data loader failed
+    leaving_ranks   the ranks that leave in a planned change
     reason, detail  those of the `Recovery` that follows
     """
 
     kind: Literal["done", "user_error", "broken", "paused", "out_of_step"]
     failed_workers: tuple[str, ...] = ()
     culprit: str | None = None
+    leaving_ranks: tuple[int, ...] = ()
     reason: str = ""
     detail: str = ""
 
@@ -130,7 +133,7 @@ def different_calls(outcomes: Mapping[str, Outcome], *, again: bool = False) -> 
     -   two ranks are in their n-th call, and the calls differ
     -   two ranks began the same batch after different numbers of calls
     -   two ranks are at the same line in the same batch, and one of them has made more calls in it than in the batch
-        before
+        before (not for a call about objects, such as broadcast_object_list, which makes several collective calls itself)
     -   with `again` (no worker failed, for the second time at this place): the ranks are at different lines
     """
     ranks = list(enumerate(outcomes.values()))
@@ -171,7 +174,7 @@ def _more_calls(waiting: Mapping[int, CollectivePlace]) -> str:
     them has made more calls than in the batch before."""
     found: dict[tuple[int, int, str, str], dict[int, int]] = {}
     for rank, place in waiting.items():
-        if len(place.begun) > 1:
+        if len(place.begun) > 1 and "_object" not in place.name:
             (before, earlier), (step, at) = place.begun[-2:]
             usual = at - earlier if step == before + 1 else 1 << 62
             found.setdefault((step, usual, place.name, place.line), {})[rank] = place.count - at
@@ -249,6 +252,9 @@ def decide(now: Situation, *, wait_s: float) -> Decision:
     missing = now.target - available - now.starting
     if now.starting == 0 and now.free > 0 and available + now.free >= now.min_workers:
         return Restart(max(1, min(missing, now.free)))
+    more = min(missing, now.free - now.starting)  # those that are starting may not hold their resources yet
+    if now.starting > 0 and now.survivors == 0 and more > 0:
+        return Restart(more)
     if now.starting == 0 and now.attempts >= now.max_attempts:
         return GiveUp(
             f"after {now.max_attempts} waits in a row there were still not enough resources: min_workers={now.min_workers}, "
@@ -283,3 +289,13 @@ def is_time_to_leave(*, missing: int, ready: int, starting: int, left_s: float, 
     have left in `left_s`; `missing` counts the places of all that are preempted. `grows` is whether replacements may join
     during a call."""
     return not grows or ready >= missing or starting == 0 or left_s <= 0
+
+
+def outliers(digests: Mapping[str, str]) -> list[str] | None:
+    """Return the workers whose digest differs from that of most workers; None if no digest is that of more than half of them.
+
+    >>> outliers({"a": "1", "b": "2", "c": "1"}), outliers({"a": "1", "b": "2"})
+    (['b'], None)
+    """
+    usual, count = Counter(digests.values()).most_common(1)[0]
+    return [worker for worker, digest in digests.items() if digest != usual] if 2 * count > len(digests) else None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raysgd.core.messages import FunctionReport, SnapshotUpload, StartDealer
 
-__all__ = ["Control", "Progress", "most_advanced"]
+__all__ = ["Control", "Progress", "longest_silence_s", "most_advanced", "report_interval_s"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Progress:
     phase     what the rank is doing, for messages
     applied   optimizer steps since the start of training
     loads     how often the user has loaded a state
+    digest    of the weights after `step`, if it was just made for a comparison with the other ranks
     """
 
     step: int = 0
@@ -40,6 +41,7 @@ class Progress:
     phase: str = "idle"
     applied: int = 0
     loads: int = 0
+    digest: str = ""
 
     @property
     def order(self) -> tuple[int, int, int, int, bool]:
@@ -58,11 +60,31 @@ def most_advanced(progress: dict[str, Progress]) -> str:
 
 
 REMEMBERED_STEPS = 16
-MIN_INTERVAL_S, MAX_INTERVAL_S, REPORTS_PER_S = 0.1, 0.5, 40
+MIN_INTERVAL_S, REPORTS_PER_S = 0.1, 40
 
 Uploader = Callable[["SnapshotUpload", Any], None]
 Deliverer = Callable[["FunctionReport | StartDealer", Any], None]
 Publisher = Callable[[Progress, dict[str, Any] | None], None]
+
+
+def report_interval_s(ranks: int) -> float:
+    """Return how often each of `ranks` ranks reports its progress: all of them together about 40 times a second.
+
+    >>> report_interval_s(2), report_interval_s(1000)
+    (0.1, 25.0)
+    """
+    return max(MIN_INTERVAL_S, ranks / REPORTS_PER_S)
+
+
+def longest_silence_s(ranks: int, running: int) -> float:
+    """Return how long the driver may receive no report although `running` of the `ranks` ranks complete batches all the
+    time. The moments at which the ranks report are spread evenly over the interval. In the worst case, those that are
+    still running are neighbours.
+
+    >>> longest_silence_s(1000, 1000), longest_silence_s(1000, 1)
+    (0.025, 25.0)
+    """
+    return report_interval_s(ranks) * (ranks - running + 1) / ranks
 
 
 class Control:
@@ -99,8 +121,8 @@ class Control:
         self.collectives: Callable[[], int] = lambda: -1
         self.begun_after: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._publish = publish
-        self._interval_s = interval_s
-        self._next_publish = 0.0
+        self._interval_s, self._next_publish = interval_s, clock()
+        self._reports_ends = True
         self._stop_at: int | None = None
         self._confirmed = False
         self._interrupted = False
@@ -134,6 +156,7 @@ class Control:
         """Cancel the planned stop: a rank that waits at the boundary continues."""
         with self._changed:
             self._stop_at, self._confirmed = None, False
+            self.begun_after.clear()  # a call may begin the same steps again, after a load
             self._changed.notify_all()
 
     def allow_reports(self, run: int, reports: int) -> None:
@@ -178,17 +201,22 @@ class Control:
             while not self._interrupted and self._allowed < (run, reports):
                 self._changed.wait(0.5)
 
-    def set_world_size(self, ranks: int) -> None:
-        """Set the interval between reports for a group of this size: the driver receives about 40 reports per second in
-        total."""
-        self._interval_s = min(max(MIN_INTERVAL_S, ranks / REPORTS_PER_S), MAX_INTERVAL_S)
+    def set_rank(self, rank: int, ranks: int) -> None:
+        """Share the driver's budget of reports with the other ranks. All call this at about the same time, when their
+        process group is up, and each has a moment of its own, so that reports do not arrive all at once."""
+        self._interval_s = report_interval_s(ranks)
+        self._next_publish = self._clock() + self._interval_s * rank / ranks
+        self._reports_ends = rank == 0 or self._interval_s <= MIN_INTERVAL_S
 
-    def due(self) -> bool:
-        """Return whether it is time for another progress message. This reads the clock once per batch."""
-        return self._clock() >= self._next_publish
+    def due(self, *, last: bool = False) -> bool:
+        """Return whether it is time for another progress message, of which a call's `last` one is sent earlier by a few
+        ranks only. This reads the clock once per batch."""
+        return (last and self._reports_ends) or self._clock() >= self._next_publish
 
     def report(self, progress: Progress, partial: dict[str, Any] | None = None) -> None:
         """Publish what is committed. `partial` is the partial result, which would be lost with this process."""
         self.progress = progress
-        self._next_publish = self._clock() + self._interval_s
+        late_s = self._clock() - self._next_publish
+        if late_s >= 0:
+            self._next_publish += (late_s // self._interval_s + 1) * self._interval_s
         self._publish(progress, partial)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,8 @@ def assign_ranks(nodes: Sequence[str], *, generation: int = 0) -> list[RankInfo]
     >>> [(r.world_rank, r.local_rank, r.node_rank) for r in assign_ranks(["a", "b", "a"])]
     [(0, 0, 0), (1, 0, 1), (2, 1, 0)]
     """
-    order = list(dict.fromkeys(nodes))
-    seen = dict.fromkeys(order, 0)
+    sizes, seen = Counter(nodes), Counter[str]()
+    node_ranks = {node: number for number, node in enumerate(sizes)}
     rank_infos = []
     for rank, node in enumerate(nodes):
         rank_infos.append(
@@ -39,8 +40,8 @@ def assign_ranks(nodes: Sequence[str], *, generation: int = 0) -> list[RankInfo]
                 world_rank=rank,
                 world_size=len(nodes),
                 local_rank=seen[node],
-                local_world_size=list(nodes).count(node),
-                node_rank=order.index(node),
+                local_world_size=sizes[node],
+                node_rank=node_ranks[node],
                 generation=generation,
             )
         )

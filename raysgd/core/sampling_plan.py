@@ -15,11 +15,34 @@ __all__ = ["RankPart", "SamplingPlan", "optimizer_steps"]
 
 
 class RankPart(NamedTuple):
-    """One rank's units of one step: order[start:stop]. `fresh` is False if another rank has the same units."""
+    """One rank's units of one step: order[start:stop].
+
+    fresh   False if another rank, or an earlier piece, has the same units
+    rows    how many units all ranks together have in the step
+    weight  this part's units, relative to an equal share of the step: 1.0 if all ranks have the same number, 0.0 if they are
+            not fresh. The mean over the ranks of gradients with these weights is the mean over the step's units
+    whole   False if another piece of the rank's part follows in the same step
+    """
 
     start: int
     stop: int
     fresh: bool = True
+    rows: int = 0
+    weight: float = 1.0
+    whole: bool = True
+
+    def pieces(self, count: int) -> Iterator[RankPart]:
+        """Yield this part in `count` pieces, which are processed one after the other. A piece without a unit of its own
+        repeats one."""
+        size = self.stop - self.start
+        for piece in range(count):
+            start, stop = (self.start + size * each // count for each in (piece, piece + 1))
+            last = piece == count - 1
+            if stop > start and self.fresh:
+                yield RankPart(start, stop, True, self.rows, self.weight * (stop - start) / size, last)
+            else:
+                start = min(start, self.stop - 1)
+                yield RankPart(start, start + 1, False, self.rows, 0.0, last)
 
 
 @dataclass(frozen=True)
@@ -28,7 +51,8 @@ class SamplingPlan:
 
     `step_size` is how many units all ranks take together in one full step. The last, smaller step is divided evenly. If
     fewer units than ranks remain, the ranks without a unit of their own repeat one of another rank (`pad=True`, for
-    training, where every rank must take part in the all-reduce) or skip the step (`pad=False`, for validation).
+    training, where every rank must take part in the all-reduce) or skip the step (`pad=False`, for validation). A rank
+    that has more than `most` units in a step processes them in several pieces, and all ranks in equally many.
     """
 
     total: int
@@ -36,6 +60,11 @@ class SamplingPlan:
     world_size: int
     drop_last: bool = False
     pad: bool = True
+    most: int | None = None
+
+    def pieces_of(self, units: int) -> int:
+        """Return in how many pieces each rank processes its part of a step with this many units."""
+        return 1 if self.most is None else max(-(-units // (self.world_size * self.most)), 1)
 
     def steps_left(self, offset: int) -> int:
         """Return how many steps the epoch has from `offset` on."""
@@ -57,27 +86,33 @@ class SamplingPlan:
         for rank in range(self.world_size):
             size = base + (rank < extra)
             if size:
-                parts.append(RankPart(start, start + size))
+                parts.append(RankPart(start, start + size, True, units, size * self.world_size / units))
             elif self.pad:
                 again = offset + rank % units
-                parts.append(RankPart(again, again + 1, fresh=False))
+                parts.append(RankPart(again, again + 1, False, units, 0.0))
             else:
-                parts.append(RankPart(start, start, fresh=False))
+                parts.append(RankPart(start, start, False, units, 0.0))
             start += size
         return parts
 
     def parts_of(self, rank: int, offset: int) -> Iterator[RankPart]:
-        """Yield one rank's parts from `offset` to the end of the epoch, one for each step."""
+        """Yield one rank's parts from `offset` to the end of the epoch: one for each step, or its pieces."""
         base, extra = divmod(self.step_size, self.world_size)
         size = base + (rank < extra)
         full_steps = max(self.total - offset, 0) // self.step_size if size else 0
         # This runs once for each batch. Nearly all steps are full ones, for which it is faster than `parts`.
         first = offset + rank * base + min(rank, extra)
+        rows, weight, pieces = self.step_size, size * self.world_size / self.step_size, self.pieces_of(self.step_size)
         for start in range(first, first + full_steps * self.step_size, self.step_size):
-            yield RankPart(start, start + size)
+            part = RankPart(start, start + size, True, rows, weight)
+            if pieces == 1:
+                yield part
+            else:
+                yield from part.pieces(pieces)
         offset += full_steps * self.step_size
         for _ in range(self.steps_left(offset)):
-            yield self.parts(offset)[rank]
+            part = self.parts(offset)[rank]
+            yield from part.pieces(self.pieces_of(part.rows)) if self.most else (part,)
             offset = self.offset_after(offset)
 
 

@@ -1,6 +1,15 @@
-"""Samples that are downloaded while training runs, and Ray Datasets for operators. Both."""
+"""Data for operators: downloaded while training runs, read from Ray or from shards, or seeded for each sample. Both."""
 
+from typing import TYPE_CHECKING
+
+from raysgd.core.lazy import lazy_names
 from raysgd.data.dataset import Dataset
+from raysgd.data.sharded_stream import ShardedStream
 from raysgd.ray_data.columns import RayData
 
-__all__ = ["Dataset", "RayData"]
+if TYPE_CHECKING:
+    from raysgd.torch.data.sample_seeds import SampleSeeds
+
+__all__ = ["Dataset", "RayData", "SampleSeeds", "ShardedStream"]
+
+__getattr__, __dir__ = lazy_names("raysgd.data", {"SampleSeeds": "raysgd.torch.data.sample_seeds"}, __all__)

@@ -7,7 +7,7 @@ or redone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from raysgd.core.messages import BoundaryAnswer, ConfirmBoundary, ProposeBoundary
 from raysgd.engine.worker_table import WorkerTable
@@ -40,19 +40,21 @@ class Boundary:
         for worker, call in self._calls.items():
             self._table.group.send(worker, ProposeBoundary(self._round, call, begun + self._lead))
 
-    def advance(self, still_running: Sequence[str]) -> None:
+    def advance(self, still_running: Collection[str]) -> None:
         """Process the answers that have arrived. Ranks that have finished their call need not agree."""
-        if self.settled:
+        if self.settled or not still_running:
             return
         for worker, answer in self._table.take_answers(BoundaryAnswer, self._round):
             self._accepted[worker] = answer.accepted
             self._begun = max(self._begun, answer.begun)
             self._too_late |= not answer.accepted and answer.begun >= 0
-        if still_running and all(self._accepted.get(worker) for worker in still_running):
-            self.settled = True
+        if len(self._accepted) < len(still_running):
+            return
+        if all(self._accepted.get(worker) for worker in still_running):
+            self.settled, message = True, ConfirmBoundary()
             for worker in still_running:
-                self._table.group.send(worker, ConfirmBoundary())
-        elif any(not accepted for accepted in self._accepted.values()) and len(self._accepted) >= len(still_running):
+                self._table.group.send(worker, message)
+        elif not all(self._accepted.values()):
             self._propose_again()
 
     def _propose_again(self) -> None:

@@ -7,12 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysgd.core.outcomes import Failed, Interrupted, Outcome, WorkerFailed
+from raysgd.core.hang import collective_name, is_user_frame
+from raysgd.core.messages import StackReport
+from raysgd.core.outcomes import CollectivePlace, Failed, Interrupted, Ok, Outcome, WorkerFailed
+from raysgd.core.policy import outliers
 from raysgd.core.protocols import Call
 from raysgd.engine.boundary import Boundary
 from raysgd.engine.generation import Generation
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
+from raysgd.errors import TrainingFailedError
 
 __all__ = ["FanOut", "Job", "RunningCall"]
 
@@ -20,6 +24,7 @@ logger = logging.getLogger("raysgd")
 
 TICK_S = 0.1
 USER_ERROR_S = 2.0
+ASK_EVERY_S = 1.0
 CTRL_C_S = 5.0
 
 
@@ -63,7 +68,8 @@ class FanOut:
 
     When a rank fails, its peers are interrupted. `wants_boundary` is called several times a second, and returns whether
     all ranks should stop for a planned change. With `job.hurry_s`, ranks need not stop at the same boundary: that long
-    after one of them has stopped as asked, the others are interrupted where they are.
+    after one of them has stopped as asked, the others are interrupted where they are. With `evicts`, ranks whose weights
+    differ from those of most ranks are ended.
     """
 
     def __init__(
@@ -74,16 +80,19 @@ class FanOut:
         wants_boundary: Callable[[Job], bool],
         *,
         hang_s: float,
+        evicts: bool = False,
     ) -> None:
         self._table, self._generation, self._workers = table, generation, table.members()
-        self._job, self._wants_boundary = job, wants_boundary
+        self._job, self._wants_boundary, self._evicts = job, wants_boundary, evicts
         self._watchdog = Watchdog(table, self._workers, hang_s)
         self._boundary: Boundary | None = None
         self._stopped_at: float | None = None
         self._hurried = False
-        self._calls: dict[str, int] = {}
+        self._calls, self._tick_at = table.open_calls(), 0.0
         self._outcomes: dict[str, Outcome] = {}
         self._troubled_at: float | None = None
+        self._asked, self._asked_at = -1, 0.0
+        self._extra: dict[str, CollectivePlace] = {}
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
@@ -100,39 +109,55 @@ class FanOut:
         """Make the call. An error that is raised here (Ctrl-C, a cancelled call, a callback's error) ends it at the
         next batch."""
         try:
+            arguments = {"call": call}  # the same for all, because a group pickles it once
             for worker in self._workers:
                 self._table.begin_run(worker, call.name)
-                self._calls[worker] = self._table.submit(
-                    worker, "run", {"call": call}, generation=self._generation.number
-                )
-            while self._running() and not self._user_error_waited():
+                number = self._table.submit(worker, "run", arguments, generation=self._generation.number)
+                self._calls.expect(worker, number)
+            while self._calls.running and not self._user_error_waited():
                 self._table.pump(TICK_S)
-                self._tick()
-            self._table.forget(self._calls[worker] for worker in self._running())
+                self._collect()
+                if self._table.clock() >= self._tick_at:  # not after each message, because it looks at every rank
+                    self._tick()
+                    self._tick_at = self._table.clock() + TICK_S
+                if self._boundary is not None:
+                    self._boundary.advance(self._calls.running)
+                    self._hurry()
+            self._table.forget(self._calls.running.values())
         except BaseException as error:
             self._cut_short(error)
             raise
 
     def _tick(self) -> None:
-        running = self._running()
-        self._collect()
-        if self._troubled_at is None and self._boundary is None and self._wants_boundary(self._job):
-            self._boundary = Boundary(self._table, {w: self._calls[w] for w in running}, lead=self._job.lead)
-        if self._boundary is not None:
-            self._boundary.advance(self._running())
-            self._hurry()
+        running = list(self._calls.running)
+        if running and self._troubled_at is None and self._boundary is None and self._wants_boundary(self._job):
+            self._boundary = Boundary(self._table, dict(self._calls.running), lead=self._job.lead)
         if self._job.waits_for_user():
             self._table.note_progress(running)
-        self._watchdog.tick(self._running(), others_failed=self._troubled_at is not None)
+        if self._evicts:
+            self._evict()
+        self._end_extra_calls()
+        self._watchdog.tick(running, others_failed=self._troubled_at is not None)
 
-    def _running(self) -> list[str]:
-        return [worker for worker in self._calls if worker not in self._outcomes]
+    def _evict(self) -> None:
+        """Compare the digests that all ranks have sent of the same step, once."""
+        for step, digests in self._table.take_digests(self._workers):
+            differing = outliers(digests)
+            if differing is None:
+                raise TrainingFailedError(
+                    f"the weights of the ranks differ after step {step}, and no more than half of them are equal, so it is not "
+                    "known which are right: load a checkpoint that was saved before. `raysgd verify` names the first step "
+                    "after which they differed"
+                )
+            for worker in differing:
+                why = f"its weights differ from those of most ranks after step {step}"
+                logger.error("rank %s on node %s: %s", self._table[worker].rank, self._table[worker].machine, why)
+                self._table.kill(worker, "divergence", why)
 
     def _collect(self) -> None:
-        for worker in self._running():
-            outcome = self._table.reply(self._calls[worker])
-            if outcome is None:
-                continue
+        for worker, outcome in self._calls.ended():
+            if worker in self._extra and isinstance(outcome, Interrupted) and not outcome.place.name:
+                outcome = replace(outcome, place=self._extra[worker], asked=False)  # a function that was stopped there
             if self._hurried and isinstance(outcome, Interrupted) and not outcome.reason:
                 outcome = replace(outcome, asked=True)
             self._outcomes[worker] = outcome
@@ -143,6 +168,26 @@ class FanOut:
                 self._troubled_at = self._table.clock()
                 self._generation.interrupt(self._workers)
 
+    def _end_extra_calls(self) -> None:
+        """Interrupt the ranks if one of them waits in a collective call that a rank which has finished did not make, which
+        only that call's time limit would end."""
+        made = [o.collectives for o in self._outcomes.values() if isinstance(o, Ok) and o.collectives >= 0]
+        now = self._table.clock()
+        if not (made and self._calls.running) or self._troubled_at is not None:
+            self._asked_at = now
+            return
+        for worker, answer in self._table.take_answers(StackReport, self._asked):
+            name = collective_name(answer.frames)
+            if answer.collectives > min(made) and name:
+                line = next(filter(is_user_frame, answer.frames), "")
+                self._extra[worker] = CollectivePlace(answer.collectives, name, line)
+        if self._extra:
+            self._troubled_at = now
+            self._generation.interrupt(self._workers)
+        elif now - self._asked_at > ASK_EVERY_S:
+            still = [worker for worker in self._calls.running if self._table[worker].moved_at < self._asked_at]
+            self._asked, self._asked_at = self._table.request_stacks(still) if still else -1, now
+
     def _hurry(self) -> None:
         """Interrupt the ranks that are still running `hurry_s` after another one has stopped. They may be waiting for
         that rank in a collective, which only its time limit would end."""
@@ -150,7 +195,7 @@ class FanOut:
         if self._job.hurry_s is None or not stopped or self._hurried:
             return
         self._stopped_at = self._stopped_at or self._table.clock()
-        if self._running() and self._table.clock() - self._stopped_at > self._job.hurry_s:
+        if self._calls.running and self._table.clock() - self._stopped_at > self._job.hurry_s:
             self._hurried = True
             self._generation.interrupt(self._workers)
 
@@ -167,8 +212,8 @@ class FanOut:
         self._generation.end()
         self._generation.interrupt(self._workers)
         deadline = self._table.clock() + CTRL_C_S
-        while self._running() and self._table.clock() < deadline:
+        while self._calls.running and self._table.clock() < deadline:
             self._table.pump(TICK_S)
             self._collect()
-        for worker in self._running():
+        for worker in list(self._calls.running):
             self._table.kill(worker, "worker death", "it did not stop in time when the call was interrupted")

@@ -105,10 +105,12 @@ class Engine:
         self._recovery = RecoveryLoop(
             table, generation, replacements, membership, self._log, elastic=elastic, in_place=in_place, jitter=jitter
         )
+        self._evicts = elastic.on_divergence is not None
         self._active, self._ended, self._reached = True, False, Progress()
         self._call_lock = CallLock()
         self._calls = 0
         self._snapshot_is_stale = True
+        self._revived: Snapshot | None = None  # what new workers have last started from, in the pause of a job
         self._outage_raised = False  # whether the error about the current outage of Ray was raised
 
     # -- life -----------------------------------------------------------------------------------------
@@ -263,17 +265,22 @@ class Engine:
         with self.claim("resize()"):
             call = self._ready_call(max_failures=-1)
             self._membership.resize(count)
-            if self._membership.due():
-                with self.group.releasing():
-                    self._restore(Observation("paused"), call)
+            self._change_members(call)
 
     def remove(self, ranks: Sequence[int]) -> None:
         """Remove exactly these ranks. The ranks after them move up."""
         with self.claim("remove_workers()"):
-            call = self._ready_call(max_failures=-1)
             members = self._table.members()
-            self._membership.remove([members[rank] for rank in ranks])
-            with self.group.releasing():
+            leaving = [members[rank] for rank in ranks]  # first, because a recovery moves ranks up
+            call = self._ready_call(max_failures=-1)
+            self._membership.remove(leaving)
+            self._change_members(call)
+
+    def _change_members(self, call: RunningCall) -> None:
+        """Make the change that the user asked for. If a failure ends an attempt, those that were to leave are members of
+        the generation that continues, until the next attempt."""
+        with self.group.releasing():
+            while self._membership.due():
                 self._restore(Observation("paused"), call)
 
     # -- calls ----------------------------------------------------------------------------------------
@@ -307,7 +314,7 @@ class Engine:
             network_at: Progress | None = None  # where the newest network fault was, with all workers alive
             while True:
                 call = self._prepared(job, running)  # first, because `prepare` may itself call and change the workers
-                fan_out = FanOut(self._table, self._generation, job, self._wants_boundary, hang_s=self.limits.hang_s)
+                fan_out = self._fan_out(job)
                 fan_out.run(call)
                 self._note_snapshot(running)
                 outcomes = fan_out.outcomes
@@ -332,8 +339,20 @@ class Engine:
                     and (kept := _kept(outcomes))
                 ):
                     return [kept]
-                if revived is not None:
-                    parts = partial_results_since(revived, parts, call=running.number)
+                parts = self._still_counting(parts, revived, running)
+
+    def _still_counting(
+        self, parts: list[PartialResults], revived: Snapshot | None, running: RunningCall
+    ) -> list[PartialResults]:
+        """Return the results without those of work that is done again: new workers continue from a snapshot, or a rank
+        that was a step ahead has failed."""
+        if revived is not None:
+            parts = partial_results_since(revived, parts, call=running.number)
+        return [part.until(self.progress.step) for part in parts]
+
+    def _fan_out(self, job: Job) -> FanOut:
+        hang_s, evicts = self.limits.hang_s, self._evicts
+        return FanOut(self._table, self._generation, job, self._wants_boundary, hang_s=hang_s, evicts=evicts)
 
     def _prepared(self, job: Job, running: RunningCall) -> Call:
         """Return the call with the arguments that are only known when it is fanned out."""
@@ -344,13 +363,10 @@ class Engine:
 
     def _is_own_pause(self, job: Job, parts: list[PartialResults], running: RunningCall) -> bool:
         """Let the job use a pause. Return whether only the job wanted it, so that the generation stays as it is."""
-        at = self.progress.step
-        if not job.paused():
-            return False
-        newest = self._table.snapshots.latest()
-        if newest is not None and self.progress.step < at:  # new workers have begun there, because all others failed
-            parts[:] = partial_results_since(newest, parts, call=running.number)
-        return not self._is_change_due()
+        self._revived = None
+        own = job.paused()
+        parts[:] = self._still_counting(parts, self._revived, running)  # workers may have failed in a call of the job
+        return own and not self._is_change_due()
 
     def _note_snapshot(self, running: RunningCall) -> None:
         newest = self._table.snapshots.latest()
@@ -406,7 +422,7 @@ class Engine:
             pass
         members = [self._table[worker] for worker in self._table.members()]
         if not members:
-            return Observation("broken", reason="worker death", detail="no worker is left")
+            return Observation("broken", reason="restart", detail="an error ended a call while it replaced all workers")
         seen = classify({m.worker: Ok() if m.ended is None else self._table.failure_of(m) for m in members})
         if seen.kind == "done" and not self._generation.up and not self._backend.in_place:
             return Observation("broken", reason="restart", detail="an error ended the generation")
@@ -421,7 +437,9 @@ class Engine:
             seen = self._membership.change(call.number)
         if seen.kind == "done":
             return None
-        return self._recovery.recover(seen, call, since=since, world=world)
+        revived = self._recovery.recover(seen, call, since=since, world=world)
+        self._revived = revived or self._revived
+        return revived
 
     def _network_or_out_of_step(
         self, seen: Observation, outcomes: Mapping[str, Outcome], before: Progress | None

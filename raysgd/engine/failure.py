@@ -74,7 +74,16 @@ def unfinished_error(stories: Sequence[str]) -> WorkerStartError:
 def no_room_error(group: WorkerGroupProtocol, missing: int, target: int, limit_s: float) -> ResourceError:
     """Return the error about workers for which the cluster had no room in time."""
     had = f"the cluster had no room for {missing} of {target} workers within {limit_s:g} s"
-    return ResourceError(f"{had}: {_sizes(group, missing)}. {MORE_ROOM}")
+    return ResourceError(f"{had}: {_sizes(group, missing)}. {_advice(group)}")
+
+
+def _advice(group: WorkerGroupProtocol) -> str:
+    if group.capacity() > 0:
+        return MORE_ROOM
+    return (
+        "No machine is large enough for one such worker. Ask for smaller ones (num_cpus_per_worker, resources_per_worker; "
+        "use_gpu=False if no machine has a GPU), or add nodes"
+    )
 
 
 def check_can_fit(group: WorkerGroupProtocol, count: int) -> None:
@@ -83,7 +92,7 @@ def check_can_fit(group: WorkerGroupProtocol, count: int) -> None:
         return
     raise ResourceError(
         f"the cluster can never hold {count} workers: {_sizes(group, count)}. This script started the cluster, so nothing adds "
-        f"nodes to it by itself. {MORE_ROOM}. If you are about to add nodes, set the environment variable {START_LIMIT} to how "
+        f"nodes to it by itself. {_advice(group)}. If you are about to add nodes, set the environment variable {START_LIMIT} to how "
         "many seconds to wait for them"
     )
 

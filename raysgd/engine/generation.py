@@ -59,8 +59,9 @@ class Generation:
 
     def interrupt(self, workers: Sequence[str]) -> None:
         """Tell these workers that the generation has ended, so that they stop waiting for peers."""
+        message = Interrupt(self._number)
         for worker in workers:
-            self._table.group.send(worker, Interrupt(self._number))
+            self._table.group.send(worker, message)
 
     # -- the first generation -------------------------------------------------------------------------
 

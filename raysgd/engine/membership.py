@@ -95,7 +95,9 @@ class Membership:
     def look_for_leavers(self) -> None:
         """Note which members' nodes will be removed. Raise `ClusterError` if Ray has not answered for too long."""
         members = self._table.members()
-        self._leaving = {worker: leaver for worker, leaver in self._leaving.items() if worker in members}
+        if self._leaving:
+            kept = set(members)
+            self._leaving = {worker: leaver for worker, leaver in self._leaving.items() if worker in kept}
         draining = self._table.group.draining()
         for info in map(self._table.__getitem__, members):
             known, sigterm, drained = self._leaving.get(info.worker), info.notice, info.node in draining
@@ -195,9 +197,13 @@ class Membership:
                 warned = warned or warn_no_room(self._table.group, lacking, waited, limit_s)
 
     def remove(self, workers: Sequence[str]) -> None:
-        """Mark exactly these workers as leaving, without replacements."""
-        self._target -= len(workers)
+        """Mark exactly these workers as leaving, without replacements. For those that have failed, and may have been
+        replaced, the last ones leave. Those that an interrupted call has marked do not count again."""
+        shrinks = {worker for worker, leaver in self._leaving.items() if leaver.reason == "shrink"}
+        self._target -= len({*workers} - shrinks)
         self._leaving |= dict.fromkeys(workers, Leaver("shrink"))
+        staying = [worker for worker in self._table.members() if worker not in self._leaving]
+        self._leaving |= dict.fromkeys(staying[self._target :], Leaver("shrink"))
 
     # -- changing -------------------------------------------------------------------------------------
 
@@ -212,18 +218,19 @@ class Membership:
         if not leaving if self._leaving else min(self.missing, self._replacements.ready) <= 0:
             return Observation("done")  # the leavers' replacements are not ready yet, or those that were have failed
         self._leaving = {worker: leaver for worker, leaver in self._leaving.items() if worker not in leaving}
-        if not self._in_place:
-            reason = next((leaver.reason for leaver in leaving.values()), "growth")
-            detail = "a planned change of members: this backend needs new processes for it"
-            return Observation("broken", reason=reason, detail=detail)
-        started = self._table.clock()
         members = self._table.members()
         leavers = [worker for worker in members if worker in leaving]
+        ranks = tuple(self._table[worker].rank or 0 for worker in leavers)
+        if not self._in_place:
+            reason = leaving[leavers[0]].reason if leavers else "growth"
+            detail = "a planned change of members: this backend needs new processes for it"
+            return Observation("broken", leaving_ranks=ranks, reason=reason, detail=detail)
+        started = self._table.clock()
         stay = [worker for worker in members if worker not in leaving]
         joining = self._replacements.take(max(self._target - len(stay), 0))
         at = self._table[members[0]].progress
-        ranks = tuple(self._table[worker].rank or 0 for worker in leavers)
         if not self._replace(stay, leavers, joining, call):
+            self._leaving |= leaving  # those that are still members
             return Observation("broken", reason="preemption", detail=failed)
         change = Recovery(
             reason=leaving[leavers[0]].reason if leavers else "growth",
@@ -240,22 +247,22 @@ class Membership:
         return Observation("done")
 
     def _replace(self, stay: list[str], leavers: list[str], joining: list[str], call: int) -> bool:
-        """Return whether the new generation was formed. The leavers are dismissed in any case."""
-        if not stay:
-            self._hand_over(leavers[0], joining, call)
-        formed = False
+        """Return whether the new generation was formed. The leavers are dismissed, unless they are all members and could
+        not hand their state over: then a recovery continues with those that are left."""
+        formed = handed = False
         try:
-            formed = bool(stay or joining) and self._generation.form([*stay, *joining])
+            handed = bool(stay) or self._hand_over(leavers, joining, call)
+            formed = handed and bool(stay or joining) and self._generation.form([*stay, *joining])
         finally:
             if not formed:
                 self._replacements.take_back(joining)
-            for worker in leavers:
+            for worker in leavers if handed else ():
                 self._table.dismiss(worker)
         return formed
 
-    def _hand_over(self, leaver: str, joining: list[str], call: int) -> None:
-        """Pass the state from one leaving worker to the joining ones, because all members leave."""
-        self._generation.rescue_state(leaver, call)
+    def _hand_over(self, leavers: list[str], joining: list[str], call: int) -> bool:
+        """Pass the state from a leaving worker to the joining ones. Return False if that failed."""
+        if not any(self._generation.rescue_state(leaver, call) for leaver in leavers):
+            return False
         snapshot = self._table.snapshots.latest()
-        if snapshot is not None and joining:
-            self._generation.load_snapshot(joining, snapshot)
+        return not joining or (snapshot is not None and self._generation.load_snapshot(joining, snapshot))

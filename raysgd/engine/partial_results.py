@@ -24,21 +24,28 @@ class PartialResults:
         """Return the results that ranks reported, complete or partial. Ranks that reported none are left out."""
         return [value for outcome in self.outcomes if (value := getattr(outcome, "value", None)) is not None]
 
+    def until(self, step: int) -> PartialResults:
+        """Return the results of those ranks that are not known to have committed more than this step."""
+        return PartialResults(tuple(outcome for outcome in self.outcomes if _step_of(outcome) <= step))
+
     @property
     def end(self) -> int:
         """Return the last step that any rank is known to have committed in it."""
-        known = [outcome.progress for outcome in self.outcomes if hasattr(outcome, "progress")]
-        return max((progress.step for progress in known if progress is not None), default=0)
+        return max(map(_step_of, self.outcomes), default=0)
+
+
+def _step_of(outcome: Outcome) -> int:
+    return outcome.progress.step
 
 
 def partial_results_since(snapshot: Snapshot, parts: Sequence[PartialResults], *, call: int) -> list[PartialResults]:
     """Return the results that still count in a call that continues from a snapshot: parts that ended before it, and, of
     the part in which it was taken, what the snapshot itself contains."""
-    if snapshot.call != call:
+    if snapshot.call < call:
         return []
-    if snapshot.partial is None:
-        return list(parts)  # a survivor gave its state when the generation ended, so everything until then counts
     taken_at = snapshot.progress.step
+    if snapshot.partial is None:
+        return [part.until(taken_at) for part in parts]  # a survivor gave its state when a generation ended
     # A snapshot without any results was taken between two generations, so a part that ended at its step counts, too.
     is_empty = not snapshot.partial.get(BATCH_COUNT) and not snapshot.partial.get(NUM_SAMPLES)
     before = [part for part in parts[:-1] if part.end < taken_at or (is_empty and part.end == taken_at)]

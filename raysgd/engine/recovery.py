@@ -125,6 +125,8 @@ class RecoveryLoop:
         if seen.reason == DATA_LOADER:
             action = "Restarting this loader and continuing after the last committed batch"
             logger.warning("data loader failure in %s: %s. %s", where, seen.detail, action)
+        elif seen.reason in PLANNED and not case.failed_ranks:
+            logger.info("%s in %s: %s", seen.reason, where, seen.detail)
         else:
             on = f" on node {', '.join(sorted(case.failed_on))}" if case.failed_on else ""
             ranks = f"{sorted(case.failed_ranks) or 'none'} of {case.world}{on}"
@@ -217,7 +219,7 @@ class RecoveryLoop:
         base = case.revived.progress.step if case.revived is not None else case.furthest.step
         recovery = Recovery(
             reason=case.seen.reason,
-            removed_ranks=tuple(sorted(case.failed_ranks)),
+            removed_ranks=tuple(sorted({*case.failed_ranks, *case.seen.leaving_ranks})),
             world_size_before=case.world,
             world_size_after=after,
             in_place=case.revived is None,

@@ -34,13 +34,15 @@ class RecoveryLog:
         self.recoveries.append(recovery)
         before, after = recovery.world_size_before, recovery.world_size_after
         if continues:
-            left = (
-                f"rank(s) {list(recovery.removed_ranks)} left, " if recovery.reason in ("preemption", "shrink") else ""
-            )
+            change = ""
+            if recovery.reason in ("preemption", "shrink"):
+                change = f"rank(s) {list(recovery.removed_ranks)} left, "
+            elif recovery.reason == "growth":
+                change = f"{after - before} new worker(s) joined, "
             logger.warning(
                 "%s: %straining continues with %d worker(s) (%d before), %s, %d batch(es) redone, after %.2f s",
                 recovery.reason,
-                left,
+                change,
                 after,
                 before,
                 "in place" if recovery.in_place else "from a snapshot",

@@ -124,6 +124,7 @@ class Replacements:
         self._failure, self._unfinished = None, ""
 
     def launch(self, count: int) -> None:
+        logger.warning("starting %d replacement worker(s)%s", count, " or hot spare(s)" if self._spares else "")
         for worker in self._table.launch(count):
             self._launched[worker] = self._table.clock()
         if not self._in_place:
@@ -132,7 +133,7 @@ class Replacements:
 
     def tick(self) -> None:
         """Follow up on all that are starting."""
-        for worker in [*self._launched, *self._overdue, *self._warming, *self._ready]:
+        for worker in self._all():
             info = self._table.get(worker)
             if info is None or info.ended is not None:
                 self._drop(worker, "its process ended")
@@ -218,17 +219,20 @@ class Replacements:
         self._ready = kept
 
     def dismiss_preempted(self, draining: Collection[str]) -> None:
-        """Dismiss those that are ready, or being set up, on machines that will be stopped."""
-        for worker in [*self._warming, *self._ready]:
+        """Dismiss those on machines that will be stopped."""
+        for worker in self._all():
             info = self._table.get(worker)
             if info is not None and (info.notice or info.node in draining):
                 logger.info("a replacement worker is started again, because its machine will be stopped")
                 self._forget(worker)
 
     def dismiss_all(self) -> None:
-        for worker in [*self._launched, *self._overdue, *self._warming, *self._ready]:
+        for worker in self._all():
             self._table.dismiss(worker)
         self._launched, self._overdue, self._warming, self._ready = {}, {}, {}, []
+
+    def _all(self) -> list[str]:
+        return [*self._launched, *self._overdue, *self._warming, *self._ready]
 
     def _forget(self, worker: str) -> None:
         for waiting in (self._launched, self._overdue, self._warming):

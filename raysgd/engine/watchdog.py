@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from raysgd.core.hang import RankReport, blocking_ranks, describe_rank
 from raysgd.core.messages import StackReport
+from raysgd.core.progress import longest_silence_s
 from raysgd.engine.worker_table import SILENT_S, WorkerTable
 
 __all__ = ["Watchdog"]
@@ -43,10 +44,19 @@ class Watchdog:
             self._asked_at, self._warned_at = None, now
 
     def _quiet(self, running: Sequence[str], now: float) -> float:
-        """Return for how many seconds no rank has made progress. If processes do not answer at all, only they count."""
+        """Return for how many seconds no rank has made progress, at least. If processes do not answer at all, only they
+        count. In a large group, a rank that makes progress reports it only now and then."""
+        silent = {worker: self._table.group.silent_for(worker) for worker in running}
         still = {worker: now - self._table[worker].moved_at for worker in running}
-        frozen = [still[worker] for worker in running if self._frozen(worker)]
-        return max(frozen) if frozen else min(still.values(), default=0.0)
+        ranks = len(self._workers)
+        frozen = [
+            max(still[worker] - longest_silence_s(ranks, 1), min(still[worker], seconds))
+            for worker, seconds in silent.items()
+            if seconds > SILENT_S
+        ]
+        if frozen:
+            return max(frozen)
+        return max(min(still.values(), default=0.0) - longest_silence_s(ranks, len(running)), 0.0)
 
     def _frozen(self, worker: str) -> bool:
         return self._table.group.silent_for(worker) > SILENT_S

@@ -6,8 +6,9 @@ import itertools
 import logging
 import math
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from raysgd.core.snapshot import Snapshot, SnapshotStore
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.worker_group import WorkerGroupProtocol
 
-__all__ = ["SILENT_S", "WorkerInfo", "WorkerTable"]
+__all__ = ["SILENT_S", "OpenCalls", "WorkerInfo", "WorkerTable"]
 
 logger = logging.getLogger("raysgd")
 
@@ -37,6 +38,7 @@ AnswerT = TypeVar("AnswerT", BoundaryAnswer, StackReport)
 # A worker sends "alive" every second. One that has missed two of these messages is considered silent.
 SILENT_S = 2.5
 KILLED_S = 10.0
+LOOK_S = 0.2
 # Answers that came too late for their request are dropped when there are this many.
 ANSWERS_AT_MOST = 10_000
 
@@ -55,6 +57,7 @@ class WorkerInfo:
     ended        how it failed
     killed_for   why the driver killed it: the reason and the details of its failure
     unfinished   what it did not finish in time, with its stack; empty if its process is stopped and shows none
+    digests      of its weights after the newest steps that all ranks compare, in this generation
     busy         the call that it has not answered yet
     last_call    the newest call that it was given
     """
@@ -75,6 +78,7 @@ class WorkerInfo:
     ended: WorkerEnded | None = None
     killed_for: KillReason | None = None
     unfinished: str = ""
+    digests: dict[int, str] = field(default_factory=dict)
     busy: int | None = None
     last_call: int = -1
 
@@ -112,6 +116,8 @@ class WorkerTable:
         self._silent_s = silent_s
         self._on_progress, self._on_message = on_progress, on_message
         self._workers: dict[str, WorkerInfo] = {}
+        self._members: list[str] | None = None  # in rank order, until they change
+        self._open: weakref.WeakSet[OpenCalls] = weakref.WeakSet()
         self._answers: deque[tuple[str, BoundaryAnswer | StackReport]] = deque(maxlen=ANSWERS_AT_MOST)
         self._cancelled_by: BaseException | None = None
         self._numbers = itertools.count(1)
@@ -130,8 +136,11 @@ class WorkerTable:
 
     def members(self) -> list[str]:
         """Return the workers of the current generation, in rank order. Any thread may call this."""
-        members = [info for info in list(self._workers.values()) if info.in_group]
-        return [info.worker for info in sorted(members, key=lambda info: info.rank or 0)]
+        members = self._members
+        if members is None:
+            infos = [info for info in list(self._workers.values()) if info.in_group]
+            members = self._members = [info.worker for info in sorted(infos, key=lambda info: info.rank or 0)]
+        return list(members)
 
     def failed(self) -> list[WorkerInfo]:
         """Return the workers that have failed and have not been dismissed yet."""
@@ -145,6 +154,8 @@ class WorkerTable:
 
     def dismiss(self, worker: str) -> None:
         self._workers.pop(worker, None)
+        self._members = None
+        self._note_change(worker)
         self.group.dismiss(worker)
 
     def kill(self, worker: str, reason: str, why: str) -> None:
@@ -161,8 +172,9 @@ class WorkerTable:
 
     def restrict_group(self, workers: Sequence[str]) -> list[str]:
         """Take all but these workers out of the group, and return those of them that are in it."""
+        kept, self._members = set(workers), None
         for info in self._workers.values():
-            info.in_group = info.in_group and info.worker in workers
+            info.in_group = info.in_group and info.worker in kept
         return [worker for worker in workers if self._workers[worker].in_group]
 
     def expect_ranks(self, workers: Sequence[str]) -> None:
@@ -176,6 +188,8 @@ class WorkerTable:
         for rank, worker in enumerate(workers):
             info = self._workers[worker]
             info.rank, info.in_group, info.built, info.holds_state = rank, True, True, True
+            info.digests = {}
+        self._members = None
 
     def set_built(self, worker: str) -> None:
         """Note that the worker hosts a replica."""
@@ -184,6 +198,16 @@ class WorkerTable:
     def set_holds_state(self, worker: str, holds_state: bool) -> None:
         """Note whether the worker has the group's weights."""
         self._workers[worker].holds_state = holds_state
+
+    def take_digests(self, workers: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
+        """Return the digests of each step of which all these workers have sent one, and forget them and older ones."""
+        infos = [self._workers[worker] for worker in workers]
+        steps = sorted(set.intersection(*(set(info.digests) for info in infos)))
+        taken = [(step, {info.worker: info.digests[step] for info in infos}) for step in steps]
+        if steps:
+            for info in infos:
+                info.digests = {step: digest for step, digest in info.digests.items() if step > steps[-1]}
+        return taken
 
     # -- calls ----------------------------------------------------------------------------------------
 
@@ -199,6 +223,12 @@ class WorkerTable:
         self._asked[call] = worker
         info.busy = info.last_call = call
         return call
+
+    def open_calls(self) -> OpenCalls:
+        """Return an object that makes calls and waits for them."""
+        calls = OpenCalls(self)
+        self._open.add(calls)
+        return calls
 
     def note_progress(self, workers: Iterable[str]) -> None:
         """Note that these workers do not hang at the moment."""
@@ -252,32 +282,38 @@ class WorkerTable:
 
         `on_trouble` is called once, at the first outcome that is not Ok: peers may be waiting for that rank.
         """
-        calls = {}
+        calls, workers = self.open_calls(), list(workers)
+        shared = {} if callable(arguments) else dict(arguments)
         for worker in workers:
-            given = arguments(worker) if callable(arguments) else arguments
-            calls[worker] = self.submit(worker, verb, dict(given), generation=generation)
+            given = dict(arguments(worker)) if callable(arguments) else shared
+            calls.expect(worker, self.submit(worker, verb, given, generation=generation))
         outcomes: dict[str, Outcome] = {}
         deadline = self.clock() + limit_s
-        troubled = False
+        look_at, troubled = self.clock(), False
         while True:
-            for worker, call in calls.items():
-                if worker not in outcomes and (outcome := self.reply(call)) is not None:
-                    outcomes[worker] = outcome
-                    if not isinstance(outcome, Ok) and not troubled:
-                        troubled = True
-                        on_trouble()
-            if len(outcomes) == len(calls):
-                return {worker: outcomes[worker] for worker in calls}
-            late = [worker for worker in calls if worker not in outcomes]
-            for worker in late:
-                self.end_if_silent(worker, verb)
+            for worker, outcome in calls.ended():
+                outcomes[worker] = outcome
+                if not isinstance(outcome, Ok) and not troubled:
+                    troubled = True
+                    on_trouble()
+            if not calls.running:
+                return {worker: outcomes[worker] for worker in workers}
+            if self.clock() >= look_at:
+                look_at = self.clock() + LOOK_S
+                for worker in list(calls.running):
+                    self.end_if_silent(worker, verb)
             if self.clock() > deadline:
-                self._end_late(late, verb, limit_s)
+                self._end_late(list(calls.running), verb, limit_s)
                 if not troubled:
                     troubled = True
                     on_trouble()  # ranks that only wait for the late ones fail then, too
                 deadline = self.clock() + KILLED_S
-            self.pump(0.2)
+            self.pump(LOOK_S)
+
+    def _note_change(self, worker: str) -> None:
+        """Note that a call to this worker may have ended."""
+        for calls in list(self._open):
+            calls.note(worker)
 
     # -- workers that do not answer -------------------------------------------------------------------
 
@@ -295,6 +331,7 @@ class WorkerTable:
                 remaining.append(worker)
             else:
                 self._workers[worker].ended = WorkerEnded(worker, "it was killed, and its exit was never reported")
+                self._note_change(worker)
         silent = [worker for worker in remaining if self.group.silent_for(worker) > SILENT_S]
         for worker, story in self.stuck(silent or remaining, verb, limit_s).items():
             self.kill(worker, "hang", story)
@@ -335,8 +372,9 @@ class WorkerTable:
     def request_stacks(self, workers: Iterable[str]) -> int:
         """Ask workers where they are. Return the number that their answers will have."""
         number = self.next_number()
+        message = StackRequest(number)
         for worker in workers:
-            self.group.send(worker, StackRequest(number))
+            self.group.send(worker, message)
         return number
 
     # -- events ---------------------------------------------------------------------------------------
@@ -348,11 +386,13 @@ class WorkerTable:
     def take_answers(self, kind: type[AnswerT], number: int) -> list[tuple[str, AnswerT]]:
         """Remove and return the answers to one request that have arrived, with their workers. Answers to older requests
         of the same type stay, because another waiter may still want them."""
-        taken = [
-            (worker, answer) for worker, answer in self._answers if isinstance(answer, kind) and answer.round == number
-        ]
-        for each in taken:
-            self._answers.remove(each)
+        taken: list[tuple[str, AnswerT]] = []
+        for _ in range(len(self._answers)):
+            worker, answer = self._answers.popleft()
+            if isinstance(answer, kind) and answer.round == number:
+                taken.append((worker, answer))
+            else:
+                self._answers.append((worker, answer))
         return taken
 
     def pump(self, timeout: float) -> int:
@@ -384,6 +424,7 @@ class WorkerTable:
             info.moved_at = self.clock()
         elif isinstance(event, WorkerEnded):
             info.ended = event
+            self._note_change(event.worker)
         elif isinstance(event, CallEnded):
             self._call_ended(info, event)
         else:
@@ -393,6 +434,7 @@ class WorkerTable:
         if event.call not in self._asked:
             return
         self._replies[event.call] = event.outcome
+        self._note_change(event.worker)
         if info.busy == event.call:
             info.busy = None
         info.moved_at = self.clock()
@@ -401,6 +443,8 @@ class WorkerTable:
 
     def _message_received(self, info: WorkerInfo, message: Message) -> None:
         if isinstance(message, ProgressReport):
+            if message.progress.digest:
+                info.digests[message.progress.step] = message.progress.digest
             if message.call < info.last_call:
                 return  # it is about an earlier call, whose result arrived first, because it is sent through Ray
             if message.progress != info.progress:
@@ -418,3 +462,31 @@ class WorkerTable:
             )
         elif isinstance(message, BoundaryAnswer | StackReport):
             self._answers.append((info.worker, message))
+
+
+class OpenCalls:
+    """Calls for which one of the engine's waits is waiting, at most one for each worker. Owns which workers something has
+    happened to since the last look, so that a look costs nothing for the others."""
+
+    def __init__(self, table: WorkerTable) -> None:
+        self._table = table
+        self.running: dict[str, int] = {}
+        self._changed: dict[str, None] = {}  # the first one first
+
+    def expect(self, worker: str, call: int) -> None:
+        """Wait for this call, which was just submitted."""
+        self.running[worker] = call
+        self.note(worker)  # it may have ended already
+
+    def note(self, worker: str) -> None:
+        """Note that something has happened to this worker."""
+        self._changed[worker] = None
+
+    def ended(self) -> Iterator[tuple[str, Outcome]]:
+        """Yield the workers whose calls have ended since the last look, with the outcomes."""
+        while self._changed:
+            del self._changed[worker := next(iter(self._changed))]
+            outcome = self._table.reply(self.running[worker]) if worker in self.running else None
+            if outcome is not None:
+                del self.running[worker]
+                yield worker, outcome

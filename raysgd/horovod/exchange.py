@@ -27,18 +27,20 @@ class Sender:
     way. With `passes`, this is so only after that many backward passes.
     """
 
-    def __init__(
-        self, hvd: Any, names: list[tuple[str, Any]], given: dict[str, Any], *, passes: int, window: int
-    ) -> None:
+    def __init__(self, hvd: Any, names: list[tuple[str, Any]], given: dict[str, Any], *, passes: int) -> None:
         self._passes, self._done, self._in_pass = passes, 0, False
-        self.held = False
+        self._held = False
         self._distributed = hvd.DistributedOptimizer(
             torch.optim.SGD([parameter for _, parameter in names], lr=0.0),
             named_parameters=names,
-            backward_passes_per_step=window,
+            backward_passes_per_step=passes,
             **given,
         )
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for _, parameter in names]
+
+    def hold(self, on: bool) -> None:
+        self._held = on
+        self._distributed.set_backward_passes_per_step(AT_THE_STEP if on else self._passes)
 
     def finish(self) -> None:
         self._done, self._in_pass = 0, False
@@ -59,7 +61,7 @@ class Sender:
     def _pass_ended(self) -> None:
         self._in_pass = False
         self._done += 1
-        if not self.held and self._done % self._passes == 0:
+        if not self._held and self._done % self._passes == 0:
             self.finish()
 
 
@@ -67,8 +69,8 @@ class HorovodExchange(Exchange):
     """Owns a sender for each registered optimizer, a new one in each generation. Gives rank 0's models and optimizer state to
     all ranks."""
 
-    def __init__(self, arguments: HorovodArguments, *, accumulate: int = 1) -> None:
-        self._arguments, self._accumulate = arguments, accumulate
+    def __init__(self, arguments: HorovodArguments) -> None:
+        self._arguments, self.at_the_step = arguments, arguments.op == "sum"
         self._models: list[Any] = []
         self._optimizers: list[Any] = []
         self._senders: dict[int, Sender] = {}
@@ -99,17 +101,16 @@ class HorovodExchange(Exchange):
 
     def hold(self, on: bool) -> None:
         for sender in self._senders.values():
-            sender.held = on
+            sender.hold(on)
 
     def finish(self, optimizer: Any) -> None:
         if id(optimizer) in self._senders:
             self._senders[id(optimizer)].finish()
 
     def _sender(self, hvd: Any, names: list[tuple[str, Any]]) -> Sender:
-        given, passes = self._arguments.resolved(hvd), self._arguments.backward_passes_per_step
-        if self._arguments.op == "sum":  # a mean of means is the mean, but a sum of sums is not the sum
-            return Sender(hvd, names, given, passes=AT_THE_STEP, window=AT_THE_STEP)
-        return Sender(hvd, names, given, passes=passes, window=passes * self._accumulate)
+        sums = self._arguments.op == "sum"  # a mean of means is the mean, but a sum of sums is not the sum
+        passes = AT_THE_STEP if sums else self._arguments.backward_passes_per_step
+        return Sender(hvd, names, self._arguments.resolved(hvd), passes=passes)
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Finish the exchange before any step of an optimizer, whichever code makes it. A closure computes its gradients

@@ -26,21 +26,24 @@ def rank_variables(rank_infos: Sequence[RankInfo]) -> list[dict[str, str]]:
     >>> [rank["HOROVOD_CROSS_RANK"] for rank in rank_variables([RankInfo(0, 2), RankInfo(1, 2, node_rank=1)])]
     ['0', '1']
     """
-    found = []
+    nodes: dict[int, list[int]] = {}
     for rank_info in rank_infos:
-        across = sorted(other.node_rank for other in rank_infos if other.local_rank == rank_info.local_rank)
-        found.append(
+        nodes.setdefault(rank_info.local_rank, []).append(rank_info.node_rank)
+    across = {local: {node: place for place, node in enumerate(sorted(found))} for local, found in nodes.items()}
+    variables = []
+    for rank_info in rank_infos:
+        variables.append(
             {
                 "HOROVOD_HOSTNAME": f"node-{rank_info.node_rank}",
                 "HOROVOD_RANK": str(rank_info.world_rank),
                 "HOROVOD_SIZE": str(rank_info.world_size),
                 "HOROVOD_LOCAL_RANK": str(rank_info.local_rank),
                 "HOROVOD_LOCAL_SIZE": str(rank_info.local_world_size),
-                "HOROVOD_CROSS_RANK": str(across.index(rank_info.node_rank)),
-                "HOROVOD_CROSS_SIZE": str(len(across)),
+                "HOROVOD_CROSS_RANK": str(across[rank_info.local_rank][rank_info.node_rank]),
+                "HOROVOD_CROSS_SIZE": str(len(across[rank_info.local_rank])),
             }
         )
-    return found
+    return variables
 
 
 class HorovodRendezvous:

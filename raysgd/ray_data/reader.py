@@ -13,6 +13,7 @@ from typing import Any
 
 from raysgd.core.messages import StartDealer
 from raysgd.core.ranks import RankInfo
+from raysgd.core.read_ahead import ReadAhead
 from raysgd.errors import ResourceError
 from raysgd.ray_data.dealer import Dealer, PartRequest, RankRows
 from raysgd.workers import gcs
@@ -60,49 +61,27 @@ class _Ahead:
     def __init__(self, take: Callable[[PartRequest], RankRows | None], request: PartRequest) -> None:
         self.floor = request.floor
         self._take, self._first = take, request
-        self._ready: queue.Queue[Any] = queue.Queue(AHEAD)
-        self._stopped = threading.Event()
-        threading.Thread(target=self._fetch, name="raysgd-rows", daemon=True).start()
+        self._ahead = ReadAhead(self._fetched(), ahead=AHEAD, name="raysgd-rows")
 
     def next(self) -> tuple[dict[str, Any], int, bool] | None:
         began, warned = time.monotonic(), False
         while True:
             try:
-                found = self._ready.get(timeout=1.0)
-                break
+                return self._ahead.next(timeout=1.0)
             except queue.Empty:
                 waited = time.monotonic() - began
                 if waited > WARN_S and not warned:
                     warned = True
                     logger.warning("rank %d has been waiting for data for %.0f s: %s", self._first.rank, waited, _why())
-        if isinstance(found, BaseException):
-            raise found
-        batch: tuple[dict[str, Any], int, bool] | None = found
-        return batch
 
     def stop(self) -> None:
-        self._stopped.set()
+        self._ahead.stop()
 
-    def _fetch(self) -> None:
-        request: PartRequest | None = self._first
-        try:
-            while request is not None and not self._stopped.is_set():
-                dealt = self._take(request)
-                if dealt is None:
-                    break
-                self._put((_columns(dealt), dealt.after, dealt.fresh))
-                request = request.next(dealt.after, self.floor)
-            self._put(None)
-        except BaseException as error:  # `next` raises it
-            self._put(error)
-
-    def _put(self, item: Any) -> None:
-        while not self._stopped.is_set():
-            try:
-                self._ready.put(item, timeout=0.5)
-                return
-            except queue.Full:
-                continue
+    def _fetched(self) -> Iterator[tuple[dict[str, Any], int, bool]]:
+        request = self._first
+        while (dealt := self._take(request)) is not None:
+            yield _columns(dealt), dealt.after, dealt.fresh
+            request = request.next(dealt.after, self.floor)
 
 
 def _columns(dealt: RankRows) -> dict[str, Any]:

@@ -61,6 +61,10 @@ class ByteSource:
                 raise CheckpointError("the file became shorter while it was being read")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def release(self) -> None:
+        """Give up the bytes in memory."""
+        self._view.release()
+
     def read(self, start: int, length: int) -> bytes:
         """Return a copy of the bytes that exist in this range."""
         return bytes(self.view(start, length))
@@ -172,7 +176,9 @@ def seal_buffer(buffer: io.BytesIO) -> None:
         if bytes(view[:2]) == b"PK":
             _check_no_comment(view[-2:])
             view[-2:] = SEAL_AS_COMMENT
-        digest = _digest_of(ByteSource(view), len(view))
+        source = ByteSource(view)
+        digest = _digest_of(source, len(view))
+        source.release()  # or the buffer could not grow
     buffer.seek(0, io.SEEK_END)
     buffer.write(_seal(digest))
 
@@ -206,9 +212,16 @@ def digest_of(source: Any) -> str:
 
 
 def _digest_of(data: ByteSource, size: int) -> str:
+    def digest_at(start: int) -> bytes:
+        part = data.view(start, min(CHUNK, size - start))
+        try:
+            return hashlib.sha256(part).digest()
+        finally:
+            if isinstance(part, memoryview):
+                part.release()
+
     with ThreadPoolExecutor(THREADS, thread_name_prefix="raysgd-digest") as pool:
-        starts = range(0, size, CHUNK)
-        chunks = pool.map(lambda start: hashlib.sha256(data.view(start, min(CHUNK, size - start))).digest(), starts)
+        chunks = pool.map(digest_at, range(0, size, CHUNK))
         return hashlib.sha256(b"".join(chunks)).hexdigest()
 
 

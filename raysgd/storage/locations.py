@@ -10,7 +10,6 @@ import tempfile
 import uuid
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,10 +60,8 @@ def place_to_save(where: Any) -> Place:
     return found if isinstance(found, Uri) else found.absolute()
 
 
-def log_saved(where: Place, done: Future[Any] | None = None) -> None:
-    """Log where a checkpoint was saved, unless `done` shows that saving it failed."""
-    if done is None or done.exception() is None:
-        logger.info("saved the checkpoint %s", where)
+def log_saved(where: Place) -> None:
+    logger.info("saved the checkpoint %s", where)
 
 
 def place(where: Any) -> Place:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,17 +24,20 @@ from raysgd.tf.parts import as_tensor, is_keras_2, one_row, refuse_sum, rows_in,
 __all__ = ["CompiledOperator", "checked_fit_config", "operator_from_creators"]
 
 EVALUATE, FIT = "evaluate_config", "fit_config"
+logger = logging.getLogger("raysgd")
+
 TAKEN = {
     FIT: ("epochs", "steps_per_epoch", "callbacks", "class_weight", "verbose"),
     EVALUATE: ("steps", "callbacks", "verbose"),
 }
+UNUSED = {"max_queue_size", "shuffle", "use_multiprocessing", "workers"}  # by Keras, for a tf.data.Dataset
 INSTEAD = {
     "x": "the data is what data_creator returns",
     "y": "the data is what data_creator returns",
     "batch_size": "batch the data set: .batch(n), with the batch of all workers together",
     "sample_weight": "let the data set give (x, y, sample_weight)",
-    "shuffle": "shuffle the data set",
     "validation_data": "data_creator returns it second, and validate() runs over it",
+    "validation_freq": "call validate() after the epochs of your choice",
     "initial_epoch": "load() a checkpoint: it holds the epoch",
     "validation_steps": "pass num_steps to validate()",
 }
@@ -48,10 +52,11 @@ class CompiledOperator(TrainingOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         train, test = _pair(type(self).data_creator(config))
-        self.model = model = type(self).model_creator(config)
+        with foreign.noting_jit_compile() as compiled_by_xla:
+            self.model = model = type(self).model_creator(config)
         if getattr(model, "optimizer", None) is None or not getattr(model, "compiled", True):
             raise ConfigError("model_creator must return a compiled model: call model.compile(optimizer=..., loss=...)")
-        _check_compiled(model)
+        _check_compiled(model, xla=bool(is_keras_2(model) and model.jit_compile) or model in compiled_by_xla)
         if self._settings.distributed:
             for loss in tf.nest.flatten(model.loss):
                 refuse_sum(loss, "a compiled loss")
@@ -243,6 +248,9 @@ def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     given = config.get(name) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"config[{name!r}] must be a dict of keyword arguments, got {given!r}")
+    if ignored := sorted(set(given) & UNUSED):
+        logger.warning("config[%r] has %s, which Keras ignores for data sets, and raysgd too", name, ", ".join(ignored))
+    given = {key: value for key, value in given.items() if key not in UNUSED}
     for key in given:
         if key not in TAKEN[name]:
             hint = INSTEAD.get(key, f"only {', '.join(TAKEN[name])} have an effect")
@@ -258,15 +266,14 @@ def checked_fit_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(given)
 
 
-def _check_compiled(model: Any) -> None:
-    """Raise ConfigError for arguments of `compile` that have no effect here. In Keras 3, `jit_compile` is True by default, so
-    that it does not show what the user wants."""
+def _check_compiled(model: Any, *, xla: bool) -> None:
+    """Raise ConfigError for arguments of `compile` that have no effect here. `xla` is whether the user has asked for XLA."""
     if (steps := foreign.steps_per_execution(model)) > 1:
         raise ConfigError(
             f"the model was compiled with steps_per_execution={steps}, which has no effect here: raysgd runs one batch at a "
             "time, so that it can continue after each of them when a worker fails. Leave it out"
         )
-    if is_keras_2(model) and model.jit_compile:
+    if xla:
         raise ConfigError(
             "the model was compiled with jit_compile=True, which has no effect here, because XLA cannot compile the sum of the "
             "gradients over the workers. Leave it out, or put tf.function(jit_compile=True) on parts of the model"

@@ -63,6 +63,9 @@ class SharedSource:
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
         return _length(self.loader, offset)
 
+    def total(self) -> None:
+        """Return None: offsets count batches, of which a data set can have any number."""
+
     def _pass(self, epoch: int, offset: int) -> Iterator[Any]:
         """Return an iterator over the rest of the epoch. The order of a shuffle depends on how often the data set was
         begun, so passes of earlier epochs are begun, too."""
@@ -79,16 +82,18 @@ class SharedSource:
         """Return this rank's rows of a batch; None if it has none and need not take part in the step."""
         rows = rows_in(batch)
         if rank_info.world_size == 1:
-            return Drawn(batch, offset, rows=rows)
+            return Drawn(batch, offset, rows=rows, units=(0, rows, rows))
         base, extra = divmod(rows, rank_info.world_size)
         rank = rank_info.world_rank
         start, size = rank * base + min(rank, extra), base + (rank < extra)
         if size:
-            return Drawn(_cut(batch, start, start + size), offset, rows=rows, fraction=size / rows)
+            weight = size * rank_info.world_size / rows
+            units = (start, start + size, rows)
+            return Drawn(_cut(batch, start, start + size), offset, True, rows, weight, units=units)
         if not self._pad:
             return None
         again = rank % rows
-        return Drawn(_cut(batch, again, again + 1), offset, fresh=False, rows=rows, fraction=0.0)
+        return Drawn(_cut(batch, again, again + 1), offset, False, rows, 0.0, units=(again, again + 1, rows))
 
 
 class OwnSource:
@@ -115,10 +120,13 @@ class OwnSource:
                 return
             last = batch if batch is not None else last if last is not None else _blank(self.data)
             offset += 1
-            yield Drawn(last, offset, mine > 0, total, mine / total)
+            yield Drawn(last, offset, mine > 0, total, mine * rank_info.world_size / total)
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
         return None if self._channel.size > 1 else _length(self.data, offset)
+
+    def total(self) -> None:
+        """Return None: each rank has data of its own."""
 
 
 def make_source(

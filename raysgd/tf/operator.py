@@ -221,8 +221,8 @@ class TrainingOperator(OperatorBase):
 
     # -- for the default methods ----------------------------------------------------------------------
 
-    def _batches_per_epoch(self) -> int | None:
-        return batches_per_epoch(self._train_data("train_dataset"), self._settings.num_workers)
+    def _batches_per_epoch(self, workers: int) -> int | None:
+        return batches_per_epoch(self._train_data("train_dataset"), workers)
 
     _counts = True
     _train_graph: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -68,14 +69,15 @@ class TFReplica(ReplicaBase):
     def _feed_options(self, phase: Phase) -> dict[str, Any]:
         return {"on_batch": self._keep_for_undo} if phase == "train" else {}
 
-    def _keep_for_undo(self, drawn: Drawn, *_: Any) -> None:
+    def _keep_for_undo(self, drawn: Drawn, *_: Any) -> bool:
         """Set the fraction of the batch, and keep what must be undone if a peer fails during the batch."""
         operator = self.operator
-        operator._set_fraction(drawn.fraction)
+        operator._set_fraction(drawn.weight / self._rank_info.world_size)
         operator._counts = drawn.fresh
         self._steps_before = self._steps()
         if self._rank_info.world_size > 1:
             self._statistics_before = [tf.identity(as_tensor(v)) for v in operator._statistics]
+        return False
 
     def _steps(self) -> int:
         return sum(int(as_tensor(optimizer.iterations)) for optimizer in self.operator._parts.optimizers)
@@ -96,6 +98,13 @@ class TFReplica(ReplicaBase):
         for number, state in enumerate(seed_states(self.operator._parts.models)):
             drawn = derived_seed(own, number)
             state.assign(tf.cast([drawn >> 32, drawn & 0xFFFFFFFF], state.dtype))
+
+    def _weights_digest(self) -> str:
+        digest = hashlib.sha256()
+        for model in self.operator._parts.models:
+            for variable in model.trainable_variables:
+                digest.update(as_tensor(variable).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def _random_state(self) -> dict[str, Any]:
         return states.random_state()

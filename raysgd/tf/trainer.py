@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.monitors import Throughput, measures_in
-from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flag
+from raysgd.config import ElasticConfig, WorkerResources, at_least, check_flag, refuse_rates
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback, shown
 from raysgd.storage import locations
 from raysgd.tf import states
@@ -23,6 +23,7 @@ from raysgd.tf.process_group import TensorFlowBackend
 from raysgd.tf.replica import TFReplica, TFReplicaFactory
 from raysgd.tf.settings import TFSettings
 from raysgd.training.arguments import check_call, check_common, check_config, needs_ray, refuse_unknown
+from raysgd.training.audit import AuditSettings
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import opened_folder
@@ -120,6 +121,9 @@ class TFTrainer(TrainerBase):
         check_flag("use_gpu", use_gpu)
         resources = WorkerResources.parse(num_cpus_per_worker, use_gpu, resources_per_worker, gpu_asked=use_gpu or None)
         remote, elastic = needs_ray(use_ray, number, resources), elastic or ElasticConfig()
+        refuse_rates(
+            elastic, "a batch of a TensorFlow data set is that of all workers together, and does not change with them"
+        )
         fit, evaluate = checked_fit_config(self.config, FIT), checked_fit_config(self.config, EVALUATE)
         run = described_run(TFTrainer, operator_cls, self.config, number, logdir)
         calls = CallRunner(callbacks, run, bar=use_tqdm or bool(verbose or fit.get("verbose")), hidden=(STOP,))
@@ -133,6 +137,7 @@ class TFTrainer(TrainerBase):
             shuffle_seed=SEED if remote else None,
             seed=seed,
             snapshot_every=elastic.snapshot_every,
+            audit=AuditSettings.of(elastic),
             measures=measures_in(calls.on_workers),
         )
         self._epochs, self._steps = fit.get("epochs", 1), fit.get("steps_per_epoch")

@@ -24,10 +24,12 @@ __all__ = [
     "accumulated_gradients",
     "collective_count",
     "compile_in_place",
+    "content_version",
     "copy_module_versions",
     "end_processes",
     "exposed_communication_s",
     "forget_iterator",
+    "full_parameters",
     "groups",
     "is_loaders_signal_handler",
     "live_iterator",
@@ -122,7 +124,7 @@ def collective_count() -> int:
         return -1
     try:
         return int(dist.distributed_c10d._get_default_group()._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # ValueError: another thread has just destroyed the group
         return -1
 
 
@@ -153,6 +155,14 @@ def accumulated_gradients(modules: Sequence[Any]) -> list[torch.Tensor]:
     kept = [each.unsharded_accumulated_grad for each in parameters]
     found = [*kept, *(each._unsharded_param.grad for each in parameters)]
     return list({id(each): each for each in found if each is not None}.values())
+
+
+def full_parameters(modules: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the full parameters that FSDP modules use in a forward pass; none before the first one."""
+    groups = [group for module in modules for group in _parameter_groups(module._get_fsdp_state())]
+    return [
+        each._unsharded_param for group in groups for each in group.fsdp_params if hasattr(each, "_unsharded_param")
+    ]
 
 
 def _parameter_groups(state: Any) -> list[Any]:
@@ -190,6 +200,11 @@ def nested_schedulers(scheduler: Any) -> Sequence[Any]:
 def run_after_backward(call: Callable[[], None]) -> None:
     """Call this when the running backward pass ends."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def content_version(tensor: torch.Tensor) -> int:
+    """Return how often the content of a tensor's memory has been changed in place."""
+    return tensor._version
 
 
 def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:

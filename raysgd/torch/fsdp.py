@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raysgd.errors import ConfigError
-from raysgd.torch.foreign import accumulated_gradients
+from raysgd.torch.foreign import accumulated_gradients, full_parameters
 
 __all__ = ["Shards", "gathered", "placed", "placed_optimizer", "shard_layers"]
 
@@ -65,6 +65,7 @@ class Shards:
             replaced |= {id(old): after[name] for name, old in before.items()}
         for optimizer in self._optimizers:
             _replace_parameters(optimizer, replaced)
+        self.full_parameters()  # here, because only some ranks may have gradients to weigh in the first batch
 
     def full_models(self, states: list[dict[str, Any]]) -> list[nn.Module]:
         """Return bare models with these gathered states."""
@@ -73,6 +74,16 @@ class Shards:
     def unexchanged_gradients(self) -> list[torch.Tensor]:
         """Return the gradients of batches that did not exchange them."""
         return accumulated_gradients(list(self._modules()))
+
+    def full_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that the forward pass uses. All ranks must call this, because the first forward pass, or this
+        method, creates them."""
+        modules = list(self._modules())
+        if not full_parameters(modules):
+            for module in modules:
+                module.unshard()
+                module.reshard()
+        return full_parameters(modules)
 
     def gather_for_validation(self) -> None:
         """Give every worker the full weights. Ranks validate different numbers of batches, so no forward pass may wait

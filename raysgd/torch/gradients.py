@@ -1,62 +1,199 @@
-"""What happens between the backward pass and the step: accumulation windows, and gradient clipping. Worker.
+"""What happens between the backward pass and the step: weights of ranks, accumulation windows, and gradient clipping. Worker.
 
 An accumulation window is `accumulate` batches that share one optimizer step, or fewer at the end of an epoch or call.
 Its gradients are the mean over all its samples: the same as of one batch that holds them all, for a loss that is a mean
-over samples.
+over samples. The pieces of one batch (`RankPart.pieces`) are a window, too.
+
+Ranks exchange the mean of their gradients. Where they have different numbers of samples, each rank multiplies its gradients
+by its weight as they arrive at the parameters, which works for any code that runs the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from raysgd.errors import ConfigError
-from raysgd.torch.foreign import multiply_all
+from raysgd.torch.foreign import content_version, multiply_all, run_after_backward
 from raysgd.torch.monitor import Monitor
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.parts import Parts
 from raysgd.torch.precision import Precision
+from raysgd.training.feed import Drawn
 
 __all__ = ["Gradients", "samples_in"]
 
+CLIPS = "changes gradients between the backward pass and the step: clip with TrainingOptions(clip_norm=...)"
+CLOSURE = "passes a closure to its optimizer: compute the gradients before the step"
+
 
 class Gradients:
-    """Owns the open window. The feed calls `begin` before each batch; the operator's helpers call the rest.
+    """Owns the open window, and the hooks that weight gradients. The feed calls `begin` before each batch for which there is
+    something to prepare; the operator's helpers call the rest.
 
     Without a feed, as in a validation or in a user's function, every batch is a window of its own.
     """
 
-    def __init__(self, options: TrainingOptions, precision: Precision, parts: Parts, monitor: Monitor) -> None:
+    def __init__(
+        self,
+        options: TrainingOptions,
+        precision: Precision,
+        parts: Parts,
+        monitor: Monitor,
+        *,
+        exact: bool = False,
+        in_pieces: bool = False,
+    ) -> None:
         self._options, self._precision, self._parts, self._monitor = options, precision, parts, monitor
-        self._accumulates = options.accumulate > 1
+        self._accumulates, self._exact = options.accumulate > 1, exact
+        self._untested = in_pieces and not self._accumulates  # whether the user's code may be unfit for pieces
+        self._hooks: list[Any] = []
+        self._held = False
+        # For pieces: methods of user objects that are replaced, versions of the gradients after a backward pass, and
+        # whether gradients have arrived in this window and piece, a step was left out, and a backward pass is running.
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._seen: list[int] = []
+        self._arrived = self._here = self._skipped = self._in_backward = False
         clips = options.clip_norm is not None or options.clip_value is not None
         self._reads_gradients = clips or monitor.needs_gradients
         self._stepping = False
         self.abandon()
 
     def abandon(self) -> None:
-        """Forget the open window, because its batches will be drawn again."""
+        """Forget the open window, because it has ended or its batches will be drawn again."""
         self._position, self._closing = 0, True
         self._samples, self._total, self._usual = 1.0, 0.0, 1.0
         self._witness: torch.Tensor | None = None
-        if self._accumulates:
+        self._weigh(1.0)
+        self._replace_methods(pieces=False)
+        self._here = self._skipped = self._in_backward = False
+        if self._held:
             self._exchange_gradients(True)
 
-    def begin(self, batch: Any, position: int, closing: bool) -> None:
-        """Prepare for a batch, which is at this position of its window; `closing` is whether it is the last one."""
-        if not self._accumulates:
-            return
+    def begin(self, drawn: Drawn, position: int, closing: bool) -> bool:
+        """Prepare for a batch, which is at this position of its window; `closing` is whether it is the last one. Return whether
+        there is nothing to prepare for a usual batch after it."""
+        pieces = not self._accumulates and (position > 0 or not closing)
+        self._weigh(drawn.weight if self._exact else 1.0, watch=pieces or self._untested)
+        self._untested = False
         self._position, self._closing = position, closing
-        self._samples = float(samples_in(batch))
+        self._here = self._skipped = self._in_backward = False
         if position == 0:
-            self._total, self._usual, self._witness = 0.0, self._samples * self._options.accumulate, None
-        self._total += self._samples
-        if closing and self._total != self._usual:
-            self._shorten(position > 0)
-        self._exchange_gradients(closing)
+            self._arrived, self._witness = False, None
+        if self._accumulates:
+            self._measure(drawn)
+        if self._replaced or pieces:
+            self._replace_methods(pieces=pieces)
+        if self._held or not closing:
+            self._exchange_gradients(closing)
+        return closing and not (self._hooks or self._accumulates)
+
+    def _measure(self, drawn: Drawn) -> None:
+        """Count this batch's samples, for its part of the window's gradients: those of all ranks, if gradients are weighted."""
+        self._samples = float((drawn.rows if self._exact else None) or samples_in(drawn.batch))
+        if self._position == 0:
+            self._total, self._usual = 0.0, self._samples * self._options.accumulate
+        if drawn.whole:
+            self._total += self._samples
+        if self._closing and self._total != self._usual:
+            self._shorten(self._position > 0)
+
+    def _weigh(self, weight: float, *, watch: bool = False) -> None:
+        """Multiply the gradients of the following backward passes by `weight`, and with `watch`, follow what is done with them."""
+        self._weight, self._watching = weight, watch
+        needed = weight != 1.0 or watch
+        if needed == bool(self._hooks):
+            return
+        while self._hooks:
+            self._hooks.pop().remove()
+        if not needed:
+            return
+        shards = self._parts.shards
+        found = shards.full_parameters() if shards else [p for model in self._parts.models for p in model.parameters()]
+        for each in {id(parameter): parameter for parameter in found}.values():
+            if each.is_floating_point() or each.is_complex():
+                # A tensor takes a hook only while it requires a gradient, and user code may unfreeze it before its backward pass.
+                trained = each.requires_grad
+                each.requires_grad_(True)
+                self._hooks.append(each.register_hook(self._weighted))
+                each.requires_grad_(trained)
+
+    def _weighted(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self._watching and not self._in_backward:
+            self._backward_begins()
+        return gradient if self._weight == 1.0 else gradient * self._weight
+
+    # -- pieces of a batch ----------------------------------------------------------------------------
+
+    def _backward_begins(self) -> None:
+        if self._skipped:
+            raise _refusal(
+                "makes a step and then computes gradients with the new weights: step after all backward passes"
+            )
+        if self._position and not self._here:
+            self._check_unchanged(
+                "clears or changes gradients between two batches: let the optimizer's zero_grad clear them"
+            )
+        self._arrived = self._here = self._in_backward = True
+        run_after_backward(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._in_backward = False
+        run_after_backward(self._note_versions)  # after the exchange of gradients, which ends in such a call, too
+
+    def _note_versions(self) -> None:
+        self._seen = self._versions()
+
+    def _versions(self) -> list[int]:
+        """Return numbers that change when a gradient is changed in place."""
+        parameters = [p for each in self._parts.optimizers for p in self._precision.parameters(each)]
+        return [-1 if each.grad is None else content_version(each.grad) for each in parameters]
+
+    def _check_unchanged(self, found: str) -> None:
+        if self._arrived and self._versions() != self._seen:
+            raise _refusal(found)
+
+    def _skip(self) -> None:
+        """Leave out a step, because another piece follows."""
+        self._check_unchanged(CLIPS)
+        self._skipped = True
+
+    def _replace_methods(self, *, pieces: bool) -> None:
+        """Let what user code calls count once for the pieces of a batch: optimizers and schedulers step with the last one, and
+        gradients are cleared before the first one."""
+        while self._replaced:
+            part, name, own = self._replaced.pop()
+            part.__dict__.pop(name)
+            part.__dict__.update({name: own} if own is not None else {})
+        if not pieces:
+            return
+        for optimizer in self._parts.optimizers:
+            self._replace(optimizer, "zero_grad", functools.partial(self._clear, optimizer.zero_grad))
+            if not self._closing:
+                self._replace(optimizer, "step", self._skip_direct)
+        for scheduler in [] if self._closing else self._parts.schedulers:
+            self._replace(scheduler, "step", lambda *_, **__: None)
+
+    def _replace(self, part: Any, name: str, function: Callable[..., Any]) -> None:
+        self._replaced.append((part, name, part.__dict__.get(name)))
+        part.__dict__[name] = function
+
+    def _skip_direct(self, closure: Any = None) -> None:
+        if closure is not None:
+            raise _refusal(CLOSURE)
+        self._skip()
+
+    def _clear(self, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._here and not self._skipped:
+            raise _refusal(
+                "clears gradients between a backward pass and the step: clear them before, or after the step"
+            )
+        if not self._arrived:
+            zero_grad(*args, **kwargs)
 
     def _shorten(self, begun: bool) -> None:
         """Give the gradients so far more weight, because this window has fewer samples than usual. This must happen
@@ -83,6 +220,8 @@ class Gradients:
     def step(self, optimizer: Any) -> None:
         """Clip the gradients and apply the step, if the window ends with this batch."""
         if not self._closing:
+            if self._watching:
+                self._skip()
             self._choose_witness(optimizer)
             return
         self._parts.exchange.finish(optimizer)
@@ -108,6 +247,8 @@ class Gradients:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if callable(closure):  # it computes the gradients during the step, and may be called several times
+            if self._watching:
+                raise _refusal(CLOSURE)
 
             def clipping() -> Any:
                 loss = closure()
@@ -120,6 +261,8 @@ class Gradients:
 
     def _prepare_direct_step(self, optimizer: Any) -> None:
         self._precision.check_step(optimizer, direct=True)
+        if self._watching and not self._parts.exchange.at_the_step:
+            self._check_unchanged(CLIPS)
         if not self._reads_gradients:
             return
         if getattr(optimizer, "grad_scale", None) is not None:
@@ -140,17 +283,19 @@ class Gradients:
             nn.utils.clip_grad_norm_(parameters, self._options.clip_norm)
 
     def stepped(self) -> None:
-        """Raise an error if an optimizer has stepped before the end of the window."""
+        """Note that an optimizer has stepped. Raise an error if this is before the end of the window."""
         if not self._closing:
             raise ConfigError(
                 f"accumulate={self._options.accumulate} was passed, but this operator steps its optimizer itself after "
                 "every batch: use self.zero_grad(), self.backward(loss) and self.step(optimizer), which take the "
                 "accumulation into account, or leave accumulate out"
             )
+        self._skipped, self._arrived = True, False
 
     def _exchange_gradients(self, on: bool) -> None:
         """Let the next backward pass average the gradients over the ranks, or not. It does so once for each window."""
-        self._parts.exchange.hold(not on)
+        self._held = not on
+        self._parts.exchange.hold(self._held)
         for model in self._parts.wrapped:
             if hasattr(model, "require_backward_grad_sync"):
                 model.require_backward_grad_sync = on  # type: ignore[assignment]
@@ -168,6 +313,13 @@ class Gradients:
                 f"gradients were cleared in the middle of {self._options.accumulate} batches that share one step: call "
                 "self.zero_grad() instead of optimizer.zero_grad(); it clears them only where a window begins"
             )
+
+
+def _refusal(found: str) -> ConfigError:
+    return ConfigError(
+        "ElasticConfig(batch='global') lets each worker process its batch in several pieces when there are fewer workers, with one "
+        f"step after the last of them, and this operator {found}, or use batch='per_worker'"
+    )
 
 
 def _scale(gradients: Sequence[torch.Tensor | None], factor: float) -> None:

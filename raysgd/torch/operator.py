@@ -12,20 +12,26 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from raysgd.constants import NUM_SAMPLES, NUM_STEPS, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
 from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import ConfigError, shown, suggesting
+from raysgd.core.sampling_plan import optimizer_steps
+from raysgd.data.sharded_stream import ShardedStream
+from raysgd.errors import ConfigError, MissingPartError, shown, suggesting
 from raysgd.ray_data.columns import RayData
 from raysgd.torch import wrapping
 from raysgd.torch.averages import Averages
+from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.gradients import Gradients, samples_in
 from raysgd.torch.monitor import Monitor
-from raysgd.torch.parts import Parts, check_parts, move
+from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
 from raysgd.torch.precision import make_precision
+from raysgd.torch.rates import scale_rates, scaling_rule
+from raysgd.torch.schedules import watch_schedule
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.operator_base import OperatorBase
 
@@ -70,7 +76,16 @@ class TrainingOperator(OperatorBase):
         averages = Averages(settings.ema_decay)
         self._parts = Parts(options=settings.options, exchange=settings.exchange(), averages=averages)
         self._monitor = Monitor(settings.measures)
-        self._gradients = Gradients(settings.options, self._precision, self._parts, self._monitor)
+        averages_gradients = settings.distributed and settings.options.parallel is not None
+        self._exact = averages_gradients and settings.options.gradients == "samples"
+        self._gradients = Gradients(
+            settings.options,
+            self._precision,
+            self._parts,
+            self._monitor,
+            exact=self._exact,
+            in_pieces=self._exact and settings.elastic.batch == "global" and not self._has_own_steps,
+        )
         self.setup(self._config)
 
     def train_epoch(
@@ -88,13 +103,19 @@ class TrainingOperator(OperatorBase):
         for model in self._parts.wrapped:
             model.train()
         named = "batch_info" in signature(self.train_batch).parameters
-        for batch_idx, batch in enumerate(iterator):
+        batch_idx = 0
+        for batch in iterator:
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
             metrics = self.train_batch(batch, batch_info=batch_info) if named else self.train_batch(batch, batch_info)
-            if per_batch:
+            whole = getattr(iterator, "whole", True)  # otherwise, another piece of the same batch follows
+            if per_batch and whole:
                 scheduler.step()
             self._count(iterator, metrics, meter, batch=batch)
-            self.global_step += 1
+            if whole:
+                self.global_step += 1
+                batch_idx += 1
+            else:
+                meter.batch_count -= 1  # the last piece counts the batch
         per_epoch = self.scheduler_step_freq == SCHEDULER_STEP_EPOCH and scheduler is not None
         if per_epoch and getattr(iterator, "epoch_ended", True):
             scheduler.step()
@@ -145,6 +166,15 @@ class TrainingOperator(OperatorBase):
 
     # -- helpers for custom loops ---------------------------------------------------------------------
 
+    def sample_rng(self, index: Any) -> AbstractContextManager[None]:
+        """Return a context in which torch's, NumPy's and Python's random numbers on the CPU depend on the trainer's `seed`, the
+        epoch and the sample's index alone, and not on the rank that has the sample. Afterwards they continue as before."""
+        if self._settings.seed is None:
+            raise ConfigError(
+                "sample_rng() derives its numbers from the trainer's seed, which is None: pass seed=... to it"
+            )
+        return seeded_for(self._settings.seed, self._epochs_before(), index)
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for the forward pass and the loss, in the precision of the trainer."""
         return self._precision.autocast()
@@ -194,7 +224,7 @@ class TrainingOperator(OperatorBase):
         bare = parts.as_list(models)
         if not bare or not all(isinstance(model, nn.Module) for model in bare):
             raise ConfigError(f"models must be a torch.nn.Module or a list or tuple of them, got {models!r}")
-        self._check_arguments(ddp_args, apex_args)
+        self._check_arguments(criterion, ddp_args, apex_args)
         check_parts(bare, parts.as_list(optimizers), criterion, parts.as_list(schedulers))
         if schedulers is not None and self.scheduler_step_freq is None:
             raise ConfigError(
@@ -212,22 +242,33 @@ class TrainingOperator(OperatorBase):
             criterion = criterion.to(self.device)
         bare = wrapping.formatted(bare, parts.options, distributed=self._is_distributed)
         parts.models, parts.optimizers = self._precision.prepare(bare, parts.as_list(optimizers), dict(apex_args or {}))
-        parts.criterion, parts.schedulers = criterion, parts.as_list(schedulers)
+        parts.criterion = criterion
+        self._set_schedulers(parts.as_list(schedulers))
         wrapping.compile_models(parts.models, parts.options)
         self._wrap(dict(ddp_args or {}))
         if not self._has_own_steps:
             self._gradients.watch(parts.optimizers)
         parts.averages.watch(parts.models, parts.optimizers, precision=parts.options.precision)
         self._monitor.watch(parts.optimizers, clips_itself=self._has_own_steps)
+        if (rule := scaling_rule(self._settings.elastic.lr, self._settings.num_workers)) is not None:
+            parts.restore_rates = scale_rates(parts.optimizers, lambda: rule(self.world_size))
         parts.registered = True
         optional = [criterion, None if schedulers is None else parts.like(schedulers, parts.schedulers)]
         ready = [parts.like(models, parts.wrapped), parts.like(optimizers, parts.optimizers)]
         return (*ready, *(each for each in optional if each is not None))
 
-    def _check_arguments(self, ddp_args: Any, apex_args: Any) -> None:
+    def _check_arguments(self, criterion: Any, ddp_args: Any, apex_args: Any) -> None:
+        if self._exact and getattr(criterion, "reduction", None) == "sum":
+            raise ConfigError(
+                f"the criterion {type(criterion).__name__} sums over the batch, and with several workers a step's gradient is the mean "
+                "over its samples: use reduction='mean', or pass TrainingOptions(gradients='ranks') for the mean of the workers' "
+                "sums"
+            )
         for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
             if given is not None and not isinstance(given, Mapping):
                 raise ConfigError(f"{name} must be a dict of keyword arguments, got {given!r}")
+        pieces = self._settings.elastic.batch == "global" and self._settings.num_workers > 1
+        self._parts.options.check_ddp(ddp_args or {}, pieces=pieces)
         if ddp_args and self._parts.options.parallel == "fsdp":
             raise ConfigError(
                 "register(ddp_args=...) is for DistributedDataParallel, but parallel is 'fsdp': leave one out"
@@ -238,7 +279,7 @@ class TrainingOperator(OperatorBase):
         self, *, train_loader: Any = None, validation_loader: Any = None, test_loader: Any = None
     ) -> None:
         """Register the data: DataLoaders (divided among the workers unless add_dist_sampler=False), Ray Datasets
-        (divided by rows; `raysgd.data.RayData` names their columns) or any iterables."""
+        (divided by rows; `raysgd.data.RayData` names their columns), a `raysgd.data.ShardedStream`, or any iterables."""
         given = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
         for name, loader in given.items():
             if isinstance(loader, torch.utils.data.Dataset) and not hasattr(loader, "__iter__"):
@@ -247,6 +288,7 @@ class TrainingOperator(OperatorBase):
                     "DataLoader(data_set, batch_size=...)"
                 )
             iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") or RayData.is_given_as(loader)
+            iterable = iterable or isinstance(loader, ShardedStream)
             iterable = iterable and not isinstance(loader, (str, bytes, Mapping, type))
             if loader is not None and not iterable:
                 raise ConfigError(
@@ -270,12 +312,31 @@ class TrainingOperator(OperatorBase):
     def _batches_per_step(self) -> int:
         return self._settings.options.accumulate
 
-    def _batches_per_epoch(self) -> int | None:
+    def _batches_per_epoch(self, workers: int) -> int | None:
         loader, settings = self._train_data("train_loader"), self._settings
         if RayData.is_given_as(loader):
             return None
         divided = settings.add_dist_sampler or not settings.distributed
-        return batches_per_epoch(loader, settings.num_workers, divided=divided)
+        return batches_per_epoch(loader, workers, divided=divided)
+
+    def _steps_by_now(self, workers: int) -> int | None:
+        """Return how many optimizer steps this many workers make until the end of the running epoch, None if that is not
+        known."""
+        batches = None if self._parts.train_loader is None else self._batches_per_epoch(workers)
+        if batches is None:
+            return None
+        return optimizer_steps(self._last_epoch, batches=batches, num_steps=None, window=self._batches_per_step)
+
+    def _set_schedulers(self, schedulers: list[Any]) -> None:
+        self._parts.schedulers = schedulers
+        for scheduler in schedulers:
+            watch_schedule(
+                scheduler,
+                self._settings.num_workers,
+                world_size=lambda: self.world_size,
+                planned=lambda: self._planned_steps,
+                needed=self._steps_by_now,
+            )
 
     def _samples_in(self, batch: Any) -> float:
         return samples_in(batch)
@@ -327,10 +388,16 @@ class TrainingOperator(OperatorBase):
                 "none of them: set self.scheduler in setup to the one that the default loop steps, or pass "
                 "scheduler_step_freq='manual' and step them in your own methods"
             )
+        if self.scheduler_step_freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH):
+            check_steps_alone(own, self.scheduler_step_freq)
         return own if callable(getattr(own, "step", None)) else None
 
-    @staticmethod
-    def _unpack(batch: Any) -> Any:
+    def _returns_items(self) -> bool:
+        """Return whether the training loader returns each item of its data set as a batch."""
+        loader = self._parts.train_loader
+        return isinstance(loader, DataLoader) and loader.batch_size is None and loader.batch_sampler is None
+
+    def _unpack(self, batch: Any) -> Any:
         if isinstance(batch, (tuple, list)) and len(batch) >= 2:
             if isinstance(batch[-1], (int, float)) or (isinstance(batch[-1], torch.Tensor) and not batch[-1].dim()):
                 raise ConfigError(
@@ -338,10 +405,21 @@ class TrainingOperator(OperatorBase):
                     "A loader with batch_size=None returns each item of its data set as a batch: pass batch_size=n, or let the "
                     "data set return complete batches"
                 )
+            sizes = [len(part) for part in (batch[0], batch[-1]) if isinstance(part, torch.Tensor) and part.dim()]
+            if len(set(sizes)) > 1 and self._returns_items():
+                raise ConfigError(
+                    f"the features of this batch have {sizes[0]} rows, and its target has {sizes[1]}. A loader with batch_size=None "
+                    "returns each item of its data set as a batch: pass batch_size=n, or let the data set return complete batches. "
+                    "If these are batches, override train_batch and validate_batch"
+                )
             return batch
+        kind, hint = type(batch).__name__, ""
+        if isinstance(batch, (tuple, list, torch.Tensor)):
+            of_one = f" of one {type(batch[0]).__name__}" if not isinstance(batch, torch.Tensor) and batch else ""
+            kind, hint = f"{kind}{of_one} without a target", "let the data set return (features, target), or "
         raise TypeError(
-            f"the default batch methods take (*features, target), got a {type(batch).__name__}: override train_batch "
-            "and validate_batch for other kinds of batches"
+            f"the default batch methods take (*features, target), got a {kind}: {hint}override train_batch and validate_batch "
+            "for other kinds of batches"
         )
 
     # -- what operators can read ------------------------------------------------------------------------
@@ -393,7 +471,7 @@ class TrainingOperator(OperatorBase):
         value = getattr(self._parts, name)
         if value is None or (isinstance(value, list) and not value):
             call = "register_data" if "loader" in name else "register"
-            raise RuntimeError(
+            raise MissingPartError(
                 f"{type(self).__name__} has no {name.replace('_', ' ')}: pass it to self.{call}(...) in setup"
             )
         return value

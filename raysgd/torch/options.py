@@ -18,6 +18,7 @@ __all__ = ["TrainingOptions"]
 
 PrecisionName = Literal["fp32", "fp16", "bf16", "apex"]
 ParallelName = Literal["auto", "ddp", "fsdp"]
+GradientsName = Literal["samples", "ranks"]
 HookName = Literal["fp16", "bf16", "powersgd", "batched_powersgd"]
 # What raysgd passes to DistributedDataParallel and PowerSGD itself.
 SUPPLIED = {"self", "module", "device_ids", "process_group"}
@@ -37,6 +38,8 @@ class TrainingOptions:
         parallel        "ddp": every worker holds the model; "fsdp": each holds a part of it; None: models are not
                         wrapped, and you average the gradients; "auto" (the default): "ddp", or None with `wrap_ddp=False`
         accumulate      batches per optimizer step
+        gradients       "samples": a step's gradient is the mean over its samples, also if the ranks have different numbers of
+                        them; "ranks": it is the mean over the ranks of their means, as DistributedDataParallel computes it
         clip_norm       largest norm of all gradients of an optimizer together; None: no clipping
         clip_value      largest absolute value of each gradient; None: no clipping
         compile         True, or arguments of `torch.compile`, such as {"mode": "max-autotune"}; compiles each model
@@ -52,6 +55,7 @@ class TrainingOptions:
     precision: PrecisionName | None = None
     parallel: ParallelName | None = "auto"
     accumulate: int = 1
+    gradients: GradientsName = "samples"
     clip_norm: float | None = None
     clip_value: float | None = None
     compile: bool | Mapping[str, Any] = False
@@ -65,6 +69,8 @@ class TrainingOptions:
             raise ConfigError(f"precision must be 'fp32', 'fp16', 'bf16' or 'apex', got {self.precision!r}")
         if self.parallel is not None and self.parallel not in get_args(ParallelName):
             raise ConfigError(f"parallel must be 'auto', 'ddp', 'fsdp' or None, got {self.parallel!r}")
+        if self.gradients not in get_args(GradientsName):
+            raise ConfigError(f"gradients must be 'samples' or 'ranks', got {self.gradients!r}")
         at_least("accumulate", self.accumulate, 1, whole=True)
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
@@ -111,16 +117,19 @@ class TrainingOptions:
                 "gradients of its shard only, so they could not agree on skipping a step"
             )
 
-    def check_ddp(self, arguments: Mapping[str, Any]) -> None:
-        """Raise ConfigError for arguments of DistributedDataParallel that these options cannot be combined with."""
-        if self.accumulate > 1 and arguments.get("static_graph"):
+    def check_ddp(self, arguments: Mapping[str, Any], *, pieces: bool = False) -> None:
+        """Raise ConfigError for arguments of DistributedDataParallel that these options cannot be combined with. `pieces` is
+        whether a batch may be processed in several pieces."""
+        if arguments.get("static_graph") and (self.accumulate > 1 or pieces):
+            other = "accumulate" if self.accumulate > 1 else "ElasticConfig(batch='global')"
             raise ConfigError(
-                "ddp_args={'static_graph': True} cannot be combined with accumulate: DDP learns the graph from the first "
-                "batch, and must exchange gradients in it. Leave one of them out"
+                f"ddp_args={{'static_graph': True}} cannot be combined with {other}: DDP learns the graph from the first batch, and "
+                "must exchange gradients in it. Leave one of them out"
             )
 
     def check_with(self, *, num_workers: int, use_gpu: bool, elastic: ElasticConfig) -> None:
         """Raise ConfigError for other arguments of the trainer that these options cannot be combined with."""
+        self.check_ddp(self.ddp_args, pieces=elastic.batch == "global" and num_workers > 1)
         if self.sync_batchnorm and num_workers > 1 and not use_gpu:
             raise ConfigError(
                 "sync_batchnorm=True needs GPUs (torch has no SyncBatchNorm for CPUs): pass use_gpu=True, or leave it out"
@@ -131,6 +140,17 @@ class TrainingOptions:
             raise ConfigError(
                 "precision='apex' keeps the gradients of earlier batches where DDP does not see them, so accumulate "
                 "cannot exchange them all at once: use 'fp16' or 'bf16', or leave accumulate out"
+            )
+        if elastic.batch == "global" and num_workers > 1 and (self.gradients == "ranks" or self.parallel is None):
+            given = "gradients='ranks'" if self.gradients == "ranks" else "parallel=None"
+            raise ConfigError(
+                "ElasticConfig(batch='global') keeps the gradients of steps the same when workers leave, which needs gradients "
+                f"that raysgd averages over samples, and {given} excludes that: leave one of them out"
+            )
+        if elastic.on_divergence is not None and num_workers > 1 and self.parallel != "ddp":
+            raise ConfigError(
+                f"ElasticConfig(on_divergence='evict') compares the weights of the workers, and with parallel={self.parallel!r} each "
+                "has its own: leave it out"
             )
         if self.parallel == "fsdp" and isinstance(elastic.snapshot_every, float):
             raise ConfigError(

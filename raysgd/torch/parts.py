@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from raysgd.errors import ConfigError, shown
 from raysgd.torch import wrapping
@@ -20,7 +22,7 @@ from raysgd.torch.options import TrainingOptions
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.operator_base import RegisteredParts
 
-__all__ = ["Parts", "check_parts", "move"]
+__all__ = ["Parts", "check_parts", "check_steps_alone", "move"]
 
 PREFIX = {"train": "train_", "validation": "val_", "test": "test_"}
 
@@ -31,6 +33,7 @@ class Parts(RegisteredParts):
 
     wrapped: list[nn.Module] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
+    restore_rates: Callable[[], None] = lambda: None  # after a step that raised an error
     ddp_args: dict[str, Any] = field(default_factory=dict)
     train_loader: Any = None
     validation_loader: Any = None
@@ -98,6 +101,7 @@ class Parts(RegisteredParts):
 
 def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedulers: list[Any]) -> None:
     """Raise ConfigError for parts that are no optimizers, losses or schedulers, or that do not belong to each other."""
+    _check_order(optimizers, schedulers)
     held = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
         if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
@@ -129,6 +133,31 @@ def check_parts(models: list[Any], optimizers: list[Any], criterion: Any, schedu
                 f"the scheduler {type(scheduler).__name__} changes an optimizer that is not registered: create it with one of "
                 "those that you pass to register(optimizers=...)"
             )
+
+
+def _check_order(optimizers: list[Any], schedulers: list[Any]) -> None:
+    for name, given, kind, other in (
+        ("optimizers", optimizers, LRScheduler, "schedulers"),
+        ("schedulers", schedulers, Optimizer, "optimizers"),
+    ):
+        wrong = next((type(each).__name__ for each in given if isinstance(each, kind)), "")
+        if wrong:
+            raise ConfigError(f"{name} got {wrong}, which is one of the {other}: pass it as {other}=...")
+
+
+def check_steps_alone(scheduler: Any, freq: str) -> None:
+    """Raise ConfigError for a scheduler whose `step` needs an argument, which the default loop does not have."""
+    step = getattr(scheduler, "step", None)
+    try:
+        signature(step).bind() if callable(step) else None
+    except ValueError:  # it has no signature
+        return
+    except TypeError:
+        raise ConfigError(
+            f"{type(scheduler).__name__}.step needs an argument, such as a metric, which scheduler_step_freq={freq!r} does not pass: "
+            "pass scheduler_step_freq='manual', and call trainer.update_scheduler(metric), for example with "
+            "trainer.validate()['val_loss']"
+        ) from None
 
 
 def move(batch: Any, device: torch.device) -> Any:

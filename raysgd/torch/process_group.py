@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from raysgd.core.descriptors import allow_connections
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import causes_of
 from raysgd.torch.foreign import abort_default_group, collective_count, groups, set_collective_limit
@@ -85,6 +86,7 @@ class TorchBackend:
         gloo = self.name == "gloo"
         form_s = min(FORM_S + rank_info.world_size / RANKS_PER_S, self._collective_s) if gloo else self._collective_s
         if gloo and not rank_info.solo:
+            allow_connections(rank_info.world_size, each=2)  # to each peer, also in one more group of the user
             self._gloo.add_remote(addresses_of(settings))
         store = dist.HashStore() if rank_info.solo else self._connect(settings)  # type: ignore[attr-defined]
         store = dist.PrefixStore(f"generation-{rank_info.generation}", store)  # type: ignore[attr-defined]
@@ -98,7 +100,7 @@ class TorchBackend:
                 timeout=datetime.timedelta(seconds=form_s),
             )
         if gloo:
-            self._gloo.add_remote(exchange_addresses(store, rank_info, self._gloo.own))
+            self._gloo.add_remote(exchange_addresses(store, rank_info, self._gloo.own, limit_s=self._join_s))
         # The first collective opens every connection, so that a failure of one is a failure to join.
         dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
         if gloo:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -18,11 +20,11 @@ from raysgd.torch.checkpoint.files import opened
 from raysgd.torch.checkpoint.undo import on_all_ranks, undone_unless_all_succeed
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
-from raysgd.torch.data.sources import close
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import TorchSettings
-from raysgd.training.feed import Drawn, Source
+from raysgd.torch.wrapping import Exchange
+from raysgd.training.feed import Source
 from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
@@ -61,9 +63,12 @@ class TorchReplica(ReplicaBase):
         super().__init__(operator, settings, rank_info, control)
         self._options = settings.options
         self._opener = Opener(operator, settings, control)
+        self._averages = settings.wrap_ddp or settings.exchange is not Exchange or not settings.distributed
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None
+        if type(operator).train_epoch is TrainingOperator.train_epoch:
+            operator._own_scheduler()  # raises ConfigError for what it cannot step
         self._loaded_from = 0  # the number of workers of the group from which a state was loaded; 0 if none was
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
@@ -81,12 +86,17 @@ class TorchReplica(ReplicaBase):
 
     def _feed_options(self, phase: Phase) -> dict[str, Any]:
         options: dict[str, Any] = {"carrier": self._carrier}
-        if phase == "train" and self._options.accumulate > 1:
-            options |= {"window": self._options.accumulate, "on_batch": self._begin_batch}
+        if phase == "train":
+            options |= {"window": self._options.accumulate, "on_batch": self.operator._gradients.begin}
         return options
 
-    def _begin_batch(self, drawn: Drawn, place: int, closing: bool) -> None:
-        self.operator._gradients.begin(drawn.batch, place, closing)
+    def _measuring_epoch(self) -> AbstractContextManager[Any]:
+        # A generator with @contextmanager would set the traceback of an error of user code, which can be a frozen dataclass.
+        stack = ExitStack()
+        stack.callback(self.operator._parts.restore_rates)
+        stack.callback(self.operator._gradients.abandon)
+        stack.enter_context(super()._measuring_epoch())
+        return stack
 
     def _on_step(self, *_: Any) -> None:
         self._position.applied += 1
@@ -102,6 +112,9 @@ class TorchReplica(ReplicaBase):
 
     def _seed_generators(self, alike: int, own: int) -> None:
         states.seed_generators(own)
+
+    def _weights_digest(self) -> str | None:
+        return None if self.in_shards or not self._averages else digest_of(self.operator._parts.models)
 
     def _random_state(self) -> dict[str, Any]:
         return states.random_state()
@@ -158,16 +171,16 @@ class TorchReplica(ReplicaBase):
             sharded = [name for name in ("models", "optimizers", "averages") if name in state]
             state |= {name: gathered(state[name], keep=self.rank == 0) for name in sharded}
         state |= self._positions()
-        if self._train is not None:
-            state["loader"] = self._train.state()
+        if "train" in self._sources:
+            state["loader"] = self._sources["train"].state()
         return state
 
     def _state_for_peers(self) -> dict[str, Any]:
         """Return the full state, and what a peer needs to repeat an interrupted validation. A checkpoint does not
         contain that, because calls of an earlier trainer are never repeated."""
         state = self.full_state()
-        if self._validation is not None:
-            state["validation_loader"] = self._validation.state()
+        if "validation" in self._sources:
+            state["validation_loader"] = self._sources["validation"].state()
         return state
 
     def _copied_state(self) -> dict[str, Any]:
@@ -193,8 +206,8 @@ class TorchReplica(ReplicaBase):
         state = torch.load(opened(data), map_location="cpu", weights_only=False)
         self._adopt(state)
         if (position := state.get("validation_loader")) is not None:
-            self._validation = self._open_source(self.operator._parts.validation_loader, "validation")
-            self._validation.load(position)
+            self._sources["validation"] = self._open_source(self.operator._parts.validation_loader, "validation")
+            self._sources["validation"].load(position)
         self._loaded_from = state["world_size"]
 
     def _adopt(self, state: dict[str, Any]) -> None:
@@ -202,9 +215,9 @@ class TorchReplica(ReplicaBase):
         self._adopt_positions(state)
         loader, position = self.operator._parts.train_loader, state.get("loader")
         if loader is not None and position is not None:
-            if self._train is None or self._train.loader is not loader:
-                self._train = self._open_source(loader, "train")
-            self._train.load(position)
+            if "train" not in self._sources or self._sources["train"].loader is not loader:
+                self._sources["train"] = self._open_source(loader, "train")
+            self._sources["train"].load(position)
 
     def take_over(self, read: Callable[[], dict[str, Any]], loads: int) -> None:
         """Load the checkpoint that `read` returns, on all ranks or on none. `loads` is how often the user has loaded
@@ -213,7 +226,7 @@ class TorchReplica(ReplicaBase):
             state = read()
             check_fits(self.operator, state)
         with undone_unless_all_succeed(self):
-            self._train = None
+            self._sources = {phase: source for phase, source in self._sources.items() if phase != "train"}
             self._adopt(state)
         self._end_load(state, loads)
 
@@ -235,7 +248,21 @@ class TorchReplica(ReplicaBase):
             self.operator.resized(before, rank_info.world_size)
 
     def close(self) -> None:
-        close(self._train)
-        close(self._validation)
-        close(self._test)
+        for source in self._sources.values():
+            source.close()
         super().close()
+
+
+def digest_of(models: Iterable[torch.nn.Module]) -> str:
+    """Return a digest of the parameters. A single bit that differs changes it. It is made of a sum of integers for each
+    parameter, which a GPU calculates without copying the parameter; values that change places are not noticed."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+                bits = real.view(integers[real.element_size()])
+                sums.setdefault(bits.device, []).append(bits.sum(dtype=torch.int64))
+    numbers = [torch.stack(found).tolist() for found in sums.values()]
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]

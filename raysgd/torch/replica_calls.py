@@ -23,7 +23,7 @@ from raysgd.torch.checkpoint import shard_files, states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError
 from raysgd.torch.checkpoint.undo import on_all_ranks
-from raysgd.torch.data.sources import PlannedSource, close
+from raysgd.torch.data.sources import PlannedSource
 from raysgd.torch.fsdp import gathered
 from raysgd.torch.replica import TorchReplica
 from raysgd.training.replica_base import Refusal
@@ -54,13 +54,14 @@ def update_scheduler(replica: TorchReplica, metric: Any) -> None:
 
 
 def get_model(replica: TorchReplica, averaged: bool) -> list[Any] | None:
-    """Return copies of the unwrapped models on the CPU, on rank 0. The training models stay where they are."""
+    """Return copies of the unwrapped models on the CPU and in eval mode, on rank 0. The training models stay as they
+    are."""
     first, parts = replica.rank == 0, replica.operator._parts
     with parts.averages.in_place() if averaged else nullcontext():
         if parts.shards is not None:
             saved = gathered([model.state_dict() for model in parts.models], keep=first)
-            return parts.shards.full_models(saved) if first else None
-        return [copy.deepcopy(model).cpu() for model in parts.models] if first else None
+            return [model.eval() for model in parts.shards.full_models(saved)] if first else None
+        return [copy.deepcopy(model).cpu().eval() for model in parts.models] if first else None
 
 
 def predict(replica: TorchReplica, data: Any, batch_size: int) -> Any:
@@ -80,7 +81,7 @@ def predict(replica: TorchReplica, data: Any, batch_size: int) -> Any:
             outputs.append((drawn.offset, states.copied(operator.predict_batch(batch, {"batch_idx": number}))))
             if control.due():
                 control.report(replace(replica.progress, batches=number + 1))
-    close(source)
+    source.close()
     return outputs
 
 

@@ -20,12 +20,13 @@ from raysgd.torch.options import TrainingOptions
 from raysgd.torch.profiling import ProfiledReplicaFactory
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
-from raysgd.training.arguments import check_config
+from raysgd.training.arguments import check_config, needs_ray
 
 __all__ = [
     "GROUPS",
     "REMOVED",
     "check_predicted",
+    "needs_processes",
     "opened",
     "per_worker_config",
     "replica_factory",
@@ -58,13 +59,13 @@ def warn_without_effect(use_local: bool, serialize_data_creation: bool) -> None:
         warnings.warn(
             "use_local=True has no effect with several workers: no rank runs in this process. get_local_operator() returns "
             "an operator in this process with the current state",
-            stacklevel=3,
+            stacklevel=4,
         )
     if serialize_data_creation:
         warnings.warn(
             "serialize_data_creation has no effect here; pass it to TrainingOperator.from_creators(...)",
             DeprecationWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -80,7 +81,7 @@ def per_worker_config(config: Any, num_workers: int) -> tuple[dict[str, Any], di
         warnings.warn(
             f"config[{BATCH_SIZE!r}] is {total}, which num_workers={num_workers} does not divide: each worker uses {each}, "
             f"all together {each * num_workers}",
-            stacklevel=3,
+            stacklevel=4,
         )
     shown[BATCH_SIZE] = each * num_workers
     return shown, {**shown, BATCH_SIZE: each}
@@ -146,3 +147,9 @@ def opened(dataset: Any, group: Any) -> Any:
         )
     data = RayData.of(dataset)
     return replace(data, dataset=group.rows(data.dataset))
+
+
+def needs_processes(use_ray: bool | None, num_workers: int, resources: WorkerResources) -> bool:
+    """Return whether the workers are processes of Ray. A GPU that this machine lacks can be on another one."""
+    missing_gpu = resources.gpus > 0 and not torch.cuda.is_available()
+    return needs_ray(use_ray, num_workers, resources, elsewhere=missing_gpu)

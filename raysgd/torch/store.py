@@ -166,15 +166,25 @@ class _Clients:
 def wait_for_all(store: Any, rank_info: RankInfo, *, limit_s: float) -> None:
     """Wait until every rank is connected to the store, or the driver closes it. So a peer for which a rank waits after
     this has failed."""
-    store.set(f"here-{rank_info.world_rank}", "")
-    store.wait([f"here-{rank}" for rank in range(rank_info.world_size)], datetime.timedelta(seconds=limit_s))
+    _meet(store, "here", rank_info, limit_s)
 
 
-def exchange_addresses(store: Any, rank_info: RankInfo, own: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+def _meet(store: Any, place: str, rank_info: RankInfo, limit_s: float) -> None:
+    """Wait until every rank has called this. Each rank is counted, and the last one sets the only key for which all
+    wait, so a rank makes the same few requests in a group of any size."""
+    if store.add(place, 1) == rank_info.world_size:
+        store.set(f"{place}-all", "")
+    store.wait([f"{place}-all"], datetime.timedelta(seconds=limit_s))
+
+
+def exchange_addresses(
+    store: Any, rank_info: RankInfo, own: Sequence[tuple[str, int]], *, limit_s: float
+) -> list[tuple[str, int]]:
     """Publish the addresses at which gloo listens in this process. Return those of all ranks."""
-    store.set(f"gloo-{rank_info.world_rank}", json.dumps(own))
-    everybody = [json.loads(store.get(f"gloo-{rank}")) for rank in range(rank_info.world_size)]
-    return [(str(host), int(port)) for addresses in everybody for host, port in addresses]
+    store.append("gloo", "".join(f"{json.dumps(address)}," for address in own))
+    _meet(store, "gloo-addresses", rank_info, limit_s)
+    addresses = json.loads(f"[{store.get('gloo').decode().rstrip(',')}]")
+    return [(str(host), int(port)) for host, port in addresses]
 
 
 def addresses_of(settings: Mapping[str, Any]) -> list[tuple[str, int]]:

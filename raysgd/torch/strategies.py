@@ -80,7 +80,7 @@ def _horovod(options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> S
         )
     from raysgd.horovod.exchange import HorovodExchange
 
-    own = functools.partial(HorovodExchange, arguments, accumulate=options.accumulate)
+    own = functools.partial(HorovodExchange, arguments)
     return Strategy(
         make_backend=_horovod_backend,
         make_exchange=own if options.parallel == "ddp" else Exchange,

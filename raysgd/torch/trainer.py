@@ -15,7 +15,7 @@ from raysgd.callbacks.base import Callback
 from raysgd.config import ElasticConfig
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Job
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, suggesting
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
 from raysgd.torch import replica_calls, setup
 from raysgd.torch.checkpoint import states
@@ -25,7 +25,8 @@ from raysgd.torch.options import TrainingOptions
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
 from raysgd.torch.wrapping import Exchange
-from raysgd.training.arguments import check_call, check_common, check_flags, needs_ray, refuse_unknown
+from raysgd.training.arguments import check_call, check_common, check_flags, refuse_unknown
+from raysgd.training.audit import AuditSettings
 from raysgd.training.auto_checkpoint import AutoCheckpoint
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import opened_folder
@@ -82,6 +83,7 @@ class TorchTrainer(TrainerBase):
         serialize_data_creation  no effect; pass it to `TrainingOperator.from_creators`
     """
 
+    @suggesting
     def __init__(
         self,
         *,
@@ -126,8 +128,7 @@ class TorchTrainer(TrainerBase):
         if options.parallel == "fsdp":
             elastic = replace(elastic, grow=False)  # no other worker has the shards that a new worker would need
         strategy = choose_strategy(backend, options, horovod_args, use_gpu=self.use_gpu)
-        missing_gpu = resources.gpus > 0 and not torch.cuda.is_available()
-        remote = needs_ray(use_ray, num_workers, resources, elsewhere=missing_gpu)
+        remote = setup.needs_processes(use_ray, num_workers, resources)
         settings = TorchSettings(
             num_workers=num_workers,
             distributed=num_workers > 1,
@@ -140,8 +141,9 @@ class TorchTrainer(TrainerBase):
             add_dist_sampler=add_dist_sampler,
             seed=seed,
             scheduler_step_freq=scheduler_step_freq,
-            batch=elastic.batch,
+            elastic=elastic,
             snapshot_every=elastic.snapshot_every,
+            audit=AuditSettings.of(elastic),
             rows=SharedRowReaders(uuid4().hex[:8]) if remote else local_row_reader,
         )
         run = described_run(TorchTrainer, training_operator_cls, self.config, num_workers, logdir)
@@ -238,8 +240,9 @@ class TorchTrainer(TrainerBase):
 
     @exclusive
     def get_model(self, to_cpu: bool = False, *, averaged: bool = False) -> Any:
-        """Return a copy of the trained model, unwrapped; a list if there are several. It is on the GPU if the workers use GPUs
-        and this process has one, unless `to_cpu`. With `averaged`, it has the weights that the callback EMA averages."""
+        """Return a copy of the trained model, unwrapped and in eval mode; a list if there are several. It is on the GPU if the
+        workers use GPUs and this process has one, unless `to_cpu`. With `averaged`, it has the weights that the callback EMA
+        averages."""
         check_flags(averaged=averaged)
         if averaged and self._factory.settings.ema_decay is None:
             raise ConfigError(

@@ -26,8 +26,11 @@ HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 class Exchange:
     """Averages gradients where no wrapper around the models does it. Each operator has one.
 
-    This one does nothing: DDP, FSDP or the user's code averages the gradients.
+    This one does nothing: DDP, FSDP or the user's code averages the gradients. `at_the_step` is whether the exchange happens at
+    the step, and not when a backward pass ends.
     """
+
+    at_the_step = False
 
     def prepare(self, models: list[Any], optimizers: list[Any]) -> None:
         """Called once, when the operator registers its parts."""
@@ -37,7 +40,7 @@ class Exchange:
         reset the exchange."""
 
     def hold(self, on: bool) -> None:
-        """Called before each batch of an accumulation window: with `on`, gradients stay on this rank."""
+        """Called before each batch of an accumulation window, and each piece of a batch: with `on`, gradients stay on this rank."""
 
     def finish(self, optimizer: Any) -> None:
         """Called before a step, and before gradients are cleared: wait until all gradients have been exchanged."""

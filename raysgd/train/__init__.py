@@ -39,7 +39,8 @@ from raysgd.train.functions import (
 
 if TYPE_CHECKING:
     from raysgd.compat import session
-    from raysgd.train import tensorflow, torch
+    from raysgd.train import tensorflow as tensorflow
+    from raysgd.train import torch as torch
     from raysgd.train.executor import BackendExecutor
     from raysgd.train.fit.trainer import DataParallelTrainer
     from raysgd.train.frameworks import HorovodTrainer, TensorflowTrainer, TorchTrainer
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from raysgd.train.trainer import Trainer
     from raysgd.train.worker_group import WorkerGroup
 
+# Not the modules `tensorflow` and `torch`, whose names would hide those that the user has imported.
 __all__ = [
     "TRAIN_DATASET_KEY",
     "Backend",
@@ -88,14 +90,13 @@ __all__ = [
     "report",
     "save_checkpoint",
     "session",
-    "tensorflow",
-    "torch",
     "world_rank",
     "world_size",
 ]
 
 _HOMES = {
     "BackendExecutor": "raysgd.train.executor",
+    "BaseTrainer": "raysgd.train.fit.trainer:DataParallelTrainer",  # AIR's name; it is not in `__all__`
     "DataParallelTrainer": "raysgd.train.fit.trainer",
     "HorovodTrainer": "raysgd.train.frameworks",
     "SGDIterator": "raysgd.train.iterator",

@@ -23,13 +23,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd.config import ElasticConfig, at_least
+from raysgd.config import ElasticConfig, at_least, refuse_rates
 from raysgd.core.messages import AllowReports, FunctionReport
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.call_lock import CallLock, Claim
 from raysgd.engine.engine import Engine, Job
-from raysgd.errors import TrainingFailedError
+from raysgd.errors import ConfigError, TrainingFailedError
 from raysgd.storage.locations import Place, place
 from raysgd.train.backends import Backend, BackendConfig, backend_of
 from raysgd.train.checkpoint import Checkpoint, is_directory
@@ -85,9 +85,15 @@ class BackendExecutor:
         )
         check_failure_limit("max_retries", max_retries)
         at_least("max_reports_ahead", max_reports_ahead, 1, whole=True)
+        if elastic is not None and elastic.audit is not None:
+            raise ConfigError(
+                "ElasticConfig(audit=...) needs an operator: a training function draws its own batches, so nothing knows which "
+                "samples they contain. Leave it out"
+            )
         self._reports_ahead = max_reports_ahead
         self._max_retries = max_retries
         self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
+        refuse_rates(self._elastic, "a training function owns its optimizers")
         self._engine: Engine | None = None
         self._group: WorkerGroup | None = None
         self._hooks_called_for = -1  # the generation
@@ -377,6 +383,11 @@ class BackendExecutor:
             self._run.receive(message, body)
 
     # -- checkpoints ----------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_manager(self) -> CheckpointManager:
+        """Return what counts and stores the checkpoints of the newest run."""
+        return self._current("checkpoint_manager").manager
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:

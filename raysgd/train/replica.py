@@ -113,7 +113,9 @@ class FunctionReplica:
         self._control.begun = self._steps + 1
         try:
             with running(session):
-                return self._factory.dumps(self._call(*task))
+                result = self._factory.dumps(self._call(*task))
+                self._report(last=True)
+                return result
         except Stopped as stop:
             return Interrupted(None, "the function was stopped", self.progress, asked=stop.asked)
         except DataLoaderFailure as failure:
@@ -153,10 +155,15 @@ class FunctionReplica:
     def _at_boundary(self) -> None:
         """Count a step, and stop the function here if the ranks have agreed on this boundary."""
         self._steps += 1
-        with self._unstoppable():  # a signal in the middle of a message would send half of it
-            self._control.report(self.progress)
+        self._report()
         if not self._control.begin(self._steps + 1):
             raise Stopped(asked=not self._control.interrupted)
+
+    def _report(self, *, last: bool = False) -> None:
+        """Send a progress message, if it is time for one."""
+        if self._control.due(last=last):
+            with self._unstoppable():  # a signal in the middle of a message would send half of it
+                self._control.report(self.progress)
 
     def _wait(self, attempt: Attempt, reports: int) -> None:
         """Wait until the user has fetched enough of the function's reports."""

@@ -33,6 +33,7 @@ __all__ = [
     "current",
     "own_address",
     "running",
+    "trial_functions",
 ]
 
 logger = logging.getLogger("raysgd")
@@ -254,13 +255,21 @@ class running:
         _running.remove(self._session)
 
 
+def trial_functions() -> Any:
+    """Return the module `raysgd.tune.functions` if Tune runs a function in this process, else None."""
+    if "ray.tune" not in sys.modules:
+        return None
+    functions = import_module("raysgd.tune.functions")
+    return functions if functions.in_trial() else None
+
+
 def current(function: str) -> Session:
     """Return the session of the training function that is running in this process. `function` is the caller's name.
     Outside one, warn once for each name, and return that of a single worker."""
     if _running:
         return _running[-1]
-    if "ray.tune" in sys.modules and (session := import_module("raysgd.tune.functions").trial_session()) is not None:
-        return cast(Session, session)
+    if (functions := trial_functions()) is not None:
+        return cast(Session, functions.TrialSession())
     if function not in _warned:
         _warned.add(function)
         logger.warning(

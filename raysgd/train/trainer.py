@@ -12,6 +12,7 @@ from raysgd.callbacks.base import Run
 from raysgd.callbacks.folder import create_folder
 from raysgd.callbacks.history import History
 from raysgd.config import ElasticConfig, WorkerResources, check_flag
+from raysgd.core.lazy import lazy_names
 from raysgd.core.policy import Recovery
 from raysgd.errors import ConfigError
 from raysgd.ray_data.datasets import is_dataset
@@ -25,10 +26,13 @@ from raysgd.train.executor import BackendExecutor, FunctionJob
 from raysgd.train.fit.settings import REPORTS_AHEAD, CheckpointConfig
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run import RunOptions, check_function, function_name
+from raysgd.train.run_session import trial_functions
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup
 from raysgd.workers.tracebacks import folding
 
 __all__ = ["Trainer", "get_backend_config_cls", "in_order"]
+
+__getattr__ = lazy_names("raysgd.train.trainer", {"BaseTrainer": "raysgd.train.fit.trainer:DataParallelTrainer"})[0]
 
 
 class Trainer:
@@ -90,6 +94,7 @@ class Trainer:
         self._earlier = max(_newest_run(self.storage), _newest_run(self.logdir))
         self.history = History()  # all rounds that were fetched, of all runs
         self._runs = 0
+        self._to_tune: Any = None  # in a function that Tune runs: what adds checkpoints to its reports
         self._described = f"{type(config).__name__}, {num_workers} worker{'s' if num_workers > 1 else ''}"
 
     # -- life -----------------------------------------------------------------------------------------
@@ -111,6 +116,8 @@ class Trainer:
     def shutdown(self) -> None:
         """End the workers and free their resources. Checkpoints and directories of past runs remain available."""
         self._executor.shutdown()
+        if self._to_tune is not None:
+            self._to_tune.end()
 
     def __enter__(self) -> Trainer:
         if not self._executor.is_started:
@@ -120,6 +127,8 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._to_tune = None  # the trial has failed: its last report is not repeated
         self.shutdown()
 
     # -- runs -----------------------------------------------------------------------------------------
@@ -190,15 +199,19 @@ class Trainer:
         name = self._run_name(self._runs + 1)
         run_dir = self.logdir / name
         shards = make_splits(dataset, cpus_per_worker=self._worker.cpus)
+        functions = trial_functions()
         self._executor.start_training(
             train_func,
             self.storage / name,
             checkpoint,
             checkpoint_strategy,
+            None if functions is None else functions.number_of(checkpoint),
             config=config,
             options=RunOptions(trial={"trial_dir": run_dir}, shards=shards),
             ready=count_run,
         )
+        if functions is not None:
+            self._to_tune = functions.TrialReports(self._executor.checkpoint_manager)
 
     @folding
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from raysgd.callbacks.writers import for_json
 from raysgd.config import at_least, is_real
 from raysgd.core.metrics import plain
-from raysgd.errors import CheckpointError, ConfigError
+from raysgd.errors import CheckpointError, ConfigError, suggesting_fields
 from raysgd.storage import digest, folders, locations
 
 __all__ = ["AutoCheckpoint", "CheckpointFolder", "SavedPlace"]
@@ -26,6 +26,24 @@ NAME = re.compile(r"loop(\d+)-epoch(\d+)-step(\d+)")
 RECORD = ".json"  # written after the checkpoint: a checkpoint without its record is incomplete, and is never loaded
 
 
+# Words in the names of metrics of which more is better.
+HIGHER_IS_BETTER = {
+    "acc",
+    "accuracy",
+    "auc",
+    "auroc",
+    "bleu",
+    "f1",
+    "hits",
+    "iou",
+    "map",
+    "precision",
+    "recall",
+    "score",
+}
+
+
+@suggesting_fields
 @dataclass(frozen=True, kw_only=True)
 class AutoCheckpoint:
     """Makes checkpoints in the loop over `trainer.epochs()`, and in `trainer.fit()`, in the background.
@@ -59,6 +77,15 @@ class AutoCheckpoint:
             raise ConfigError(f"best must be the name of a metric such as 'val_loss', or None, got {self.best!r}")
         if self.mode not in ("min", "max"):
             raise ConfigError(f"mode must be 'min' or 'max', got {self.mode!r}")
+        if (
+            self.best is not None
+            and self.mode == "min"
+            and HIGHER_IS_BETTER & set(re.split(r"[^a-z0-9]+|_", self.best.lower()))
+        ):
+            logger.warning(
+                "AutoCheckpoint(best=%r) keeps the checkpoint with the lowest value: pass mode='max' for the highest",
+                self.best,
+            )
         if not isinstance(self.trusted, bool):
             raise ConfigError(f"trusted must be True or False, got {self.trusted!r}")
 
@@ -125,7 +152,8 @@ class CheckpointFolder:
         return self._cost(score) < (math.inf if best is None else self._cost(scores[best]))
 
     def record(self, place: SavedPlace) -> dict[str, Any]:
-        """Return what was stored with a checkpoint: its score, and the history until then."""
+        """Return what was stored with a checkpoint: its score, the history until then, and (not in older ones) how many epochs
+        and workers the run had."""
         file = self._file(place, RECORD)
         found, has_digest = folders.parse_json(locations.read(file), file)
         if not has_digest or not {"score", "history"} <= found.keys():
@@ -148,12 +176,13 @@ class CheckpointFolder:
         score: float | None,
         rows: Sequence[Mapping[str, Any]],
         start: Callable[[str], Callable[[], Any]],
+        **run: int,
     ) -> None:
         """Save a checkpoint, after the one that is running. `start(path)` copies the state, and returns a function that
         returns when the file is complete; that is waited for in a thread. Raise the error of an earlier save."""
         self.wait()
         finish = start(locations.text_of(self._file(place)))
-        record = folders.dump_json({"score": score, "history": [_storable(row) for row in rows]})
+        record = folders.dump_json({"score": score, "history": [_storable(row) for row in rows], **run})
 
         def complete() -> None:
             try:

@@ -7,8 +7,9 @@ window) are committed together, with the last of them.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from raysgd.core.outcomes import DataLoaderFailure
@@ -17,7 +18,7 @@ from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError
 from raysgd.training.position import Position
 
-__all__ = ["Carrier", "Drawn", "Feed", "LookAhead", "MembershipChange", "Source"]
+__all__ = ["Audit", "Carrier", "Drawn", "Feed", "LookAhead", "MembershipChange", "Source"]
 
 
 class MembershipChange(BaseException):
@@ -30,17 +31,22 @@ class MembershipChange(BaseException):
 class Drawn(NamedTuple):
     """One rank's batch.
 
-    offset    the position in the epoch once the batch is committed
-    fresh     False if its samples are repeated, by a rank that has none left but must take part in the step
-    rows      the samples of all ranks' batches together, if the source counts them
-    fraction  the part of these samples that this rank has, from 0 to 1
+    offset  the position in the epoch once the batch is committed
+    fresh   False if its samples are repeated, by a rank that has none left but must take part in the step
+    rows    the samples of all ranks' batches together, if the source counts them
+    weight  this rank's part of these samples, relative to an equal share (`RankPart`)
+    whole   False if this is one of several pieces of the rank's batch, and not the last one
+    units   this rank's samples, as (start, stop, rows): of a batch of so many rows, or, with rows 0, of the epoch's order.
+            None if each rank has data of its own
     """
 
     batch: Any
     offset: int
     fresh: bool = True
     rows: int | None = None
-    fraction: float = 1.0
+    weight: float = 1.0
+    whole: bool = True
+    units: tuple[int, int, int] | None = None
 
 
 class Source(Protocol):
@@ -61,6 +67,16 @@ class Source(Protocol):
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int | None:
         """Return how many steps of the epoch are left after `offset`, or None if that is not known."""
+
+    def total(self) -> tuple[int, bool] | None:
+        """Return how many units the epoch has, and whether a last, smaller step is left out; None if that is not known."""
+
+
+class Audit(Protocol):
+    """What a feed tells the audit log: `AuditLog`."""
+
+    def drew(self, position: Position, window: Sequence[Drawn], drawn: Drawn) -> None: ...
+    def epoch_ended(self, position: Position, total: int, why: str) -> None: ...
 
 
 class Carrier:
@@ -108,25 +124,29 @@ class LookAhead:
         return current._replace(batch=self._carrier.arrived(current.batch))
 
     def _draw(self) -> Drawn | None:
-        if self._left is not None:
-            if self._left <= 0:
-                return None
-            self._left -= 1
+        if self._left is not None and self._left <= 0:
+            return None
         drawn = next(self._drawn, None)
-        return None if drawn is None else drawn._replace(batch=self._carrier.send(drawn.batch))
+        if drawn is None:
+            return None
+        if self._left is not None:
+            self._left -= drawn.whole
+        return drawn._replace(batch=self._carrier.send(drawn.batch))
 
 
 class Feed:
-    """Owns the batches that are not committed yet. The default loop reads `epoch_ended` and `fresh`.
+    """Owns the batches that are not committed yet. The default loop reads `epoch_ended`, `fresh` and `whole`.
 
     limit      how many batches the call may have; None for the rest of the epoch
     pause_at   stop before the batch that follows this step, unless the epoch ends there
     shared     whether the data is divided among the ranks
     window     how many batches share one optimizer step
-    on_batch   called before each batch with (drawn, its place in the window, whether it closes the window)
+    on_batch   called before a batch with (drawn, its place in the window, whether it closes the window). Returns whether the
+               next batch can do without, if its weight is 1 and it is not a piece
     on_commit  called after each commit, with `last` True when the loop ends with it
     seed       called before and after an epoch begins: `seed(epoch)`, and then `seed(epoch, rank)`
     on_wait    called with the seconds that each batch was waited for
+    audit      gets each batch before it is returned, and the ends of epochs
     unwind     whether a planned stop raises MembershipChange (in a user's loop) instead of ending the iteration
     """
 
@@ -141,11 +161,12 @@ class Feed:
         shared: bool,
         pause_at: int | None = None,
         on_commit: Callable[..., None],
-        on_batch: Callable[[Drawn, int, bool], None] | None = None,
+        on_batch: Callable[[Drawn, int, bool], bool] = lambda drawn, place, closing: True,
         seed: Callable[..., None] = lambda epoch, *own: None,
         on_wait: Callable[[float], None] = lambda seconds: None,
         carrier: Carrier | None = None,
         window: int = 1,
+        audit: Audit | None = None,
         unwind: bool = False,
         training: bool = True,
         name: str = "train_loader",
@@ -154,7 +175,8 @@ class Feed:
         self._limit, self._shared, self._unwind, self._pause_at = limit, shared, unwind, pause_at
         self._training, self._name = training, name
         self._carrier, self._on_batch, self._on_commit = carrier or Carrier(), on_batch, on_commit
-        self._window_size, self._seed, self._on_wait = window, seed, on_wait
+        self._window_size, self._seed, self._on_wait, self._audit = window, seed, on_wait, audit
+        self._usual = math.nan  # the weight of batches for which `on_batch` is not called
         self._drawn: LookAhead | Iterator[Drawn] | None = None
         self._pending: Drawn | None = None
         self._window: list[Drawn] = []
@@ -163,7 +185,7 @@ class Feed:
         self._empty_epochs = 0
         self._failure: DataLoaderFailure | None = None
         self._counts_samples = source.counts_samples
-        self.fresh = True
+        self.fresh = self.whole = True
         self.epoch_ended = False
         self.stopped = False
 
@@ -182,30 +204,23 @@ class Feed:
             self._finish()
             raise StopIteration
         if self._pause_at is not None and position.step >= self._pause_at and not (self._window or position.ended):
-            self._note_end_of_epoch()
-            if not position.ended:
-                self._stop()
+            self._pause()
         if control.interrupted if self._window else not control.begin(position.step + 1):
             self._window.clear()
             self._stop()
-        control.phase, began = "loading data", time.perf_counter()
-        try:
-            drawn = self._draw()
-        except DataLoaderFailure as failure:
-            self._failure = failure
-            raise
-        self._on_wait(time.perf_counter() - began)
-        if drawn is None:
-            raise StopIteration
-        control.phase = "a batch"
-        self._pending, self._stepped, self.fresh = drawn, False, drawn.fresh
+        drawn = self._waited_for()
+        self._pending, self._stepped, self.fresh, self.whole = drawn, False, drawn.fresh, drawn.whole
+        self._closing = drawn.whole
         if isinstance(self._drawn, LookAhead):
             batch = drawn.batch
-            self._closing = self._drawn.last or len(self._window) + 1 == self._window_size
+            if self._window_size > 1 and drawn.whole:
+                before = sum(each.whole for each in self._window)
+                self._closing = self._drawn.last or before + 1 == self._window_size
         else:
             batch = self._carrier.arrived(self._carrier.send(drawn.batch))
-        if self._on_batch is not None:
-            self._on_batch(drawn._replace(batch=batch), len(self._window), self._closing)
+        if drawn.weight != self._usual or not drawn.whole:
+            done = self._on_batch(drawn._replace(batch=batch), len(self._window), self._closing)
+            self._usual = 1.0 if done else math.nan
         return batch
 
     @property
@@ -222,7 +237,7 @@ class Feed:
         """Skip the current batch and the rest of this epoch. All ranks must call this at the same batch."""
         self._pending = self._drawn = None
         self._window.clear()
-        self._position.ended = self.epoch_ended = True
+        self._end_epoch("operator")
 
     def stepped(self, *_: Any) -> None:
         """Note that an optimizer has applied its step: the current batch counts, whatever happens next."""
@@ -246,6 +261,23 @@ class Feed:
         self._done()
         self._window.clear()
 
+    def _waited_for(self) -> Drawn:
+        """Wait for the next batch. Raise StopIteration if there is none."""
+        control, began = self._control, time.perf_counter()
+        control.phase = "loading data"
+        try:
+            drawn = self._draw()
+        except DataLoaderFailure as failure:
+            self._failure = failure
+            raise
+        self._on_wait(time.perf_counter() - began)
+        if drawn is None:
+            raise StopIteration
+        control.phase = "a batch"
+        if self._audit is not None:
+            self._audit.drew(self._position, self._window, drawn)
+        return drawn
+
     def _draw(self) -> Drawn | None:
         """Return the next batch. Only a call with a number of steps continues into the next epoch."""
         position = self._position
@@ -262,7 +294,7 @@ class Feed:
             if drawn is not None:
                 self._empty_epochs = 0
                 return drawn
-            position.ended = self.epoch_ended = True
+            self._end_epoch()
             self._drawn = None
             if position.offset == 0:
                 self._refuse_empty()
@@ -295,7 +327,13 @@ class Feed:
         """End the epoch if a number of steps ends exactly with it, and the source knows that."""
         position = self._position
         if not position.ended and self._source.steps_left(self._rank_info, position.offset) == 0:
-            position.ended = self.epoch_ended = True
+            self._end_epoch()
+
+    def _end_epoch(self, why: str = "all") -> None:
+        self._position.ended = self.epoch_ended = True
+        if self._audit is not None:
+            total, drops = self._source.total() or (-1, False)
+            self._audit.epoch_ended(self._position, total, "drop_last" if drops and why == "all" else why)
 
     def _expect(self) -> None:
         """Note how many batches this call will have, if that is known, for progress messages."""
@@ -325,8 +363,9 @@ class Feed:
         for drawn in window:
             position.call_units += self._samples(drawn)
             position.offset = drawn.offset
-        position.step += len(window)
-        position.call_batches += len(window)
+        batches = len(window) if len(window) == 1 else sum(each.whole for each in window)
+        position.step += batches
+        position.call_batches += batches
         window.clear()
         self._control.batch = position.call_batches
         self._on_commit(last=last)
@@ -334,12 +373,18 @@ class Feed:
     def _samples(self, drawn: Drawn) -> int:
         """Return how many samples all ranks have in this step; 0 if that is not known."""
         if drawn.rows is not None:
-            return drawn.rows
+            return drawn.rows if drawn.whole else 0
         return drawn.offset - self._position.offset if self._counts_samples else 0
 
     def _finish(self) -> None:
         self._position.call_done = True
         self._on_commit(last=True)
+
+    def _pause(self) -> None:
+        """Stop, unless the epoch ends here."""
+        self._note_end_of_epoch()
+        if not self._position.ended:
+            self._stop()
 
     def _stop(self) -> None:
         self.stopped = True

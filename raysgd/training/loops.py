@@ -38,9 +38,11 @@ def opened_folder(checkpoints: Any, resume: Any, suffix: str) -> CheckpointFolde
 class EpochLoops:
     """Owns where the script is in its loops over `epochs()`, and when the next automatic checkpoint is due.
 
-    step    returns how many batches have been trained
-    start   copies the state, and returns a function that waits until it is in the file of this path
-    stop    returns whether a callback wants the loop to end, once
+    workers    the trainer's `num_workers`
+    step       returns how many batches have been trained
+    start      copies the state, and returns a function that waits until it is in the file of this path
+    stop       returns whether a callback wants the loop to end, once
+    scheduled  returns whether the operator has registered schedulers
     """
 
     def __init__(
@@ -48,15 +50,19 @@ class EpochLoops:
         folder: CheckpointFolder | None,
         history: History,
         *,
+        workers: int,
         step: Callable[[], int],
         start: Callable[[str], Callable[[], Any]],
         stop: Callable[[], bool],
+        scheduled: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._history = folder, history
         self._step, self._start, self._stop, self._clock = step, start, stop, clock
+        self._workers, self._scheduled = workers, scheduled
         self._loop, self._done, self._count = 0, 0, 0
         self._resumed: SavedPlace | None = None
+        self._record: dict[str, Any] = {}  # of that checkpoint
         self._rows_before: int | None = None  # of the history, when the body of the loop began; None outside of it
         self._calls = 0  # of `train` in this body
         self._mark, self._saved_at = 0, clock()
@@ -73,8 +79,8 @@ class EpochLoops:
         """Return the checkpoint from which this trainer has resumed."""
         return self._resumed
 
-    def resume(self, load: Callable[[str], None]) -> SavedPlace | None:
-        """Load the newest checkpoint that is not damaged, if there is any."""
+    def resume(self, load: Callable[[str], None]) -> dict[str, Any] | None:
+        """Load the newest checkpoint that is not damaged, if there is any. Return its record."""
         folder, tried = self._folder, ""
         for place in folder.newest_first() if folder is not None else ():
             assert folder is not None
@@ -93,7 +99,8 @@ class EpochLoops:
                 folder.forget(damaged)
             self._resumed, self._mark = place, place.step
             logger.info("training resumes from %s", path)
-            return place
+            self._record = folder.record(place)
+            return self._record
         if tried:
             raise CheckpointError(
                 f"all checkpoints in {folder} are damaged: to start from the beginning, pass another path"
@@ -118,6 +125,8 @@ class EpochLoops:
         done = 0 if saved is None or number > saved.loop else saved.done if number == saved.loop else count
         if done and number == (saved.loop if saved else 0) and self._stop():
             return  # it was ended by a callback, and the script was killed afterwards
+        if saved is not None and number == saved.loop:
+            self._warn_of_old_schedule(count)
         for epoch in range(done + 1, count + 1):
             self._done, self._calls, self._rows_before = epoch - 1, 0, len(self._history)
             try:
@@ -137,6 +146,19 @@ class EpochLoops:
                 break
         if self._folder is not None:
             self._folder.wait()
+
+    def _warn_of_old_schedule(self, count: int) -> None:
+        """Warn if the resumed loop has another number of epochs, or of workers, than the checkpoint's schedules."""
+        now = {"epochs": count, "workers": self._workers}
+        before = {name: self._record.get(name, number) for name, number in now.items()}
+        if before != now and self._scheduled():
+            logger.warning(
+                "training resumes from a run with %d epoch(s) and num_workers=%d, and this one has %d epoch(s) and "
+                "num_workers=%d. The schedulers continue as they were saved, with the length of the earlier run: to change them, "
+                "call trainer.apply_all_operators(...) before the loop, or start a new run in another folder",
+                *before.values(),
+                *now.values(),
+            )
 
     def _after_body(self, rows_before: int, *, last: bool) -> None:
         folder = self._folder
@@ -162,7 +184,8 @@ class EpochLoops:
     def _save(self, score: float | None = None) -> None:
         assert self._folder is not None
         place = SavedPlace(self._loop, self._done, self._step())
-        self._folder.save(place, score, self._history.rows, self._start)
+        run = {"epochs": self._count, "workers": self._workers}
+        self._folder.save(place, score, self._history.rows, self._start, **run)
         self._mark, self._saved_at = place.step, self._clock()
 
     def _is_due(self) -> bool:

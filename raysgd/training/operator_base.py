@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import optimizer_steps
 from raysgd.core.timers import TimerCollection
-from raysgd.errors import ConfigError, shown
+from raysgd.errors import ConfigError, MissingPartError, shown
 from raysgd.training.settings import ReplicaSettings
 
 __all__ = ["OperatorBase", "RegisteredParts"]
@@ -76,8 +77,11 @@ class OperatorBase:
         self.timers = TimerCollection()
         self.global_step = 0
         self._testing = False  # whether `validate` runs for a test
+        self._epochs_before: Callable[[], int] = lambda: 0  # how many epochs were begun before the current one
         # Of the running loop, if there is one: how many epochs it has, and how many batches each call of `train`.
         self._run_length: tuple[int | None, int | None] = (None, None)
+        self._last_epoch = 0  # with which the running call of `train` ends
+        self._planned_steps: int | None = None  # what `total_steps` has returned
 
     # -- what users override --------------------------------------------------------------------------
 
@@ -193,14 +197,16 @@ class OperatorBase:
             )
         if num_steps is not None:
             at_least("num_steps", num_steps, 1, whole=True)
-        batches = self._batches_per_epoch()
+        batches = self._batches_per_epoch(self._settings.num_workers)
         if batches == 0 or (batches is None and num_steps is None):
             raise ConfigError(
                 f"total_steps() cannot count the steps of an epoch, because the training data "
                 f"{'has no batch' if batches == 0 else 'has no length that is known in advance'}: pass "
                 "total_steps(epochs=..., num_steps=...), and train with the same num_steps"
             )
-        return optimizer_steps(epochs, batches=batches, num_steps=num_steps, window=self._batches_per_step)
+        steps = optimizer_steps(epochs, batches=batches, num_steps=num_steps, window=self._batches_per_step)
+        self._planned_steps = steps
+        return steps
 
     # -- for the default methods ----------------------------------------------------------------------
 
@@ -209,9 +215,9 @@ class OperatorBase:
         """Return how many batches share an optimizer step."""
         return 1
 
-    def _batches_per_epoch(self) -> int | None:
-        """Return how many batches an epoch has for each worker, None if that is not known in advance."""
-        raise NotImplementedError
+    @abstractmethod  # without ABC, whose metaclass a user's other base class may not have
+    def _batches_per_epoch(self, workers: int) -> int | None:
+        """Return how many batches an epoch has for each of these workers, None if that is not known in advance."""
 
     def _train_data(self, name: str) -> Any:
         """Return the registered training data for `total_steps`."""
@@ -249,7 +255,7 @@ class OperatorBase:
             return
         for name in names:
             if not hasattr(self, name):
-                raise RuntimeError(
+                raise MissingPartError(
                     f"the default {method} needs self.{name}: set it in setup "
                     f"(self.model, self.optimizer, self.criterion = self.register(...)), or override {method}"
                 )

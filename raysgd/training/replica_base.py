@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Literal
 
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.meters import AverageMeterCollection
-from raysgd.core.metrics import COMMITTED, SECONDS, check_metrics
+from raysgd.core.metrics import COMMITTED, SECONDS, check_metrics, for_all_ranks
 from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import ConfigError, shown
+from raysgd.training.audit import AuditLog
 from raysgd.training.feed import Feed, MembershipChange, Source
 from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
@@ -35,6 +36,7 @@ __all__ = [
     "apply",
     "apply_operator",
     "has_data",
+    "has_schedulers",
 ]
 
 Phase = Literal["train", "validation", "test"]
@@ -44,7 +46,7 @@ CALLS: dict[Phase, str] = {"train": "train", "validation": "validate", "test": "
 NOT_RESUMABLE = (
     "AutoCheckpoint(every=...) with batches or seconds saves within an epoch, but nothing can save the place in an iterable "
     "without a length, or in data that the operator divides itself: pass every='epoch', or register a DataLoader of a data set "
-    "with __getitem__ and __len__"
+    "with __getitem__ and __len__, a loader with state_dict and load_state_dict, or a raysgd.data.ShardedStream"
 )
 
 
@@ -104,13 +106,14 @@ class ReplicaBase(ABC):
         self._distributed, self._seed, self._measures = settings.distributed, settings.seed, settings.measures
         self._began: float | None = None  # when the running part of a call of `train` began
         self._waited = 0.0  # how long it has waited for data
+        self._units_before = 0  # what the running call of `train` had committed before this part of it
         self._position, self._val_position, self._test_position = Position(), Position(), Position()
+        self.operator._epochs_before = lambda: max(self._position.epoch - 1, 0)
         self._validation_began = self._val_position.as_dict()
         self._feed: Feed | None = None
-        self._train: Any = None
-        self._validation: Any = None
-        self._test: Any = None
+        self._sources: dict[Phase, Any] = {}
         self._snapshots = Snapshotter(settings.snapshot_every, control)
+        self._audit = AuditLog(settings.audit, self._weights_digest) if settings.audit is not None else None
         self._seed_place("train", 0, self.rank)
 
     @property
@@ -153,10 +156,14 @@ class ReplicaBase(ABC):
         if not position.open_call(call):
             return {"epoch": position.epoch, COMMITTED: position.call_units}
         self._begin_measuring("train", profile, new_call=new)
+        self._units_before = position.call_units
         source = self._train_source(dataset)
         if pause_at is not None and not getattr(source, "resumable", True):
             raise ConfigError(NOT_RESUMABLE)
         operator.global_step, operator._run_length = position.step, (epochs, num_steps)
+        operator._last_epoch = position.call_epoch
+        if self._audit is not None:
+            self._audit.begin(self._rank_info, position)
         if snapshot_first:
             self.take_snapshot()
         own_loop = type(operator).train_epoch is not self.operator_class.train_epoch
@@ -184,6 +191,8 @@ class ReplicaBase(ABC):
         """Note that a call of `train` is done."""
         self._feed = None
         self._position.call_done = True
+        if self._audit is not None:
+            self._audit.done(self._position.step)
         self._position.resume_epoch()
         self.take_snapshot()
 
@@ -209,6 +218,7 @@ class ReplicaBase(ABC):
             pause_at=pause_at,
             on_wait=self._on_wait,
             training=training,
+            audit=self._audit if training else None,
             name=self.data_names[phase],
             seed=partial(self._seed_place, phase),
             **self._feed_options(phase),
@@ -225,13 +235,15 @@ class ReplicaBase(ABC):
 
     def _on_commit(self, last: bool = False) -> None:
         control = self._control
-        if last or control.due():
-            control.report(self._position.progress("train"), self._partial_to_report())
+        digest = self._audit.committed(self._position.step) if self._audit is not None else ""
+        if digest or control.due(last=last):
+            progress = self._position.progress("train")
+            control.report(replace(progress, digest=digest) if digest else progress, self._partial_to_report())
         if not last and self._snapshots.due_after_batch(self._position.step):
             self.take_snapshot()
 
     def _on_evaluated(self, phase: Phase, last: bool = False) -> None:
-        if last or self._control.due():
+        if self._control.due(last=last):
             batches = self._position_in(phase).call_batches
             progress = replace(self._position.progress(CALLS[phase]), batches=batches)
             self._control.report(progress, self._partial_to_report())
@@ -314,23 +326,17 @@ class ReplicaBase(ABC):
     def _registered_source(self, phase: Phase) -> Source:
         """Return the source of the registered data. Data that was registered since is used from the next epoch on."""
         data = getattr(self.operator._parts, self.data_names[phase])
-        source = {"train": self._train, "validation": self._validation, "test": self._test}[phase]
+        source: Source | None = self._sources.get(phase)
         if source is not None and not self._position_in(phase).ended:
-            return source  # type: ignore[no-any-return]
+            return source
         if data is None:
             raise ConfigError(
                 f"{CALLS[phase]}() needs data: call self.register_data({self.data_names[phase]}=...)"
                 f" in {type(self.operator).__name__}.setup{self.without_data if phase == 'train' else ''}"
             )
         if source is None or source.loader is not data:
-            source = self._open_source(data, phase)
-            if phase == "train":
-                self._train = source
-            elif phase == "validation":
-                self._validation = source
-            else:
-                self._test = source
-        return source  # type: ignore[no-any-return]
+            source = self._sources[phase] = self._open_source(data, phase)
+        return source
 
     # -- results --------------------------------------------------------------------------------------
 
@@ -406,10 +412,8 @@ class ReplicaBase(ABC):
             return
         self._snapshots.wait()
         state = self._copied_state()
-        partial = dict(self.partial())
-        samples = partial.get("num_samples")
-        if isinstance(samples, (int, float)):
-            partial["num_samples"] = samples * self._rank_info.world_size
+        committed = self._position.call_units - self._units_before
+        partial = for_all_ranks(self.partial(), self._rank_info.world_size, committed)
         self._snapshots.send(SnapshotUpload(self.progress, self._position.call, partial), lambda: self._dump(state))
 
     def _positions(self) -> dict[str, Any]:
@@ -457,6 +461,8 @@ class ReplicaBase(ABC):
 
     def close(self) -> None:
         self._snapshots.close()
+        if self._audit is not None:
+            self._audit.close()
 
     # -- what frameworks do differently ---------------------------------------------------------------
 
@@ -469,6 +475,11 @@ class ReplicaBase(ABC):
 
     def _undo_batch(self) -> None:  # noqa: B027 - it is optional
         """Undo what a batch has changed that was not applied. By default, that is nothing."""
+
+    @abstractmethod
+    def _weights_digest(self) -> str | None:
+        """Return a digest of the parameters, which is equal on ranks whose parameters are equal; None if ranks have
+        different parameters."""
 
     @abstractmethod
     def _seed_generators(self, alike: int, own: int) -> None:
@@ -506,6 +517,11 @@ class ReplicaBase(ABC):
 def has_data(replica: ReplicaBase, phase: Phase) -> bool:
     """Return whether the operator has registered data for this."""
     return getattr(replica.operator._parts, replica.data_names[phase]) is not None
+
+
+def has_schedulers(replica: ReplicaBase) -> bool:
+    """Return whether the operator has registered schedulers, whose state checkpoints contain."""
+    return bool(getattr(replica.operator._parts, "schedulers", ()))
 
 
 def apply_operator(replica: ReplicaBase, function: Callable[[Any], Any]) -> Any:

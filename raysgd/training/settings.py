@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd.training.audit import AuditSettings
+
 __all__ = ["ReplicaSettings"]
 
 
@@ -16,6 +18,7 @@ class ReplicaSettings:
     threads         how many cores a worker may use; None: all
     snapshot_every  `ElasticConfig.snapshot_every`
     seed            the trainer's `seed`
+    audit           where each worker writes its audit log; None: nowhere
     measures        what the workers measure for callbacks: `MEASURES` of raysgd.callbacks.monitors
     """
 
@@ -26,4 +29,5 @@ class ReplicaSettings:
     threads: int | None = None
     snapshot_every: Any = None
     seed: int | None = None
+    audit: AuditSettings | None = None
     measures: frozenset[str] = frozenset()

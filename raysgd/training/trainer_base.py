@@ -16,13 +16,20 @@ from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
-from raysgd.errors import ConfigError
+from raysgd.errors import ConfigError, suggesting
 from raysgd.training.arguments import check_call, check_flags
 from raysgd.training.auto_checkpoint import CheckpointFolder
 from raysgd.training.call_runner import CallRunner, exclusive
 from raysgd.training.loops import EpochLoops
 from raysgd.training.operator_base import OperatorBase
-from raysgd.training.replica_base import ReplicaBase, ReplicaFactoryBase, apply, apply_operator, has_data
+from raysgd.training.replica_base import (
+    ReplicaBase,
+    ReplicaFactoryBase,
+    apply,
+    apply_operator,
+    has_data,
+    has_schedulers,
+)
 from raysgd.workers.inline_group import InlineGroup
 
 __all__ = ["Metrics", "TrainerBase", "described_run", "limits_of", "make_engine"]
@@ -52,7 +59,13 @@ class TrainerBase(ABC):
         self._validations = self._tests = 0
         self._folder = folder
         self._loops = EpochLoops(
-            folder, calls.history, step=lambda: engine.progress.step, start=self._start_save, stop=calls.take_stop
+            folder,
+            calls.history,
+            workers=num_workers,
+            step=lambda: engine.progress.step,
+            start=self._start_save,
+            stop=calls.take_stop,
+            scheduled=self._has_schedulers,
         )
         calls.start(engine)
         self._begin(resume=resume)
@@ -63,9 +76,9 @@ class TrainerBase(ABC):
             self._calls.ask(lambda function: self._values(apply_operator, function=self._engine.pack(function))[0])
             if not resume:
                 return
-            place = self._loops.resume(self._load_automatic)
-            if place is not None and self._folder is not None:
-                self._calls.resume(self._folder.record(place)["history"])
+            record = self._loops.resume(self._load_automatic)
+            if record is not None:
+                self._calls.resume(record["history"])
         except BaseException as error:
             self._calls.exited(error)
             self.shutdown(force=True)
@@ -73,6 +86,7 @@ class TrainerBase(ABC):
 
     # -- the loop -------------------------------------------------------------------------------------
 
+    @suggesting
     def epochs(self, epochs: int) -> Iterator[int]:
         """Return an iterator over 1, 2, ..., `epochs`, for a loop of your own:
 
@@ -88,6 +102,7 @@ class TrainerBase(ABC):
         at_least("epochs", epochs, 0, whole=True)
         return self._loops.run(epochs)
 
+    @suggesting
     def fit(
         self,
         epochs: int,
@@ -126,6 +141,10 @@ class TrainerBase(ABC):
     @exclusive
     def _has_validation_data(self) -> bool:
         return bool(self._first(has_data, phase="validation"))
+
+    @exclusive
+    def _has_schedulers(self) -> bool:
+        return bool(self._first(has_schedulers))
 
     @property
     def best_checkpoint(self) -> str | None:

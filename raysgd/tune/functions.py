@@ -30,9 +30,20 @@ from raysgd.train.checkpoint_manager import CheckpointManager
 from raysgd.train.executor import FunctionJob
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.run_session import OutsideSession
+from raysgd.workers import foreign
 from raysgd.workers.serialization import dumps
 
-__all__ = ["FunctionTrial", "as_trainable", "perform", "placement", "report", "trial_session"]
+__all__ = [
+    "FunctionTrial",
+    "TrialReports",
+    "TrialSession",
+    "as_trainable",
+    "in_trial",
+    "number_of",
+    "perform",
+    "placement",
+    "report",
+]
 
 NUMBER = "_current_checkpoint_id"
 IS_FILE = "_is_dictionary"
@@ -103,9 +114,47 @@ def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
             f"checkpoint must be a raysgd.train.Checkpoint, a dict or a checkpoint of Ray, got {checkpoint!r}"
         )
     with tempfile.TemporaryDirectory(prefix="raysgd-trial-") as folder:
-        own.to_directory(folder)
-        unlist_metadata(Path(folder))
-        tune.report(values, checkpoint=tune.Checkpoint.from_directory(folder))
+        tune.report(values, checkpoint=_stored(own, folder))
+
+
+def _stored(own: Checkpoint, folder: str) -> Any:
+    """Write a checkpoint into a folder, and return it as one of Tune."""
+    own.to_directory(folder)
+    unlist_metadata(Path(folder))
+    return tune.Checkpoint.from_directory(folder)
+
+
+class TrialReports:
+    """Adds the newest checkpoint of a `Trainer` in a function that Tune runs to what the function reports without one, as Ray
+    Train 1.x did. Owns the number of the last checkpoint that Tune has, and the last metrics."""
+
+    def __init__(self, manager: CheckpointManager) -> None:
+        self._manager, self._taken = manager, manager.latest_id
+        self._trial = _trial()["trial_id"]
+        self._last: Mapping[str, Any] | None = None
+        self._report = foreign.replace_report_to_tune(self)
+
+    def __call__(self, metrics: Mapping[str, Any], checkpoint: Any = None, **more: Any) -> None:
+        number, payload = self._manager.latest_id, self._manager.payload
+        with ExitStack() as stack:
+            if self._trial == _trial()["trial_id"]:  # Tune can use the process for another trial
+                if checkpoint is None and number > self._taken and payload is not None:
+                    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raysgd-trial-"))
+                    checkpoint = _stored(Checkpoint.from_bytes(payload, trusted=True), folder)
+                    checkpoint.update_metadata({NUMBER: number})
+                self._last, self._taken = metrics, number
+            self._report(metrics, checkpoint=checkpoint, **more)
+
+    def end(self) -> None:
+        """Repeat the last report if a checkpoint was saved after it."""
+        if self._last is not None and self._manager.latest_id > self._taken:
+            self(self._last)
+
+
+def number_of(checkpoint: Any) -> int | None:
+    """Return the number of a checkpoint that Tune has from a run, so that the numbers continue when a trial restarts."""
+    metadata: dict[str, Any] = checkpoint.get_metadata() if hasattr(checkpoint, "get_metadata") else {}
+    return metadata.get(NUMBER)
 
 
 class TrialSession(OutsideSession):
@@ -130,11 +179,11 @@ class TrialSession(OutsideSession):
         return None if found is None else Checkpoint.from_bytes(_payload(found, found.get_metadata()), trusted=True)
 
 
-def trial_session() -> TrialSession | None:
-    """Return a session if Tune runs a function in this process."""
+def in_trial() -> bool:
+    """Return whether Tune runs a function in this process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's, if this is not a trial
-        return TrialSession() if tune.get_context().get_trial_id() else None
+        return bool(tune.get_context().get_trial_id())
 
 
 def _payload(found: Any, metadata: Mapping[str, Any]) -> bytes:

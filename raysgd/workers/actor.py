@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import threading
@@ -16,17 +18,18 @@ from types import FrameType
 from typing import Any
 
 from raysgd.core.connection import ControlAddress
-from raysgd.core.outcomes import Failed, Ok, Outcome
+from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import described
 from raysgd.storage.durable import own_folder
-from raysgd.workers.blob import unpickled
+from raysgd.workers.blob import SMALL, PickledObject, unpickled
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.user_code import UserCode, add_to_path, install
 
-__all__ = ["WorkerActor"]
+__all__ = ["CALL_HEAD", "WorkerActor"]
 
+CALL_HEAD = struct.Struct(">qq")  # the numbers of a call and of the generation, before what is the same for all ranks
 PR_SET_PDEATHSIG = 1
 # The driver makes Ray end a worker that it dismissed, which takes milliseconds, unless Ray is no longer running.
 LEAVE_S = 3.0
@@ -58,16 +61,22 @@ class WorkerActor:
         """Let this process import modules from folders of this machine."""
         add_to_path(folders, first)
 
-    def perform(self, call: int, generation: int, verb: str, arguments: dict[str, Any]) -> Outcome:
+    def perform(self, packed: bytes, others: dict[str, Any] | None = None) -> Outcome | bytes:
+        """Perform a call. `packed` begins with `CALL_HEAD`; `others` are arguments that only Ray can send. Return a small
+        outcome as bytes, which cost the driver less than an object of Ray's."""
         import ray
 
+        call, generation = CALL_HEAD.unpack_from(packed)
         self._client.begin(call)
+        verb, arguments = pickle.loads(memoryview(packed)[CALL_HEAD.size :])
         if verb in ("join", "warm"):
             self._client.generation = generation
-        fetched = {
-            name: ray.get(value) if isinstance(value, ray.ObjectRef) else value for name, value in arguments.items()
-        }
-        return self._host.perform(verb, fetched)
+        for name, value in (others or {}).items():
+            arguments[name] = ray.get(value) if isinstance(value, ray.ObjectRef) else value
+        outcome = self._host.perform(verb, arguments)
+        value = outcome.value if isinstance(outcome, Ok | Interrupted) else outcome
+        small = value is None or (isinstance(value, PickledObject) and len(value) < SMALL)
+        return pickle.dumps(outcome) if small else outcome
 
     def value(self, verb: str, arguments: dict[str, Any]) -> Any:
         """Perform a call whose Ray reference the user holds. Return its value, or raise its error."""

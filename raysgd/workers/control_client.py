@@ -179,7 +179,8 @@ class ControlClient:
             self.control.allow_reports(message.run, message.reports)
         elif isinstance(message, StackRequest):
             frames = tuple(self._stack())
-            self._send(StackReport(message.round, frames, self.control.phase, self.control.batch))
+            control = self.control
+            self._send(StackReport(message.round, frames, control.phase, control.batch, control.collectives()))
         elif isinstance(message, KillProcess):
             self._kill(message.pid)
         elif isinstance(message, Bye):

@@ -51,8 +51,9 @@ logger = logging.getLogger(__name__)
 
 ENDED = "its process ended (its control connection was closed)"
 
-# A client without the token can hold at most this many connections, each for this long, and the server reads no more
-# than a token from each. A worker sends its first message at once.
+# Clients without the token can hold at most this many connections (or two for each worker that is expected, because all
+# workers may connect at once), each for this long, and the server reads no more than a token from each. A worker sends
+# its first message at once.
 ADMISSION_S = 5.0
 UNADMITTED_AT_MOST = 128
 
@@ -61,6 +62,8 @@ ACCEPT_PAUSE_S = 1.0
 CLOSE_S = 2.0
 NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 LOG_LINES, LOG_EVERY_S = 5, 30.0
+RECEIVED_AT_ONCE = 1 << 16
+ALIVE, BYE = framed(Alive()), framed(Bye())
 
 
 class _Peer:
@@ -70,6 +73,7 @@ class _Peer:
         self.connection = connection
         self.address = f"{address[0]}:{address[1]}"
         self.worker: str | None = None
+        self.received = bytearray()  # the beginning of a message that is not complete
         self.task: asyncio.Task[None] | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self.refused = ""  # why the control thread closes it
@@ -91,6 +95,7 @@ class ControlServer:
     def __init__(self, events: queue.SimpleQueue[Event], host: str) -> None:
         self.token = secrets.token_hex(TOKEN_BYTES // 2)
         self.unreachable_s = 60.0
+        self.expected_workers = 0
         self._events = events
         self._workers: dict[str, _Peer] = {}
         self._unadmitted: dict[_Peer, None] = {}  # the oldest first
@@ -100,6 +105,7 @@ class ControlServer:
         self._expecting = threading.RLock()
         self._received_at: dict[str, float] = {}  # when each worker last sent something
         self._sending = threading.RLock()
+        self._framed: tuple[Message | None, bytes] = None, b""  # the newest message, which is usually sent to many
         self._refusals = _Refusals()
         self._listener = _listen(host)
         self._listener.setblocking(False)
@@ -124,7 +130,9 @@ class ControlServer:
             return False
         try:
             with self._sending:
-                send_now(peer.connection, message)
+                if self._framed[0] is not message:
+                    self._framed = message, framed(message)
+                send_now(peer.connection, self._framed[1])
         except BlockingIOError:
             peer.broken = "it has not read any message for a long time"
             with contextlib.suppress(OSError):
@@ -145,7 +153,7 @@ class ControlServer:
         self._received_at.pop(worker, None)
         if peer is not None:
             with contextlib.suppress(OSError), self._sending:
-                send_now(peer.connection, Bye())
+                send_now(peer.connection, BYE)
 
     def expect_checkpoint(self, take: Callable[[socket.socket], None]) -> str:
         """Return the name of a new save. The control thread calls `take` with every connection that names it. `take`
@@ -215,9 +223,10 @@ class ControlServer:
         late = f"it was not admitted within {ADMISSION_S:g} s: its token or its first message was not complete"
         peer.deadline = self._loop.call_later(ADMISSION_S, self._refuse, peer, late)
         peer.task = self._loop.create_task(self._serve(peer))
-        if len(self._unadmitted) > UNADMITTED_AT_MOST:
+        most = max(UNADMITTED_AT_MOST, 2 * self.expected_workers)
+        if len(self._unadmitted) > most:
             oldest = next(iter(self._unadmitted))
-            self._refuse(oldest, f"more than {UNADMITTED_AT_MOST} connections were waiting to be admitted")
+            self._refuse(oldest, f"more than {most} connections were waiting to be admitted")
 
     def _pause_accepting(self, error: OSError) -> None:
         """Stop accepting connections for a while. The waiting connection stays in the kernel's queue, so the listener
@@ -294,20 +303,54 @@ class ControlServer:
         self._received_at[worker] = time.monotonic()
         self._workers[worker] = peer
         self._events.put(WorkerStarted(worker, hello.node, hello.pid, peer.address.rpartition(":")[0]))
-        while True:
-            message = await self._message(peer)
-            if self._workers.get(worker) is not peer:
-                continue  # `disconnect` was called
-            self._received_at[worker] = time.monotonic()
-            if not isinstance(message, Alive):
+        ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(peer.connection, self._read, peer, worker, ended)
+        try:
+            await ended
+        finally:
+            self._loop.remove_reader(peer.connection)
+
+    def _read(self, peer: _Peer, worker: str, ended: asyncio.Future[None]) -> None:
+        """Take what has arrived on a control connection. The loop calls this directly, once for each connection before
+        any again, because a coroutine that waits for each message would cost several times as much."""
+        try:
+            data = peer.connection.recv(RECEIVED_AT_ONCE)
+            if not data:
+                raise ConnectionError("it was closed")
+            if self._workers.get(worker) is peer:  # otherwise, `disconnect` was called
+                self._received_at[worker] = time.monotonic()
+            if peer.received or data != ALIVE:
+                peer.received += data
+                self._take(peer, worker)
+        except BlockingIOError:
+            return
+        except Exception as error:
+            if not ended.done():
+                ended.set_exception(as_timeout(error) if isinstance(error, OSError) else error)
+
+    def _take(self, peer: _Peer, worker: str) -> None:
+        """Turn the complete messages that have arrived into events."""
+        start, data = 0, peer.received
+        while len(data) - start >= PREFIX.size:
+            header = self._header_size(data[start : start + PREFIX.size])
+            end = start + PREFIX.size + header
+            if len(data) < end:
+                break
+            message = decode(data[start + PREFIX.size : end])
+            start = end
+            if self._workers.get(worker) is peer and not isinstance(message, Alive):
                 self._events.put(MessageReceived(worker, message))
-            await asyncio.sleep(0)  # so that a worker that sends without pause does not delay the others
+        del data[:start]
 
     async def _message(self, peer: _Peer) -> Message:
-        header, body = sizes(await self._exactly(peer, PREFIX.size))
+        return decode(await self._exactly(peer, self._header_size(await self._exactly(peer, PREFIX.size))))
+
+    @staticmethod
+    def _header_size(prefix: bytes | bytearray) -> int:
+        header, body = sizes(prefix)
         if body:
             raise ValueError(f"not a raysgd control message: it has a body of {body} bytes on a control connection")
-        return decode(await self._exactly(peer, header))
+        return header
 
     async def _exactly(self, peer: _Peer, size: int) -> bytes:
         """Return the next `size` bytes. (asyncio's StreamReader would read ahead: past the token, and into what follows

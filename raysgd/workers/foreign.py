@@ -5,6 +5,8 @@ version of Ray no longer has."""
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 import subprocess
 import sys
@@ -21,6 +23,7 @@ __all__ = [
     "hide_deaths_of",
     "logs_folder",
     "probe_gcs",
+    "replace_report_to_tune",
     "split_coordinator",
     "started_here",
     "use_token_if_available",
@@ -96,24 +99,25 @@ DEATH = re.compile(
 
 
 class DeathFilter:
-    """Prints the errors that Ray's nodes publish, but not the paragraphs about the ends of these workers, once each."""
+    """Prints the errors that Ray's nodes publish, but not the paragraphs about the ends of these workers, once each and until
+    a time: later, a process of somebody else can have the same id."""
 
     def __init__(self, show: Callable[..., None]) -> None:
         self.show = show
-        self.workers: set[tuple[str, int]] = set()
+        self.workers: dict[tuple[str, int], float] = {}
 
     def __call__(self, data: Any, *args: Any, **kwargs: Any) -> None:
         found = DEATH.match("\n".join(data["lines"])) if data["pid"] == "raylet" else None
         worker = (found["node"], int(found["pid"])) if found is not None else None
-        if worker in self.workers:
-            self.workers.discard(worker)
-        else:
+        until = self.workers.pop(worker, 0.0) if worker is not None else 0.0
+        if until < time.monotonic():
             self.show(data, *args, **kwargs)
 
 
-def hide_deaths_of(node: str, pid: int) -> None:
+def hide_deaths_of(node: str, pid: int, for_s: float = math.inf) -> None:
     """Do not let Ray print its own paragraph when this worker ends, because raysgd logs that. Ray's other messages and the
-    output of workers are shown as before."""
+    output of workers are shown as before. Ray prints it, if at all, within seconds, so `for_s` is short for a worker that
+    has ended."""
     from ray._private import worker
 
     show = getattr(worker, "print_to_stdstream", None)
@@ -121,7 +125,9 @@ def hide_deaths_of(node: str, pid: int) -> None:
         return
     if not isinstance(show, DeathFilter):
         worker.print_to_stdstream = show = DeathFilter(show)
-    show.workers.add((node, pid))
+    now = time.monotonic()
+    show.workers = {worker: until for worker, until in show.workers.items() if until > now}
+    show.workers[node, pid] = now + for_s
 
 
 def free_resources_by_node() -> dict[str, dict[str, float]]:
@@ -154,6 +160,15 @@ def draining_nodes() -> dict[str, float | None]:
 
     ask = getattr(ray._private.state.state, "get_draining_nodes", dict)
     return {node: at_ms / 1000 if at_ms > 0 else None for node, at_ms in ask().items()}
+
+
+def replace_report_to_tune(report: Callable[..., None]) -> Callable[..., None]:
+    """Let `ray.tune.report` call this in a function that Tune runs in this process. Return Tune's own function for it."""
+    from ray.train._internal.session import get_session
+
+    session: Any = get_session()
+    session.report = report
+    return functools.partial(type(session).report, session)
 
 
 def split_coordinator(iterator: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import pickle
 import queue
 import re
 import time
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from raysgd.config import WorkerResources, flag_from_environment
+from raysgd.core.descriptors import allow_connections
 from raysgd.core.messages import KillProcess, Message, StartDealer
 from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.policy import OUT_OF_STEP
@@ -25,22 +27,23 @@ from raysgd.errors import NotActiveError, described
 from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader, start_dealer
 from raysgd.ray_data.splits import no_room_for_data
 from raysgd.workers import cluster
-from raysgd.workers.actor import WorkerActor
-from raysgd.workers.blob import Blob, unpickled
+from raysgd.workers.actor import CALL_HEAD, WorkerActor
+from raysgd.workers.blob import SMALL, Blob, unpickled
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.foreign import draining_nodes, hide_deaths_of
 from raysgd.workers.gcs import GcsQuery, gcs_limit_s, require_ray
 from raysgd.workers.processes import LocalProcess, end_all
-from raysgd.workers.serialization import pack
+from raysgd.workers.serialization import RayReferenceFound, dumps_without_references, pack
 from raysgd.workers.user_code import UserCode, pack_modules, user_folders
 
 __all__ = ["RayGroup"]
 
 logger = logging.getLogger("raysgd")
 
-SMALL = 1 << 16
 RAY_MESSAGES = "RAYSGD_RAY_MESSAGES"
+# Connections of the driver for each worker: control, bulk, the store's, and up to five of Ray's.
+CONNECTIONS = 8
 # What gloo writes when it ends a process because the ranks are in different collective calls.
 MISMATCH = re.compile(r"gloo\S*\] (?P<what>op\.preamble[^\n]*collective mismatch[^\n]*)")
 ANSWER_S = 1.0
@@ -48,6 +51,7 @@ ANSWER_S = 1.0
 LEAVE_S = 8.0
 DRAIN_LOOK_S = 2.0
 UNANSWERED_S = 2.0
+DEATH_SHOWN_S = 60.0
 
 
 @dataclass
@@ -75,6 +79,8 @@ class RayGroup:
         self._backend, self._resources = backend, resources
         self._handles: dict[str, _Handle] = {}
         self._calls = itertools.count(1)
+        # The newest arguments, and the form in which they are sent.
+        self._newest: tuple[Any, bytes, dict[str, Any]] = (None, b"", {})
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # reentrant, because a signal handler may use it
         self._arrived: deque[Event] = deque()
         self._ready: list[Event] = []
@@ -99,6 +105,8 @@ class RayGroup:
 
         The actors have no names, because Ray's client would wait for the GCS to register them."""
         require_ray(self._session)
+        self.control.expected_workers = len(self._handles) + count
+        allow_connections(self.control.expected_workers, each=CONNECTIONS)
         address = self.control.address_for_workers()
         workers = []
         for _ in range(count):
@@ -122,10 +130,28 @@ class RayGroup:
         event."""
         require_ray(self._session)
         call = next(self._calls)
-        shared = {name: self._shared(v) if isinstance(v, Blob) else v for name, v in arguments.items()}
-        future = self._handles[worker].actor.perform.remote(call, generation, verb, shared).future()
-        future.add_done_callback(lambda done: self._done(worker, call, done))
+        packed, others = self._packed(verb, arguments)
+        head = CALL_HEAD.pack(call, generation)
+        perform = self._handles[worker].actor.perform
+        future = (perform.remote(head + packed, others) if others else perform.remote(head + packed)).future()
+        future.add_done_callback(partial(self._done, worker, call))
         return call
+
+    def _packed(self, verb: str, arguments: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+        """Return the verb with its arguments as bytes, and the arguments that only Ray can send. The arguments are pickled
+        once if they are those of the call before: the engine passes the same dictionary for each rank, and Ray, which
+        would pickle it for each, sends bytes as they are."""
+        of, newest, others = self._newest
+        if of is not None and of[0] == verb and of[1] is arguments:
+            return newest, others
+        others = {name: self._shared(v) for name, v in arguments.items() if isinstance(v, Blob) and len(v) >= SMALL}
+        own = {name: value for name, value in arguments.items() if name not in others}
+        try:
+            packed = dumps_without_references((verb, own))
+        except RayReferenceFound:
+            packed, others = dumps_without_references((verb, {})), {**own, **others}
+        self._newest = ((verb, arguments), packed, others) if len(packed) < SMALL and not others else (None, b"", {})
+        return packed, others
 
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         """Start a call, and return its Ray reference for the user to wait for."""
@@ -141,8 +167,6 @@ class RayGroup:
         """Put large bytes into Ray's object store once, for all workers that they are sent to."""
         import ray
 
-        if len(blob) < SMALL:
-            return blob
         if blob.ref is None:
             blob.ref = ray.put(blob)
         return blob.ref
@@ -152,12 +176,14 @@ class RayGroup:
         if error is not None:
             self._events.put(WorkerEnded(worker, _first_line(error)))
 
-    def _done(self, worker: str, call: int, done: Future[Outcome]) -> None:
+    def _done(self, worker: str, call: int, done: Future[Outcome | bytes]) -> None:
         from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
 
         error = done.exception()
         if error is None:
-            self._events.put(CallEnded(worker, call, _with_value(done.result())))
+            answer = done.result()
+            outcome: Outcome = pickle.loads(answer) if isinstance(answer, bytes) else answer
+            self._events.put(CallEnded(worker, call, _with_value(outcome)))
         elif isinstance(error, (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)):
             self._events.put(WorkerEnded(worker, _first_line(error)))
         else:  # the outcome cannot be unpickled here, but the worker has not failed
@@ -178,15 +204,17 @@ class RayGroup:
         return ready
 
     def _explained(self, event: Event) -> Event:
-        """Return the event, with the cause from the process's standard error if gloo ended the process because a peer
-        sent data of an unexpected size."""
+        """Return the event with the cause, if this machine knows it: from the process's standard error, if gloo ended the
+        process because a peer sent data of an unexpected size, or from the system."""
         if not isinstance(event, WorkerEnded) or event.reason != "worker death":
             return event
         handle = self._handles[event.worker]
         text = cluster.stderr_tail(handle.pid) if handle.node == self._here else ""
         found = MISMATCH.search(text)
         if found is None:
-            return event
+            how = handle.process.how_it_ended() if handle.process is not None else ""
+            hint = ", which the kernel sends for example when memory runs out" if how.endswith("SIGKILL") else ""
+            return replace(event, cause=f"its process {how}{hint}") if how else event
         return WorkerEnded(event.worker, f"its process was ended by gloo ({found['what']})", OUT_OF_STEP)
 
     def _note(self, event: Event) -> bool:
@@ -292,6 +320,8 @@ class RayGroup:
         self._leaving = [process for process in self._leaving if not process.ended]
         if handle.process is not None:
             self._leaving.append(handle.process)
+        if handle.node and not flag_from_environment(RAY_MESSAGES):
+            hide_deaths_of(handle.node, handle.pid, DEATH_SHOWN_S)
         self._handles.pop(worker, None)  # last, so that Ctrl-C cannot leave a worker without a handle
 
     @contextlib.contextmanager

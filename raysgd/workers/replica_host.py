@@ -128,9 +128,9 @@ class ReplicaHost:
     def _join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         self._backend.leave()  # a replacement worker does not know if the group that it joined was never formed
         self._control.clear()
-        self._control.set_world_size(rank_info.world_size)
         self._rank = None if rank_info.solo else rank_info.world_rank
         self._backend.join(rank_info, settings)
+        self._control.set_rank(rank_info.world_rank, rank_info.world_size)
         if self._replica is not None:
             self._replica.joined(rank_info)
 

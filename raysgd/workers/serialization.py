@@ -22,7 +22,7 @@ from typing import Any
 from raysgd.errors import shown
 from raysgd.workers.blob import PickledObject
 
-__all__ = ["dumps", "is_installed", "pack"]
+__all__ = ["RayReferenceFound", "dumps", "dumps_without_references", "is_installed", "pack"]
 
 # cloudpickle has one list of the modules to pickle by value per process: one thread at a time may change it.
 _REGISTERING = threading.RLock()
@@ -63,19 +63,42 @@ def dumps(value: Any) -> bytes:
     """Pickle with cloudpickle, and pickle modules that have a class of their own by name, which cloudpickle cannot do.
     torch has such a config module, and cloudpickle includes it with a function that uses the names `torch.distributed`
     and `config`."""
-    from ray import cloudpickle
+    buffer = io.BytesIO()
+    _pickler_class()(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class RayReferenceFound(Exception):
+    """Raised for a value that only Ray can pickle, because it contains a reference that Ray counts."""
+
+
+def dumps_without_references(value: Any) -> bytes:
+    """Pickle as `dumps` does. Raise RayReferenceFound if the value contains a reference to an object or an actor of Ray."""
+    buffer = io.BytesIO()
+    pickler = _pickler_class()(buffer)
+    pickler.refuses_references = True
+    pickler.dump(value)
+    return buffer.getvalue()
+
+
+@lru_cache(maxsize=1)
+def _pickler_class() -> Any:
+    from ray import ObjectRef, cloudpickle
+    from ray.actor import ActorHandle
 
     base: Any = cloudpickle.CloudPickler
 
     class Pickler(base):  # type: ignore[misc]
+        refuses_references = False
+
         def reducer_override(self, obj: Any) -> Any:
+            if self.refuses_references and isinstance(obj, (ObjectRef, ActorHandle)):
+                raise RayReferenceFound
             if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
                 return import_module, (obj.__name__,)
             return base.reducer_override(self, obj)
 
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
-    return buffer.getvalue()
+    return Pickler
 
 
 @contextmanager
@@ -110,9 +133,12 @@ def _is_local(module: ModuleType) -> bool:
 
 @cache
 def is_installed(file: str) -> bool:
-    """Return whether a file or folder belongs to Python or to an installed package, and not to the user's own code."""
+    """Return whether a file or folder belongs to Python or to an installed package, and not to the user's own code.
+    Packages can also be in another environment's folder, which PYTHONPATH or a .pth file names."""
     path = Path(file)
-    return any(path.is_relative_to(root) for root in _installed())
+    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts) or any(
+        path.is_relative_to(root) for root in _installed()
+    )
 
 
 @lru_cache(maxsize=1)

@@ -98,9 +98,9 @@ def test_printed_and_in_a_notebook() -> None:
         result(kind="validate", epoch=None, metrics={"val_loss": 2.5}),
     )
     assert repr(history).splitlines() == [
-        "    kind  epoch  world_size  seconds  train_loss  val_loss",
-        "   train      1           2      1.5      0.1235          ",
-        "validate                  2      1.5                   2.5",
+        "    kind  epoch  step  world_size  seconds  train_loss  val_loss",
+        "   train      1     4           2      1.5      0.1235          ",
+        "validate            4           2      1.5                   2.5",
     ]
     page = history._repr_html_()
     assert "<th>train_loss</th>" in page

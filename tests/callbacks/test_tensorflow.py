@@ -1,12 +1,14 @@
 """The TensorFlow trainer calls callbacks in the same way: with one result for each epoch of a call."""
 
+import io
 from typing import Any
 
 import pytest
 
 pytest.importorskip("tensorflow")
 
-from raysgd import TFTrainer
+from raysgd import ConfigError, TFTrainer
+from raysgd.callbacks import EMA, Callback, GradientNormMonitor, LearningRateMonitor, ModelSummary, Throughput
 from tests.callbacks.recording import Heard
 from tests.tf.small import data_creator, model_creator
 
@@ -35,3 +37,21 @@ def test_every_epoch_of_a_call_is_a_result() -> None:
     assert results[2].metrics == checked
     assert [row["kind"] for row in trainer.history] == ["train", "train", "validate"]
     assert all("stop_training" not in row for each in results for row in each.by_worker)
+
+
+def test_throughput_and_summary_work_with_keras() -> None:
+    summary = ModelSummary(file=io.StringIO())
+    with TFTrainer(model_creator, data_creator, callbacks=[Throughput(), summary]) as trainer:
+        result = trainer.train()
+        parameters = trainer.get_model().count_params()
+    assert result["samples_per_second"] > 0 and result["data_seconds"] + result["compute_seconds"] > 0
+    assert "communication_seconds" not in result
+    assert sum(row.parameters for row in summary.rows[0]) == parameters
+
+
+@pytest.mark.parametrize("refused", [EMA(), LearningRateMonitor(), GradientNormMonitor()])
+def test_what_needs_torch_is_refused(refused: Callback) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{type(refused).__name__}.* work with PyTorch only: pass them to a TorchTrainer"
+    ):
+        TFTrainer(model_creator, data_creator, callbacks=[Throughput(), refused])

@@ -159,6 +159,17 @@ def test_loops_that_were_complete_are_skipped(tmp_path: Path) -> None:
         assert torch.equal(weights(trainer), expected)
 
 
+@pytest.mark.parametrize(
+    ("best", "warns"), [("val_accuracy", True), ("val_F1", True), ("val_loss", False), ("remap", False)]
+)
+def test_the_best_accuracy_is_not_the_lowest(best: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    AutoCheckpoint(path="x", best=best, mode="max")
+    assert not caplog.messages
+    AutoCheckpoint(path="x", best=best)
+    text = f"AutoCheckpoint(best='{best}') keeps the checkpoint with the lowest value: pass mode='max' for the highest"
+    assert caplog.messages == [text] * warns
+
+
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     scores = iter([5.0, 1.0, float("nan"), 3.0, 2.0, 4.0])
 

@@ -53,7 +53,7 @@ def test_more_workers_than_the_cluster_can_ever_have(
         TorchTrainer(training_operator_cls=Classes, use_gpu=False, **arguments)
     assert time.monotonic() - started < 20
     text = str(caught.value)
-    for part in [*says, "within 2 s", "num_workers, num_cpus_per_worker, resources_per_worker"]:
+    for part in [*says, "within 2 s", "num_cpus_per_worker, resources_per_worker"]:
         assert part in text, text
     assert isinstance(caught.value, TimeoutError)
 

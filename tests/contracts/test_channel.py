@@ -684,3 +684,25 @@ def test_a_closed_server_leaves_nothing(channel: Channel) -> None:
     with pytest.raises(ConnectionRefusedError):
         channel.open()
     channel.server.close()
+
+
+@pytest.mark.parametrize(("expected", "closed"), [(0, True), (100, False)])
+def test_all_expected_workers_can_connect_at_once(expected: int, closed: bool) -> None:
+    """None of these connections has sent its first message yet."""
+    server = ControlServer(queue.SimpleQueue(), "127.0.0.1")
+    server.expected_workers = expected
+    connections = []
+    try:
+        for _ in range(140):
+            connections.append(socket.create_connection(server.address, timeout=10))
+        connections[0].settimeout(10 if closed else 0.5)
+        if closed:
+            assert connections[0].recv(1) == b""
+        else:
+            wait_for(lambda: len(server._unadmitted) == 140)
+            with pytest.raises(TimeoutError):
+                connections[0].recv(1)
+    finally:
+        for connection in connections:
+            connection.close()
+        server.close()

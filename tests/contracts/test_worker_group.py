@@ -1,12 +1,11 @@
 """The contract of a group of workers: what the engine relies on, in Ray, in this process and in the simulation."""
 
-import dataclasses
 import inspect
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -22,8 +21,9 @@ from raysgd.workers.inline_group import InlineGroup
 from raysgd.workers.ray_group import RayGroup
 from raysgd.workers.worker_group import WorkerGroupProtocol
 from tests.simulation.checker import Checker
+from tests.simulation.faults import Schedule
 from tests.simulation.group import SimGroup
-from tests.simulation.scenario import plan_for
+from tests.simulation.plan import Plan
 from tests.simulation.world import World
 
 POLL_S, POLLS = 0.1, 600
@@ -190,8 +190,10 @@ class Simulated(Subject):
     settle_s = 5.0  # of virtual time, in which Ray reports the end of an actor up to 3 s late
 
     def __init__(self) -> None:
-        plan = dataclasses.replace(plan_for(0), nodes=(2, 2), in_place=True)
-        self._sim = SimGroup(World(0), plan, Checker(plan), lambda worker, point: None)
+        plan, world = Plan(nodes=(2, 2)), World(0)
+        checker = Checker(plan)
+        schedule = checker.schedule = Schedule(world, plan, checker)
+        self._sim = schedule.group = SimGroup(world, plan, checker, schedule)
         super().__init__(self._sim)
 
     def ended(self, worker: str) -> bool:
@@ -244,6 +246,38 @@ def fresh(request: pytest.FixtureRequest) -> Iterator[Subject]:
 def each(fixture: str, kinds: Sequence[str]) -> pytest.MarkDecorator:
     """Run the test on these implementations."""
     return pytest.mark.parametrize(fixture, kinds, indirect=True)
+
+
+class Noted:
+    """A value that notes where it is pickled."""
+
+    pickled: ClassVar[list[int]] = []
+
+    def __reduce__(self) -> Any:
+        self.pickled.append(os.getpid())
+        return Noted, ()
+
+
+@each("shared", PICKLED)
+def test_the_arguments_of_all_ranks_are_pickled_once(shared: Subject) -> None:
+    Noted.pickled.clear()
+    arguments = {"call": Call(Probe.give_back, {"value": (Noted(), "kept")})}
+    calls = [shared.group.submit(worker, "run", arguments, generation=7) for worker in shared.workers]
+    ended = [event for event in shared.until(CallEnded, len(calls)) if isinstance(event, CallEnded)]
+    assert sorted(event.call for event in ended) == sorted(calls)
+    assert all(isinstance(event.outcome, Ok) and event.outcome.value[1] == "kept" for event in ended)
+    assert Noted.pickled == [os.getpid()]
+    outcome = shared.run(shared.workers[0], Probe.give_back, value=2)
+    assert isinstance(outcome, Ok) and outcome.value == 2, "other arguments are sent, too"
+
+
+@each("shared", PICKLED)
+def test_an_argument_that_contains_a_ray_reference(shared: Subject) -> None:
+    """Ray keeps the object until the worker has it, because Ray pickles the reference itself."""
+    import ray
+
+    outcome = shared.run(shared.workers[0], Probe.give_back, value=[ray.put("content")])
+    assert isinstance(outcome, Ok) and ray.get(outcome.value) == ["content"]
 
 
 # -- workers start and end ----------------------------------------------------------------------------

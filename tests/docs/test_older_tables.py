@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,54 @@ def test_what_needs_no_cluster_can_be_called(name: str) -> None:
     assert name in {name for _, name, verdict, _ in NAMES if verdict != "refused"}
     call, expected = CALLS[name]
     assert call() == expected
+
+
+# The arguments of Ray Train 1.x and AIR, by what takes them.
+ARGUMENTS = {
+    "Trainer": "backend num_workers use_gpu resources_per_worker logdir max_retries",
+    "Trainer.start": "initialization_hook train_cls args kwargs",
+    "Trainer.run": "train_func config callbacks dataset checkpoint checkpoint_strategy",
+    "Trainer.run_iterator": "train_func config dataset checkpoint checkpoint_strategy",
+    "Trainer.to_worker_group": "train_cls args kwargs",
+    "Trainer.to_tune_trainable": "train_func dataset",
+    "TrainingIterator.get_final_results": "force",
+    "BackendExecutor": "backend_config num_workers num_cpus_per_worker num_gpus_per_worker "
+    "additional_resources_per_worker max_retries",
+    "BackendExecutor.start": "initialization_hook train_cls train_cls_args train_cls_kwargs",
+    "BackendExecutor.start_training": "train_func run_dir checkpoint checkpoint_strategy latest_checkpoint_id",
+    "CheckpointStrategy": "num_to_keep checkpoint_score_attribute checkpoint_score_order",
+    "CheckpointConfig": "num_to_keep checkpoint_score_attribute checkpoint_score_order",
+    "FailureConfig": "max_failures",
+    "RunConfig": "name callbacks failure_config checkpoint_config storage_path",
+    "ScalingConfig": "num_workers use_gpu resources_per_worker trainer_resources placement_strategy",
+    "WorkerGroup.shutdown": "patience_s",
+    "WorkerGroup.add_workers": "num_workers",
+    "WorkerGroup.remove_workers": "worker_indexes",
+    "TorchConfig": "backend init_method timeout_s",
+    "HorovodConfig": "nics verbose key ssh_port ssh_identity_file ssh_str timeout_s placement_group_timeout_s",
+    "DataParallelTrainer": "train_loop_per_worker train_loop_config backend_config scaling_config dataset_config "
+    "run_config datasets metadata resume_from_checkpoint",
+    "TorchTrainer": "train_loop_per_worker torch_config torch_backend",
+    "TensorflowTrainer": "train_loop_per_worker tensorflow_config tensorflow_backend",
+    "HorovodTrainer": "train_loop_per_worker horovod_config",
+    "report": "metrics checkpoint",
+    "torch.prepare_model": "model move_to_device wrap_ddp ddp_kwargs",
+    "torch.prepare_data_loader": "data_loader add_dist_sampler move_to_device auto_transfer",
+    "torch.accelerate": "amp",
+    "torch.backward": "tensor",
+    "torch.enable_reproducibility": "seed",
+    "callbacks.JsonLoggerCallback": "logdir filename workers_to_log",
+    "callbacks.TBXLoggerCallback": "logdir worker_to_log",
+    "callbacks.MLflowLoggerCallback": "tracking_uri registry_uri experiment_id experiment_name tags save_artifact logdir "
+    "worker_to_log",
+    "callbacks.TorchTensorboardProfilerCallback": "logdir workers_to_log",
+}
+
+
+@pytest.mark.parametrize("path", ARGUMENTS)
+def test_arguments_have_their_names(path: str) -> None:
+    names = inspect.signature(resolved(f"raysgd.train.{path}")).parameters
+    assert [name for name in ARGUMENTS[path].split() if name not in names] == []
 
 
 def test_refused_calls_say_what_to_do() -> None:

@@ -9,6 +9,7 @@ import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def saved_and_loaded(trainer: Any) -> None:
 def tf_trainer(**arguments: Any) -> Iterator[Any]:
     from tests.tf.small import data_creator, model_creator
 
-    with got("", "TFTrainer")(model_creator, data_creator, {}, **arguments) as trainer:
+    config = {"fit_config": {"epochs": 1}, "evaluate_config": {"steps": 1}}
+    with got("", "TFTrainer")(model_creator, data_creator, config, **arguments) as trainer:
         yield trainer
 
 
@@ -129,6 +131,68 @@ def scheduler(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
+def of(module: str, owner: str, make: Callable[[], Any], expected: dict[str, Any], **more: Any) -> list[Row]:
+    """Return a row for each member of what `make` returns. A member has, or returns, the expected value; None stands for any."""
+
+    def row(name: str, value: Any) -> Row:
+        def use() -> None:
+            found = getattr(make(), name)
+            found = found() if value is not None and callable(found) else found
+            assert value is None or found == value, f"{name} is {found!r}"
+
+        return Row(module, f"{owner}.{name}", use, **more)
+
+    return [row(*item) for item in expected.items()]
+
+
+def meter(name: str) -> Any:
+    made = got("utils", name)()
+    for value, n in ((2.0, 3), (5.0, 1)):
+        made.update({"a": value} if "Collection" in name else value, n=n)
+    return made
+
+
+def timer() -> Any:
+    made = got("utils", "TimerStat")(window_size=2)
+    for seconds in (1.0, 3.0, 5.0):
+        made.push(seconds)
+    made.push_units_processed(10)
+    return made
+
+
+def timers() -> Any:
+    made = got("utils", "TimerCollection")()
+    made.enable()
+    return made
+
+
+def complete_operator() -> Any:
+    import torch
+
+    return got("torch", "TrainingOperator").from_creators(
+        lambda config: torch.nn.Linear(1, 1),
+        lambda model, config: torch.optim.SGD(model.parameters(), lr=0.1),
+        loss_creator=torch.nn.MSELoss,
+        scheduler_creator=lambda optimizer, config: scheduler(optimizer),
+    )
+
+
+def created(name: str, kind: str) -> Callable[[], Any]:
+    def use() -> None:
+        with torch_trainer(operator=complete_operator(), scheduler_step_freq="manual") as trainer:
+            found = getattr(trainer.get_local_operator(), name)
+            one = found[0] if name.endswith("s") else found
+            assert type(one).__name__ == kind, f"{name} is {found!r}"
+
+    return use
+
+
+def argument(module: str, owner: str, name: str, note: str = "", needs: str = "torch") -> Row:
+    return Row(
+        module, f"{owner}({name}=...)", lambda: signature(got(module, owner)).parameters[name], note, needs=needs
+    )
+
+
 def metrics_of(name: str) -> Callable[[], Any]:
     def call() -> None:
         meter = got("utils", name)()
@@ -164,6 +228,7 @@ def absent(module: str, name: str, note: str) -> Row:
 
 STEP = {"config": {"scheduler": scheduler}, "scheduler_step_freq": "manual"}
 ARGUMENTS = [
+    Row("torch", "TorchTrainer(training_operator_cls=...)", lambda: given()),
     accepted("initialization_hook", lambda: None, "runs with one worker too"),
     accepted("config", {"lr": 0.1}, "copied; yours is not changed"),
     accepted("num_workers", 1, "one runs in your process; `use_ray=True` for an actor"),
@@ -176,6 +241,7 @@ ARGUMENTS = [
     accepted("use_tqdm", False),
     accepted("add_dist_sampler", True, "divides the data in the order of your own sampler"),
     accepted("scheduler_step_freq", "epoch"),
+    accepted("serialize_data_creation", True),
     accepted("use_local", True, "no rank runs in the driver if there are several workers"),
     *map(removed, ["num_replicas", "batch_size", "model_creator", "data_creator", "optimizer_creator"]),
     *map(removed, ["scheduler_creator", "loss_creator", "data_loader_args", "apex_args"]),
@@ -187,7 +253,7 @@ TRAINER = [
     Row("torch", "TorchTrainer.apply_all_workers", called(lambda t: t.apply_all_workers(int))),
     Row("torch", "TorchTrainer.apply_all_operators", called(lambda t: t.apply_all_operators(id))),
     Row("torch", "TorchTrainer.update_scheduler", called(lambda t: t.update_scheduler(1), **STEP)),
-    Row("torch", "TorchTrainer.get_model", called(lambda t: t.get_model(to_cpu=True)), "returns a copy"),
+    Row("torch", "TorchTrainer.get_model", called(lambda t: t.get_model(to_cpu=True)), "returns a copy, in eval mode"),
     Row("torch", "TorchTrainer.get_local_operator", called(lambda t: t.get_local_operator()), "always works"),
     Row("torch", "TorchTrainer.state_dict", called(lambda t: t.state_dict()), "has more entries"),
     Row(
@@ -206,6 +272,18 @@ TRAINER = [
         DeprecationWarning,
     ),
     Row("torch", "TorchTrainer.shutdown", called(lambda t: (t.shutdown(), t.shutdown(force=True))), "may be repeated"),
+    *(
+        Row("torch", f"TorchTrainer.{name}", called(lambda t, name=name: getattr(t, name)))
+        for name in ("config", "use_gpu")
+    ),
+    Row("torch", "TorchTrainer.max_replicas", called(lambda t: 1 / t.max_replicas)),
+    Row(
+        "torch",
+        "TorchTrainer.worker_group",
+        called(lambda t: t.worker_group),
+        "internal; `trainer.world_size` is the number of workers",
+        AttributeError,
+    ),
     Row("torch", "TorchTrainer.as_trainable", trainable, needs="pandas"),
 ]
 PROPERTIES = "config world_rank local_rank use_gpu use_fp16 use_fp16_native use_fp16_apex use_tqdm device_ids "
@@ -229,6 +307,16 @@ OPERATOR = [
     ),
     Row("torch", "TrainingOperator.from_creators", creators),
     Row("torch", "CreatorOperator", creators),
+    *(
+        Row("torch", f"CreatorOperator.{name}", created(name, kind))
+        for kind, names in {
+            "Linear": "model models",
+            "SGD": "optimizer optimizers",
+            "StepLR": "scheduler schedulers",
+            "MSELoss": "criterion",
+        }.items()
+        for name in names.split()
+    ),
     Row(
         "torch",
         "TrainingOperator.from_ptl",
@@ -237,6 +325,24 @@ OPERATOR = [
         needs="lightning",
     ),
     Row("torch", "BaseTorchTrainable", trainable, needs="pandas"),
+    *of(
+        "torch",
+        "BaseTorchTrainable",
+        lambda: got("torch", "BaseTorchTrainable"),
+        dict.fromkeys(
+            [
+                "setup",
+                "step",
+                "save_checkpoint",
+                "load_checkpoint",
+                "cleanup",
+                "default_resource_request",
+                "trainer",
+                "_create_trainer",
+            ]
+        ),
+        needs="pandas",
+    ),
     *constants(
         "torch.training_operator", "TrainingOperator CreatorOperator get_test_operator get_test_metrics_operator"
     ),
@@ -257,6 +363,8 @@ OPERATOR = [
         "internal; `trainer.world_size`, `recoveries` and `resize` replace it",
     ),
     absent("torch.worker_group", "LocalWorkerGroup", "internal, likewise"),
+    absent("torch.distributed_torch_runner", "LocalDistributedRunner", "internal, likewise"),
+    absent("torch.worker_group", "DeactivatedWorkerGroup", "internal, likewise"),
     absent("torch.worker_group", "RESIZE_COOLDOWN_S", "there is no fixed pause between changes of the workers"),
     absent("torch.ptl_operator", "LightningOperator", "`TrainingOperator.from_ptl` returns the operator"),
     absent("torch.torch_dataset", "TorchIterableDataset", "Ray's `MLDataset` is gone; pass a Ray Dataset"),
@@ -275,13 +383,61 @@ REST = [
     *constants("utils", "BATCH_COUNT NUM_SAMPLES BATCH_SIZE"),
     Row("utils", "AverageMeter", metrics_of("AverageMeter")),
     Row("utils", "AverageMeterCollection", metrics_of("AverageMeterCollection")),
+    *of("utils", "AverageMeter", lambda: meter("AverageMeter"), {"val": 5.0, "avg": 2.75, "sum": 11.0, "count": 4}),
+    *of("utils", "AverageMeter", lambda: meter("AverageMeter"), {"update": None, "reset": None}),
+    *of(
+        "utils",
+        "AverageMeterCollection",
+        lambda: meter("AverageMeterCollection"),
+        {"update": None, "summary": {"batch_count": 2, "num_samples": 4, "a": 2.75, "last_a": 5.0}},
+    ),
+    *of(
+        "utils",
+        "TimerStat",
+        timer,
+        {"mean": 4.0, "median": 4.0, "sum": 8.0, "max": 5.0, "first": 3.0, "last": 5.0, "size": 2}
+        | {
+            "mean_units_processed": 10.0,
+            "mean_throughput": 1.25,
+            "push": None,
+            "push_units_processed": None,
+            "reset": None,
+        },
+    ),
+    *of(
+        "utils",
+        "TimerCollection",
+        timers,
+        {"record": None, "enable": None, "disable": None, "reset": None, "stats": {}},
+    ),
     Row("utils", "TimerStat", timed),
     Row("utils", "TimerCollection", timed),
     Row("utils", "find_free_port", lambda: got("utils", "find_free_port")()),
     Row("utils", "check_for_failure", lambda: got("utils", "check_for_failure")([])),
     Row("utils", "override", lambda: got("utils", "override")(str)(str.upper)),
+    *of(
+        "data",
+        "Dataset",
+        lambda: got("data", "Dataset")([1, 2], batch_size=2, download_func=int, max_concurrency=1, transform=None),
+        {"set_num_shards": None, "get_shard": None},
+    ),
     Row("data", "Dataset", lambda: got("data", "Dataset")([1]), "applies its `transform`"),
     Row("tf", "TFTrainer", on_tf(lambda t: t.config), "one replica runs in your process", needs="tensorflow"),
+    *(
+        argument("tf", "TFTrainer", name, needs="tensorflow")
+        for name in ["model_creator", "data_creator", "config", "num_cpus_per_worker", "use_gpu", "verbose"]
+    ),
+    argument("tf", "TFTrainer", "num_replicas", "or `num_workers`", needs="tensorflow"),
+    *(
+        Row(
+            "tf",
+            f'TFTrainer(config={{"{name}": ...}})',
+            on_tf(lambda t: t.config),
+            "[TensorFlow](tensorflow.md) lists the arguments; others are refused by name, except those that Keras ignores, too",
+            needs="tensorflow",
+        )
+        for name in ("fit_config", "evaluate_config")
+    ),
     Row("tf", "TFTrainer.train", on_tf(lambda t: t.train()), "has `epoch` and counts too", needs="tensorflow"),
     Row("tf", "TFTrainer.validate", on_tf(lambda t: t.validate()), "has counts too", needs="tensorflow"),
     Row("tf", "TFTrainer.get_model", on_tf(lambda t: t.get_model()), needs="tensorflow"),

@@ -153,6 +153,7 @@ def test_training_waits_for_a_new_node(outcome: Outcome) -> None:
     assert "waiting" in log and "1 CPU (" in log
 
 
+@pytest.mark.soak
 @pytest.mark.script("too few", run=run)
 def test_waiting_too_long_for_machines_is_an_error(outcome: Outcome) -> None:
     facts, _ = outcome()

@@ -198,6 +198,7 @@ def test_the_raylet_is_killed(outcome: Outcome) -> None:
     assert facts["left"] == [] and facts["at last"] == [] and facts["took"] < 30
 
 
+@pytest.mark.soak
 @pytest.mark.script("raylet of another node", run=run)
 def test_workers_without_a_raylet_end_themselves(outcome: Outcome) -> None:
     facts = outcome()
@@ -239,6 +240,7 @@ def test_a_worker_dies_after_the_control_service(outcome: Outcome) -> None:
     assert facts["ended"][0] == "" and facts["left"] == [] and facts["at last"] == []
 
 
+@pytest.mark.soak
 @pytest.mark.script("ray.shutdown", run=run)
 def test_ray_is_shut_down_while_a_trainer_is_idle(outcome: Outcome) -> None:
     facts = outcome()

@@ -1,5 +1,7 @@
 """A script with `fit` and automatic checkpoints is killed with its workers, again and again, and ends as if it never was."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import random
@@ -17,7 +19,7 @@ pytestmark = [pytest.mark.elastic, pytest.mark.slow]
 
 
 class Script:
-    """One run of the script."""
+    """One run of the script, which ends with the block in which it is used."""
 
     def __init__(self, folder: str, every: str, epochs: int) -> None:
         import ray
@@ -30,6 +32,13 @@ class Script:
             text=True,
             env=environment,
         )
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()  # if the test has failed, it is still running
+        self.end()
 
     def words(self, first: str) -> list[str]:
         """Wait for the line that begins with this word, and return its other words."""
@@ -54,7 +63,6 @@ class Script:
         for worker in workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(worker), signal.SIGKILL)
-        self.end()
         return resumed
 
     def end(self) -> int:
@@ -65,20 +73,24 @@ class Script:
 
 def finished(folder: str, every: str, epochs: int) -> tuple[str, list[str]]:
     """Run the script to its end. Return the checkpoint from which it resumed, and what it says of its weights and losses."""
-    script = Script(folder, every, epochs)
-    resumed = script.words("RESUMED")[0]
-    done = script.words("DONE")
-    assert script.end() == 0
+    with Script(folder, every, epochs) as script:
+        resumed = script.words("RESUMED")[0]
+        done = script.words("DONE")
+        assert script.end() == 0
     return resumed, done
+
+
+def killed(folder: str, every: str, epochs: int, chance: random.Random) -> str:
+    """Run the script, and kill it at a random moment. Return the checkpoint from which it had resumed."""
+    with Script(folder, every, epochs) as script:
+        return script.kill(chance.randint(8, 60), chance.uniform(0.0, 0.2))
 
 
 def killed_again_and_again(folder: str, elsewhere: str, every: str, *, kills: int, epochs: int) -> None:
     _, expected = finished(elsewhere, every, epochs)
     chance = random.Random(every)
     # An epoch has 20 batches: so some kills come in the first one after the start, others while a checkpoint is written.
-    resumed = [
-        Script(folder, every, epochs).kill(chance.randint(8, 60), chance.uniform(0.0, 0.2)) for _ in range(kills)
-    ]
+    resumed = [killed(folder, every, epochs, chance) for _ in range(kills)]
     last, found = finished(folder, every, epochs)
     assert found == expected, (resumed, last)
     assert len({*resumed, last}) > 1 + kills // 5, "it has resumed from several checkpoints"

@@ -1,7 +1,12 @@
 """On a cluster: tokens that are refused, a job with a working directory, and where checkpoints are saved."""
 
 import logging
+import os
+import secrets
+import socket
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,3 +122,54 @@ def test_a_job_with_a_working_directory(outcome: Callable[[], tuple[Path, subpro
     (helpers,) = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("HELPER ")]
     assert all("/runtime_resources/working_dir_files/" in helper for helper in helpers), helpers
     assert f"SAVED {extracted / 'x.pt'}" in done.stdout.splitlines()
+
+
+# -- the same with the real command and its server, in the environment that `make jobs` creates
+
+JOBS_PYTHON = Path(sys.prefix) / "jobs/bin/python"
+
+
+def submit_really(background: Background) -> tuple[Path, subprocess.CompletedProcess[str], str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    folder = background.folder()
+    (folder / "script.py").write_text(JOB)
+    (folder / "helper.py").write_text("")
+    ray = [str(JOBS_PYTHON), "-m", "ray.scripts.scripts"]
+    head = [*ray, "start", "--head", "--block", "--port=0", "--num-cpus=2", f"--dashboard-port={port}"]
+    command = [*ray, "job", "submit", "--address", f"http://127.0.0.1:{port}"]
+    command += ["--working-dir", str(folder), "--", str(JOBS_PYTHON), "script.py"]
+    # The variable RAY_ADDRESS precedes --address. The server looks for its cluster's address in a file in RAY_TMPDIR.
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with tempfile.TemporaryDirectory(prefix="raysgd-", dir="/tmp", ignore_cleanup_errors=True) as own:
+        environment["RAY_TMPDIR"] = own
+        with subprocess.Popen(head, stdout=subprocess.PIPE, text=True, env=environment) as server:
+            try:
+                assert server.stdout is not None
+                assert any("Ray runtime started" in line for line in server.stdout), "the cluster did not start"
+                done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+                stranger = {**environment, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+                refused = subprocess.run(command, capture_output=True, text=True, env=stranger, timeout=300)
+            finally:
+                server.terminate()
+    assert refused.returncode != 0
+    return folder, done, refused.stdout + refused.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not JOBS_PYTHON.exists(), reason="`make jobs` installs Ray's job server")
+@pytest.mark.script(run=submit_really)
+def test_ray_job_submit(outcome: Callable[[], tuple[Path, subprocess.CompletedProcess[str], str]]) -> None:
+    folder, done, refused = outcome()
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    (helpers,) = [line.split()[1:] for line in lines if line.startswith("HELPER ")]
+    (saved,) = [line.split()[1] for line in lines if line.startswith("SAVED ")]
+    assert len(helpers) == 2
+    for path in [*helpers, saved]:
+        assert "/runtime_resources/working_dir_files/" in path
+        assert str(folder) not in path
+    assert Path(saved).is_absolute()
+    assert "Invalid authentication token" in refused

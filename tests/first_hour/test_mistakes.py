@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import raysgd
-from raysgd import ConfigError, ElasticConfig, TrainingOptions
-from raysgd.callbacks import Callback
+from raysgd import AutoCheckpoint, ConfigError, ElasticConfig, TrainingOptions
+from raysgd.callbacks import EMA, Callback, CSVCallback, EarlyStopping
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.replica import TorchReplicaFactory
 from raysgd.torch.settings import TorchSettings
@@ -22,6 +22,13 @@ from tests.torch.small import Line, inline, rows
 
 HOME = Path(raysgd.__file__).parent
 Case = tuple[Callable[[], Any], list[str]]
+
+
+class Own(Callback):
+    """Has an argument."""
+
+    def __init__(self, lowest: float = 0.0) -> None:
+        self.lowest = lowest
 
 
 def made(**arguments: Any) -> Callable[[], Any]:
@@ -76,6 +83,20 @@ def other_schedule(model: Any, optimizer: Any) -> Any:
 
 def two_schedules(model: Any, optimizer: Any) -> Any:
     return [torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+def one_schedule(model: Any, optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def plateau(model: Any, optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+def without_attributes(self: Any, config: dict[str, Any]) -> None:
+    model = nn.Linear(2, 1)
+    self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.MSELoss())
+    self.register_data(train_loader=DataLoader(TensorDataset(*rows()), batch_size=4))
 
 
 def factory_with(**config: Any) -> Callable[[], Any]:
@@ -138,6 +159,28 @@ OPTIONS: dict[str, Case] = {
     "a negative norm": (lambda: TrainingOptions(clip_norm=-1), ["above 0, or None", "got -1"]),
     "a clip that is a flag": (lambda: TrainingOptions(clip_value=True), ["above 0, or None", "got True"]),
     "a misspelled elastic field": (lambda: ElasticConfig(min_worker=1), ["did you mean 'min_workers'"]),  # type: ignore[call-arg]
+    "a positional checkpoint path": (
+        lambda: AutoCheckpoint("runs"),  # type: ignore[call-arg]
+        ["AutoCheckpoint takes no positional arguments", "AutoCheckpoint(path=...)"],
+    ),
+    "a misspelled checkpoint field": (
+        lambda: AutoCheckpoint(path="x", evry=3),  # type: ignore[call-arg]
+        ["AutoCheckpoint takes no argument 'evry'", "did you mean 'every'"],
+    ),
+    "a misspelled decay": (lambda: EMA(decy=0.9), ["EMA takes no argument 'decy'", "did you mean 'decay'"]),  # type: ignore[call-arg]
+    "a misspelled patience": (
+        lambda: EarlyStopping("val_loss", patiance=3),  # type: ignore[call-arg]
+        ["EarlyStopping takes no argument 'patiance'", "did you mean 'patience'"],
+    ),
+    "a positional patience": (
+        lambda: EarlyStopping("val_loss", 3),  # type: ignore[call-arg]
+        ["EarlyStopping takes only metric as positional arguments", "EarlyStopping(patience=...)"],
+    ),
+    "an unknown argument of a callback": (lambda: CSVCallback(path="x"), ["CSVCallback takes no", "'path'", "folder"]),  # type: ignore[call-arg]
+    "a misspelled argument of the user's callback": (
+        lambda: Own(lowst=1),  # type: ignore[call-arg]
+        ["Own takes no argument 'lowst'", "did you mean 'lowest'"],
+    ),
     "a positional elastic field": (lambda: ElasticConfig(2), ["ElasticConfig", "positional", "min_workers"]),  # type: ignore[misc]
     "an unknown growth": (lambda: ElasticConfig(grow="always"), ["True, False or 'epoch'", "got 'always'"]),  # type: ignore[arg-type]
     "clipping without autocast": (
@@ -146,6 +189,10 @@ OPTIONS: dict[str, Case] = {
     ),
 }
 OPERATORS: dict[str, Case] = {
+    "a positional class": (
+        lambda: TorchTrainer(Line),  # type: ignore[call-arg]
+        ["TorchTrainer takes no positional arguments", "TorchTrainer(training_operator_cls=...)"],
+    ),
     "no class": (lambda: TorchTrainer(), ["training_operator_cls must be a subclass", "got None"]),
     "a model as the operator": (made(operator=nn.Linear), ["subclass of raysgd's TrainingOperator", "Linear"]),
     "setup without config": (
@@ -206,6 +253,22 @@ PARTS: dict[str, Case] = {
         scheduled(registering(schedulers=two_schedules), "epoch"),
         ["2 schedulers are registered", "would step none of them", "self.scheduler", "'manual'"],
     ),
+    "a plateau that the default loop would step": (
+        made(operator=registering(schedulers=plateau), scheduler_step_freq="epoch"),
+        ["ReduceLROnPlateau.step needs an argument", "scheduler_step_freq='epoch'", "trainer.update_scheduler(metric)"],
+    ),
+    "a scheduler as the optimizer": (
+        scheduled(registering(optimizers=one_schedule, schedulers=one_schedule), "epoch"),
+        ["optimizers got StepLR", "one of the schedulers", "pass it as schedulers=..."],
+    ),
+    "an optimizer as the scheduler": (
+        scheduled(registering(schedulers=lambda model, optimizer: optimizer), "epoch"),
+        ["schedulers got SGD", "one of the optimizers", "pass it as optimizers=..."],
+    ),
+    "a model that is not set": (
+        called("train", own(setup=without_attributes)),
+        ["train_batch needs self.model", "set it in setup", "override train_batch"],
+    ),
     "a misspelled part": (
         made(operator=registering(model=1)),
         ["register takes no argument 'model'", "did you mean 'models'"],
@@ -231,7 +294,11 @@ DATA: dict[str, Case] = {
     ),
     "batches that are tensors": (
         called("train", loading([torch.ones(4, 2)])),
-        ["got a Tensor", "override train_batch"],
+        ["got a Tensor without a target", "return (features, target)", "override train_batch"],
+    ),
+    "a data set without targets": (
+        called("train", loading(DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2))),
+        ["got a list of one Tensor without a target", "return (features, target)", "override train_batch"],
     ),
     "a list as a call's data": (
         called("train", dataset=[1, 2]),
@@ -261,6 +328,10 @@ CALLS: dict[str, Case] = {
         called("train", num_step=3),
         ["train takes no argument", "did you mean 'num_steps'"],
     ),
+    "a misspelled argument of fit": (called("fit", epochs=1, validate_evry=2), ["fit takes no", "'validate_every'"]),
+    "fit without a number": (called("fit"), ["fit", "'epochs'"]),
+    "a misspelled argument of predict": (called("predict", data=[1], batchsize=2), ["mean 'batch_size'"]),
+    "a misspelled argument of test": (called("test", num_step=2), ["test takes no argument", "mean 'num_steps'"]),
     "a misspelled argument of save": (called("save", checkpoint="x", sharde=True), ["did you mean 'sharded'"]),
     "resize without a number": (called("resize"), ["resize", "num_workers"]),
     "resize with text": (called("resize", num_workers="3"), ["at least 1", "got '3'"]),
@@ -329,3 +400,30 @@ def test_an_optimizer_that_holds_some_registered_parameters_is_accepted() -> Non
 
 def test_the_error_is_a_value_error_too() -> None:
     assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize(("epochs", "workers"), [(2, 1), (5, 1), (2, 3)])
+def test_a_resumed_run_with_another_schedule_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, epochs: int, workers: int
+) -> None:
+    """The checkpoint's schedule continues, although it was made for another number of epochs or workers."""
+
+    def begun(kind: type[Line], folder: str) -> TorchTrainer:
+        checkpoints = AutoCheckpoint(path=tmp_path / folder)
+        return inline(kind, checkpoints=checkpoints, resume="auto", scheduler_step_freq="manual")
+
+    def schedule(model: Any, optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+
+    for kind, folder in ((registering(schedulers=schedule), "scheduled"), (registering(), "plain")):
+        with begun(kind, folder) as trainer:
+            for _ in trainer.epochs(2):
+                trainer.train()
+        with begun(kind, folder) as trainer:
+            trainer._loops._workers = workers
+            trainer.fit(epochs, 0)
+            trainer.fit(epochs + 1, 0)
+    expected = f"a run with 2 epoch(s) and num_workers=1, and this one has {epochs} epoch(s) and num_workers={workers}"
+    warnings = [message for message in caplog.messages if "continue as they were saved" in message]
+    assert len(warnings) == ((epochs, workers) != (2, 1)), warnings
+    assert all(expected in warning and "apply_all_operators" in warning for warning in warnings)

@@ -1,9 +1,13 @@
 """Ray's own paragraph about a worker's end is not shown, because raysgd logs two lines. Ray's other messages are shown."""
 
 import logging
+import math
 import os
+import platform
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +23,8 @@ from raysgd.core.ranks import SingleWorkerBackend
 from raysgd.engine.recovery import RecoveryLoop, _Case
 from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.workers.events import Event, WorkerEnded, WorkerStarted
-from raysgd.workers.foreign import DeathFilter
+from raysgd.workers.foreign import DeathFilter, hide_deaths_of
+from raysgd.workers.processes import LocalProcess
 from raysgd.workers.ray_group import RayGroup
 from tests.faults import Fault, Ground
 
@@ -43,10 +48,26 @@ PARAGRAPH = (
 def test_only_the_paragraph_about_our_worker_is_hidden(text: str, source: Any, is_shown: bool) -> None:
     shown: list[Any] = []
     hide = DeathFilter(lambda data, **more: shown.append((data, more)))
-    hide.workers.add(("ab12", 7))
+    hide.workers["ab12", 7] = math.inf
     data = {"lines": [text], "pid": source, "is_err": False}
     hide(data, ignore_prefix=False)
     assert shown == ([(data, {"ignore_prefix": False})] if is_shown else [])
+
+
+def test_a_process_with_the_id_of_an_earlier_worker_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import worker
+
+    shown: list[Any] = []
+    monkeypatch.setattr(worker, "print_to_stdstream", lambda data, **more: shown.append(data["lines"][0]))
+    hide_deaths_of("ab12", 7)
+    hide_deaths_of("ab12", 8)
+    hide_deaths_of("ab12", 7, for_s=-1.0)  # it was dismissed, and has ended
+    lines = [PARAGRAPH.format(node="ab12", pid=pid) for pid in (7, 8)]
+    for line in lines:
+        worker.print_to_stdstream({"lines": [line], "pid": "raylet"})
+    assert shown == lines[:1]
+    hide_deaths_of("ab12", 9)
+    assert set(worker.print_to_stdstream.workers) == {("ab12", 9)}
 
 
 class Plain:
@@ -107,7 +128,7 @@ def test_the_lines_name_rank_address_and_cause(
     expected = [
         rf"preemption: rank 2 on node {here} received SIGTERM, so its machine will be stopped",
         r"preemption: rank\(s\) \[2\] left, training continues with 2 worker\(s\) \(3 before\), in place, .*",
-        rf"worker death in epoch 2, batch \d+: failed rank\(s\) \[1\] of 2 on node {here} \(its process ended .*\)",
+        rf"worker death in epoch 2, batch \d+: failed rank\(s\) \[1\] of 2 on node {here} \(its process (was )?ended .*\)",
         r"worker death: training continues with 1 worker\(s\) \(2 before\), in place, .*",
     ]
     found = [line for line in lines if line.startswith(("preemption", "worker death"))]
@@ -117,18 +138,38 @@ def test_the_lines_name_rank_address_and_cause(
 
 
 @pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ("os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
+        ("os.abort()", "was ended by SIGABRT"),
+        ("os._exit(3)", "ended with exit code 3"),
+    ],
+)
+def test_the_system_tells_how_a_process_has_ended(end: str, how: str) -> None:
+    script = f"import os; os.read(0, 1); {end}"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
+        seen = LocalProcess(process.pid)
+        assert seen.how_it_ended() == "", "it has not ended"
+        process.communicate(b"1")
+        linux = tuple(map(int, platform.release().split(".")[:2])) if sys.platform == "linux" else (0, 0)
+        assert seen.how_it_ended() == (how if linux >= (6, 15) else "")
+    assert seen.how_it_ended() == (how if linux >= (6, 15) else ""), "also when the process is gone"
+
+
+@pytest.mark.parametrize(
     ("reason", "says"),
     [
         ("worker death", "worker death: training continues with 1 worker(s) (2 before)"),
         ("preemption", "preemption: rank(s) [1] left, training continues with 1 worker(s) (2 before)"),
+        ("growth", "growth: 1 new worker(s) joined, training continues with 2 worker(s) (1 before)"),
     ],
 )
 def test_what_happens_next_is_logged(reason: str, says: str, caplog: pytest.LogCaptureFixture) -> None:
     change = Recovery(
         reason=reason,
-        removed_ranks=(1,),
-        world_size_before=2,
-        world_size_after=1,
+        removed_ranks=() if reason == "growth" else (1,),
+        world_size_before=1 if reason == "growth" else 2,
+        world_size_after=2 if reason == "growth" else 1,
         in_place=True,
         batches_redone=0,
         seconds=0.1,

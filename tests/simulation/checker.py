@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from raysgd.core.messages import Interrupt
+from raysgd.core.policy import Recovery
+from raysgd.engine.recovery_log import PLANNED
 from tests.simulation.network import ProcessGroup
-from tests.simulation.replica import Step
+from tests.simulation.replica import Step, UserError, weights_after
 
 __all__ = ["Checker", "Violation"]
 
@@ -21,46 +24,97 @@ class Checker:
 
     truth       the steps that are applied in the weights with which training continues
     newest      the generation of the last group that has formed
+    begins_at   the fewest steps with which a generation has begun to train, since the script's call began
     discarded   the most steps of a healthy worker that the driver has dismissed since the last group began to train
-    most        the most members that a group has had
     told        the workers that were told of their preemption
     """
 
     def __init__(self, plan: Any) -> None:
         self._plan = plan
+        self.schedule: Any = None
+        self.engine: Any = None
         self.truth: list[Step] = []
         self.newest = 0
         self.loads = 0
         self.applied_steps = 0
-        self.most = 0
+        self.begins_at = 0
         self.told: set[str] = set()
+        self.redone = 0
+        self._found: Violation | None = None
         self._began: dict[int, int] = {}
         self._discarded: list[tuple[str, int]] = []
         self._members: Sequence[Any] = ()
-        self.redone = 0
+        self._called: set[tuple[str, int]] = set()
+        self._thrown: dict[int, tuple[UserError, Any, int]] = {}
+
+    def fail(self, text: str) -> None:
+        """Raise a violation. It may be raised in a worker, whose code could catch it, so the driver raises it too."""
+        self._found = self._found or Violation(text)
+        raise self._found
+
+    def raise_found(self) -> None:
+        if self._found is not None:
+            raise self._found
+
+    # -- generations ----------------------------------------------------------------------------------
 
     def formed(self, worker: Any, group: ProcessGroup) -> None:
         if group.generation < self.newest:
-            raise Violation(f"{worker.name} joined generation {group.generation}, but {self.newest} was formed already")
+            self.fail(f"{worker.name} joined generation {group.generation}, but {self.newest} was formed already")
+        if group.generation == self.newest and group.members != self._members:
+            self.fail(f"generation {group.generation} was formed twice, with different members")
         self.newest, self._members = group.generation, group.members
-        self.most = max(self.most, len(group.members))
+        if not 1 <= len(group.members) <= self._plan.ranks:
+            self.fail(f"a group has {len(group.members)} members, and at most {self._plan.ranks} are wanted")
+
+    def received(self, worker: Any, message: Any, *, interrupted: bool) -> None:
+        """Check that a message about an old generation does not interrupt a worker."""
+        if interrupted and isinstance(message, Interrupt) and message.generation < worker.client.generation:
+            self.fail(f"{worker.name}, in generation {worker.client.generation}, obeyed {message}")
+
+    def recovered(self, recovery: Recovery) -> None:
+        if recovery.reason not in PLANNED and self.schedule.calm:
+            self.fail(f"{recovery.reason} in phase '{self.schedule.phase}', although no fault can be its cause")
+        least = min(self._plan.min_workers, self.engine.target)
+        if recovery.reason not in PLANNED and recovery.world_size_after < least:
+            self.fail(f"training continues with {recovery.world_size_after} workers, and at least {least} are wanted")
+
+    # -- preemption -----------------------------------------------------------------------------------
 
     def told_of_preemption(self, worker: Any, deadline_s: float | None) -> None:
         if worker.name in self.told:
-            raise Violation(f"{worker.name} was told of its preemption twice")
+            self.fail(f"{worker.name} was told of its preemption twice")
         if not (worker.client.control.notice if deadline_s is None else worker.node.draining):
-            raise Violation(f"{worker.name} was told that it is stopped in {deadline_s} s, which is not true")
+            self.fail(f"{worker.name} was told that it is stopped in {deadline_s} s, which is not true")
         self.told.add(worker.name)
+
+    def leaves_too_late(self, worker: Any, announced_at: float) -> None:
+        """Check that a member whose machine is stopped now, which was announced, could not have left before."""
+        trained = self.schedule.phase == "train" and self.schedule.call_began <= announced_at
+        if trained and self.schedule.calm and worker in self._members:
+            self.fail(f"{worker.name} was still a member when its machine was stopped, which was announced")
+
+    def trained(self, members: Sequence[Any]) -> None:
+        """Check, after a call that trained, those of the members that were announced to leave before it."""
+        began = self.schedule.call_began
+        for worker in members:
+            if worker.announced_at is not None and worker.announced_at < began - 1.0 and self.schedule.calm:
+                if worker.name not in self.told:
+                    self.fail(f"{worker.name} was not told of its preemption")
+                if worker.leave_by < began - 1.0:
+                    self.fail(f"{worker.name} is still a member shortly before its machine is stopped")
+
+    # -- steps ----------------------------------------------------------------------------------------
 
     def applied(self, worker: Any, group: ProcessGroup, steps: Sequence[Step], contributions: Sequence[Any]) -> None:
         """`worker` has applied a step, the last of `steps`. `contributions` has what each rank contributed to its
         all-reduce."""
-        if worker.given_up:
-            return  # it was stopped between the all-reduce and its step, and the others continued without it
-        self._check_step(worker, contributions, steps[-1])
-        _check_order(steps, self._plan.samples)
+        if worker.given_up or worker.lost:
+            return  # the driver ended it between the all-reduce and its step, and the others continued without it
+        self._check_step(contributions, steps[-1])
+        self._check_order(steps)
         if group.generation < self.newest:
-            raise Violation(f"{worker.name} trained in generation {group.generation}, but {self.newest} has formed")
+            self.fail(f"{worker.name} trained in generation {group.generation}, but {self.newest} has formed")
         if group.generation not in self._began:
             self._begin(group, len(steps) - 1)
         number = len(steps)
@@ -68,62 +122,122 @@ class Checker:
             self.truth.append(steps[-1])
             self.applied_steps += 1
         elif list(steps) != self.truth[:number]:
-            raise Violation(
+            self.fail(
                 f"{worker.name} applied step {number} as {steps[-1]}, and others applied {self.truth[number - 1 :]}"
             )
 
     def _begin(self, group: ProcessGroup, base: int) -> None:
         """Check the first step of a generation: it must continue from the most advanced healthy worker."""
         self._began[group.generation] = base
+        self.begins_at = min(self.begins_at, base)
         for name, steps in self._discarded:
             if steps > base:
-                raise Violation(
+                self.fail(
                     f"{name} had applied {steps} steps and was healthy, but generation {group.generation} begins at {base}"
                 )
         self._discarded = []
         if base < len(self.truth):
             holders = [m.name for m in group.members if m.replica is not None and len(m.replica.steps) > base + 1]
             if holders:
-                raise Violation(f"generation {group.generation} begins at step {base}, but {holders} had more")
+                self.fail(f"generation {group.generation} begins at step {base}, but {holders} had more")
+            if self.schedule.calm:
+                self.fail(f"{len(self.truth) - base} steps are redone, although no fault can be the cause")
             self.redone += len(self.truth) - base
             del self.truth[base:]
 
     def takes(self, worker: Any, old: Sequence[Step], old_loads: int, new: Sequence[Step], new_loads: int) -> None:
         """Check a state that `worker` loads from another worker, or from a snapshot."""
+        if old_loads > new_loads:
+            self.fail(f"{worker.name} takes a state from before the user has loaded another one")
         if old_loads == new_loads and list(new[: len(old)]) != list(old):
-            raise Violation(
-                f"{worker.name} had applied {len(old)} steps and takes a state of {len(new)}: a committed step is lost"
-            )
+            self.fail(f"{worker.name} had applied {len(old)} steps and takes a state of {len(new)}: a step is lost")
+
+    def killed(self, worker: Any) -> None:
+        """Check that the driver does not kill a worker that waits for one whose process is stopped."""
+        group = worker.backend.group
+        if self.schedule.phase == "train" and group is not None and group.waits(worker):
+            stopped = [each.name for each in group.members if each.stopped_at is not None and not each.given_up]
+            if stopped and worker.stopped_at is None:
+                self.fail(f"{worker.name} was killed, but it waits for {stopped}, whose processes are stopped")
 
     def dismissed(self, worker: Any) -> None:
         """Note that the driver ends a worker that is alive."""
         replica = worker.replica
-        if replica is None or worker.stopped_at is not None or worker.given_up or replica.loads != self.loads:
+        ended = worker.stopped_at is not None or worker.given_up or worker.lost
+        if replica is None or ended or replica.loads != self.loads:
             return
         others = [each.replica.steps for each in self._members if each is not worker and each.replica is not None]
         if all(len(steps) < len(replica.steps) for steps in others):  # otherwise the change was planned
             self._discarded.append((worker.name, len(replica.steps)))
 
+    def saved(self, steps: Sequence[Step]) -> None:
+        """Check a state that the user has saved. If all workers were lost since the last step, it can lack some steps."""
+        ahead = [each.name for each in self._members if each.replica is not None and each.replica.steps != steps]
+        if ahead or list(steps) != self.truth[: len(steps)]:
+            self.fail(f"a state with {len(steps)} steps was saved, and {ahead or 'others before'} applied other steps")
+        if len(steps) < len(self.truth) and self.schedule.calm:
+            self.fail(f"the saved state lacks {len(self.truth) - len(steps)} steps, although no fault can be the cause")
+
     def loaded(self, steps: Sequence[Step], loads: int) -> None:
         """Note that the user has loaded a checkpoint on all ranks."""
         self.truth, self.loads, self._discarded = list(steps), loads, []
+        self.begins_at = len(steps)
 
-    def _check_step(self, worker: Any, contributions: Sequence[Any], step: Step) -> None:
-        numbers = {each[:4] for each in contributions}
-        if len(numbers) != 1:
-            raise Violation(f"the ranks of one all-reduce were not at the same step: {sorted(numbers)}")
-        seen = [index for *_, part in contributions if part.fresh for index in range(part.start, part.stop)]
+    def weights(self) -> int:
+        """Return the weights of an undisturbed run with these steps."""
+        weights = 0
+        for step in self.truth:
+            weights = weights_after(weights, *step)
+        return weights
+
+    def _check_step(self, contributions: Sequence[Any], step: Step) -> None:
+        states = {each[:5] for each in contributions}
+        if len(states) != 1:
+            self.fail(f"the ranks of one all-reduce were not in the same step and state: {sorted(states)}")
+        seen = [index for *_, part, _ in contributions if part.fresh for index in range(part.start, part.stop)]
         if sorted(seen) != list(range(step[1], step[2])):
-            raise Violation(f"step {step} used the samples {sorted(seen)}")
+            self.fail(f"step {step} used the samples {sorted(seen)}")
 
+    def _check_order(self, steps: Sequence[Step]) -> None:
+        """Check that each epoch begins with its first sample, and has no gaps and no repetitions."""
+        total, (epoch, start, stop) = self._plan.samples, steps[-1]
+        if len(steps) == 1:
+            expected = start == 0
+        else:
+            before_epoch, _, before_stop = steps[-2]
+            expected = start == before_stop if epoch == before_epoch else (start == 0 and before_stop == total)
+        if not expected:
+            self.fail(f"the samples are not each used once: {steps[-2:]}")
+        size = self._plan.global_batch
+        if size is not None and (start % size or stop != min(start + size, total)):
+            self.fail(f"step {steps[-1]} differs from those of an undisturbed run")
 
-def _check_order(steps: Sequence[Step], total: int) -> None:
-    """Check that each epoch begins with its first sample, and has no gaps and no repetitions."""
-    epoch, start, _ = steps[-1]
-    if len(steps) == 1:
-        expected = start == 0
-    else:
-        before_epoch, _, before_stop = steps[-2]
-        expected = start == before_stop if epoch == before_epoch else (start == 0 and before_stop == total)
-    if not expected:
-        raise Violation(f"the samples are not each used once: {steps[-2:]}")
+    # -- the user's code ------------------------------------------------------------------------------
+
+    def called_function(self, worker: Any, number: int) -> None:
+        """Note that a worker runs a user's function that must not run twice."""
+        if (worker.name, number) in self._called:
+            self.fail(f"{worker.name} ran a function twice in one call")
+        self._called.add((worker.name, number))
+
+    def thrown(self, error: UserError, worker: Any, recoveries: int) -> None:
+        """Note an error of the user's code on a worker; `worker` is None if it need not end the call."""
+        self._thrown[id(error)] = error, worker, recoveries
+
+    def raised(self, error: UserError) -> None:
+        """Check an error that the script got: a user's error is raised once, unchanged, and never retried."""
+        thrown, worker, recoveries = self._thrown.pop(id(error), (None, None, 0))
+        if thrown is not error:
+            self.fail(f"a user's error was raised more often than it was thrown, or another one: {error}")
+        if worker is not None and len(self.engine.recoveries) > recoveries:
+            self.fail(f"after a user's error the call continued, before it raised the error: {error}")
+
+    def ended(self) -> None:
+        """Note that an error has ended a call. It can hide others of the same call."""
+        self._thrown = {key: (error, None, 0) for key, (error, *_) in self._thrown.items()}
+
+    def returned(self) -> None:
+        """Check, after a call that raised nothing, that no error of the user's code was swallowed."""
+        for error, worker, _ in self._thrown.values():
+            if worker is not None and worker.alive and not (worker.given_up or worker.lost or worker.stopped_at):
+                self.fail(f"a user's error was swallowed: {error}")

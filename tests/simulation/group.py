@@ -11,18 +11,21 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from greenlet import getcurrent
+
 from raysgd.core.messages import Message, PreemptionNotice, ProgressReport, SnapshotUpload
 from raysgd.core.outcomes import Outcome
-from raysgd.core.progress import Control
+from raysgd.core.progress import Control, Progress
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.replica_host import ReplicaHost
-from tests.simulation.network import ProcessGroup, SimBackend
+from tests.simulation.network import DRIVER, Link, Network, ProcessGroup, SimBackend
 from tests.simulation.replica import SimReplica
 from tests.simulation.world import Condition, Process, Wake, World
 
 __all__ = ["CallDidNotEnd", "Node", "SimGroup", "Worker"]
 
+HEARTBEAT_S = 1.0
 WAITING = ["/torch/distributed/distributed_c10d.py:1 all_reduce"]
 BUSY = ["script.py:1 train_batch"]
 
@@ -44,20 +47,6 @@ class Node:
         return max(self.slots - len(self.workers), 0) if self.alive and not self.draining else 0
 
 
-class Link:
-    """Delivers messages in order, each after its own delay."""
-
-    def __init__(self, world: World, slowest_s: float) -> None:
-        self._world, self._slowest_s, self._last = world, slowest_s, 0.0
-
-    def send(self, deliver: Callable[[], Any], *, at_least_s: float = 0.0) -> None:
-        delay = at_least_s + self._world.between(0.0001, self._slowest_s)
-        if self._world.random.random() < 0.01:
-            delay += self._world.between(0.0, 0.5)
-        self._last = max(self._last + 1e-6, self._world.now + delay)
-        self._world.at(self._last - self._world.now, deliver)
-
-
 class SimClient(ControlClient):
     """The worker's end of the control channel without its socket. The library's own code handles the messages."""
 
@@ -67,12 +56,14 @@ class SimClient(ControlClient):
         self._writable: Any = SimpleNamespace(select=lambda timeout: True)  # the driver always reads
         self.generation = self.call = -1
         self._call_lock = threading.Lock()
-        self.control = Control(self._publish, clock=worker.world.clock, changed=Condition(worker))  # type: ignore[arg-type]
+        self.control = Control(self._publish, clock=worker.clock, changed=Condition(worker))  # type: ignore[arg-type]
 
     def receive(self, message: Message) -> None:
-        self._worker_process.strike("message")
-        if self._worker_process.alive:
+        worker, before = self._worker_process, self.control.interrupted
+        worker.strike("message")
+        if worker.alive:
             self._handle(message)
+            worker.checker.received(worker, message, interrupted=self.control.interrupted and not before)
 
     def notice(self) -> None:
         self.control.notice = True
@@ -80,6 +71,9 @@ class SimClient(ControlClient):
 
     def _send(self, message: Message) -> None:
         self._worker_process.send(message)
+
+    def _publish(self, progress: Progress, partial: dict[str, Any] | None) -> None:
+        self._send(ProgressReport(self.call, progress, partial))  # without `brief`, because all metrics are numbers
 
     def _stack(self) -> list[str]:
         group = self._worker_process.backend.group
@@ -93,8 +87,11 @@ class Worker(Process):
         super().__init__(group.world)
         self._group, self.name, self.node, self.checker = group, name, node, group.checker
         plan = self._plan = group.plan
+        self.ahead_s = 0.0
+        self.began_at: float | None = None
         self.backend = SimBackend(
             self.world,
+            group.network,
             in_place=plan.in_place,
             join_s=plan.limits.join_s,
             collective_s=plan.limits.collective_s,
@@ -105,19 +102,38 @@ class Worker(Process):
         self.replica: SimReplica | None = None
         self.slow = 1.0
         self.given_up = False
+        self.lost = False  # whether the driver has seen the end of its control connection
+        self.announced_at: float | None = None  # since when its machine is known to be stopped soon
+        self.leave_by = 0.0
         self._calls: deque[tuple[int, int, str, dict[str, Any]]] = deque()
         self._idle: Wake | None = None
-        self._to_driver = Link(self.world, 0.003)
-        self._replies = Link(self.world, 0.006)
-        self._from_driver = Link(self.world, 0.003)
-        self._requests = Link(self.world, 0.006)
+        link = partial(Link, self.world, group.network, node.name, late=plan.late)
+        self._to_driver = link(0.003)
+        self._bulk = link(0.05)
+        self._replies = link(0.006)
+        self._from_driver = link(0.003)
+        self._requests = link(0.006)
 
     # -- life -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
+        self.began_at = self.world.now
         self.spawn(self._main)
 
+    def clock(self) -> float:
+        """Return what this process's clock shows."""
+        return self.world.now + self.ahead_s
+
+    def heard_at(self) -> float:
+        """Return when the driver last received a heartbeat."""
+        if self.began_at is None:
+            return self.world.now
+        ends = [self.world.now, self.stopped_at, self.died_at, self._group.network.blocked_at(self.node.name, DRIVER)]
+        until = min(each for each in ends if each is not None)
+        return max(self.began_at, until - (until - self.began_at) % HEARTBEAT_S)
+
     def _main(self) -> None:
+        self._group.current[getcurrent()] = self
         self.point("process start")
         self._to_driver.send(partial(self._group.emit, WorkerStarted(self.name, self.node.name, 1)))
         while True:
@@ -149,6 +165,13 @@ class Worker(Process):
         self.world.at(self.world.between(0.05, 3.0), partial(self._group.emit, late))
         self.world.at(self.world.between(0.0, 0.3), lambda: self.node.workers.pop(self, None))
 
+    def lose_connection(self, why: str, reason: str, *, dies_in_s: float) -> None:
+        """End the control connection: the driver sees it now, and the process later, when it ends itself."""
+        if self.alive and not self.lost:
+            self.lost = True
+            self._group.emit(WorkerEnded(self.name, why, reason))
+            self.at(dies_in_s, lambda: self.die("the driver has gone"))
+
     def formed(self, group: ProcessGroup) -> None:
         self.checker.formed(self, group)
         self.point("formed")
@@ -170,13 +193,13 @@ class Worker(Process):
     # -- messages -------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        self._to_driver.send(partial(self._group.emit, MessageReceived(self.name, message)))
+        self._to_driver.send(lambda: self.lost or self._group.emit(MessageReceived(self.name, message)))
 
     def upload(self, message: SnapshotUpload, body: bytes) -> None:
         """Send a snapshot on a connection of its own. It arrives completely or not at all, and later than other
         messages."""
         received = MessageReceived(self.name, message, body)
-        self.at(self.world.between(0.001, 0.05), partial(self._group.snapshot_arrives, received))
+        self._bulk.send(lambda: self.alive and self._group.emit(received))
 
     def deliver(self, message: Message) -> None:
         self._from_driver.send(lambda: self.at(0.0, lambda: self.client.receive(message)))
@@ -195,18 +218,21 @@ class SimGroup:
 
     elastic = True
 
-    def __init__(self, world: World, plan: Any, checker: Any, strike: Callable[[Worker, str], None]) -> None:
-        self.world, self.plan, self.checker, self.strike = world, plan, checker, strike
+    def __init__(self, world: World, plan: Any, checker: Any, schedule: Any) -> None:
+        self.world, self.plan, self.checker, self.strike = world, plan, checker, schedule.strike
+        self._schedule = schedule
+        self.network = Network(world)
         self.listener: Callable[[Event], None] = lambda event: None
         self.nodes = [Node(f"node{number}", slots) for number, slots in enumerate(plan.nodes)]
         self.workers: dict[str, Worker] = {}
+        self.current: dict[Any, Worker] = {}  # the worker of each task
+        self.unreachable_s = 0.0
         self._names = itertools.count(1)
-        self._numbers = itertools.count(1)
+        self.last_call = 0
         self._events: list[Event] = []
         self._known: dict[str, None] = {}
         self._gone: set[str] = set()
         self._pending: list[str] = []
-        self.deadline = float("inf")
 
     # -- workers --------------------------------------------------------------------------------------
 
@@ -233,7 +259,7 @@ class SimGroup:
             self.world.at(self.world.between(0.1, 0.6), worker.begin)
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
-        call = next(self._numbers)
+        call = self.last_call = self.last_call + 1
         self.world.note(
             "%s <- %s %s (call %d, generation %d)",
             worker,
@@ -247,11 +273,14 @@ class SimGroup:
         return call
 
     def poll(self, timeout: float) -> list[Event]:
-        if self.world.now > self.deadline:
-            raise CallDidNotEnd(f"a call did not end within {self.deadline - 1000:g} s, long after the last fault")
-        self.world.run(timeout, lambda: bool(self._events))
+        self._schedule.driver_waits()
+        self.world.run(timeout, self._has_events)
+        self.checker.raise_found()
         events, self._events = self._events, []
         return [event for event in events if self._is_news(event)]
+
+    def _has_events(self) -> bool:
+        return bool(self._events)
 
     def _is_news(self, event: Event) -> bool:
         if event.worker not in self._known:
@@ -268,9 +297,6 @@ class SimGroup:
     def emit(self, event: Event) -> None:
         self._events.append(event)
 
-    def snapshot_arrives(self, received: MessageReceived) -> None:
-        self._events.append(received)
-
     def send(self, worker: str, message: Message) -> bool:
         if worker not in self.workers or worker in self._gone:
             return False
@@ -280,20 +306,30 @@ class SimGroup:
 
     def silent_for(self, worker: str) -> float:
         process = self.workers.get(worker)
-        if process is None:
-            return 0.0
-        since = process.stopped_at if process.stopped_at is not None else process.died_at
-        return 0.0 if since is None else self.world.now - since
+        return 0.0 if process is None else self.world.clock() - self.world.shown_at(process.heard_at())
 
     def set_patience(self, unreachable_s: float) -> None:
-        """Do nothing, because the simulated network detects a vanished machine by itself."""
+        self.unreachable_s = unreachable_s
+
+    def block(self, node: Node, other: str, seconds: float) -> None:
+        """Block the links of a machine. If that lasts, the driver closes its connections to the machine's workers."""
+        self.network.block(node.name, other, seconds)
+
+        def give_up() -> None:
+            left_s = self.network.wait_s(node.name, DRIVER)
+            for worker in list(node.workers) if left_s else ():
+                worker.lose_connection("its machine has not answered", "network", dies_in_s=left_s + 0.1)
+
+        if seconds > self.unreachable_s:
+            self.world.at(self.unreachable_s, give_up)
 
     def kill(self, worker: str) -> None:
         self.world.note("kill %s", worker)
         if worker in self.workers:
             process = self.workers[worker]
+            self.checker.killed(process)
             process.given_up = True
-            self.world.at(self.world.between(0.0005, 0.01), lambda: process.die("killed by the driver"))
+            self._reach(process, 0.01, "killed by the driver")
 
     def dismiss(self, worker: str) -> None:
         self.world.note("dismiss %s", worker)
@@ -307,7 +343,12 @@ class SimGroup:
         if process is not None and process.alive:
             self.checker.dismissed(process)
             process.given_up = True
-            self.world.at(self.world.between(0.0005, 0.05), lambda: process.die("dismissed"))
+            self._reach(process, 0.05, "dismissed")
+
+    def _reach(self, process: Worker, slowest_s: float, why: str) -> None:
+        """End a process, as soon as the driver can reach its machine."""
+        blocked_s = self.network.wait_s(process.node.name, DRIVER)
+        self.world.at(blocked_s + self.world.between(0.0005, slowest_s), lambda: process.die(why))
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
@@ -315,6 +356,7 @@ class SimGroup:
         held = set(self._known)
         yield
         ended = [self.workers[name] for name in self.workers if name in held and name not in self._known]
+        self._schedule.driver_waits()
         self.world.run(2.5, lambda: not any(worker in worker.node.workers for worker in ended))
 
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:

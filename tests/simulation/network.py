@@ -1,18 +1,83 @@
-"""Simulate rendezvous and collectives: the ranks of a generation find each other, communicate, and fail."""
+"""Simulate links, rendezvous and collectives: the ranks of a generation find each other, communicate, and fail."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 from raysgd.core.ranks import RankInfo
 from tests.simulation.world import Process, Wake, World
 
-__all__ = ["NetworkError", "ProcessGroup", "Rendezvous", "SimBackend"]
+__all__ = ["DRIVER", "Link", "Network", "NetworkError", "ProcessGroup", "Rendezvous", "SimBackend"]
+
+DRIVER = "driver"
 
 
 class NetworkError(RuntimeError):
     """What a rank gets when a peer or the network failed."""
+
+
+class Network:
+    """Knows which machines cannot reach each other at the moment. Nothing is lost on a blocked link, unless its
+    connection ends: what was sent arrives when the link is open again."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._blocked: dict[tuple[str, str], tuple[float, float]] = {}  # since when, and until when
+
+    def block(self, machine: str, other: str, seconds: float) -> None:
+        """Block the link between two machines. With "" for the other one, block all links of this machine."""
+        now = self._world.now
+        since, until = self._blocked.get((machine, other), (now, 0.0))
+        self._blocked[machine, other] = (since if until > now else now, max(until, now + seconds))
+
+    def _blocks(self, one: str, other: str) -> list[tuple[float, float]]:
+        """Return since when and until when this link is blocked, for each reason."""
+        if not self._blocked or one == other:
+            return []
+        keys = ((one, other), (other, one), (one, ""), (other, ""))
+        return [block for key in keys if (block := self._blocked.get(key)) is not None and block[1] > self._world.now]
+
+    def wait_s(self, one: str, other: str) -> float:
+        """Return for how long the link between these machines stays blocked, 0 if it is open."""
+        return max((until - self._world.now for _, until in self._blocks(one, other)), default=0.0)
+
+    def blocked_at(self, one: str, other: str) -> float | None:
+        """Return since when the link between these machines is blocked, None if it is open."""
+        return min((since for since, _ in self._blocks(one, other)), default=None)
+
+    def wait_among_s(self, machines: Sequence[str]) -> float:
+        """Return how long it takes until each of these machines can reach each other one."""
+        if not self._blocked:
+            return 0.0
+        return max((self.wait_s(one, other) for one, other in combinations(dict.fromkeys(machines), 2)), default=0.0)
+
+
+class Link:
+    """Delivers messages between the driver and a worker in order, each after its own delay."""
+
+    def __init__(self, world: World, network: Network, machine: str, slowest_s: float, late: float) -> None:
+        self._world, self._network, self._machine = world, network, machine
+        self._slowest_s, self._late, self._last = slowest_s, late, 0.0
+        self._sent: deque[Callable[[], Any]] = deque()
+
+    def send(self, deliver: Callable[[], Any], *, at_least_s: float = 0.0) -> None:
+        world = self._world
+        delay = at_least_s + world.between(0.0001, self._slowest_s)
+        if world.random.random() < self._late:
+            delay += world.between(0.0, 0.5)
+        self._last = max(self._last + 1e-6, world.now + delay)
+        self._sent.append(deliver)
+        world.at(self._last - world.now, self._arrive)
+
+    def _arrive(self) -> None:
+        blocked_s = self._network.wait_s(self._machine, DRIVER)
+        if blocked_s:
+            self._world.at(blocked_s + 1e-6, self._arrive)
+        else:
+            self._sent.popleft()()
 
 
 class Collective:
@@ -21,15 +86,15 @@ class Collective:
     def __init__(self) -> None:
         self.values: dict[Process, Any] = {}
         self.waiting: dict[Process, Wake] = {}
-        self.complete = False
 
 
 class ProcessGroup:
     """The ranks of one generation. A collective ends when all ranks have called it. Each rank sees that a little later,
     or sees the failure of a peer first."""
 
-    def __init__(self, world: World, generation: int, members: Sequence[Process]) -> None:
-        self.world, self.generation, self.members = world, generation, list(members)
+    def __init__(self, world: World, network: Network, generation: int, members: Sequence[Any]) -> None:
+        self.world, self._network, self.generation, self.members = world, network, generation, list(members)
+        self._machines = [member.node.name for member in members]
         self.left: set[Process] = set()
         self._turn = dict.fromkeys(members, 0)
         self._collectives: dict[int, Collective] = {}
@@ -46,17 +111,22 @@ class ProcessGroup:
         current.values[member] = value
         wake = current.waiting[member] = Wake(member)
         if len(current.values) == len(self.members):
-            current.complete = True
-            for other, waiting in current.waiting.items():
-                self._end(other, waiting, "complete", 0.003)
-        else:
-            member.at(limit_s, lambda: wake("timed out"))
+            self._complete(current)
+        member.at(limit_s, lambda: wake("timed out"))
         how = wake.wait()
         del current.waiting[member]
         if how != "complete":
             self.leave(member)
             raise NetworkError(f"the collective {how}")
         return [current.values[each] for each in self.members]
+
+    def _complete(self, current: Collective) -> None:
+        blocked_s = self._network.wait_among_s(self._machines)
+        if blocked_s:
+            self.world.at(blocked_s + 1e-6, lambda: self._complete(current))
+            return
+        for other, waiting in current.waiting.items():
+            self._end(other, waiting, "complete", 0.003)
 
     def begun(self, member: Process) -> int:
         """Return how many collectives this member has begun."""
@@ -65,11 +135,18 @@ class ProcessGroup:
     def waits(self, member: Process) -> bool:
         return any(member in each.waiting for each in self._collectives.values())
 
-    def leave(self, member: Process, *, silently: bool = False) -> None:
+    def leave(self, member: Any, *, silently: bool = False) -> None:
         """Close the connections of this member, unless its machine vanished. Ranks that wait for it fail soon."""
-        if member in self.left:
-            return
-        if silently:
+        for current in self._collectives.values():
+            if member in current.waiting:
+                self._end(member, current.waiting[member], "was aborted", 0.001)
+        if member not in self.left and not silently:
+            self._peer_left(member)
+
+    def _peer_left(self, member: Any) -> None:
+        blocked_s = self._network.wait_among_s(self._machines)
+        if blocked_s:
+            self.world.at(blocked_s + 1e-6, lambda: self._peer_left(member))
             return
         self.left.add(member)
         for current in self._collectives.values():
@@ -81,24 +158,27 @@ class ProcessGroup:
 
 
 class Rendezvous:
-    """Where the ranks of one generation find each other, until the driver closes it."""
+    """Where the ranks of one generation find each other, through a store on the driver, until the driver closes it."""
 
-    def __init__(self, world: World, size: int) -> None:
-        self.world, self._size = world, size
+    def __init__(self, world: World, network: Network, size: int) -> None:
+        self.world, self._network, self._size = world, network, size
         self.closed = False
         self.group: ProcessGroup | None = None
-        self._here: dict[int, Process] = {}
-        self._waiting: dict[Process, Wake] = {}
+        self._here: dict[int, Any] = {}
+        self._waiting: dict[Any, Wake] = {}
 
-    def enter(self, member: Process, rank_info: RankInfo, limit_s: float) -> ProcessGroup:
+    def enter(self, member: Any, rank_info: RankInfo, limit_s: float) -> ProcessGroup:
         """Wait until all ranks have arrived."""
-        if self.closed:
+        blocked_s = self._network.wait_s(member.node.name, DRIVER)
+        if blocked_s:
+            member.sleep(min(blocked_s, limit_s))
+        if self.closed or blocked_s > limit_s:
             raise NetworkError("the rendezvous of this generation is over")
         self._here[rank_info.world_rank] = member
         wake = self._waiting[member] = Wake(member)
         if len(self._here) == self._size:
             members = [self._here[rank] for rank in range(self._size)]
-            self.group = ProcessGroup(self.world, rank_info.generation, members)
+            self.group = ProcessGroup(self.world, self._network, rank_info.generation, members)
             for failed in [each for each in members if not each.alive]:
                 self.group.left.add(failed)
             for other, waiting in self._waiting.items():
@@ -118,8 +198,9 @@ class Rendezvous:
 
     def close(self) -> None:
         self.closed = True
-        for wake in list(self._waiting.values()):
-            wake("was closed by the driver")
+        for member, wake in list(self._waiting.items()):
+            blocked_s = self._network.wait_s(member.node.name, DRIVER)
+            self.world.at(blocked_s, lambda wake=wake: wake("was closed by the driver"))
 
 
 class SimBackend:
@@ -128,8 +209,10 @@ class SimBackend:
 
     needs_offers = True  # as TensorFlow's backend does, because a worker can then also fail while it makes an offer
 
-    def __init__(self, world: World, *, in_place: bool, join_s: float, collective_s: float, member: Any = None) -> None:
-        self.world, self.in_place = world, in_place
+    def __init__(
+        self, world: World, network: Network, *, in_place: bool, join_s: float, collective_s: float, member: Any = None
+    ) -> None:
+        self.world, self._network, self.in_place = world, network, in_place
         self.join_s, self.collective_s, self._member = join_s, collective_s, member
         self.group: ProcessGroup | None = None
         self._rendezvous: Rendezvous | None = None
@@ -141,7 +224,7 @@ class SimBackend:
         assert len({offer["worker"] for offer in offers}) == len(rank_infos), "one offer of each worker"
         if self._rendezvous is not None:
             self._rendezvous.close()
-        self._rendezvous = Rendezvous(self.world, len(rank_infos)) if rank_infos else None
+        self._rendezvous = Rendezvous(self.world, self._network, len(rank_infos)) if rank_infos else None
         return [{"rendezvous": self._rendezvous} for _ in rank_infos]
 
     # -- worker ---------------------------------------------------------------------------------------

@@ -7,34 +7,58 @@ from collections.abc import Iterator
 from typing import Any
 
 from raysgd.core.messages import SnapshotUpload
-from raysgd.core.metrics import COMMITTED
+from raysgd.core.meters import AverageMeterCollection
+from raysgd.core.metrics import COMMITTED, for_all_ranks
 from raysgd.core.outcomes import Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
-from raysgd.torch.data.sources import PlannedSource
-from raysgd.training.feed import Drawn, Feed
+from raysgd.training.feed import Drawn, Feed, Source
 from raysgd.training.position import Position
 from tests.simulation.network import NetworkError
 
-__all__ = ["SimReplica", "Step", "UserError"]
+__all__ = ["SimReplica", "Step", "UserError", "steps_of", "value_of", "weights_after"]
 
 # One applied step: its epoch, and the samples of all ranks together, as a range of the epoch's order.
 Step = tuple[int, int, int]
 
 
 class UserError(Exception):
-    """Raised by the simulated user's code."""
+    """Raised by the simulated user's code. Each has a number of its own."""
 
 
-class SimSource(PlannedSource):
+def value_of(sample: int) -> float:
+    """Return the metric of one sample."""
+    return float(sample * 37 % 101)
+
+
+def weights_after(weights: int, epoch: int, start: int, stop: int) -> int:
+    """Return the weights after a step on these samples, which depend on nothing else: each rank computes a part of the
+    gradient, and the parts are summed."""
+    return hash((weights, sum(gradient_of(epoch, sample) for sample in range(start, stop))))
+
+
+def gradient_of(epoch: int, sample: int) -> int:
+    return (epoch * 1009 + sample + 1) ** 3
+
+
+def steps_of(state: bytes) -> list[Step]:
+    """Return the steps that are applied in a state."""
+    steps: list[Step] = pickle.loads(state)[1]
+    return steps
+
+
+class SimSource(Source):
     """A dataset of `total` samples, read in order."""
 
     def __init__(self, total: int, batch_size: int, global_batch: int | None) -> None:
         self._total, self._batch_size, self._global = total, batch_size, global_batch
-        self.counts_samples = True
-        self.order = range(total)
+        self.loader = range(total)
+
+    @property
+    def counts_samples(self) -> bool:
+        return True
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Every epoch has the same order."""
@@ -44,6 +68,12 @@ class SimSource(PlannedSource):
         for part in plan.parts_of(rank_info.world_rank, offset):
             before, offset = offset, plan.offset_after(offset)
             yield Drawn((before, offset, part), offset, part.fresh)
+
+    def steps_left(self, rank_info: RankInfo, offset: int) -> int:
+        return self._plan(rank_info).steps_left(offset)
+
+    def total(self) -> tuple[int, bool]:
+        return self._total, False
 
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         step = self._global or self._batch_size * rank_info.world_size
@@ -57,10 +87,11 @@ class SimReplica:
         self._worker, self._plan, self._rank_info, self._control = worker, plan, rank_info, control
         self._position = Position()
         self._feed: Feed | None = None
-        self._source = SimSource(plan.samples, plan.batch_size, plan.global_batch)
+        self._source = SimSource(plan.samples, plan.batch, plan.global_batch)
         self._mark = 0
-        self._uploading: Any = None
         self.steps: list[Step] = []
+        self.weights = 0
+        self._meter, self._units_before = AverageMeterCollection(), 0
 
     @property
     def progress(self) -> Progress:
@@ -80,10 +111,11 @@ class SimReplica:
 
     # -- calls ----------------------------------------------------------------------------------------
 
-    def train(self, call: int, num_steps: int | None, snapshot_first: bool = False) -> Any:
+    def train(self, call: int, num_steps: int | None, snapshot_first: bool = False, pause_at: int | None = None) -> Any:
         position = self._position
         if not position.open_call(call):
-            return self.partial()
+            return {"epoch": position.epoch, COMMITTED: position.call_units}
+        self._meter, self._units_before = AverageMeterCollection(), position.call_units
         if snapshot_first:
             self._snapshot()
         self._feed = feed = Feed(
@@ -93,6 +125,7 @@ class SimReplica:
             self._control,
             limit=num_steps,
             shared=True,
+            pause_at=pause_at,
             on_commit=self._on_commit,
         )
         try:
@@ -114,17 +147,22 @@ class SimReplica:
         worker = self._worker
         worker.compute()
         worker.point("forward")
-        given = (len(self.steps), self._position.epoch, before, after, part)
+        gradient = sum(gradient_of(self._position.epoch, each) for each in range(part.start, part.stop)) * part.fresh
+        given = (len(self.steps), self.weights, self._position.epoch, before, after, part, gradient)
         group = worker.backend.group
         if group is None:
             raise NetworkError("the process group was aborted")
         contributions = group.collective(worker, given, worker.backend.collective_s)
         worker.point("reduced")
+        self.weights = hash((self.weights, sum(each[-1] for each in contributions)))
         self.steps.append((self._position.epoch, before, after))
         self._position.applied += 1
         feed.stepped()
         worker.checker.applied(worker, group, self.steps, contributions)
         worker.point("applied")
+        size = part.stop - part.start
+        mean = sum(value_of(sample) for sample in range(part.start, part.stop)) / size
+        self._meter.update({"value": mean}, size * feed.fresh)
 
     def validate(self, call: int) -> Any:
         for _ in range(3):
@@ -136,10 +174,12 @@ class SimReplica:
 
     def checkpoint(self) -> Any:
         self._worker.compute()
+        self._worker.point("save")
         return self._state() if self._rank_info.world_rank == 0 else None
 
     def restore(self, data: bytes, loads: int) -> None:
         self._worker.compute()
+        self._worker.point("restore")
         self.load(data, by_user=True)
         self._position.call, self._position.call_done, self._position.loads = -1, False, loads
         self._snapshot()
@@ -148,37 +188,39 @@ class SimReplica:
         self._worker.checker.told_of_preemption(self._worker, deadline_s)
         self._worker.point("noticed")
 
-    def apply(self) -> int:
+    def apply(self, number: int) -> str:
         self._worker.compute()
-        return self._rank_info.world_rank
+        self._worker.checker.called_function(self._worker, number)
+        return str(self._worker.name)
 
     # -- state ----------------------------------------------------------------------------------------
 
     def joined(self, rank_info: RankInfo) -> None:
         self._rank_info = rank_info
+        self._worker.point("resized")
         if self._feed is not None:
             self._feed.cut_short()
             self._feed = None
 
     def partial(self) -> dict[str, Any]:
-        return {"epoch": self._position.epoch, COMMITTED: self._position.call_units}
+        return {"epoch": self._position.epoch, **self._meter.summary(), COMMITTED: self._position.call_units}
 
     def state(self) -> memoryview:
         return memoryview(self._state())
 
     def _state(self) -> bytes:
-        return pickle.dumps((self._position.as_dict(), self.steps))
+        return pickle.dumps((self._position.as_dict(), self.steps, self.weights))
 
     def load(self, data: Any, *, by_user: bool = False) -> None:
-        position, steps = pickle.loads(data)
+        position, steps, weights = pickle.loads(data)
         if not by_user:
             self._worker.checker.takes(self._worker, self.steps, self._position.loads, steps, position["loads"])
         self._position.adopt(position)
-        self.steps = steps
+        self.steps, self.weights = steps, weights
         self._feed = None
 
     def close(self) -> None:
-        """Do nothing, because nothing is open."""
+        self._worker.point("closing")
 
     def _on_commit(self, last: bool = False) -> None:
         if last or self._control.due():
@@ -190,5 +232,7 @@ class SimReplica:
 
     def _snapshot(self) -> None:
         if self._rank_info.world_rank == 0 and self._plan.snapshot_every is not None:
-            message = SnapshotUpload(self.progress, self._position.call, self.partial())
+            committed = self._position.call_units - self._units_before
+            partial = for_all_ranks(self.partial(), self._rank_info.world_size, committed)
+            message = SnapshotUpload(self.progress, self._position.call, partial)
             self._worker.upload(message, self._state())

@@ -1,217 +1,46 @@
-"""One simulated run: the plan that a seed decides, its faults, and the script that a user would have written."""
+"""One simulated run: the script that a user would have written, and the checks of what its calls return."""
 
 from __future__ import annotations
 
-import random
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.config import ElasticConfig, Limits
-from raysgd.core.metrics import COMMITTED
+from greenlet import getcurrent
+
+from raysgd.constants import NUM_SAMPLES
+from raysgd.core import metrics
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ResourceError, WorkerStartError
 from tests.simulation.checker import Checker, Violation
-from tests.simulation.group import Node, SimGroup, Worker
+from tests.simulation.faults import Cancelled, Schedule
+from tests.simulation.group import Node, SimGroup
 from tests.simulation.network import SimBackend
-from tests.simulation.replica import SimReplica, UserError
+from tests.simulation.plan import Plan
+from tests.simulation.replica import SimReplica, Step, UserError, steps_of, value_of
 from tests.simulation.world import World
 
-__all__ = ["Fault", "Plan", "Result", "plan_for", "run"]
+__all__ = ["Result", "run"]
 
-# Moments in a worker at which a fault can be injected. Where the user's code runs, it can also raise an error.
-RUNNING = ("forward", "reduced", "applied", "message")
-RECOVERING = ("leave", "join", "formed", "state", "load", "state ended", "load ended", "leave ended", "join ended")
-STARTING = ("process start", "warm", "warm ended", "prepare", "build", "build ended")
-OTHER = ("validate", "run", "run ended", "noticed")
-USERS = ("forward", "applied", "validate", "noticed")
-KINDS = ("kill", "kill", "kill", "stop", "freeze", "slow", "node", "notice", "drain", "raise")
-LIMIT_S = 400.0
-
-
-@dataclass
-class Fault:
-    """A fault of this `kind`, injected the `count`th time that a worker reaches `point`, into it and `others` more
-    workers."""
-
-    kind: str
-    point: str
-    count: int
-    others: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that a seed decides, apart from delays."""
-
-    seed: int
-    ranks: int
-    nodes: tuple[int, ...]
-    later: tuple[tuple[float, int], ...]
-    samples: int
-    batch_size: int
-    global_batch: int | None
-    snapshot_every: Any
-    in_place: bool
-    step_s: float
-    elastic: ElasticConfig
-    limits: Limits
-    script: tuple[tuple[Any, ...], ...]
-    faults: tuple[Fault, ...]
+CTRL_C_S = 8.0  # 5 s for the workers to stop, and for those that had been dismissed to leave their places
 
 
 @dataclass
 class Result:
-    """The result of a run."""
+    """The result of a run. `struck` counts faults by kind and the driver's phase."""
 
     plan: Plan
+    error: BaseException | None = None
+    trace: list[str] = field(default_factory=list)
     steps: int = 0
     redone: int = 0
-    seconds: float = 0.0
-    struck: Counter[str] = field(default_factory=Counter)
+    slowest_s: float = 0.0
+    struck: Counter[tuple[str, str]] = field(default_factory=Counter)
     recoveries: list[Recovery] = field(default_factory=list)
-    user_errors: int = 0
-
-
-def plan_for(seed: int) -> Plan:
-    """Draw a plan. Most have few ranks and few faults; some have many of both."""
-    draw = random.Random(f"plan {seed}")
-    ranks = draw.choice([1, 2, 2, 3, 3, 3, 4, 4, 5, 6, 8, 16])
-    in_place = draw.random() < 0.85
-    batch = draw.randint(1, 4)
-    steps = draw.randint(3, 12)
-    samples = max(1, batch * ranks * steps - draw.randint(0, batch * ranks - 1))
-    snapshot_every = draw.choice(["epoch", "epoch", 1, 3, None])
-    elastic = ElasticConfig(
-        min_workers=draw.randint(1, ranks),
-        backoff_s=0.2,
-        backoff_max_s=1.0,
-        max_attempts=60,
-        hang_timeout_s=10.0,
-        grow=(grow := draw.choice([True, True, True, "epoch", False])),
-        snapshot_every=snapshot_every,
-        hot_spares=draw.choice([0, 0, 1, 2]) if grow else 0,
-    )
-    nodes, later = _machines(draw, ranks)
-    return Plan(
-        seed=seed,
-        ranks=ranks,
-        nodes=nodes,
-        later=later,
-        samples=samples,
-        batch_size=batch,
-        global_batch=draw.choice([None, None, batch * ranks]),
-        snapshot_every=snapshot_every,
-        in_place=in_place,
-        step_s=draw.choice([0.01, 0.05, 0.3]),
-        elastic=elastic,
-        limits=Limits.derive(timeout_s=10.0, hang_timeout_s=10.0, start_s=20.0),
-        script=_script(draw, ranks),
-        faults=tuple(_fault(draw, in_place) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4, 6, 9]))),
-    )
-
-
-def _machines(draw: random.Random, ranks: int) -> tuple[tuple[int, ...], tuple[tuple[float, int], ...]]:
-    """Draw how many workers each node can hold, and which nodes are added later, and when."""
-    nodes, left = [], ranks + draw.choice([0, 0, 1, ranks])
-    while left > 0:
-        nodes.append(min(left, draw.randint(1, ranks)))
-        left -= nodes[-1]
-    if len(nodes) == 1 or draw.random() < 0.8:
-        return tuple(nodes), ()
-    return tuple(nodes[:-1]), ((draw.uniform(0.5, 15.0), nodes[-1]),)
-
-
-def _script(draw: random.Random, ranks: int) -> tuple[tuple[Any, ...], ...]:
-    script: list[tuple[Any, ...]] = []
-    for _ in range(draw.randint(1, 3)):
-        script.append(("train", draw.choice([None, None, draw.randint(1, 20)])))
-        other = draw.choice(["validate", "apply", "save", "load", "resize", "remove", "idle", "nothing", "nothing"])
-        if other == "resize":
-            script.append((other, draw.randint(1, ranks)))
-        elif other != "nothing":
-            script.append((other,))
-    return tuple(script)
-
-
-def _fault(draw: random.Random, in_place: bool) -> Fault:
-    kind = draw.choice(KINDS)
-    points = USERS if kind == "raise" else draw.choice([RUNNING, RUNNING, RECOVERING, RECOVERING, STARTING, OTHER])
-    return Fault(
-        kind=kind,
-        point=draw.choice(points),
-        count=min(draw.randint(1, 40), draw.randint(1, 40)),
-        others=draw.choice([0, 0, 0, 0, 1, 2, 16]),
-        seconds=draw.choice([0.05, 1.0, 4.0]),
-    )
-
-
-class Schedule:
-    """Injects each fault of a plan once."""
-
-    def __init__(self, world: World, plan: Plan) -> None:
-        self._world = world
-        self._waiting = [(fault, [fault.count]) for fault in plan.faults]
-        self.group: SimGroup | None = None
-        self.struck: Counter[str] = Counter()
-
-    def strike(self, worker: Worker, point: str) -> None:
-        for entry in list(self._waiting):
-            fault, count = entry
-            if fault.point != point:
-                continue
-            count[0] -= 1
-            if count[0] <= 0:
-                self._waiting.remove(entry)
-                self._hit(worker, fault)
-
-    def _hit(self, worker: Worker, fault: Fault) -> None:
-        assert self.group is not None
-        others = [each for each in self.group.workers.values() if each.alive and each is not worker]
-        self._world.random.shuffle(others)
-        for victim in [*others[: fault.others], worker]:
-            self.struck[fault.kind] += 1
-            self._world.note("FAULT %s of %s at '%s'", fault.kind, victim.name, fault.point)
-            self._inject(victim, fault, mine=victim is worker)
-
-    def _inject(self, victim: Worker, fault: Fault, *, mine: bool) -> None:
-        node = victim.node
-        if fault.kind == "kill":
-            victim.die("SIGKILL")
-        elif fault.kind == "stop":
-            victim.stop()
-            self._world.at(fault.seconds, victim.resume)
-        elif fault.kind == "freeze":
-            victim.stop()
-        elif fault.kind == "slow":
-            victim.slow = 10.0
-            self._world.at(fault.seconds, lambda: setattr(victim, "slow", 1.0))
-        elif fault.kind == "node":
-            if node.alive:
-                node.alive = False
-                self._replace(node)
-            for each in list(node.workers):
-                each.die("its node vanished", silently=True)
-        elif fault.kind == "notice":
-            victim.client.notice()
-        elif fault.kind == "drain":
-            if not node.draining:
-                after_s = self._world.random.choice([8.0, 14.0, 40.0])  # with the last two, replacements come first
-                node.draining, node.removed_at = True, self._world.now + after_s
-                self._replace(node)
-                self._world.at(after_s, lambda: [each.die("its node was removed") for each in list(node.workers)])
-        elif mine:
-            raise UserError(f"planned at '{fault.point}'")
-
-    def _replace(self, node: Node) -> None:
-        """Add a new machine for one that leaves, after a while."""
-        assert self.group is not None
-        fresh = Node(f"{node.name}+", node.slots)
-        self._world.at(self._world.between(0.5, 4.0), lambda: self.group.nodes.append(fresh))  # type: ignore[union-attr]
 
 
 class Script:
@@ -219,132 +48,225 @@ class Script:
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
-        self.checker = Checker(plan)
-        self.schedule = Schedule(world, plan)
-        self.group = self.schedule.group = SimGroup(world, plan, self.checker, self.schedule.strike)
-        self.group.deadline = world.now + LIMIT_S
+        self.checker = checker = Checker(plan)
+        self.schedule = schedule = Schedule(world, plan, checker)
+        self.group = schedule.group = SimGroup(world, plan, checker, schedule)
         for number, (when, slots) in enumerate(plan.later):
             node = Node(f"later{number}", slots)
             world.at(when, lambda node=node: self.group.nodes.append(node))
-        self.user_errors = 0
-        self._saved: tuple[bytes, list[Any]] | None = None
+            schedule.over_at = max(schedule.over_at, world.now + when)
+        self._saved: tuple[bytes, list[Step]] | None = None
         limits = {"join_s": plan.limits.join_s, "collective_s": plan.limits.collective_s}
-        self.engine = Engine(
+        self.engine = engine = Engine(
             self.group,
-            SimBackend(world, in_place=plan.in_place, **limits),
+            SimBackend(world, self.group.network, in_place=plan.in_place, **limits),
             self._build,
+            hook=self._hook,
             notice=SimReplica.notice_preemption,
             target=plan.ranks,
             elastic=plan.elastic,
             limits=plan.limits,
             clock=world.clock,
             jitter=world.random.random,
+            on_progress=schedule.on_progress,
+            on_recovery=checker.recovered,
         )
+        checker.schedule, checker.engine = schedule, engine
+        schedule.cancel, schedule.recoveries = engine.cancel, lambda: len(engine.recoveries)
+        schedule.wrap(engine._recovery, "recover", "recovery")
+        schedule.wrap(engine._membership, "change", "change")
+        schedule.wrap(engine._generation, "_agree_on_state", "agreement")
+        schedule.wrap(engine._generation, "_rendezvous", "rendezvous")
+
+    # -- the user's code in the workers ---------------------------------------------------------------
+
+    def _hook(self) -> None:
+        self.group.current[getcurrent()].point("hook")
 
     def _build(self, rank_info: Any, control: Any) -> SimReplica:
-        worker = next(each for each in self.group.workers.values() if each.client.control is control)
+        worker = self.group.current[getcurrent()]
         worker.compute()
+        worker.point("setup")
         worker.replica = SimReplica(worker, self.plan, rank_info, control)
         return worker.replica
 
+    # -- the script -----------------------------------------------------------------------------------
+
     def run(self) -> None:
         try:
-            self.engine.start()
-        except (ResourceError, WorkerStartError):
+            self._start()
+        except (ResourceError, WorkerStartError, UserError, KeyboardInterrupt, Cancelled):
             if not self.schedule.struck:
                 raise
-            return  # a failure before the first generation may end the start with such an error
-        for name, *given in self.plan.script:
-            self.world.note("SCRIPT %s %s", name, given)
-            self._until_done(lambda name=name, given=given: getattr(self, f"_{name}")(*given))
-        self.engine.stop()
-        self.world.run(5.0, lambda: False)
-        if self.checker.most > self.plan.ranks:
-            raise Violation(f"a group had {self.checker.most} members, and {self.plan.ranks} are wanted at most")
-        left = [worker.name for worker in self.group.workers.values() if worker.alive]
-        if left:
-            raise Violation(f"processes are left after stop: {left}")
+        else:
+            for line in self.plan.script:
+                self._until_done(*line.split())
+        self._shut_down()
 
-    def _until_done(self, call: Callable[[], None]) -> None:
-        """Make a call of the script. If the user's own error ends it, make it again."""
+    def _start(self) -> None:
+        """Start the workers. A fault before the first generation may end this with an error."""
+        try:
+            self.engine.start()
+        except UserError as error:
+            self.checker.raised(error)
+            raise
+
+    def _shut_down(self) -> None:
+        self.schedule.begin_call()
+        with self.schedule.during("shutdown"):
+            while True:
+                try:
+                    self.engine.stop()
+                    break
+                except (KeyboardInterrupt, Cancelled):
+                    self.world.note("SCRIPT shutdown was interrupted")
+        alive = lambda: [worker.name for worker in self.group.workers.values() if worker.alive]  # noqa: E731
+        wait_s = max(self.schedule.over_at - self.world.now, 0.0) + 5.0  # a machine may still be out of reach
+        self.world.run(wait_s, lambda: not alive())
+        self.checker.raise_found()
+        if alive():
+            raise Violation(f"processes are left after stop: {alive()}")
+
+    def _until_done(self, name: str, *given: str) -> None:
+        """Make a call of the script. If an error of the user's code or Ctrl-C ends it, make it again."""
         while True:
+            self.world.note("SCRIPT %s %s", name, given)
+            self.schedule.begin_call()
             try:
-                return call()
-            except UserError:
-                self.user_errors += 1
-                self.world.note("SCRIPT the user's error is raised")
-                if self.user_errors > self.schedule.struck["raise"]:
-                    raise Violation("a user's error was raised more often than it was thrown") from None
+                with self.schedule.during("train" if name == "fit" else name):
+                    getattr(self, f"_{name}")(*map(int, given))
+                self.checker.raise_found()
+                self.checker.returned()
+                return
+            except UserError as error:
+                self.checker.raise_found()
+                self.checker.raised(error)
+            except Cancelled:
+                pass
+            except KeyboardInterrupt:
+                took_s = self.world.now - max(self.schedule.interrupted_at, self.schedule.over_at)
+                if took_s > CTRL_C_S:
+                    raise Violation(f"{name} ended {took_s:.1f} s after Ctrl-C") from None
+            except (ResourceError, WorkerStartError):
+                if name != "resize" or not self.schedule.struck:
+                    raise
+                return  # the machines that it asked for were not there in time
+            self.world.note("SCRIPT an error was raised")
+            self.checker.ended()
 
-    # -- calls ----------------------------------------------------------------------------------------
+    # -- its calls ------------------------------------------------------------------------------------
 
-    def _train(self, num_steps: int | None) -> None:
-        before, redone, errors = len(self.checker.truth), self.checker.redone, self.user_errors
-        job = Job(Call(SimReplica.train, {"num_steps": num_steps}), again="resume", max_failures=-1)
-        parts = self.engine.run(job)
-        truth = self.checker.truth
+    def _train(self, num_steps: int | None = None, **job: Any) -> None:
+        checker, truth = self.checker, self.checker.truth
+        before, redone, calm = len(truth), checker.redone, self.schedule.calm
+        checker.begins_at = before
+        self.schedule.begin_call(2 * self.plan.step_s * (num_steps or self.plan.samples))
+        call = Call(SimReplica.train, {"num_steps": num_steps})
+        parts = self.engine.run(Job(call, again="resume", max_failures=-1, **job))
+        truth, weights = checker.truth, checker.weights()
         for name in self.engine._table.members():
-            steps = self.group.workers[name].replica.steps  # type: ignore[union-attr]
-            if list(steps) != truth:
+            replica = self.group.workers[name].replica
+            assert replica is not None
+            if replica.steps != truth or replica.weights != weights:
                 raise Violation(
-                    f"after train(), {name} has applied {len(steps)} steps, and the weights have {len(truth)}"
+                    f"after train(), {name} has {len(replica.steps)} steps, and an undisturbed run {len(truth)}"
                 )
-        if num_steps is None and truth and truth[-1][2] != self.plan.samples:
+        if self.engine.progress.step != len(truth):
+            raise Violation(f"after train(), the driver counts {self.engine.progress.step} steps of {len(truth)}")
+        checker.trained([self.group.workers[name] for name in self.engine._table.members()])
+        steps = truth[min(before, checker.begins_at) :]
+        if num_steps is None and truth[-1][2] != self.plan.samples:
             raise Violation(f"train() returned after {truth[-1]}, before the end of the epoch")
-        committed = max(value.get(COMMITTED) or 0 for part in parts for value in part.values)
-        samples = sum(stop - start for _, start, stop in truth[before:])
-        if redone == self.checker.redone and errors == self.user_errors and committed != samples:
-            raise Violation(f"train() reports {committed} samples, and {samples} were used")
+        if num_steps is not None and redone == checker.redone and len(steps) != num_steps:
+            raise Violation(f"train({num_steps}) trained {len(steps)} steps")
+        self._check_metrics([part.values for part in parts], steps, exact=calm and self.schedule.calm)
+
+    def _check_metrics(self, parts: Sequence[Sequence[Any]], steps: Sequence[Any], *, exact: bool) -> None:
+        """Check the result of a call. If no worker has failed in it, it equals that of an undisturbed run."""
+        merged = [metrics.merge_ranks(values) for values in parts]
+        result = metrics.count_committed_samples(metrics.merge_parts(merged), merged)
+        used = [value_of(sample) for _, start, stop in steps for sample in range(start, stop)]
+        committed = max(value.get(metrics.COMMITTED) or 0 for values in parts for value in values)
+        if committed != len(used):
+            raise Violation(f"train() reports {committed} committed samples, and {len(used)} were used")
+        samples, mean = result.get(NUM_SAMPLES, 0), sum(used) / len(used)
+        if samples > len(used) or (exact and samples != len(used)):
+            raise Violation(f"train() reports {samples} samples, and {len(used)} were used")
+        if exact and not math.isclose(result["value"], mean):
+            raise Violation(f"train() reports the mean {result['value']}, and an undisturbed run {mean}")
+
+    def _fit(self, every: int) -> None:
+        """Train an epoch, and save every few batches, as automatic checkpoints do."""
+        pause_at = 0
+
+        def prepare() -> dict[str, int]:
+            nonlocal pause_at
+            pause_at = (self.engine.progress.step // every + 1) * every
+            return {"pause_at": pause_at}
+
+        def paused() -> bool:
+            if self.engine.progress.step < pause_at:
+                return False
+            with self.schedule.during("save"):
+                self._save()
+            return True
+
+        self._train(prepare=prepare, paused=paused)
 
     def _validate(self) -> None:
         self._call(SimReplica.validate, {"call": self.engine._calls})
 
     def _apply(self) -> None:
-        self._call(SimReplica.apply, {}, again="keep")
+        ran = self._call(SimReplica.apply, {"number": self.engine._calls}, again="keep")
+        if len(ran) != len(set(ran)) or not ran:
+            raise Violation(f"a function's results are those of {ran}")
 
     def _call(self, method: Callable[..., Any], arguments: dict[str, Any], again: Any = "repeat") -> Any:
         return self.engine.run(Job(Call(method, arguments), again=again, max_failures=-1))[-1].values
 
     def _save(self) -> None:
         data = [value for value in self._call(SimReplica.checkpoint, {}) if value is not None]
-        self._saved = data[0], list(self.checker.truth)
+        self._saved = data[0], steps_of(data[0])
+        self.checker.saved(self._saved[1])
 
     def _load(self) -> None:
         if self._saved is None:
             return
         data, steps = self._saved
         loads = self.engine.progress.loads + 1
-        self.engine.state_changed_by_hand(replaced=True)
-        self.checker.loaded(steps, loads)
-        self._call(SimReplica.restore, {"data": data, "loads": loads})
+        with self.engine.state_replaced_by_hand():
+            self.checker.loaded(steps, loads)
+            self._call(SimReplica.restore, {"data": data, "loads": loads})
 
     def _resize(self, count: int) -> None:
         self.engine.resize(count)
+        if not self.engine.world_size <= count == self.engine.target:
+            raise Violation(f"resize({count}) returned with {self.engine.world_size} workers")
 
     def _remove(self) -> None:
         if self.engine.world_size > 1:
+            leaving = self.engine._table.members()[-1]
             self.engine.remove([self.engine.world_size - 1])
+            if leaving in self.engine._table.members():
+                raise Violation(f"{leaving} is still a member after remove()")
 
     def _idle(self) -> None:
-        self.world.run(1.0, lambda: False)
+        self.world.run(8.0, lambda: False)
 
 
-def run(seed: int, *, tracing: bool = False) -> tuple[Result, World, BaseException | None]:
-    """Run a seed. Return its result, its world with the trace, and the error that ended it."""
-    world = World(seed, tracing=tracing)
-    plan = plan_for(seed)
-    script, error = Script(plan, world), None
+def run(plan: Plan, *, tracing: bool = False) -> Result:
+    """Run a plan."""
+    world = World(plan.seed, tracing=tracing)
+    script, result = Script(plan, world), Result(plan, trace=world.trace)
     try:
         script.run()
-    except (Exception, Violation) as raised:
-        error = raised
-    result = Result(
-        plan,
-        steps=script.checker.applied_steps,
-        redone=script.checker.redone,
-        seconds=world.now - 1000.0,
-        struck=script.schedule.struck,
-        recoveries=script.engine.recoveries,
-        user_errors=script.user_errors,
-    )
-    return result, world, error
+    except (Exception, KeyboardInterrupt, Violation) as error:
+        result.error = error
+    finally:
+        Engine.living.discard(script.engine)  # a broken engine would count as one that holds resources
+        world.close()
+    checker, schedule = script.checker, script.schedule
+    result.steps, result.redone = checker.applied_steps, checker.redone
+    result.struck, result.slowest_s = schedule.struck, schedule.slowest_s
+    result.recoveries = script.engine.recoveries
+    return result

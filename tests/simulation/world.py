@@ -11,9 +11,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from greenlet import getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet
 
 __all__ = ["Condition", "Process", "Wake", "World"]
+
+
+class _End(KeyboardInterrupt, GreenletExit):
+    """Ends a task. A worker's code never handles the first, and a greenlet ends silently with the second."""
 
 
 class World:
@@ -23,13 +27,37 @@ class World:
         self._tracing = tracing
         self.random = random.Random(seed)
         self.now = 1000.0
+        self._ahead_s = 0.0
+        self._jumps: list[tuple[float, float]] = []  # when the driver's clock jumped, and how far ahead it was before
         self.hub = getcurrent()
         self.trace: list[str] = []
         self._queue: list[tuple[float, float, int, Callable[[], Any]]] = []
         self._count = 0
+        self._tasks: list[greenlet] = []
+
+    def spawn(self, run: Callable[[], Any]) -> greenlet:
+        """Return a new task."""
+        self._tasks.append(task := greenlet(run, parent=self.hub))
+        return task
+
+    def close(self) -> None:
+        """End all tasks. Those of processes that were killed wait forever, and would keep their memory."""
+        for task in self._tasks:
+            task.throw(_End)
 
     def clock(self) -> float:
-        return self.now
+        """Return what the driver's clock shows. It is ahead of the virtual time after it has jumped."""
+        return self.now + self._ahead_s
+
+    def jump(self, seconds: float) -> None:
+        """Let the driver's clock jump forward, as when its machine was suspended. (A monotonic clock never jumps
+        back.)"""
+        self._jumps.append((self.now, self._ahead_s))
+        self._ahead_s += seconds
+
+    def shown_at(self, when: float) -> float:
+        """Return what the driver's clock showed at a virtual time in the past."""
+        return when + next((ahead_s for jumped_at, ahead_s in self._jumps if when <= jumped_at), self._ahead_s)
 
     def between(self, low: float, high: float) -> float:
         return self.random.uniform(low, high)
@@ -84,8 +112,7 @@ class Process:
         self._held = []
 
     def spawn(self, run: Callable[[], Any]) -> None:
-        task = greenlet(run, parent=self.world.hub)
-        self.at(0.0, task.switch)
+        self.at(0.0, self.world.spawn(run).switch)
 
     def sleep(self, seconds: float) -> None:
         wake = Wake(self)

@@ -183,6 +183,7 @@ def test_every_field_reaches_the_operator() -> None:
     given = TrainingOptions(
         precision="bf16",
         parallel="ddp",
+        gradients="ranks",
         accumulate=2,
         clip_norm=1.0,
         clip_value=0.5,

@@ -38,7 +38,7 @@ def test_each_row_is_used_once_and_fractions_add_up(world: int) -> None:
     ranks = [list(shared(numbers()).batches(rank_info, 0)) for rank_info in rank_infos(world)]
     assert {len(rank) for rank in ranks} == {5}
     for step in zip(*ranks, strict=True):
-        assert sum(drawn.fraction for drawn in step) == pytest.approx(1)
+        assert sum(drawn.weight for drawn in step) == pytest.approx(len(step))
         assert all(len(drawn.batch) for drawn in step), "every rank has something to compute"
     assert sorted(row for rank in ranks for drawn in rank for row in rows(drawn)) == list(range(23))
 
@@ -92,7 +92,7 @@ class Ensemble(Channel):
 def test_a_rank_with_less_data_repeats_it_with_weight_0() -> None:
     source = OwnSource(numbers(5), numbers(5), Ensemble([5, 3, 0]), together=True)
     drawn = list(source.batches(rank_infos(2)[0], 0))
-    assert [(len(each.batch), each.fraction, each.fresh) for each in drawn] == [(5, 0.5, True), (5, 0.0, False)]
+    assert [(len(each.batch), each.weight, each.fresh) for each in drawn] == [(5, 1.0, True), (5, 0.0, False)]
     assert drawn[0].rows == 10 and drawn[1].rows == 3
 
 

@@ -115,12 +115,21 @@ def test_class_weights_equal_those_of_keras() -> None:
         np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
+def test_fit_arguments_that_keras_ignores_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    ignored = {"workers": 2, "use_multiprocessing": True, "max_queue_size": 10, "shuffle": True}
+    with of_creators({"fit_config": {"epochs": 2, **ignored}}) as trainer:
+        assert trainer.train()["epoch"] == 2
+    names = "max_queue_size, shuffle, use_multiprocessing, workers"
+    assert f"config['fit_config'] has {names}, which Keras ignores for data sets, and raysgd too" in caplog.messages
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
         ({"fit_config": {"batch_size": 3}}, "'batch_size': batch the data set"),
         ({"fit_config": {"validation_data": 1}}, "validate"),
-        ({"fit_config": {"workers": 2}}, "'workers': only epochs, .* have an effect"),
+        ({"fit_config": {"sample": 2}}, "'sample': only epochs, .* have an effect"),
+        ({"fit_config": {"validation_freq": 2}}, "validate"),
         ({"evaluate_config": {"sample_weight": 1}}, "sample_weight"),
         ({"fit_config": {"epochs": 0}}, "at least 1"),
         ({BATCH_SIZE: 0}, "batch of all workers"),
@@ -145,10 +154,28 @@ def test_arguments_of_compile_without_effect_are_refused(library: str) -> None:
 
     with pytest.raises(ConfigError, match=r"compiled with steps_per_execution=4, .* Leave it out"):
         compiled(steps_per_execution=4)
-    if library == "tf_keras":
-        with pytest.raises(ConfigError, match=r"compiled with jit_compile=True, .* Leave it out"):
-            compiled(jit_compile=True)
+    with pytest.raises(ConfigError, match=r"compiled with jit_compile=True, .* Leave it out"):
+        compiled(jit_compile=True)
     compiled(steps_per_execution=1, jit_compile=False).shutdown()
+
+
+def test_only_a_users_own_jit_compile_is_refused(tmp_path: Path) -> None:
+    """On a GPU, Keras 3 replaces its default by True, and writes that into a saved model."""
+    keras = pytest.importorskip("keras")
+
+    def saved(config: dict[str, Any]) -> Any:
+        model = model_creator(config)
+        model.build((None, 8))
+        model.compile(optimizer=keras.optimizers.SGD(0.1), loss=model.loss, jit_compile=True)
+        model.save(tmp_path / "model.keras")
+        model = keras.models.load_model(tmp_path / "model.keras")
+        assert model.jit_compile is True
+        return model
+
+    compile_ = keras.Model.compile
+    with TFTrainer(saved, data_creator) as trainer:
+        trainer.train(num_steps=1)
+    assert keras.Model.compile is compile_
 
 
 def test_arguments_are_checked() -> None:

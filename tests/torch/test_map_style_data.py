@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd import ConfigError
 from raysgd.core.ranks import RankInfo
-from raysgd.torch.data.sources import PlannedSource, close
+from raysgd.torch.data.sources import PlannedSource
 from raysgd.training.feed import Drawn
 from tests.torch.small import Numbers, flat
 
@@ -282,7 +282,7 @@ def test_persistent_loader_processes_follow_a_new_plan() -> None:
     source.begin(2, alone, shared=False)
     assert sorted(flat([each.batch[:, 0].tolist() for each in whole(source, alone)])) == list(range(16))
     assert source._twin._iterator._workers is processes  # type: ignore[union-attr]
-    close(source)
+    source.close()
     assert not any(process.is_alive() for process in processes)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from raysgd import ConfigError
 from tests.torch.small import Line, Numbers, Recording, flat, inline, operator_of, weights
 
 
@@ -218,7 +219,7 @@ def test_the_default_batch_methods_name_missing_parts(missing: str) -> None:
 
     with (
         inline(Forgetful) as trainer,
-        pytest.raises(RuntimeError, match=f"train_batch needs self.{missing}: set it"),
+        pytest.raises(ConfigError, match=f"train_batch needs self.{missing}: set it"),
     ):
         trainer.train()
 

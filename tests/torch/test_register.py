@@ -146,10 +146,12 @@ def test_register_data_refuses_objects_that_cannot_be_iterated(name: str) -> Non
 def test_old_names_name_the_missing_part() -> None:
     operator = Bare()
     for name in ("models", "optimizers", "schedulers", "criterion"):
-        with pytest.raises(RuntimeError, match=r"Bare has no .*: pass it to self\.register\("):
+        with pytest.raises(ConfigError, match=r"Bare has no .*: pass it to self\.register\("):
+            getattr(operator, f"_get_{name}")()
+        with pytest.raises(RuntimeError):  # as in RaySGD
             getattr(operator, f"_get_{name}")()
     for name in ("train_loader", "validation_loader"):
-        with pytest.raises(RuntimeError, match=r"self\.register_data"):
+        with pytest.raises(ConfigError, match=r"self\.register_data"):
             getattr(operator, f"_get_{name}")()
 
 

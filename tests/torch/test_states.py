@@ -266,6 +266,15 @@ def test_the_scaler_is_part_of_a_checkpoint(precision: str) -> None:
         assert operator_of(second)._amp_scaler.get_scale() == 123.0
 
 
+def test_get_model_is_in_eval_mode_whichever_call_came_before() -> None:
+    with inline() as trainer:
+        for call, training in ((trainer.train, True), (trainer.validate, False)):
+            call()
+            model = trainer.get_model()
+            assert not any(module.training for module in model.modules())
+            assert trainer.get_local_operator().model.training is training, "the workers' model stays as it is"
+
+
 def test_get_model_returns_a_copy() -> None:
     with inline() as trainer:
         model = trainer.get_model()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from raysgd.core.ranks import assign_ranks
 from raysgd.torch.process_group import TorchBackend
+from raysgd.torch.store import exchange_addresses, wait_for_all
 
 HOST = "127.0.0.2"  # another loopback address: on Linux, all of 127.0.0.0/8 are
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs a second loopback address, which Linux has")
@@ -86,6 +87,47 @@ def test_a_client_that_knows_the_names_of_the_keys_cannot_disturb_a_rendezvous()
         over.set()
         thread.join()
         driver.plan([])
+
+
+class Counted:
+    """A store that counts the keys of each request."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.keys = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def request(key: Any, *others: Any) -> Any:
+            self.keys += len(key) if isinstance(key, list) else 1
+            return method(key, *others)
+
+        return request
+
+
+def test_a_rank_asks_for_the_same_few_keys_in_a_group_of_any_size() -> None:
+    costs = {}
+    for ranks in (1, 2, 24):
+        store = dist.HashStore()
+        clients = [Counted(store) for _ in range(ranks)]
+        found: list[Any] = [None] * ranks
+
+        def meet(rank_info: Any, clients: list[Counted] = clients, found: list[Any] = found) -> None:
+            rank = rank_info.world_rank
+            wait_for_all(clients[rank], rank_info, limit_s=30)
+            own = [("127.0.0.1", 1000 + rank), ("::1", 2000 + rank)][: 1 + rank % 2]
+            found[rank] = exchange_addresses(clients[rank], rank_info, own, limit_s=30)
+
+        threads = [threading.Thread(target=meet, args=(rank_info,)) for rank_info in assign_ranks(["a"] * ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        expected = [("127.0.0.1", 1000 + rank) for rank in range(ranks)]
+        expected += [("::1", 2000 + rank) for rank in range(1, ranks, 2)]
+        assert [sorted(each) for each in found] == [sorted(expected)] * ranks
+        costs[ranks] = max(client.keys for client in clients)
+    assert max(costs.values()) <= 8, costs
 
 
 def test_every_generation_has_a_secret_which_no_error_contains() -> None:

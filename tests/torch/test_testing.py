@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import ConfigError
+from raysgd import ConfigError, ElasticConfig
 from raysgd.callbacks import Callback
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
@@ -144,7 +144,7 @@ def test_single_samples_are_refused_with_what_to_do() -> None:
 
 
 def test_batches_of_all_workers_cannot_consist_of_items() -> None:
-    settings = TorchSettings(num_workers=2, batch="global")
+    settings = TorchSettings(num_workers=2, elastic=ElasticConfig(batch="global"))
     replica = TorchReplicaFactory(Unbatched, {"batches": True}, settings)(RankInfo(), Control())
     with pytest.raises(ConfigError, match="cannot divide the batches of a DataLoader with batch_size=None"):
         replica._registered_source("train")

@@ -19,6 +19,15 @@ from raysgd.train.trainer import in_order
 # Each older module with its names. A name that needs an optional package is in the tables of the migration pages.
 MODULES = {
     "raysgd.air": "Checkpoint CheckpointConfig FailureConfig Result RunConfig ScalingConfig session",
+    "raysgd.air.checkpoint": "Checkpoint",
+    "raysgd.air.config": "CheckpointConfig FailureConfig RunConfig ScalingConfig",
+    "raysgd.air.result": "Result",
+    "raysgd.air.session": "get_checkpoint get_dataset_shard get_world_rank report",
+    "raysgd.train": "BaseTrainer",
+    "raysgd.train.horovod.config": "HorovodConfig",
+    "raysgd.train.tensorflow.config": "TensorflowConfig",
+    "raysgd.train.torch.config": "TorchConfig",
+    "raysgd.train.torch.torch_trainer": "TorchTrainer",
     "raysgd.train.backend": "Backend BackendConfig BackendExecutor InactiveWorkerGroupError TrainBackendError "
     "TrainingWorkerError",
     "raysgd.train.backends.backend": "Backend BackendConfig BackendExecutor",
@@ -34,7 +43,7 @@ MODULES = {
     "raysgd.train.constants": "TRAINING_ITERATION TRAIN_DATASET_KEY DEFAULT_RESULTS_DIR",
     "raysgd.train.data_parallel_trainer": "DataParallelTrainer",
     "raysgd.train.session": "TrainingResultType report",
-    "raysgd.train.trainer": "Trainer get_backend_config_cls",
+    "raysgd.train.trainer": "BaseTrainer Trainer get_backend_config_cls",
     "raysgd.train.utils": "check_for_failure construct_path construct_train_func get_address_and_port update_env_vars",
     "raysgd.train.worker_group": "WorkerGroup",
 }
@@ -55,7 +64,7 @@ from raysgd.utils import *
 import importlib.util, pickle, raysgd.air, raysgd.train.callbacks
 assert JsonLoggerCallback is raysgd.train.callbacks.JsonLoggerCallback
 assert pickle.loads(b"craysgd.train.backends.torch\\nTorchConfig\\n.") is backend_module.TorchConfig
-assert raysgd.air.session is raysgd.train.session and BATCH_SIZE == "*batch_size"
+assert raysgd.air.session.report is raysgd.train.session.report and BATCH_SIZE == "*batch_size"
 assert importlib.util.find_spec("raysgd.train.backends.gloo") is None
 try:
     import raysgd.train.backends.gloo

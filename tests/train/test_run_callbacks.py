@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,12 @@ def test_the_history_of_an_iterator(trainer: Trainer) -> None:
     assert [row["epoch"] for row in trainer.history[before:]] == [0, 1, 2]
 
 
-def test_callbacks_are_called_with_the_functions_error(trainer: Trainer) -> None:
+def test_callbacks_are_called_with_the_functions_error(trainer: Trainer, tmp_path: Path) -> None:
     def fails() -> None:
         train.report(step=1)
+        (tmp_path / str(train.world_rank())).touch()
+        while len(list(tmp_path.iterdir())) < train.world_size():  # the driver has the reports of all ranks
+            time.sleep(0.05)
         raise ZeroDivisionError("planned")
 
     heard = Heard()

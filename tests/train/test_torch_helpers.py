@@ -1,5 +1,7 @@
 """`train.torch`: models, loaders, mixed precision and seeds, in functions of one rank (in this process) and of two."""
 
+import functools
+import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from raysgd import train
 from raysgd.core.progress import Control
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
-from raysgd.train import Trainer, run_session
+from raysgd.train import Trainer, loaders, run_session
 from raysgd.train.replica import FunctionReplica, FunctionReplicaFactory
 from raysgd.train.run_session import Attempt
 
@@ -66,6 +68,44 @@ def test_a_shuffling_loader_has_another_order_in_each_epoch() -> None:
     for mine, others in zip(first, second, strict=True):
         assert Counter(mine + others) == Counter(range(10)), "each sample is on one rank"
     assert first[0] != first[1]
+
+
+@pytest.mark.parametrize("transfers", [True, False])
+def test_auto_transfer_sends_the_next_batch_while_one_is_used(monkeypatch: pytest.MonkeyPatch, transfers: bool) -> None:
+    """With a carrier like that of a GPU."""
+    events: list[str] = []
+
+    class Carrier:
+        def __init__(self, device: Any, *, ahead: bool = False, **options: Any) -> None:
+            self.ahead = ahead
+
+        def send(self, batch: Any) -> Any:
+            events.append(f"send {int(batch[0][0])}")
+            return batch
+
+        def arrived(self, sent: Any) -> Any:
+            return sent
+
+    monkeypatch.setattr(loaders, "make_carrier", functools.partial(Carrier, ahead=True))
+    monkeypatch.setattr(loaders, "DeviceCarrier", Carrier)
+    loader = DataLoader(DATA, batch_size=5)
+    prepared = run_in_function(lambda: train.torch.prepare_data_loader(loader, auto_transfer=transfers))
+    for (batch,) in prepared:
+        events.append(f"use {int(batch[0])}")
+    expected = ["send 0", "send 5", "use 0", "use 5"] if transfers else ["send 0", "use 0", "send 5", "use 5"]
+    assert events == expected
+
+
+def test_traces_are_written_on_the_worker_too(tmp_path: Path) -> None:
+    def profiled() -> dict[str, Any]:
+        profiler = train.torch.TorchWorkerProfiler(trace_dir=tmp_path / "traces")
+        with torch.profiler.profile(on_trace_ready=profiler.trace_handler):
+            torch.ones(3, 3) @ torch.ones(3, 3)
+        return profiler.get_and_clear_profile_traces()
+
+    assert run_in_function(profiled)
+    (path,) = (tmp_path / "traces").iterdir()
+    assert "aten::mm" in {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
 
 
 def test_loaders_that_are_not_divided() -> None:

@@ -85,10 +85,13 @@ def test_callbacks_are_called_with_every_round(trainer: Trainer) -> None:
     assert listener.calls == [trainer.latest_run_dir.name, [0, 10], [1, 11], [2, 12], False]
 
 
-def test_an_error_keeps_its_type_and_callbacks_are_called(trainer: Trainer) -> None:
+def test_an_error_keeps_its_type_and_callbacks_are_called(trainer: Trainer, tmp_path: Path) -> None:
     def function() -> None:
         train.report(step=0)
+        (tmp_path / str(train.world_rank())).touch()
         if train.world_rank() == 1:
+            while not (tmp_path / "0").exists():  # the driver has the reports of both ranks
+                time.sleep(0.05)
             raise NotImplementedError("mine")
         time.sleep(60)
 

@@ -128,6 +128,7 @@ class TrialRecorder(tune.Callback):  # type: ignore[misc, name-defined, unused-i
             (self.marks / "stored").touch()
 
 
+@pytest.mark.soak
 @pytest.mark.elastic
 def test_a_trial_survives_a_worker_failure_and_a_killed_trial_is_restarted(ray_cluster: None, tmp_path: Path) -> None:
     recorder = TrialRecorder(tmp_path)
@@ -153,6 +154,7 @@ def test_a_trial_survives_a_worker_failure_and_a_killed_trial_is_restarted(ray_c
     wait_for_free_cpus()
 
 
+@pytest.mark.soak
 def test_an_experiment_of_a_trainable_can_be_restored(ray_cluster: None, tmp_path: Path) -> None:
     """The function fails in its first epoch, and the restored experiment resumes the trial from its checkpoint."""
     trainable = Trainer("none", num_workers=1, logdir=tmp_path / "logs").to_tune_trainable(failing_first)
@@ -185,6 +187,26 @@ def epochs_in_a_trainer(config: dict[str, Any]) -> None:
                 raise RuntimeError("the trainer's trial fails")
 
 
+def epochs_with_saves(config: dict[str, Any]) -> None:
+    """A function of Ray Train 1.x that Tune runs, with a Trainer in it. It passes on metrics only, and saves after Tune has
+    each report. It fails once, after its third report."""
+
+    def epochs() -> None:
+        start = (train.load_checkpoint() or {"epoch": -1})["epoch"] + 1
+        for epoch in range(start, 3):
+            train.report(epoch=epoch, start=start)
+            while not Path(config["folder"], f"saves_{start}_{epoch}").exists():
+                time.sleep(0.05)
+            train.save_checkpoint(epoch=epoch)
+
+    with Trainer("none", num_workers=1, logdir=config["folder"]) as trainer:
+        for rows in trainer.run_iterator(epochs, checkpoint=tune.get_checkpoint()):
+            tune.report(rows[0])
+            Path(config["folder"], f"saves_{rows[0]['start']}_{rows[0]['epoch']}").touch()
+            if rows[0]["epoch"] == 2 and once(Path(config["folder"], "saves_failed")):
+                raise RuntimeError("the trial with saves fails")
+
+
 def epochs_in_a_session(config: dict[str, Any]) -> None:
     """A function of AIR that Tune runs itself. It fails once, after its second report."""
     from raysgd.air import session
@@ -201,23 +223,28 @@ def epochs_in_a_session(config: dict[str, Any]) -> None:
 
 
 def test_checkpoints_of_a_users_function_reach_tune(ray_cluster: None, tmp_path: Path) -> None:
-    """Both functions fail once, and Tune restarts them from the checkpoint of their last report."""
-    functions = [epochs_in_a_trainer, epochs_in_a_session]
+    """Each function fails once, and Tune restarts it from the checkpoint of its last report. A Trainer's checkpoints are
+    added to reports that have none, and one that was saved after the last report is passed on, too."""
+    functions = [epochs_in_a_trainer, epochs_in_a_session, epochs_with_saves]
     results = tune.Tuner(
         tune.with_resources(
             lambda config: functions[config["which"]](config), tune.PlacementGroupFactory([{"CPU": 1}, {"CPU": 1}])
         ),
-        param_space={"which": tune.grid_search([0, 1]), "folder": str(tmp_path)},
+        param_space={"which": tune.grid_search([0, 1, 2]), "folder": str(tmp_path)},
         run_config=run_config(tmp_path / "runs", failure_config=tune.FailureConfig(max_failures=1)),
     ).fit()
     assert not results.errors
-    assert {path.name for path in tmp_path.glob("*_failed")} == {"trainer_failed", "session_failed"}
+    assert {path.name for path in tmp_path.glob("*_failed")} == {"trainer_failed", "session_failed", "saves_failed"}
     for result in results:
         assert (result.metrics["epoch"], result.metrics["start"]) == (2, 2)
         with result.checkpoint.as_directory() as folder:
             assert Checkpoint(folder).to_dict()["epoch"] == 2
-    (session,) = (result for result in results if result.config["which"] == 1)
+    _, session, saves = sorted(results, key=lambda result: result.config["which"])
     assert session.metrics["id"] == session.metrics["trial_id"]
+    assert saves.checkpoint.get_metadata()["_current_checkpoint_id"] == 3, "the numbers continue after the restart"
+    # Tune may lose the reports that it had not processed when the function failed.
+    reports = list(saves.metrics_dataframe["epoch"])
+    assert reports[-2:] == [2, 2], "the one after the restart, and its repetition with the last checkpoint"
     wait_for_free_cpus()
 
 

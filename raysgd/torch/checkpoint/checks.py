@@ -14,6 +14,7 @@ import numpy
 import torch
 from torch.nn.parameter import is_lazy
 
+from raysgd.data.sharded_stream import ShardedStream
 from raysgd.errors import CheckpointError
 from raysgd.torch import foreign
 from raysgd.torch.checkpoint.optimizer_checks import check_optimizer, check_scaler, check_scheduler
@@ -206,6 +207,18 @@ def _check_loader(operator: TrainingOperator, state: dict[str, Any]) -> None:
     listed = isinstance(generators, (list, tuple)) and all(_is_vector(each, torch.uint8) for each in generators)
     if not listed or not (order is None or isinstance(order, list) or _is_vector(order, torch.int64)):
         raise CheckpointError("loader: its order of samples, or the state of a generator, has the wrong type")
+    check_count("loader['epoch']", saved.get("epoch", 0))
+    for mark in saved.get("marks", ()):
+        parts = mark[1] if isinstance(mark, (list, tuple)) and len(mark) == 2 else None
+        if not isinstance(parts, list) or not all(isinstance(part, (list, tuple)) and len(part) == 2 for part in parts):
+            raise CheckpointError(
+                "loader: its marks must be pairs of a number of batches and a list of each rank's position"
+            )
+        check_count("loader['marks']", mark[0])
+    position = state.get("position") or {}
+    parked = position.get("parked")
+    at, ended = (position.get("offset", 0), position.get("ended", True)) if parked is None else parked[:2]
+    _check_places(operator._parts.train_loader, saved.get("places", []), at=None if ended else at)
     if number is not None:
         if not isinstance(number, (list, tuple)) or len(number) != 2:
             raise CheckpointError("loader: the number of its pass must be a list of two integers")
@@ -218,11 +231,29 @@ def _check_loader(operator: TrainingOperator, state: dict[str, Any]) -> None:
                 torch.Generator(source.device).set_state(generator)
             except (RuntimeError, TypeError) as error:
                 raise CheckpointError(f"loader: the state of a generator is damaged ({error})") from error
-        position = state.get("position") or {}
-        parked = position.get("parked")
-        ended = position.get("ended", True) if parked is None else parked[1]
         if not ended and order is not None and len(order):
             _check_order(loader, order)
+
+
+def _check_places(loader: Any, places: Any, *, at: int | None) -> None:
+    """Check the places in a ShardedStream: offsets, the counts of its shards, and the shards that have ended. The next batch is
+    at the offset `at`, or at the beginning of the next epoch (None)."""
+    for place in places:
+        offset, counts, ended = place
+        check_count("loader['places']", offset)
+        for count in counts:
+            check_count("the number of samples used of a shard", count)
+        shards = len(counts)
+        for shard in ended:
+            check_count("a shard that has ended", shard, 0, shards - 1)
+        if isinstance(loader, ShardedStream) and at is not None and shards != loader.num_shards:
+            raise CheckpointError(
+                f"it was saved with a ShardedStream of {shards} shards, and the registered one has {loader.num_shards}"
+            )
+    if isinstance(loader, ShardedStream) and at and all(place[0] != at for place in places):
+        raise CheckpointError(
+            "it was saved in the middle of an epoch on other data than the registered ShardedStream, which cannot continue there"
+        )
 
 
 def _is_vector(value: Any, dtype: torch.dtype) -> bool:

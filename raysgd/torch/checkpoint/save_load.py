@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,6 @@ class Checkpoints:
         destination = self._destination(where)
         try:
             self._send_to(destination, blocking=blocking)
-            destination.done.add_done_callback(partial(locations.log_saved, where))
             if blocking:
                 destination.done.result()
                 return locations.text_of(where)

@@ -34,7 +34,7 @@ from raysgd.core.messages import (
 from raysgd.errors import CheckpointError
 from raysgd.storage.digest import SealingWriter
 from raysgd.storage.durable import DurableFile
-from raysgd.storage.locations import Draft, Place
+from raysgd.storage.locations import Draft, Place, log_saved
 
 __all__ = ["END_BYTES", "Disconnected", "LocalSink", "SaveResult", "Stream", "StreamSink"]
 
@@ -62,6 +62,7 @@ class SaveResult:
             return self._claimed_by is writer
 
     def succeed(self, path: Place) -> None:
+        log_saved(path)  # before the result is set, so that a caller who waits for it finds the line in the log
         with self._lock:
             self.future.set_result(str(path))
 

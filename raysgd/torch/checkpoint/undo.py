@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["on_all_ranks", "undone_unless_all_succeed"]
 
 # Attributes of a replica that a load replaces with other objects, and does not change in place.
-REPLACED = ("_train", "_feed", "_validation_began")
+REPLACED = ("_sources", "_feed", "_validation_began")
 UNSEEN = "the file cannot be seen"
 
 

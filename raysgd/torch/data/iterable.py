@@ -13,15 +13,20 @@ from raysgd.torch.foreign import worker_info, worker_info_seen_as
 
 __all__ = ["RankShard", "sharded_live"]
 
+# Their data sets divide themselves among ranks, so that they must see the worker info of their own rank.
+DIVIDE_THEMSELVES = {"litdata", "streaming", "webdataset"}
+
 
 def sharded_live(loader: Iterable[Any], rank_info: RankInfo) -> Iterable[Any]:
     """Return a loader of this rank's part of the stream.
 
-    If the data set has a method `shard(rank, world_size)`, call it. Any other IterableDataset divides itself by worker info,
-    in which the loader processes of all ranks look like those of one loader.
+    Data sets of some packages divide themselves. If the data set has a method `shard(rank, world_size)`, call it. Any other
+    IterableDataset divides itself by worker info, in which the loader processes of all ranks look like those of one loader.
     """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or rank_info.world_size == 1:
+        return loader
+    if any(each.__module__.partition(".")[0] in DIVIDE_THEMSELVES for each in type(dataset).__mro__):
         return loader
     hook = getattr(dataset, "shard", None)
     if callable(hook):
@@ -55,6 +60,12 @@ class RankShard(IterableDataset[Any]):
 
     def __init__(self, dataset: IterableDataset[Any], rank: int, world_size: int) -> None:
         self._dataset, self._rank, self._world_size = dataset, rank, world_size
+
+    def __getattr__(self, name: str) -> Any:
+        """Have a state if the data set has one."""
+        if name in ("state_dict", "load_state_dict") and "_dataset" in vars(self):
+            return getattr(self._dataset, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def info(self, own: Any) -> Any:
         """Return worker info as if the loader processes of all ranks belonged to one loader."""

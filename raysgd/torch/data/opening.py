@@ -10,9 +10,12 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from raysgd.constants import BATCH_SIZE
 from raysgd.core.progress import Control
+from raysgd.data.sharded_stream import ShardedStream
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.sampling import has_own_batches, is_planned, unit_size
+from raysgd.torch.data.shards import ShardSource
 from raysgd.torch.data.sources import BatchSource, LiveSource, PlannedSource, RowSource, StreamSource
+from raysgd.torch.data.stateful import StatefulSource, has_state
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import TorchSettings
 from raysgd.training.position import Position
@@ -38,12 +41,18 @@ class Opener:
             rows = self.settings.rows(self._name(loader, phase), data.dataset, self.control.deliver)
             return self._row_source(loader, rows, data, position, training=training, own_call=False)
         settings = self.settings
+        if isinstance(loader, ShardedStream):
+            step = loader.batch_size * settings.num_workers if training and settings.elastic.batch == "global" else None
+            return ShardSource(loader, training=training, step=step, keep=self._keep)
         shared = settings.distributed and settings.add_dist_sampler
         if is_planned(loader) and (shared or not settings.distributed):
             if training and shared and self.operator.world_rank == 0:
                 _warn_without_shuffling(loader)
-            global_batch = unit_size(loader) * settings.num_workers if settings.batch == "global" else None
-            return PlannedSource(loader, pad=training, global_batch=global_batch if training else None)
+            constant = training and settings.elastic.batch == "global"
+            step = unit_size(loader) * settings.num_workers if constant else None
+            return PlannedSource(loader, pad=training, global_batch=step, pieces=constant and self._in_pieces)
+        if training and has_state(loader):
+            return StatefulSource(loader, shard=shared, keep=self._keep)
         return LiveSource(loader, shard=shared, together=training, keep=self._keep)
 
     def for_a_call(self, dataset: Any, position: Position) -> BatchSource:
@@ -60,8 +69,9 @@ class Opener:
     ) -> RowSource:
         data = data.sized(self.operator.config, BATCH_SIZE)
         global_batch = (data.batch_size or 1) * self.settings.num_workers
-        step = global_batch if training and self.settings.batch == "global" else None
-        return RowSource(loader, rows, data, position, own_call=own_call, pad=training, step=step, keep=self._keep)
+        step = global_batch if training and self.settings.elastic.batch == "global" else None
+        how: dict[str, Any] = {"own_call": own_call, "pad": training, "step": step, "keep": self._keep}
+        return RowSource(loader, rows, data, position, **how, pieces=step is not None and self._in_pieces)
 
     def _name(self, loader: Any, kind: str) -> str:
         """Return the data set's name, which is the same on all ranks because they register the same data sets in the same
@@ -72,17 +82,23 @@ class Opener:
         return next(name for name, each in self._seen if each is loader)
 
     @property
+    def _in_pieces(self) -> bool:
+        """Return whether a rank may get a large part of a step in several pieces."""
+        return not self.operator._has_own_steps
+
+    @property
     def _keep(self) -> int:
         """Return how many batches an accumulation window and the prefetched batch may hold uncommitted."""
         return self.settings.options.accumulate + 1
 
 
 def _warn_without_shuffling(loader: DataLoader[Any]) -> None:
-    """Warn users of RaySGD if their data is trained on in its own order. Python shows the same warning once per process."""
+    """Warn if data is trained on in its own order, which RaySGD shuffled. Python shows the same warning once per process."""
     if type(loader.sampler) is not SequentialSampler or has_own_batches(loader):
         return
     warnings.warn(
-        "the training loader does not shuffle, so every epoch goes through the data in the same order (RaySGD shuffled it on "
-        "several workers): pass shuffle=True to the DataLoader, unless the order is meant",
+        "the training loader does not shuffle, so every epoch goes through the data in the same order: pass shuffle=True to the "
+        "DataLoader in register_data(train_loader=...), unless the order is meant. (ray.util.sgd shuffled it by itself on several "
+        "workers.)",
         stacklevel=2,
     )

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
@@ -18,6 +27,7 @@ __all__ = [
     "Gathered",
     "Order",
     "Picker",
+    "Recipe",
     "agree",
     "batches_per_epoch",
     "can_gather",
@@ -53,16 +63,17 @@ def unit_size(loader: DataLoader[Any]) -> int:
 
 
 def plan_of(
-    loader: DataLoader[Any], total: int, world_size: int, *, pad: bool, step: int | None = None
+    loader: DataLoader[Any], total: int, world_size: int, *, pad: bool, step: int | None = None, pieces: bool = False
 ) -> SamplingPlan:
-    """Return how an epoch of `total` units is divided. `step` is how many units all ranks take together in a step."""
-    step = step or unit_size(loader) * world_size
+    """Return how an epoch of `total` units is divided. `step` is how many units all ranks take together in a step. With
+    `pieces`, no rank processes more units at once than it takes in a step without `step`."""
     return SamplingPlan(
         total=total,
-        step_size=max(step, world_size) if pad else step,
+        step_size=step or unit_size(loader) * world_size,
         world_size=world_size,
         drop_last=bool(getattr(loader, "drop_last", False)) and pad,
         pad=pad,
+        most=unit_size(loader) if pieces else None,
     )
 
 
@@ -82,15 +93,81 @@ def batches_per_epoch(loader: Any, workers: int, *, divided: bool) -> int | None
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch(epoch)` on every part of the loader that has it."""
-    for part in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))):
+    """Call `set_epoch(epoch)` on every part of the loader that has it, and on data sets in its data set (a `Subset`, a
+    `ConcatDataset`)."""
+    parts, seen = (
+        [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))],
+        set[int](),
+    )
+    while parts:
+        part = parts.pop(0)
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
         method = getattr(part, "set_epoch", None)
         if callable(method):
             method(epoch)
+        if isinstance(part, Dataset):
+            inner = getattr(part, "datasets", ())
+            parts += [getattr(part, "dataset", None), *(inner if isinstance(inner, (list, tuple)) else ())]
 
 
-def epoch_order(loader: DataLoader[Any]) -> Order:
-    """Return the order of the user's sampler for all ranks. A DistributedSampler is replaced by one for a single rank.
+@dataclass(frozen=True)
+class Recipe:
+    """What the order of one of torch's own samplers depends on. Another process draws the same order from it.
+
+    samples, count  how many samples the data set has, and how many the sampler draws
+    seed            of a generator that is made for this epoch; with `state`, that is the generator's state instead
+    shuffle         of a DistributedSampler (None: it is a RandomSampler)
+    """
+
+    samples: int
+    count: int
+    seed: int = 0
+    state: bytes = b""
+    replacement: bool = False
+    shuffle: bool | None = None
+
+    @classmethod
+    def of(cls, sampler: Any) -> Recipe | None:
+        """Return the recipe of the order that the sampler will draw next, or None if only the sampler can draw it."""
+        if type(sampler) is DistributedSampler and sampler.num_replicas == 1:
+            samples = len(sampler.dataset)  # type: ignore[arg-type]
+            return cls(samples, len(sampler), seed=sampler.seed + sampler.epoch, shuffle=sampler.shuffle)
+        if type(sampler) is not RandomSampler:
+            return None
+        samples, count, given = len(sampler.data_source), sampler.num_samples, sampler.generator
+        if given is not None:
+            if given.device.type != "cpu":
+                return None
+            return cls(samples, count, state=given.get_state().numpy().tobytes(), replacement=sampler.replacement)
+        ahead = torch.Generator()
+        ahead.set_state(torch.get_rng_state())
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=ahead).item())
+        return cls(samples, count, seed=seed, replacement=sampler.replacement)
+
+    def order(self) -> Order:
+        """Draw the order."""
+        if self.shuffle is not None:
+            data: Any = range(self.samples)
+            return _in_order(DistributedSampler(data, num_replicas=1, rank=0, shuffle=self.shuffle, seed=self.seed))
+        generator = torch.Generator().manual_seed(self.seed)
+        if self.state:
+            generator.set_state(torch.frombuffer(bytearray(self.state), dtype=torch.uint8))
+        data = range(self.samples)
+        return _in_order(RandomSampler(data, replacement=self.replacement, num_samples=self.count, generator=generator))
+
+
+def _in_order(sampler: Any) -> Order:
+    units = list(sampler)
+    if units and all(type(unit) is int for unit in units):
+        return torch.tensor(units, dtype=torch.int64)
+    return units
+
+
+def epoch_order(loader: DataLoader[Any]) -> tuple[Order, Recipe | None]:
+    """Return the order of the user's sampler for all ranks, and its recipe if it has one. A DistributedSampler is replaced
+    by one for a single rank.
 
     A DataLoader draws a seed for its processes before it reads its sampler. This function does so, too, so that a plain
     loop from the same random state has the same order.
@@ -98,7 +175,7 @@ def epoch_order(loader: DataLoader[Any]) -> Order:
     sampler: Any = loader.batch_sampler if has_own_batches(loader) else loader.sampler
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
     if type(sampler) is SequentialSampler:
-        return range(len(sampler))
+        return range(len(sampler)), None
     if isinstance(sampler, DistributedSampler):
         alone: Any = DistributedSampler(
             sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed
@@ -110,18 +187,27 @@ def epoch_order(loader: DataLoader[Any]) -> Order:
             f"the sampler {type(sampler).__name__} has no length, so its epoch cannot be divided among workers: give "
             "it a __len__, use an IterableDataset, or pass add_dist_sampler=False and divide the data yourself"
         )
-    units = list(sampler)
-    if units and all(type(unit) is int for unit in units):
-        return torch.tensor(units, dtype=torch.int64)
-    return units
+    recipe = Recipe.of(sampler)  # before the sampler draws, which changes the random states
+    return _in_order(sampler), recipe
 
 
-def agree(order: Order | None) -> Order:
-    """Return rank 0's order on every rank, because samplers draw from random states that differ between processes."""
-    box = [order]
+def agree(order: Order, recipe: Recipe | None, *, first: bool) -> Order:
+    """Return rank 0's order on every rank, because samplers draw from random states that differ between processes. `first`
+    is whether this is rank 0. If rank 0's order has a recipe, it sends that, which is small, and the others draw the same
+    order. It first draws the order once more, so that a torch whose sampler draws in another way is noticed."""
+    box: list[Any] = [None]
+    if first:
+        box = [recipe if recipe is not None and _equal(recipe.order(), order) else order]
     dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return box[0]
+    given = box[0]
+    if not isinstance(given, Recipe):
+        assert given is not None
+        return given  # type: ignore[no-any-return]
+    return order if first or given == recipe else given.order()
+
+
+def _equal(one: Order, other: Order) -> bool:
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
 
 
 def random_sources(loader: DataLoader[Any]) -> list[torch.Generator]:
@@ -148,12 +234,26 @@ class Picker:
         self._order, self._plan, self._rank, self._offset = order, plan, rank, offset
 
     def steps(self) -> Iterator[tuple[int, RankPart]]:
-        """Yield, for each step, the offset after it and this rank's part. Skip steps in which the rank has none."""
-        offset, size, total = self._offset, self._plan.step_size, self._plan.total
+        """Yield, for each step, the offset after it and this rank's part, or its pieces. Skip steps in which the rank has
+        none."""
+        offset, size, total, own = self._offset, self._plan.step_size, self._plan.total, self._own_batches
         for part in self._plan.parts_of(self._rank, offset):
-            offset = offset + size if offset + size < total else total
+            after = offset + size if offset + size < total else total
             if part.stop > part.start:
-                yield offset, part
+                yield after, self._in_samples(part, offset, after) if own else part
+            if part.whole:
+                offset = after
+
+    def _in_samples(self, part: RankPart, offset: int, after: int) -> RankPart:
+        """Return a part with the weight of its samples, because a batch sampler's batches can have different sizes."""
+        try:
+            batches: Any = self._order[offset:after]
+            sizes = [len(batch) for batch in batches]
+        except TypeError:  # batches without a length: each of them counts the same
+            return part
+        rows, mine = sum(sizes), sum(sizes[part.start - offset : part.stop - offset])
+        weight = mine * self._plan.world_size / rows if part.fresh and rows else 0.0
+        return part._replace(rows=rows, weight=weight)
 
     def __len__(self) -> int:
         return sum(1 for _ in self.steps())

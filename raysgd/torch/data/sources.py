@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.iterable import sharded_live
@@ -34,7 +34,7 @@ from raysgd.torch.foreign import end_processes, live_iterator
 from raysgd.training.feed import Drawn
 from raysgd.training.position import Position
 
-__all__ = ["BatchSource", "LiveSource", "PlannedSource", "RowSource", "StreamSource", "close"]
+__all__ = ["END", "BatchSource", "LiveSource", "PlannedSource", "RowSource", "StreamSource"]
 
 
 class BatchSource:
@@ -43,9 +43,12 @@ class BatchSource:
 
     loader: Any
     counts_samples = False
+    _epoch = 0
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Prepare a new epoch."""
+        self._epoch = epoch
+        set_epoch(self.loader, epoch)
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """Return this rank's part of the rest of the epoch."""
@@ -55,12 +58,21 @@ class BatchSource:
         """Return how many more batches the epoch has for every rank, or None if that is not known."""
         return None
 
+    def total(self) -> tuple[int, bool] | None:
+        """Return how many units the epoch has, and whether a last, smaller step is left out; None if that is not known."""
+        return None
+
     def state(self) -> dict[str, Any]:
         """Return what another process needs, in addition to the position, to continue this epoch."""
-        return {}
+        return {"epoch": self._epoch}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the state of a source in another process."""
+        if "epoch" in state:  # not in older checkpoints
+            BatchSource.begin(self, state["epoch"], RankInfo(), shared=False)
+
+    def close(self) -> None:
+        """End what reads in the background."""
 
 
 class PlannedSource(BatchSource):
@@ -69,9 +81,11 @@ class PlannedSource(BatchSource):
     Owns the epoch's order. The caller owns the offset, because only committed batches count.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, pad: bool, global_batch: int | None = None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], *, pad: bool, global_batch: int | None = None, pieces: bool = False
+    ) -> None:
         self.loader, self._pad = loader, pad
-        self._global_batch = global_batch
+        self._global_batch, self._pieces = global_batch, pieces
         self._own_batches = own = has_own_batches(loader)
         if global_batch is not None and not own and loader.batch_size is None:
             raise ConfigError(
@@ -88,18 +102,20 @@ class PlannedSource(BatchSource):
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Take the new epoch's order from rank 0's sampler. Every rank still draws an order from its own sampler, so that
         their random states stay equal and any of them can become rank 0."""
-        set_epoch(self.loader, epoch)
-        order = epoch_order(self.loader)
+        super().begin(epoch, rank_info, shared)
+        order, recipe = epoch_order(self.loader)
         if shared and rank_info.world_size > 1 and not isinstance(order, range):
-            order = agree(order if rank_info.world_rank == 0 else None)
+            order = agree(order, recipe, first=rank_info.world_rank == 0)
         self.order = order
 
     def state(self) -> dict[str, Any]:
         """Return the order of this epoch, and the generators' states for the next ones."""
         order = None if isinstance(self.order, range) else self.order
-        return {"order": order, "generators": [source.get_state() for source in random_sources(self.loader)]}
+        generators = [source.get_state() for source in random_sources(self.loader)]
+        return {**super().state(), "order": order, "generators": generators}
 
     def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
         order = state.get("order")
         self.order = range(len(self.loader.sampler)) if order is None else order
         self._open = None
@@ -125,18 +141,39 @@ class PlannedSource(BatchSource):
             for (after, part), batch in zip(self._picker.steps(), LoaderIterator(self._twin), strict=True):
                 assert self._open is not None
                 self._open = (rank_info, after, self._open[2])
-                yield Drawn(batch, after, part.fresh)
+                units = (part.start, part.stop, 0)
+                yield Drawn(batch, after, part.fresh, part.rows, part.weight, part.whole, units)
         except (Exception, DataLoaderFailure):
             self._open = None  # a generator that raised has no more batches, but the epoch has
             raise
         self._open = None
 
+    def close(self) -> None:
+        end_processes(live_iterator(self._twin))  # they persist from one epoch to the next
+
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
         return self._plan(rank_info).steps_left(offset)
 
+    def total(self) -> tuple[int, bool]:
+        return len(self.order), bool(getattr(self.loader, "drop_last", False))
+
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         ranks = rank_info.world_size
-        return plan_of(self.loader, len(self.order), ranks, pad=self._pad, step=self._global_batch)
+        how: dict[str, Any] = {"pad": self._pad, "step": self._global_batch, "pieces": self._pieces}
+        return plan_of(self.loader, len(self.order), ranks, **how)
+
+
+class Votes:
+    """Owns the process group in which ranks agree on batches: gloo, so that a GPU never waits for the answer."""
+
+    _made: Any = None
+
+    @property
+    def group(self) -> Any:
+        if self._made is None or self._made[0] is not dist.group.WORLD:
+            group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
+            self._made = (dist.group.WORLD, group)
+        return self._made[1]
 
 
 class LiveSource(BatchSource):
@@ -151,14 +188,15 @@ class LiveSource(BatchSource):
 
     def __init__(self, loader: Iterable[Any], *, shard: bool, together: bool, keep: int = 1) -> None:
         self.loader, self._shard, self._together = loader, shard, together
+        self._used: Any = loader
         self._live: Iterator[Any] | None = None
         self._kept: deque[Drawn] = deque(maxlen=keep)
-        self._votes: Any = None
+        self._votes = Votes()
         self._given = 0
         self._randomness: list[torch.Tensor] = []
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
-        set_epoch(self.loader, epoch)
+        super().begin(epoch, rank_info, shared)
         self._live = None
         self._given = 0
         self._kept.clear()
@@ -167,7 +205,6 @@ class LiveSource(BatchSource):
         """Yield first what was drawn before a worker failed, but was not committed."""
         if self._live is None:
             self._live = self._opened(rank_info)
-        vote = self._vote if self._together and rank_info.world_size > 1 else bool
         again = [drawn for drawn in self._kept if drawn.offset > offset]
         while True:
             offset += 1
@@ -176,7 +213,8 @@ class LiveSource(BatchSource):
             else:
                 drawn = Drawn(self._next(), offset)
                 self._kept.append(drawn)  # before the vote, which fails if a peer has failed
-            if not vote(drawn.batch is not _END):
+            if not self._all(rank_info, drawn.batch is not END):
+                self._end(finished=drawn.batch is END)
                 self._live = None
                 self._kept.clear()
                 return
@@ -184,39 +222,48 @@ class LiveSource(BatchSource):
 
     def _opened(self, rank_info: RankInfo) -> Iterator[Any]:
         """Return a new iterator. If the epoch has begun already, it continues after the batches that were returned."""
-        sources = [torch.default_generator]
-        if isinstance(self.loader, DataLoader):
-            sources += random_sources(self.loader)
+        sources = self._generators()
         now = [source.get_state() for source in sources]
         if self._given:
             for source, begun in zip(sources, self._randomness, strict=True):
                 source.set_state(begun)
         else:
             self._randomness = now
-        live = LoaderIterator(sharded_live(self.loader, rank_info) if self._shard else self.loader)
+        live = LoaderIterator(self._part(rank_info))
         if self._given:
             deque(islice(live, self._given), maxlen=0)
             for source, state in zip(sources, now, strict=True):
                 source.set_state(state)
         return live
 
+    def _end(self, *, finished: bool) -> None:
+        """Called when the epoch ends; `finished` is whether this rank's iterator has ended, too."""
+
+    def _part(self, rank_info: RankInfo) -> Any:
+        """Return a loader of this rank's part of the stream."""
+        self._used = sharded_live(self.loader, rank_info) if self._shard else self.loader
+        return self._used
+
+    def _generators(self) -> list[torch.Generator]:
+        own = random_sources(self.loader) if isinstance(self.loader, DataLoader) else []
+        return [torch.default_generator, *own]
+
     def _next(self) -> Any:
         assert self._live is not None
         try:
-            batch = next(self._live, _END)
+            batch = next(self._live, END)
         except DataLoaderFailure:
             self._live = None
             raise
         self._given += 1
         return batch
 
-    def _vote(self, mine: bool) -> bool:
-        """Return whether all ranks have another batch. The vote uses gloo, so that a GPU never waits for the answer."""
-        if self._votes is None or self._votes[0] is not dist.group.WORLD:
-            group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
-            self._votes = (dist.group.WORLD, group)
+    def _all(self, rank_info: RankInfo, mine: bool) -> bool:
+        """Return whether this is so on all ranks."""
+        if not self._together or rank_info.world_size == 1:
+            return mine
         answer = torch.tensor([int(mine)])
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._votes[1])
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._votes.group)
         return bool(answer.item())
 
 
@@ -247,7 +294,8 @@ class RowSource(BatchSource):
 
     Owns the number of the current pass, by which all ranks identify it. The position in the pass is in `position`. `rows`
     reads the rows, `own_call` is whether the data set is for one call only, `step` is the number of rows of all ranks in a
-    step (None: `batch_size` on each rank), and `keep` is how many batches can be uncommitted.
+    step (None: `batch_size` on each rank), and `keep` is how many batches can be uncommitted. With `pieces`, no rank has more
+    than `batch_size` rows at once.
     """
 
     counts_samples = True
@@ -263,7 +311,9 @@ class RowSource(BatchSource):
         pad: bool,
         step: int | None,
         keep: int,
+        pieces: bool = False,
     ) -> None:
+        self._pieces = pieces
         self.loader, self._rows, self._data, self._position = loader, rows, data, position
         self._pad, self._step, self._keep = pad, step, keep
         self._number = (position.call if own_call else -1, position.epoch)
@@ -278,11 +328,18 @@ class RowSource(BatchSource):
         self._number = tuple(state.get("number", self._number))
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        step = self._step or (self._data.batch_size or 1) * rank_info.world_size
-        step = max(step, rank_info.world_size)
+        ranks, size = rank_info.world_size, self._data.batch_size or 1
+        step, most = self._step or size * ranks, size if self._pieces else None
         place: dict[str, Any] = {"call": self._position.call, "number": self._number, "start": offset}
         for columns, after, fresh in self._rows.read(rank_info, **place, step=step, pad=self._pad, keep=self._keep):
-            yield Drawn(_tensors(self._data.arranged(columns)), after, fresh)
+            plan = SamplingPlan(total=after, step_size=step, world_size=ranks, pad=self._pad, most=most)
+            units, count = after - offset, len(next(iter(columns.values())))
+            offset = after
+            whole = RankPart(0, count, fresh, units, count * ranks / units if fresh else 0.0)
+            for part in whole.pieces(plan.pieces_of(units)):
+                rows = {name: column[part.start : part.stop] for name, column in columns.items()}
+                batch = _tensors(self._data.arranged(rows))
+                yield Drawn(batch, after, part.fresh, units, part.weight, part.whole)
 
 
 def _tensors(batch: Any) -> Any:
@@ -295,9 +352,4 @@ def _tensors(batch: Any) -> Any:
     return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
 
-_END = object()
-
-
-def close(source: BatchSource | None) -> None:
-    """End loader processes that persist from one epoch to the next."""
-    end_processes(live_iterator(getattr(source, "_twin", None)))
+END = object()

@@ -74,7 +74,7 @@ class LightningOperator(TrainingOperator):
         ddp_args = {**self.ddp_args, **self._settings.options.ddp_args}
         self.register(models=module, optimizers=optimizers, ddp_args=ddp_args)
         # Not through `register`, because the module says when its schedulers step, and not scheduler_step_freq.
-        self._parts.schedulers = [schedule.scheduler for schedule in schedules]
+        self._set_schedulers([schedule.scheduler for schedule in schedules])
         if self._parts.train_loader is None:
             self._register_loaders()
         self._attach_stub(optimizers)

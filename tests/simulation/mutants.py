@@ -1,0 +1,374 @@
+"""Break the recovery protocol in named ways. The simulation must detect each of them.
+
+Each function breaks one thing with monkeypatch; its name says what. `python -m tests.simulation.mutants` counts how many
+seeds each one needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raysgd.core import metrics
+from raysgd.core.messages import Interrupt, ProposeBoundary
+from raysgd.core.policy import Observation
+from raysgd.core.progress import Control, Progress
+from raysgd.core.sampling_plan import RankPart, SamplingPlan
+from raysgd.engine import boundary, engine, generation, membership, recovery, watchdog
+from raysgd.engine.engine import Engine
+from raysgd.engine.generation import Generation
+from raysgd.engine.membership import Leaver, Membership
+from raysgd.engine.recovery import RecoveryLoop
+from raysgd.engine.replacements import Replacements
+from raysgd.engine.watchdog import Watchdog
+from raysgd.engine.worker_table import WorkerInfo, WorkerTable
+from raysgd.training.feed import Feed
+from raysgd.training.position import Position
+from raysgd.workers.control_client import ControlClient
+from raysgd.workers.events import WorkerEnded
+from tests.simulation.seeds import simulate
+
+__all__ = ["MUTANTS", "seeds_needed"]
+
+Patch = pytest.MonkeyPatch
+MUTANTS: dict[str, Callable[[Patch], None]] = {}
+
+
+def mutant(breaks: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    MUTANTS[breaks.__name__] = breaks
+    return breaks
+
+
+def seeds_needed(name: str, most: int, *, step: int = 10) -> int | None:
+    """Return within how many seeds the simulation detects a mutant, None if it does not."""
+    with pytest.MonkeyPatch.context() as patch:
+        MUTANTS[name](patch)
+        for first in range(0, most, step):
+            if simulate(first, min(step, most - first)).failed:
+                return first + step
+    return None
+
+
+# -- state and samples --------------------------------------------------------------------------------
+
+
+@mutant
+def skip_the_agreement_on_state(patch: Patch) -> None:
+    patch.setattr(Generation, "_agree_on_state", lambda self, workers: True)
+
+
+@mutant
+def discard_the_most_advanced_state(patch: Patch) -> None:
+    def least_advanced(progress: dict[str, Progress]) -> str:
+        return min(progress, key=lambda worker: progress[worker].order)
+
+    patch.setattr(generation, "most_advanced", least_advanced)
+    patch.setattr(recovery, "most_advanced", least_advanced)
+
+
+@mutant
+def dismiss_the_most_advanced_survivor(patch: Patch) -> None:
+    original = RecoveryLoop._survivors
+
+    def survivors(self: RecoveryLoop, case: Any) -> list[str]:
+        found = original(self, case)
+        if len(found) > 1:
+            best = max(found, key=lambda worker: self._table[worker].progress.order)
+            self._table.dismiss(best)
+            found.remove(best)
+        return found
+
+    patch.setattr(RecoveryLoop, "_survivors", survivors)
+
+
+@mutant
+def forget_what_was_applied(patch: Patch) -> None:
+    patch.setattr(Feed, "cut_short", lambda self: False)
+
+
+@mutant
+def assign_a_shard_twice(patch: Patch) -> None:
+    original = SamplingPlan.parts_of
+    patch.setattr(SamplingPlan, "parts_of", lambda self, rank, offset: original(self, 0, offset))
+
+
+@mutant
+def skip_a_sample(patch: Patch) -> None:
+    original = SamplingPlan.parts_of
+
+    def parts_of(self: SamplingPlan, rank: int, offset: int) -> Any:
+        return (RankPart(part.start + (rank == 0), part.stop, part.fresh) for part in original(self, rank, offset))
+
+    patch.setattr(SamplingPlan, "parts_of", parts_of)
+
+
+@mutant
+def repeat_a_sample_after_loading(patch: Patch) -> None:
+    original = Position.adopt
+
+    def adopt(self: Position, values: Any) -> None:
+        original(self, values)
+        self.offset = max(self.offset - 1, 0)
+
+    patch.setattr(Position, "adopt", adopt)
+
+
+@mutant
+def begin_the_call_again_after_a_failure(patch: Patch) -> None:
+    original = Position.open_call
+
+    def open_call(self: Position, call: int) -> bool:
+        self.call = -1
+        return original(self, call)
+
+    patch.setattr(Position, "open_call", open_call)
+
+
+@mutant
+def end_epochs_early(patch: Patch) -> None:
+    original = SamplingPlan.steps_left
+    patch.setattr(SamplingPlan, "steps_left", lambda self, offset: max(original(self, offset) - 1, 0))
+
+
+@mutant
+def rescue_no_state(patch: Patch) -> None:
+    patch.setattr(Generation, "rescue_state", lambda self, worker, call: True)
+
+
+@mutant
+def forget_who_holds_the_state(patch: Patch) -> None:
+    patch.setattr(WorkerInfo, "holds_state", property(lambda self: False, lambda self, value: None), raising=False)
+
+
+@mutant
+def rank_loaded_states_as_old(patch: Patch) -> None:
+    order = property(lambda self: (self.step, self.applied, self.epoch, self.finished))
+    patch.setattr(Progress, "order", order)
+
+
+# -- generations and members --------------------------------------------------------------------------
+
+
+@mutant
+def accept_an_old_generation(patch: Patch) -> None:
+    original = ControlClient._handle
+
+    def handle(self: ControlClient, message: Any) -> None:
+        original(self, replace(message, generation=1 << 30) if isinstance(message, Interrupt) else message)
+
+    patch.setattr(ControlClient, "_handle", handle)
+
+
+@mutant
+def number_all_generations_alike(patch: Patch) -> None:
+    patch.setattr(Generation, "_number", property(lambda self: 1, lambda self, value: None), raising=False)
+
+
+@mutant
+def give_two_workers_one_rank(patch: Patch) -> None:
+    original = generation.assign_ranks
+
+    def assign_ranks(nodes: Any, **given: Any) -> Any:
+        infos = original(nodes, **given)
+        return [*infos[:-1], infos[0]] if len(infos) > 1 else infos
+
+    patch.setattr(generation, "assign_ranks", assign_ranks)
+
+
+@mutant
+def ignore_failures_while_forming(patch: Patch) -> None:
+    patch.setattr(Generation, "_all_ok", lambda self, outcomes: True)
+
+
+@mutant
+def let_spares_join(patch: Patch) -> None:
+    original = Replacements.take
+    patch.setattr(Replacements, "take", lambda self, most: original(self, most + 1))
+
+
+@mutant
+def continue_with_too_few_workers(patch: Patch) -> None:
+    original = recovery.decide
+    patch.setattr(recovery, "decide", lambda now, wait_s: original(replace(now, min_workers=1), wait_s=wait_s))
+
+
+@mutant
+def remove_the_wrong_rank(patch: Patch) -> None:
+    original = Membership.remove
+    patch.setattr(Membership, "remove", lambda self, workers: original(self, self._table.members()[: len(workers)]))
+
+
+@mutant
+def ignore_a_resize(patch: Patch) -> None:
+    original = Membership.resize
+    patch.setattr(Membership, "resize", lambda self, count: original(self, self.target))
+
+
+@mutant
+def leave_processes_behind(patch: Patch) -> None:
+    patch.setattr(Engine, "_end_group", lambda self: None)
+
+
+# -- the boundary, and preemption ---------------------------------------------------------------------
+
+
+@mutant
+def skip_the_confirmation(patch: Patch) -> None:
+    original = Control.propose
+
+    def propose(self: Control, step: int) -> bool:
+        accepted = original(self, step)
+        self._confirmed = True
+        return accepted
+
+    patch.setattr(Control, "propose", propose)
+
+
+@mutant
+def confirm_when_one_rank_agrees(patch: Patch) -> None:
+    patch.setattr(boundary, "all", any, raising=False)
+
+
+@mutant
+def accept_a_step_that_has_begun(patch: Patch) -> None:
+    original = Control.propose
+    patch.setattr(Control, "propose", lambda self, step: original(self, step) or True)
+
+
+@mutant
+def stop_one_rank_a_batch_early(patch: Patch) -> None:
+    original = ControlClient._handle
+
+    def handle(self: ControlClient, message: Any) -> None:
+        early = isinstance(message, ProposeBoundary) and self._worker.endswith("1")
+        original(self, replace(message, step=message.step - 1) if early else message)
+
+    patch.setattr(ControlClient, "_handle", handle)
+
+
+@mutant
+def keep_the_boundary_of_the_last_call(patch: Patch) -> None:
+    patch.setattr(Control, "withdraw", lambda self: None)
+
+
+@mutant
+def ignore_a_notice(patch: Patch) -> None:
+    patch.setattr(Membership, "look_for_leavers", lambda self: None)
+
+
+@mutant
+def leave_too_late(patch: Patch) -> None:
+    patch.setattr(membership, "leave_within_s", lambda deadline_s: 100.0)
+    patch.setattr(membership, "is_time_to_leave", lambda **given: given["left_s"] <= 0)
+
+
+@mutant
+def tell_of_a_preemption_twice(patch: Patch) -> None:
+    def untold(self: Membership) -> list[str]:
+        return [worker for worker, leaver in self._leaving.items() if leaver.reason == "preemption"]
+
+    patch.setattr(Membership, "_untold", untold)
+
+
+@mutant
+def announce_a_preemption_to_all(patch: Patch) -> None:
+    def untold(self: Membership) -> list[str]:
+        if not self._leaving or self._told:
+            return []
+        for worker in self._table.members():
+            self._leaving.setdefault(worker, Leaver("preemption"))
+        return self._table.members()
+
+    patch.setattr(Membership, "_untold", untold)
+
+
+# -- failures, hangs and errors of the user's code ----------------------------------------------------
+
+
+@mutant
+def ignore_the_end_of_a_worker(patch: Patch) -> None:
+    original = WorkerTable._take
+    patch.setattr(WorkerTable, "_take", lambda self, event: isinstance(event, WorkerEnded) or original(self, event))
+
+
+@mutant
+def never_kill_a_rank_that_hangs(patch: Patch) -> None:
+    patch.setattr(Watchdog, "tick", lambda self, running, **given: None)
+
+
+@mutant
+def kill_the_ranks_that_wait(patch: Patch) -> None:
+    original = watchdog.blocking_ranks
+
+    def blocking_ranks(reports: Any, **given: Any) -> list[str]:
+        found = original(reports, **given)
+        return [worker for worker in reports if worker not in found] if found else []
+
+    patch.setattr(watchdog, "blocking_ranks", blocking_ranks)
+
+
+@mutant
+def retry_an_error_of_the_user(patch: Patch) -> None:
+    original = engine.classify
+
+    def classify(outcomes: Any) -> Observation:
+        seen = original(outcomes)
+        return Observation("broken", reason="network") if seen.kind == "user_error" else seen
+
+    patch.setattr(engine, "classify", classify)
+
+
+@mutant
+def raise_a_copy_of_the_users_error(patch: Patch) -> None:
+    def raise_copy(outcome: Any, info: Any) -> None:
+        raise type(outcome.error)(*outcome.error.args)
+
+    patch.setattr(engine, "raise_user_error", raise_copy)
+
+
+@mutant
+def report_network_faults_that_are_none(patch: Patch) -> None:
+    original = engine.classify
+
+    def classify(outcomes: Any) -> Observation:
+        seen = original(outcomes)
+        return Observation("broken", reason="network") if seen.kind == "paused" else seen
+
+    patch.setattr(engine, "classify", classify)
+
+
+@mutant
+def run_a_function_twice(patch: Patch) -> None:
+    patch.setattr(engine, "_kept", lambda outcomes: None)
+
+
+# -- metrics ------------------------------------------------------------------------------------------
+
+
+@mutant
+def merge_a_metric_twice(patch: Patch) -> None:
+    original = metrics.merge_parts
+    patch.setattr(metrics, "merge_parts", lambda parts: original([*parts, *parts[:1]]))
+
+
+@mutant
+def lose_the_metrics_of_a_part(patch: Patch) -> None:
+    original = metrics.merge_parts
+    patch.setattr(metrics, "merge_parts", lambda parts: original(parts[-1:]))
+
+
+@mutant
+def count_work_that_is_redone(patch: Patch) -> None:
+    patch.setattr(Engine, "_still_counting", lambda self, parts, revived, running: parts)
+
+
+@mutant
+def count_metrics_of_an_earlier_call(patch: Patch) -> None:
+    patch.setattr(WorkerTable, "begin_run", lambda self, worker, method: None)
+
+
+if __name__ == "__main__":
+    for each in MUTANTS:
+        print(f"{seeds_needed(each, 2000)}  {each}", flush=True)

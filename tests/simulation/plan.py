@@ -1,0 +1,206 @@
+"""Describe a simulated run as a value: its size, its script, and a list of faults. A seed draws one.
+
+A plan prints as the Python expression that makes it, so that a schedule of faults can be shortened, and kept as a test.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from raysgd.config import ElasticConfig, Limits
+
+__all__ = ["HARMLESS", "Fault", "Plan", "plan_for"]
+
+# Moments in a worker at which a fault can be injected. Where the user's code runs, it can also raise an error.
+RUNNING = ("forward", "reduced", "applied", "message")
+FORMING = (
+    "leave",
+    "offer",
+    "join",
+    "formed",
+    "state",
+    "load",
+    "leave ended",
+    "join ended",
+    "state ended",
+    "load ended",
+)
+STARTING = ("process start", "warm", "warm ended", "prepare", "build", "build ended")
+OTHER = ("validate", "save", "restore", "run", "run ended", "noticed", "close", "close ended")
+USERS = (
+    "forward",
+    "forward",
+    "applied",
+    "validate",
+    "save",
+    "restore",
+    "noticed",
+    "hook",
+    "setup",
+    "resized",
+    "closing",
+)
+# What the driver is in, for faults that are injected while it waits for an event.
+PHASES = (
+    "start",
+    "train",
+    "validate",
+    "apply",
+    "save",
+    "load",
+    "resize",
+    "remove",
+    "recovery",
+    "change",
+    "agreement",
+    "rendezvous",
+    "shutdown",
+)
+
+ON_WORKERS = ("kill", "kill", "kill", "stop", "freeze", "slow", "disconnect", "reset", "notice")
+ON_NODES = ("node", "cut", "partition", "drain", "add")
+ON_DRIVER = ("ctrl-c", "ctrl-c", "cancel", "callback", "pause", "jump")
+# Faults that alone need no recovery: planned changes, and errors that end a call.
+HARMLESS = {"add", "drain", "notice", "raise", "ctrl-c", "cancel", "callback"}
+
+
+class Printed:
+    """Prints as the expression that makes it. Fields with their default values are left out."""
+
+    def __repr__(self) -> str:
+        given = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]  # type: ignore[arg-type]
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value, usual in given if value != usual)})"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Fault(Printed):
+    """A fault of this `kind`, injected the `count`th time that a worker reaches the point `at`, into it and `others` more
+    workers. If `at` is a phase of the driver ("in recovery"), it counts how often the driver waits in that phase, and
+    `pick` chooses the worker. `seconds` is how long it lasts, for those that end."""
+
+    kind: str
+    at: str
+    count: int = 1
+    others: int = 0
+    pick: int = 0
+    seconds: float = 1.0
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Printed):
+    """Everything that decides a run. `seed` decides the delays, `later` when nodes are added and how large they are,
+    `late` how many of the messages arrive up to half a second late, and `script` the calls of the user's script, such as
+    "train" (an epoch), "train 7" and "resize 2"."""
+
+    seed: int = 0
+    ranks: int = 2
+    nodes: tuple[int, ...] = (2,)
+    later: tuple[tuple[float, int], ...] = ()
+    samples: int = 12
+    batch: int = 1
+    global_batch: int | None = None
+    step_s: float = 0.05
+    late: float = 0.01
+    in_place: bool = True
+    min_workers: int = 1
+    grow: Any = True
+    spares: int = 0
+    snapshot_every: Any = "epoch"
+    script: tuple[str, ...] = ("train",)
+    faults: tuple[Fault, ...] = ()
+
+    @cached_property
+    def elastic(self) -> ElasticConfig:
+        return ElasticConfig(
+            min_workers=self.min_workers,
+            backoff_s=0.2,
+            backoff_max_s=1.0,
+            max_attempts=100,
+            hang_timeout_s=10.0,
+            grow=self.grow,
+            snapshot_every=self.snapshot_every,
+            hot_spares=self.spares,
+        )
+
+    @cached_property
+    def limits(self) -> Limits:
+        return Limits.derive(timeout_s=10.0, hang_timeout_s=10.0, start_s=20.0)
+
+
+def plan_for(seed: int) -> Plan:
+    """Draw a plan. Most have few ranks and few faults; some have many of both."""
+    draw = random.Random(f"plan {seed}")
+    ranks = (
+        draw.choice([1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 6])
+        if draw.random() < 0.95
+        else draw.choice([8, 8, 16, 16, 32, 64])
+    )
+    batch, steps = draw.randint(1, 4), draw.randint(3, 12 if ranks < 8 else 5)
+    grow = draw.choice([True, True, True, "epoch", False])
+    nodes, later = _machines(draw, ranks)
+    return Plan(
+        seed=seed,
+        ranks=ranks,
+        nodes=nodes,
+        later=later,
+        samples=max(1, batch * ranks * steps - draw.randint(0, batch * ranks - 1)),
+        batch=batch,
+        global_batch=draw.choice([None, None, batch * ranks]),
+        step_s=draw.choice([0.01, 0.01, 0.05, 0.3]),
+        late=draw.choice([0.01, 0.1, 0.1]),
+        in_place=draw.random() < 0.85,
+        min_workers=draw.randint(1, ranks),
+        grow=grow,
+        spares=draw.choice([0, 0, 1, 2]) if grow else 0,
+        snapshot_every=draw.choice(["epoch", "epoch", 1, 3, None]),
+        script=_script(draw, ranks),
+        faults=tuple(_fault(draw) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4, 6, 9]))),
+    )
+
+
+def _machines(draw: random.Random, ranks: int) -> tuple[tuple[int, ...], tuple[tuple[float, int], ...]]:
+    """Draw how many workers each node can hold, and which nodes are added later, and when."""
+    nodes, left = [], ranks + draw.choice([0, 0, 1, ranks])
+    while left > 0:
+        nodes.append(min(left, draw.randint(1, ranks)))
+        left -= nodes[-1]
+    if len(nodes) == 1 or draw.random() < 0.8:
+        return tuple(nodes), ()
+    return tuple(nodes[:-1]), ((round(draw.uniform(0.5, 15.0), 1), nodes[-1]),)
+
+
+def _script(draw: random.Random, ranks: int) -> tuple[str, ...]:
+    script = []
+    for _ in range(draw.randint(1, 3)):
+        script.append(draw.choice(["train", "train", f"train {draw.randint(1, 20)}", f"fit {draw.randint(1, 5)}"]))
+        other = draw.choice(["validate", "apply", "save", "load", "resize", "remove", "idle", "idle", "", ""])
+        if other == "load" and "save" not in script:
+            script.insert(draw.randrange(len(script)), "save")
+        script.append(f"resize {draw.randint(1, ranks)}" if other == "resize" else other)
+    return tuple(filter(None, script))
+
+
+def _fault(draw: random.Random) -> Fault:
+    kind = draw.choice(draw.choice([ON_WORKERS, ON_WORKERS, ON_NODES, ON_DRIVER, ("raise",)]))
+    count = min(draw.randint(1, 40), draw.randint(1, 40))
+    if kind == "raise":
+        at = draw.choice(USERS)
+    elif kind in ON_DRIVER or draw.random() < 0.2:
+        at = f"in {draw.choice(PHASES)}"
+    else:
+        at = draw.choice(draw.choice([RUNNING, RUNNING, FORMING, FORMING, STARTING, OTHER]))
+    if at not in RUNNING:
+        count = min(count, draw.randint(1, 12))  # because these come less often
+    return Fault(
+        kind=kind,
+        at=at,
+        count=count,
+        others=draw.choice([0, 0, 0, 0, 1, 2, 16]),
+        pick=draw.randrange(64),
+        seconds=draw.choice([0.05, 1.0, 4.0, 8.0, 25.0]),
+    )

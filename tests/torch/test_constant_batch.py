@@ -1,0 +1,216 @@
+"""With `ElasticConfig(batch="global")`, steps and memory stay the same, and so do the weights, whatever the number of workers."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd.training.feed import Carrier
+from tests.torch.simulated import train
+from tests.torch.test_exact_gradients import OPTIONS, Curve, Direct, Sampled, TwoPasses, close, options
+
+pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
+
+# Stages of an epoch: the steps of each, and the ranks during it. The last stage has the rest of the steps.
+STAGES = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), max_size=3)
+
+
+def in_stages(stages: list[tuple[int, int]], last: int, steps: int) -> list[tuple[int | None, int]]:
+    """Return the stages that begin before the epoch ends."""
+    found: list[tuple[int | None, int]] = []
+    for count, ranks in stages:
+        if steps > count:
+            found.append((count, ranks))
+            steps -= count
+    return [*found, (None, last)]
+
+
+def noting(kind: type[Curve], sizes: list[int], infos: list[dict[str, Any]]) -> type[Curve]:
+    """Return a class that notes the size of each batch, and on rank 0 what it is told."""
+
+    class Notes(kind):  # type: ignore[misc, valid-type]
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            sizes.append(len(batch[0]))
+            if self.world_rank == 0:
+                infos.append(batch_info)
+            return super().train_batch(batch, batch_info)
+
+    return Notes
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 60),
+    st.integers(1, 4),
+    st.integers(2, 5),
+    STAGES,
+    st.integers(1, 6),
+    st.sampled_from([Curve, Direct, TwoPasses]),
+    OPTIONS,
+    st.booleans(),
+)
+def test_any_schedule_ends_with_the_weights_of_an_undisturbed_run(
+    rows: int, batch: int, workers: int, stages: Any, last: int, kind: type[Curve], more: dict[str, Any], adam: bool
+) -> None:
+    whole = batch * workers
+    steps, sizes, infos, counts = -(-rows // whole), [], [], []
+    config = {"rows": rows, "batch": batch, "adam": adam}
+    mine = train(
+        noting(kind, sizes, infos),
+        config,
+        in_stages(stages, last, steps),
+        num_workers=workers,
+        batch="global",
+        options=options(**more),
+        look=lambda replicas, results: counts.append(results[0]["batch_count"]),
+    )
+    close(mine, train(kind, {**config, "batch": whole}, [(None, 1)], options=options(**more)))
+    assert max(sizes) <= batch
+    assert sum(counts) == steps
+    assert sorted({info["global_step"] for info in infos}) == list(range(steps))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 3), st.integers(2, 4), STAGES, st.integers(1, 5), st.integers(2, 3))
+def test_with_accumulation(rows: int, batch: int, workers: int, stages: Any, last: int, accumulate: int) -> None:
+    whole = batch * workers
+    stages = [(count * accumulate, ranks) for count, ranks in stages]
+    schedule = in_stages(stages, last, -(-rows // whole))
+    given: dict[str, Any] = {"options": options(accumulate=accumulate, clip_norm=0.1), "scheduler_step_freq": "epoch"}
+    mine = train(Curve, {"rows": rows, "batch": batch}, schedule, num_workers=workers, batch="global", **given)
+    close(mine, train(Curve, {"rows": rows, "batch": whole}, [(None, 1)], **given))
+
+
+def test_the_batches_of_a_batch_sampler_are_pieces() -> None:
+    sizes: list[int] = []
+    config = {"rows": 23, "batch": 1}  # batches of 1, 4, 2, 3, 1, 4, 2, 3, 1, 2 rows, three in each step
+    mine = train(noting(Sampled, sizes, []), config, [(2, 2), (None, 1)], num_workers=3, batch="global")
+    close(mine, train(Sampled, config, [(None, 3)]))
+    assert max(sizes) == 4
+
+
+def test_metrics_of_pieces_are_those_of_the_batch() -> None:
+    found: list[dict[str, Any]] = []
+    for ranks in (1, 3):
+        train(
+            Curve,
+            {"rows": 20, "batch": 2},
+            [(None, ranks)],
+            num_workers=3,
+            batch="global",
+            look=lambda replicas, results: found.append(
+                {
+                    "loss": sum(r["train_loss"] * r["num_samples"] for r in results) / 20,
+                    "samples": sum(r["num_samples"] for r in results),
+                    "steps": replicas[0].progress.step,
+                    "batches": results[0]["batch_count"],
+                }
+            ),
+        )
+    assert found[0] == pytest.approx(found[1]) and found[0]["steps"] == found[0]["batches"] == 4
+
+
+class StepsTwice(Direct):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        super().train_batch(batch, batch_info)
+        return super().train_batch(batch, batch_info)
+
+
+class Clips(Direct):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.optimizer.zero_grad()
+        self.criterion(self.model(batch[0]), batch[1]).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.optimizer.step()
+        return {}
+
+
+class Closure(Direct):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        def closure() -> Any:
+            self.optimizer.zero_grad()
+            loss = self.criterion(self.model(batch[0]), batch[1])
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+        return {}
+
+
+class ClearsTheModel(Direct):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.model.zero_grad()
+        self.criterion(self.model(batch[0]), batch[1]).backward()
+        self.optimizer.step()
+        return {}
+
+
+REFUSED = [
+    (StepsTwice, "makes a step and then computes gradients"),
+    (Clips, r"changes gradients between.*clip_norm"),
+    (Closure, "passes a closure"),
+]
+
+
+@pytest.mark.parametrize(("kind", "says"), REFUSED)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batches_that_cannot_be_divided_are_refused_before_a_worker_is_lost(
+    kind: type[Curve], says: str, ranks: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"several pieces.*{says}.*batch='per_worker'"):
+        train(kind, {"rows": 8, "batch": 2}, [(None, ranks)], num_workers=2, batch="global")
+    train(kind, {"rows": 8, "batch": 2}, [(None, 2)])
+
+
+def test_gradients_that_are_cleared_between_two_pieces_are_an_error() -> None:
+    train(ClearsTheModel, {"rows": 8, "batch": 2}, [(None, 2)], num_workers=2, batch="global")
+    with pytest.raises(ConfigError, match="clears or changes gradients between two"):
+        train(ClearsTheModel, {"rows": 8, "batch": 2}, [(None, 1)], num_workers=2, batch="global")
+
+
+class StepsItsSchedule(Direct):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        result = super().train_batch(batch, batch_info)
+        self.schedule.step()
+        return result
+
+
+def test_a_schedule_that_the_batch_steps_counts_steps() -> None:
+    rates: list[float] = []
+    for schedule in ([(None, 2)], [(1, 2), (None, 1)]):
+        train(
+            StepsItsSchedule,
+            {"rows": 8, "batch": 1},
+            schedule,
+            num_workers=2,
+            batch="global",
+            scheduler_step_freq="manual",
+            look=lambda replicas, results: rates.append(replicas[0].operator.schedule.get_last_lr()[0]),
+        )
+    assert rates[0] == rates[-1] == pytest.approx(0.2 * 0.9**4)
+
+
+@pytest.mark.parametrize("given", [{"gradients": "ranks"}, {"parallel": None}])
+def test_other_means_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"batch=.global.*leave one of them out"):
+        TorchTrainer(
+            training_operator_cls=Curve,
+            num_workers=2,
+            use_gpu=False,
+            elastic=ElasticConfig(batch="global"),
+            options=TrainingOptions(**given),
+        )
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_pieces_that_are_sent_to_the_device_in_advance(steps: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ahead(Carrier):
+        ahead = True
+
+    monkeypatch.setattr("raysgd.torch.replica.make_carrier", lambda device, **options: Ahead())
+    stages: Any = [(None, 1)] if steps is None else [(steps, 1), (None, 2)]
+    mine = train(Direct, {"rows": 23, "batch": 3}, stages, num_workers=2, batch="global")
+    close(mine, train(Direct, {"rows": 23, "batch": 6}, [(None, 1)]))

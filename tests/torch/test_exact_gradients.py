@@ -1,0 +1,180 @@
+"""A step's gradient is the mean over its samples, whatever each rank's share: one worker and N end with equal weights."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import ConfigError, TrainingOptions
+from raysgd.torch import TrainingOperator
+from tests.torch.simulated import train
+
+pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
+
+
+class Curve(TrainingOperator):
+    """A small model in double precision, so that rounding cannot hide a wrong weight."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        if config.get("adam"):
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        self.model, self.optimizer, self.criterion, self.schedule = self.register(
+            models=model, optimizers=optimizer, criterion=self.loss(), schedulers=schedule
+        )
+        x = torch.randn(config["rows"], 3, generator=torch.Generator().manual_seed(7)).double()
+        self.register_data(train_loader=self.loader(TensorDataset(x, (3 * x).sin().sum(1, keepdim=True)), config))
+
+    def loss(self) -> Any:
+        return nn.MSELoss()
+
+    def loader(self, data: Any, config: dict[str, Any]) -> Any:
+        return DataLoader(data, batch_size=config["batch"])
+
+
+class Direct(Curve):
+    """Calls `backward` and `step` itself."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        x, y = batch
+        self.optimizer.zero_grad()
+        loss = self.criterion(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item(), "num_samples": len(x)}
+
+
+class TwoPasses(Curve):
+    """Runs two backward passes for each step, and clears the gradients at the end."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        x, y = batch
+        (0.5 * self.criterion(self.model(x), y)).backward()
+        (0.5 * self.criterion(self.model(-x), y)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {}
+
+
+class Sampled(Curve):
+    """A batch sampler, whose batches have different sizes."""
+
+    def loader(self, data: Any, config: dict[str, Any]) -> Any:
+        sizes, batches, start = [1, 4, 2, 3], [], 0
+        while start < len(data):
+            size = config["batch"] * sizes[len(batches) % 4]
+            batches.append(list(range(start, min(start + size, len(data)))))
+            start += size
+        return DataLoader(data, batch_sampler=batches)
+
+
+KINDS: dict[str, type[Curve]] = {"helpers": Curve, "direct": Direct, "two passes": TwoPasses}
+OPTIONS = st.sampled_from([{}, {"clip_norm": 0.05}, {"clip_value": 0.01}])
+
+
+def options(**given: Any) -> TrainingOptions:
+    return TrainingOptions(parallel="ddp", **given)
+
+
+def close(mine: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(2, 5), st.sampled_from([*KINDS]), OPTIONS, st.booleans())
+def test_one_worker_and_several_end_with_equal_weights(
+    rows: int, batch: int, workers: int, kind: str, more: dict[str, Any], adam: bool
+) -> None:
+    config = {"rows": rows, "batch": batch, "adam": adam}
+    several = train(KINDS[kind], config, [(None, workers)], options=options(**more))
+    config["batch"] *= workers
+    close(several, train(KINDS[kind], config, [(None, 1)], options=options(**more)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(2, 4), st.integers(2, 4))
+def test_with_accumulation(rows: int, batch: int, workers: int, accumulate: int) -> None:
+    config = {"rows": rows, "batch": batch}
+    once = {"scheduler_step_freq": "epoch"}
+    several = train(Curve, config, [(None, workers)], options=options(accumulate=accumulate, clip_norm=0.1), **once)
+    config["batch"] *= workers * accumulate
+    close(several, train(Curve, config, [(None, 1)], options=options(clip_norm=0.1), **once))
+
+
+def test_batches_of_a_batch_sampler_count_by_their_samples() -> None:
+    config = {"rows": 23, "batch": 1}  # batches of 1, 4, 2, 3, 1, 4, 2, 3, 1, 2 rows
+    sizes = [1 + 4, 2 + 3, 1 + 4, 2 + 3, 1 + 2]
+    batches = [list(range(sum(sizes[:step]), sum(sizes[: step + 1]))) for step in range(5)]
+
+    class Whole(Curve):
+        def loader(self, data: Any, config: dict[str, Any]) -> Any:
+            return DataLoader(data, batch_sampler=batches)
+
+    close(train(Sampled, config, [(None, 2)]), train(Whole, config, [(None, 1)]))
+
+
+def test_the_mean_over_ranks_is_an_option() -> None:
+    config = {"rows": 11, "batch": 2}
+    means = train(Curve, config, [(None, 3)], options=options(gradients="ranks"))
+    samples = train(Curve, config, [(None, 3)])
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    x = torch.randn(11, 3, generator=torch.Generator().manual_seed(7)).double()
+    y = (3 * x).sin().sum(1, keepdim=True)
+    for parts in ([(0, 2), (2, 4), (4, 6)], [(6, 8), (8, 10), (10, 11)]):
+        optimizer.zero_grad()
+        sum(nn.functional.mse_loss(model(x[a:b]), y[a:b]) / 3 for a, b in parts).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        schedule.step()
+    close(means, nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert not torch.allclose(means, samples, rtol=1e-3)
+
+
+def test_where_shares_are_equal_no_parameter_has_a_hook() -> None:
+    seen: list[list[bool]] = []
+
+    class Looks(Curve):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            if self.world_rank == 0:
+                seen.append([bool(p._backward_hooks) for p in self.model.parameters()])
+            return super().train_batch(batch, batch_info)
+
+    train(Looks, {"rows": 13, "batch": 2}, [(None, 3)])
+    assert seen == [[False] * 4, [False] * 4, [True] * 4]
+
+
+def test_a_frozen_layer_that_a_batch_unfreezes_is_weighted() -> None:
+    class Thaws(Curve):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            for parameter in self.model[0].parameters():
+                parameter.requires_grad_(True)
+            result = super().train_batch(batch, batch_info)
+            for parameter in self.model[0].parameters():
+                parameter.requires_grad_(False)
+            return result
+
+    close(train(Thaws, {"rows": 11, "batch": 2}, [(None, 2)]), train(Curve, {"rows": 11, "batch": 4}, [(None, 1)]))
+
+
+def test_a_loss_that_is_a_sum_is_refused() -> None:
+    class Sums(Curve):
+        def loss(self) -> Any:
+            return nn.MSELoss(reduction="sum")
+
+    with pytest.raises(ConfigError, match=r"MSELoss sums over the batch.*gradients='ranks'"):
+        train(Sums, {"rows": 4, "batch": 2}, [(None, 2)])
+    train(Sums, {"rows": 4, "batch": 2}, [(None, 2)], options=options(gradients="ranks"))
+
+
+def test_gradients_has_two_values() -> None:
+    with pytest.raises(ConfigError, match="gradients must be 'samples' or 'ranks', got 'mean'"):
+        TrainingOptions(gradients="mean")  # type: ignore[arg-type]

@@ -1,0 +1,83 @@
+"""`ElasticConfig(lr=...)`: learning rates follow the number of workers, and return exactly."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raysgd import ConfigError, ElasticConfig
+from raysgd.tf import TFTrainer
+from raysgd.torch.rates import scale_rates
+from raysgd.train import Trainer
+from tests.torch.simulated import train
+from tests.torch.test_exact_gradients import Curve, close
+
+pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
+
+
+@pytest.mark.parametrize(("rule", "half", "more"), [("linear", 0.5, 1.5), ("sqrt", 0.5**0.5, 1.5**0.5), (None, 1, 1)])
+@pytest.mark.parametrize("adam", [False, True])
+def test_weights_equal_those_of_a_loop_with_these_rates(rule: Any, half: float, more: float, adam: bool) -> None:
+    shown: list[float] = []
+    mine = train(
+        Curve,
+        {"rows": 44, "batch": 2, "adam": adam},
+        [(2, 4), (2, 2), (1, 6), (None, 4)],
+        lr=rule,
+        look=lambda replicas, results: shown.append(replicas[0].operator.optimizer.param_groups[0]["lr"]),
+    )
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    base = 0.02 if adam else 0.2
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=base, momentum=0.9)
+    if adam:
+        optimizer = torch.optim.Adam(model.parameters(), lr=base)
+    x = torch.randn(44, 3, generator=torch.Generator().manual_seed(7)).double()
+    y, start, rate, expected = (3 * x).sin().sum(1, keepdim=True), 0, base, []
+    for size, factor in [(8, 1), (8, 1), (4, half), (4, half), (12, more), (8, 1)]:
+        optimizer.param_groups[0]["lr"] = rate * factor
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x[start : start + size]), y[start : start + size]).backward()
+        optimizer.step()
+        start, rate = start + size, rate * 0.9
+        expected.append(rate)
+    close(mine, nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert shown == [expected[step] for step in (1, 3, 4, 5)], "groups hold the rates of the schedule"
+
+
+def test_a_step_that_raises_leaves_no_factor_behind() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([{"params": [weight], "lr": 0.1}], lr=0.3)
+    factors = [0.5, 0.25, 1.0]
+    scale_rates([optimizer], lambda: factors.pop(0))
+    weight.grad = torch.ones(1)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    failing = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    failing.remove()
+    optimizer.step()
+    assert (weight.item(), optimizer.param_groups[0]["lr"]) == (pytest.approx(1 - 0.1 * 0.25), 0.1)
+    optimizer.step()
+    assert weight.item() == pytest.approx(1 - 0.1 * 0.25 - 0.1)
+
+
+def test_where_rates_are_not_scaled() -> None:
+    with pytest.raises(ConfigError, match=r"lr must be 'linear', 'sqrt' or None, got 'square'"):
+        ElasticConfig(lr="square")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"lr='linear' follows a batch .* batch='global'.*leave one out"):
+        ElasticConfig(lr="linear", batch="global")
+    with pytest.raises(ConfigError, match="is for TorchTrainer: a training function owns its optimizers"):
+        Trainer(backend="torch", num_workers=1, elastic=ElasticConfig(lr="sqrt"))
+    pytest.importorskip("tensorflow")
+    with pytest.raises(ConfigError, match="is for TorchTrainer: a batch of a TensorFlow data set"):
+        TFTrainer(lambda config: None, lambda config: None, elastic=ElasticConfig(lr="sqrt"))
+
+
+def test_an_optimizer_without_hooks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got a object, which has no register_step_post_hook"):
+        scale_rates([object()], lambda: 1.0)

@@ -1,0 +1,128 @@
+"""Ranks agree on rank 0's order of an epoch. Of torch's own samplers they exchange only what the order depends on."""
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from raysgd.torch.data.sampling import Recipe, agree, epoch_order
+
+SAMPLES = 20_000
+DATA: Any = range(SAMPLES)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(torch.initial_seed() + 5)
+
+
+def distributed(*, shuffle: bool) -> Any:
+    sampler: Any = DistributedSampler(DATA, num_replicas=1, rank=0, shuffle=shuffle, seed=3)
+    sampler.set_epoch(4)
+    return sampler
+
+
+class OwnSampler(RandomSampler):
+    """A user's subclass, which may draw in any way."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from reversed(list(super().__iter__()))
+
+
+BY_RECIPE: dict[str, Callable[[], Any]] = {
+    "shuffle": lambda: RandomSampler(DATA),
+    "a generator": lambda: RandomSampler(DATA, generator=generator()),
+    "with replacement": lambda: RandomSampler(DATA, replacement=True, num_samples=777),
+    "more than once": lambda: RandomSampler(DATA, num_samples=SAMPLES * 2 + 5, generator=generator()),
+    "distributed": lambda: distributed(shuffle=True),
+    "distributed, in order": lambda: distributed(shuffle=False),
+}
+IN_FULL: dict[str, Callable[[], Any]] = {
+    "a subclass": lambda: OwnSampler(DATA),
+    "a subset": lambda: SubsetRandomSampler(range(0, SAMPLES, 2)),
+    "weights": lambda: WeightedRandomSampler([1.0, 2.0] * 500, 100),
+    "a list": lambda: [3, 1, 2] * 1000,
+}
+
+
+class Wire:
+    """Rank 0's broadcast, and what the others receive. `sent` is its size."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._content = b""
+        patch.setattr(dist, "broadcast_object_list", self._broadcast)
+
+    @property
+    def sent(self) -> int:
+        return len(self._content)
+
+    def _broadcast(self, box: list[Any], src: int) -> None:
+        if box[0] is not None:
+            self._content = pickle.dumps(box[0])
+        box[0] = pickle.loads(self._content)
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    return Wire(monkeypatch)
+
+
+def drawn(make: Callable[[], Any], seed: int) -> tuple[list[int], Any, Any]:
+    """Return what a plain loop draws, and what `epoch_order` returns in the same random state."""
+    torch.manual_seed(seed)
+    plain = [index for (index,) in DataLoader(DATA, sampler=make(), batch_size=1, collate_fn=list)]
+    after = torch.get_rng_state()
+    torch.manual_seed(seed)
+    order, recipe = epoch_order(DataLoader(DATA, sampler=make(), batch_size=1))
+    assert torch.equal(torch.get_rng_state(), after), "the random state of a plain loop"
+    return plain, order, recipe
+
+
+@pytest.mark.parametrize("make", BY_RECIPE.values(), ids=BY_RECIPE)
+@pytest.mark.parametrize("other_seed", [1, 2], ids=["equal seeds", "other seeds"])
+def test_an_order_that_others_can_draw_is_not_sent(make: Callable[[], Any], other_seed: int, wire: Wire) -> None:
+    plain, mine, recipe = drawn(make, 1)
+    assert mine.tolist() == plain and recipe is not None
+    assert agree(mine, recipe, first=True) is mine
+    assert wire.sent < 6_000 < 8 * len(plain), "a seed, or the state of a generator"
+    _, theirs, their_recipe = drawn(make, other_seed)
+    received = agree(theirs, their_recipe, first=False)
+    assert isinstance(received, torch.Tensor) and received.tolist() == plain
+    assert (received is theirs) is (recipe == their_recipe), "an equal order is not drawn again"
+
+
+@pytest.mark.parametrize("make", IN_FULL.values(), ids=IN_FULL)
+def test_any_other_order_is_sent(make: Callable[[], Any], wire: Wire) -> None:
+    plain, mine, recipe = drawn(make, 1)
+    assert recipe is None
+    agree(mine, recipe, first=True)
+    _, theirs, _ = drawn(make, 2)
+    received: Any = agree(theirs, None, first=False)
+    assert received.tolist() == plain
+
+
+def test_a_torch_that_draws_in_another_way(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 notices that the recipe gives another order, and sends its own."""
+    plain = RandomSampler.__iter__
+
+    def draw(sampler: Any) -> Iterator[int]:
+        return plain(sampler) if sampler.generator is not None else reversed(list(plain(sampler)))
+
+    monkeypatch.setattr(RandomSampler, "__iter__", draw)
+    torch.manual_seed(1)
+    order, recipe = epoch_order(DataLoader(DATA, shuffle=True))
+    assert recipe is not None and recipe.order().tolist() != order.tolist()  # type: ignore[union-attr]
+    agree(order, recipe, first=True)
+    torch.manual_seed(2)
+    other, its_recipe = epoch_order(DataLoader(DATA, shuffle=True))
+    received: Any = agree(other, its_recipe, first=False)
+    assert received.tolist() == order.tolist()  # type: ignore[union-attr]
+
+
+def test_a_sampler_in_order_needs_no_recipe() -> None:
+    assert Recipe.of(SequentialSampler(DATA)) is None
+    assert epoch_order(DataLoader(DATA)) == (range(SAMPLES), None)

@@ -1,0 +1,158 @@
+"""Random numbers of a sample depend on the seed, the epoch and the index, whichever rank or process handles the sample."""
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Subset
+
+from raysgd import ConfigError, ElasticConfig, TorchTrainer
+from raysgd.core.progress import Control
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
+from raysgd.data import SampleSeeds
+from raysgd.torch.data.sampling import set_epoch
+from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
+from raysgd.torch.settings import TorchSettings
+from raysgd.training.replica_base import ReplicaBase
+from tests.faults import Fault
+from tests.torch.small import inline, operator_of
+from tests.torch.test_seed import Augmented, Noisy
+
+Drawn = dict[int, list[float]]
+
+
+class Seeded(Augmented):
+    """Trains on seeded samples. Each batch in `seen` is one of the data set, and what `sample_rng` gives for its samples."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        processes = config.get("processes", 0)
+        loader: Any = DataLoader(
+            SampleSeeds(Noisy(), seed=3), 2, shuffle=True, num_workers=processes, persistent_workers=processes > 0
+        )
+        self.register_data(train_loader=loader)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        fault = self.config.get("fault")
+        if fault and fault.rank == self.world_rank and fault.step == batch_info["global_step"]:
+            fault.fire(self.config["marks"])
+        result = super().train_batch(batch, batch_info)
+        own = []
+        for index in batch[:, 0].long():
+            with self.sample_rng(index):
+                own.append([float(torch.rand(())), random.random(), float(numpy.random.random())])
+        self.seen[-1] = torch.cat([batch[:, :4], torch.tensor(own, dtype=torch.float64)], dim=1)
+        return result
+
+
+def drawn(batches: list[torch.Tensor]) -> Drawn:
+    """Return the numbers of each sample. A batch whose step failed, which has fewer columns, was seen again later."""
+    return {int(row[0]): row[1:].tolist() for batch in batches if batch.shape[1] == 7 for row in batch}
+
+
+def epochs_of(trainer: TorchTrainer) -> list[Drawn]:
+    """Train two epochs. Return what all workers have seen in each."""
+    found = []
+    for _ in range(2):
+        trainer.train()
+        seen = trainer.apply_all_operators(lambda operator: (list(operator.seen), operator.seen.clear())[0])
+        found.append(drawn([batch for rank in seen for batch in rank]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Drawn]:
+    """What one worker without loader processes sees."""
+    with inline(Seeded, seed=7) as trainer:
+        return epochs_of(trainer)
+
+
+def test_epochs_and_samples_differ(expected: list[Drawn]) -> None:
+    first, second = expected
+    assert sorted(first) == sorted(second) == list(range(12))
+    numbers = [number for epoch in expected for row in epoch.values() for number in row]
+    assert len(set(numbers)) == len(numbers) == 2 * 12 * 6
+
+
+def test_loader_processes_that_persist_draw_the_same(expected: list[Drawn]) -> None:
+    with inline(Seeded, seed=7, config={"processes": 2}) as trainer:
+        assert epochs_of(trainer) == expected
+
+
+def rank_of(rank: int, ranks: int) -> TorchReplica:
+    factory = TorchReplicaFactory(Seeded, {}, TorchSettings(seed=7, num_workers=ranks))
+    return factory(RankInfo(world_rank=rank, world_size=ranks), Control())
+
+
+def train(replica: TorchReplica, call: int, steps: int | None = None) -> None:
+    replica.run(Call(ReplicaBase.train, {"call": call, "num_steps": steps, "profile": False, "info": {}}))
+
+
+def test_three_ranks_draw_the_same(expected: list[Drawn]) -> None:
+    ranks = [rank_of(rank, 3) for rank in range(3)]
+    for call in range(2):
+        for replica in ranks:
+            replica.operator.seen.clear()
+            train(replica, call)
+        assert drawn([batch for replica in ranks for batch in replica.operator.seen]) == expected[call]
+
+
+def test_a_replacement_in_the_middle_of_an_epoch_draws_the_numbers_of_that_epoch(expected: list[Drawn]) -> None:
+    survivor, replacement = rank_of(0, 1), rank_of(0, 1)
+    train(survivor, 0)
+    train(survivor, 1, steps=2)
+    replacement.load(survivor.state())
+    train(replacement, 2)
+    rest = drawn(replacement.operator.seen)
+    assert len(rest) == 12 - 2 * 2 and rest.items() <= expected[1].items()
+
+
+@pytest.mark.elastic
+def test_three_workers_of_which_one_fails_draw_the_same(
+    ray_cluster: None, tmp_path: Any, expected: list[Drawn]
+) -> None:
+    config = {"processes": 2, "fault": Fault(1, 3, where="second-epoch"), "marks": str(tmp_path)}
+    elastic = ElasticConfig(hang_timeout_s=60)
+    with TorchTrainer(training_operator_cls=Seeded, num_workers=3, config=config, seed=7, elastic=elastic) as trainer:
+        first, second = epochs_of(trainer)
+        assert [each.reason for each in trainer.recoveries][:1] == ["worker death"]
+    assert first == expected[0]
+    assert len(second) >= 12 - 2, "what the failed worker has seen is lost with it"
+    assert second.items() <= expected[1].items()
+
+
+def test_global_generators_continue_as_if_nothing_had_been_drawn() -> None:
+    def numbers() -> list[float]:
+        return [float(torch.rand(())), random.random(), float(numpy.random.random())]
+
+    data = SampleSeeds(Noisy(), seed=0)
+    kept = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    following = numbers()
+    random.setstate(kept[0])
+    numpy.random.set_state(kept[1])
+    torch.set_rng_state(kept[2])
+    first = data[5]
+    assert numbers() == following
+    assert torch.equal(data[torch.tensor(5)], first) and torch.equal(data[numpy.int64(5)], first)
+    assert not torch.equal(SampleSeeds(Noisy(), seed=1)[5], first)
+
+
+def test_what_cannot_be_seeded_is_refused() -> None:
+    with pytest.raises(ConfigError, match="seeds each sample by its index, and got"):
+        SampleSeeds(iter([1, 2]), seed=0)
+    with inline(Seeded) as trainer, pytest.raises(ConfigError, match="pass seed="):
+        operator_of(trainer).sample_rng(0)
+
+
+def test_a_subset_and_a_concatenation_pass_the_epoch_on() -> None:
+    seeded = SampleSeeds(Noisy(), seed=7)
+    for data in (Subset(seeded, [0, 1]), ConcatDataset([seeded]), ConcatDataset([Subset(seeded, [0, 1])])):
+        loader: Any = DataLoader(data)
+        found = []
+        for epoch in (0, 1, 0):
+            set_epoch(loader, epoch)
+            found.append(repr(data[0]))
+        assert found[0] != found[1] and found[0] == found[2]

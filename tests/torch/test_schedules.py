@@ -1,0 +1,195 @@
+"""A schedule that is too short only because fewer workers trained keeps its last learning rate. Others raise their error."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, OneCycleLR, SequentialLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import AutoCheckpoint, ElasticConfig
+from raysgd.core.progress import Control
+from raysgd.core.protocols import Call
+from raysgd.core.ranks import RankInfo
+from raysgd.torch.checkpoint.checks import check_fits
+from raysgd.torch.replica import TorchReplica, TorchReplicaFactory
+from raysgd.torch.settings import TorchSettings
+from raysgd.training.replica_base import ReplicaBase
+from tests.faults import Fault, Ground, LedgerOperator
+from tests.torch.small import Line, inline, operator_of, rows
+
+EPOCHS, STEPS = 2, 4  # and batches in an epoch of two workers
+
+
+def one_cycle(optimizer: Any, steps: int) -> Any:
+    return OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+
+
+def in_sequence(optimizer: Any, steps: int) -> Any:
+    warm_up = ConstantLR(optimizer, factor=0.5, total_iters=2)
+    return SequentialLR(optimizer, [warm_up, OneCycleLR(optimizer, max_lr=0.1, total_steps=steps - 2)], milestones=[2])
+
+
+def from_a_table(optimizer: Any, steps: int) -> Any:
+    table = [1.0 / (step + 1) for step in range(steps + 1)]
+    return LambdaLR(optimizer, lambda step: table[step])
+
+
+def with_a_mistake(optimizer: Any, steps: int) -> Any:
+    return LambdaLR(optimizer, lambda step: 1.0 / (3 - step))
+
+
+class Planned(Line):
+    """Makes a schedule for `config["epochs"]`; `config["often"]` is how often it steps after a batch."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.register_data(train_loader=DataLoader(TensorDataset(*rows(26)), batch_size=4))
+        kind = config.get("kind", one_cycle)
+
+        def made(optimizer: Any) -> Any:
+            return kind(optimizer, self.total_steps(config.get("epochs", EPOCHS)))
+
+        super().setup({**config, "scheduler": made})
+
+    def loaders(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def register_data(self, **loaders: Any) -> None:
+        if loaders:
+            super().register_data(**loaders)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        result = super().train_batch(batch, batch_info)
+        for _ in range(self.config.get("often", 1) - 1):
+            self.scheduler.step()  # type: ignore[union-attr]
+        return result
+
+
+def replica_of(num_workers: int, present: int, freq: str = "batch", **config: Any) -> TorchReplica:
+    settings = TorchSettings(num_workers=num_workers, scheduler_step_freq=freq)
+    return TorchReplicaFactory(Planned, config, settings)(RankInfo(world_size=present), Control())
+
+
+def trained(replica: TorchReplica, calls: range) -> TorchReplica:
+    for call in calls:
+        replica.run(Call(ReplicaBase.train, {"call": call, "num_steps": None, "profile": False, "info": None}))
+    return replica
+
+
+@pytest.mark.parametrize("kind", [one_cycle, in_sequence, from_a_table])
+def test_the_last_rate_is_held_if_fewer_workers_train(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    whole = trained(replica_of(2, 2, kind=kind), range(EPOCHS)).operator
+    replica = trained(replica_of(2, 1, kind=kind), range(EPOCHS))
+    scheduler, optimizer = replica.operator._parts.schedulers[0], replica.operator.optimizer
+    assert scheduler.last_epoch == 14 > EPOCHS * STEPS == whole._parts.schedulers[0].last_epoch
+    assert optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+    (warning,) = caplog.messages
+    for part in ("made for 8 steps with 2 worker(s)", "now there are 1", "ElasticConfig(batch='global')"):
+        assert part in warning
+
+
+def test_a_schedule_that_ends_for_another_reason_raises_its_error() -> None:
+    with pytest.raises(ValueError, match="Tried to step"):
+        trained(replica_of(2, 2), range(EPOCHS + 1))
+    with pytest.raises(ValueError, match="Tried to step"):  # it steps too often
+        trained(replica_of(2, 2, often=2), range(EPOCHS))
+    with pytest.raises(ZeroDivisionError):  # before the end of the schedule
+        trained(replica_of(2, 1, kind=with_a_mistake), range(EPOCHS))
+    fewer = trained(replica_of(2, 1), range(EPOCHS))
+    with pytest.raises(ValueError, match="Tried to step"):  # more epochs than planned, with fewer workers
+        trained(fewer, range(EPOCHS, EPOCHS + 1))
+    with pytest.raises(ValueError, match="Tried to step"):  # the number of epochs does not depend on the workers
+        trained(replica_of(2, 1, freq="epoch", kind=lambda optimizer, steps: one_cycle(optimizer, 3)), range(4))
+
+
+def resumed(state: dict[str, Any], replica: TorchReplica) -> int:
+    """Train the other epochs from this state. Return how many steps the schedule has made."""
+    check_fits(replica.operator, state)
+    replica._adopt(copy.deepcopy(state))
+    return int(trained(replica, range(1, EPOCHS)).operator._parts.schedulers[0].last_epoch)
+
+
+def test_a_checkpoint_knows_the_number_of_workers() -> None:
+    fewer, more = trained(replica_of(2, 1), range(1)).full_state(), trained(replica_of(2, 2), range(1)).full_state()
+    assert resumed(fewer, replica_of(2, 2)) == 7 + STEPS
+    assert resumed(fewer, replica_of(1, 1)) == 7 + 7
+    assert resumed(more, replica_of(1, 1)) == STEPS + 7
+    with pytest.raises(ValueError, match="Tried to step"):
+        resumed(more, replica_of(2, 2, often=2))
+
+
+def test_a_run_that_is_resumed_with_more_epochs_keeps_the_current_rate(caplog: pytest.LogCaptureFixture) -> None:
+    ended = trained(replica_of(1, 1), range(EPOCHS))
+    state = ended.full_state()
+    longer = replica_of(1, 1, epochs=EPOCHS + 1)
+    check_fits(longer.operator, state)
+    longer._adopt(copy.deepcopy(state))
+    trained(longer, range(EPOCHS, EPOCHS + 1))
+    assert longer.operator._parts.schedulers[0].last_epoch == 21
+    rates = [replica.operator.optimizer.param_groups[0]["lr"] for replica in (longer, ended)]
+    assert rates[0] == rates[1]
+    (warning,) = caplog.messages
+    assert "made for 14 steps with 1 worker(s), and this run, which was resumed with more epochs, has 21" in warning
+    with pytest.raises(ValueError, match="Tried to step"):
+        trained(ended, range(EPOCHS, EPOCHS + 1))  # it was not planned
+
+
+def test_a_copy_of_a_scheduler_has_the_users_class() -> None:
+    scheduler = replica_of(2, 1).operator._parts.schedulers[0]
+    assert isinstance(scheduler, OneCycleLR) and type(scheduler).__name__ == "OneCycleLR"
+    for copied in (copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler))):
+        assert type(copied) is OneCycleLR and copied.state_dict() == scheduler.state_dict()
+    assert not any(callable(value) for value in scheduler.state_dict().values())
+
+
+def test_one_worker_gets_the_users_error() -> None:
+    with inline(Planned, scheduler_step_freq="batch") as trainer, pytest.raises(ValueError, match="Tried to step"):
+        trainer.fit(EPOCHS + 1, 0)
+
+
+class Cycling(LedgerOperator):
+    """Steps a schedule made with `total_steps`."""
+
+    def register(self, **parts: Any) -> Any:
+        self.register_data(train_loader=DataLoader(TensorDataset(torch.zeros(240)), batch_size=4))
+        schedule = OneCycleLR(parts["optimizers"], max_lr=0.05, total_steps=self.total_steps(EPOCHS))
+        model, optimizer, criterion, self.scheduler = super().register(**parts, schedulers=schedule)
+        return model, optimizer, criterion
+
+
+def rate_after(steps: int) -> float:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.05, momentum=0.9)
+    scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=steps)
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+    return float(scheduler.get_last_lr()[0])
+
+
+@pytest.mark.elastic
+def test_a_worker_failure_and_a_restart(ray_cluster: None, tmp_path: Path) -> None:
+    """Two workers, one of which is killed and not replaced; then the script is started again, with two workers."""
+    arguments: dict[str, Any] = {
+        "operator": Cycling,
+        "num_workers": 2,
+        "use_gpu": False,
+        "scheduler_step_freq": "batch",
+        "resume": "auto",
+        "checkpoints": AutoCheckpoint(path=tmp_path / "run"),
+        "elastic": ElasticConfig(grow=False),
+    }
+    ground = Ground(tmp_path / "first", **arguments)
+    with ground.trainer as trainer:
+        ground.arm(Fault(1, 5))
+        epochs = trainer.epochs(EPOCHS)
+        next(epochs)
+        trainer.train()
+        assert (next(epochs), trainer.world_size, ground.fired()) == (2, 1, 1)
+    with Ground(tmp_path / "second", **arguments).trainer as trainer:
+        assert len(trainer.fit(EPOCHS, 0)) == EPOCHS and trainer.world_size == 2
+        scheduler = operator_of(trainer).scheduler
+        assert scheduler.last_epoch > scheduler.total_steps == 60
+        assert scheduler.get_last_lr() == pytest.approx([rate_after(60)])
