@@ -10,9 +10,16 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["watch_schedule"]
+__all__ = ["OWN_STATE", "watch_schedule"]
 
 logger = logging.getLogger("raysgd")
+
+# What `watch_schedule` adds to a scheduler's state, with a check of a value that comes from a checkpoint.
+OWN_STATE: dict[str, Callable[[Any], bool]] = {
+    "_made_for_workers": lambda value: type(value) is int and value >= 0,
+    "_workers_differed": lambda value: type(value) is bool,
+    "_made_for_steps": lambda value: value is None or (type(value) is int and value >= 0),
+}
 
 
 def watch_schedule(

@@ -128,6 +128,10 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "num_bad_epochs: a list": put(*PLATEAU, "num_bad_epochs")([]),
     "mode: a number": put(*PLATEAU, "mode")(3),
     "step: no function": put(*STEP, "step_size")("x"),
+    "made_for_steps: a tuple": put(*STEP, "_made_for_steps")((0.4,)),
+    "made_for_steps: negative": put(*STEP, "_made_for_steps")(-1),
+    "made_for_workers: text": put(*STEP, "_made_for_workers")("2"),
+    "workers_differed: none": put(*STEP, "_workers_differed")(None),
     # counters and the position in the data
     "global_step: text": put("global_step")("5"),
     "global_step: negative": put("global_step")(-1),

@@ -43,14 +43,16 @@ def with_a_mistake(optimizer: Any, steps: int) -> Any:
 
 
 class Planned(Line):
-    """Makes a schedule for `config["epochs"]`; `config["often"]` is how often it steps after a batch."""
+    """Makes a schedule for `config["epochs"]`, or with `config["steps"]` steps; `config["often"]` is how often it steps
+    after a batch.
+    """
 
     def setup(self, config: dict[str, Any]) -> None:
         self.register_data(train_loader=DataLoader(TensorDataset(*rows(26)), batch_size=4))
         kind = config.get("kind", one_cycle)
 
         def made(optimizer: Any) -> Any:
-            return kind(optimizer, self.total_steps(config.get("epochs", EPOCHS)))
+            return kind(optimizer, config.get("steps") or self.total_steps(config.get("epochs", EPOCHS)))
 
         super().setup({**config, "scheduler": made})
 
@@ -135,6 +137,13 @@ def test_a_run_that_is_resumed_with_more_epochs_keeps_the_current_rate(caplog: p
     assert "made for 14 steps with 1 worker(s), and this run, which was resumed with more epochs, has 21" in warning
     with pytest.raises(ValueError, match="Tried to step"):
         trained(ended, range(EPOCHS, EPOCHS + 1))  # it was not planned
+
+
+def test_a_checkpoint_fits_whether_or_not_the_steps_were_planned() -> None:
+    planned, counted = ({}, {"steps": 14})
+    for saved, here in ((planned, counted), (counted, planned)):
+        state = trained(replica_of(1, 1, **saved), range(1)).full_state()
+        assert resumed(state, replica_of(1, 1, **here)) == 14
 
 
 def test_a_copy_of_a_scheduler_has_the_users_class() -> None:

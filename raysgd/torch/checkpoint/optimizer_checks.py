@@ -7,6 +7,7 @@ unknown side effects.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import math
@@ -21,6 +22,7 @@ import torch
 from raysgd.errors import CheckpointError
 from raysgd.torch import foreign
 from raysgd.torch.checkpoint.states import completed
+from raysgd.torch.schedules import OWN_STATE
 
 __all__ = ["check_optimizer", "check_scaler", "check_scheduler"]
 
@@ -316,7 +318,8 @@ def check_scheduler(number: int, scheduler: Any, saved: Any) -> None:
     names, saved_names = ({name for name in each if name[:1] != "_"} - {"verbose"} for each in (here, saved))
     _check_kind(f"scheduler {number}", names, saved_names)
     for name in here.keys() & saved.keys():
-        if not _same_kind(here[name], saved[name], as_long=name in LISTS):
+        fits = OWN_STATE.get(name) or functools.partial(_same_kind, here[name], as_long=name in LISTS)
+        if not fits(saved[name]):
             raise CheckpointError(
                 f"scheduler {number}: {name} is {here[name]!r:.60} here and {saved[name]!r:.60} in the checkpoint, which "
                 "has another type"
