@@ -143,9 +143,32 @@ class RemoteTraceback(Exception):
         return f"\n{self.text}"
 
 
+# Names of other libraries' arguments, and the words that people try first, with our name.
+ELSEWHERE = {
+    "folder": ("dir", "dirpath", "directory", "path"),
+    "path": ("dir", "dirpath", "directory", "folder"),
+    "keep": ("save_total_limit", "save_top_k"),
+    "best": ("monitor",),
+    "accumulate": ("accumulate_grad_batches", "grad_accumulation", "gradient_accumulation_steps"),
+    "clip_norm": (
+        "clip_grad",
+        "clip_grad_norm",
+        "grad_clip",
+        "gradient_clip_val",
+        "gradient_clipping",
+        "max_grad_norm",
+    ),
+    "precision": ("amp", "dtype", "mixed_precision"),
+    "parallel": ("strategy",),
+    "max_attempts": ("max_failures", "max_restarts"),
+}
+
+
 def close_to(name: str, known: Iterable[str]) -> str:
     """Return the name among these that was most likely meant, "" if none is similar."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+    names = list(known)
+    same = [ours for ours, theirs in ELSEWHERE.items() if name in theirs and ours in names]
+    return next(iter(same or difflib.get_close_matches(name, names, n=1, cutoff=0.65)), "")
 
 
 def suggesting(function: F) -> F:

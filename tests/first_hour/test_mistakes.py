@@ -167,6 +167,9 @@ OPTIONS: dict[str, Case] = {
         lambda: AutoCheckpoint(path="x", evry=3),  # type: ignore[call-arg]
         ["AutoCheckpoint takes no argument 'evry'", "did you mean 'every'"],
     ),
+    "another library's name of an option": (lambda: TrainingOptions(max_grad_norm=1), ["did you mean 'clip_norm'"]),  # type: ignore[call-arg]
+    "another library's name for a trainer": (made(accumulate_grad_batches=4), ["TrainingOptions(accumulate=...)"]),
+    "a folder as a path": (lambda: AutoCheckpoint(folder="runs"), ["did you mean 'path'"]),  # type: ignore[call-arg]
     "a misspelled decay": (lambda: EMA(decy=0.9), ["EMA takes no argument 'decy'", "did you mean 'decay'"]),  # type: ignore[call-arg]
     "a misspelled patience": (
         lambda: EarlyStopping("val_loss", patiance=3),  # type: ignore[call-arg]
