@@ -10,8 +10,10 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 import numpy as np  # noqa: E402
+from click.testing import CliRunner  # noqa: E402
 
 from raysgd import CheckpointError  # noqa: E402
+from raysgd.cli import main  # noqa: E402
 from raysgd.storage import digest  # noqa: E402
 from raysgd.tf import TFTrainer  # noqa: E402
 from tests.files.damage import SOAK, Tallies, flipped, flips, lengths, megabytes_of, quiet, show  # noqa: E402
@@ -48,6 +50,14 @@ def tallies(request: pytest.FixtureRequest) -> Iterator[Tallies]:
     made = Tallies()
     yield made
     show(request, *made.found)
+
+
+def test_raysgd_info_describes_a_file(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "model.ckpt").write_bytes(bench.data)
+    done = CliRunner().invoke(main, ["info", str(tmp_path / "model.ckpt")])
+    assert done.exit_code == 0 and "TFTrainer.save()" in done.output and "float32" in done.output
+    (tmp_path / "model.ckpt").write_bytes(flipped(bench.data, len(bench.data) // 2, 1))
+    assert CliRunner().invoke(main, ["info", str(tmp_path / "model.ckpt")]).exit_code == 1
 
 
 # -- damage -------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import random
 import re
@@ -26,8 +27,10 @@ __all__ = [
     "copied",
     "dump",
     "dump_given",
+    "foreign_types",
     "gather",
     "parse",
+    "peek",
     "random_state",
     "read",
     "restore",
@@ -124,6 +127,22 @@ def read(file: SeenFile, *, trusted: bool) -> dict[str, Any]:
         except Exception as error:
             raise UnseenError(f"{file.path} cannot be read here ({error})") from error
     return shaped(state)
+
+
+def peek(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the state in a verified file; tensors stay on the disk until they are used. No code of the file runs."""
+    try:
+        return shaped(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"not a complete checkpoint: it cannot be read ({reason})") from error
+
+
+def foreign_types(path: str | os.PathLike[str]) -> list[str]:
+    """Return the names of classes and functions that a file needs, and that are neither plain values nor tensors."""
+    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
 
 
 def shaped(state: Any) -> dict[str, Any]:
