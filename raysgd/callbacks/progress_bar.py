@@ -22,7 +22,8 @@ UNITS = {"batch": "batches", "report": "reports"}
 class ProgressBar(Callback):
     """Owns one tqdm bar at a time, in a terminal or in a notebook; elsewhere, such as in a log file, it writes one line for
     each call. Counts batches, of which all ranks have the same number, or the reports of a training function. Shows the
-    first six metrics, the workers that are present and wanted (`workers=3/4`), and what a recovery waits for.
+    first six metrics (while a call runs, their newest values; at its end, what it returns), the workers that are present
+    and wanted (`workers=3/4`), and what a recovery waits for.
 
     `TorchTrainer(use_tqdm=True)` and `TFTrainer(use_tqdm=True)` create one.
     """
@@ -82,7 +83,8 @@ class ProgressBar(Callback):
             return
         batches = int(result.metrics.get("batch_count", bar.n))
         bar.total = batches
-        self._set_postfix(result.metrics, float(result.metrics.get("num_samples") or 0), result.epoch or 0)
+        means = {name: value for name, value in result.metrics.items() if not name.startswith("last_")}
+        self._set_postfix(means, float(result.metrics.get("num_samples") or 0), result.epoch or 0)
         bar.update(max(batches - bar.n, 0))
         self._close()
 

@@ -71,8 +71,16 @@ def unfinished_error(stories: Sequence[str]) -> WorkerStartError:
     return WorkerStartError("\n".join([*stories, advice]))
 
 
-def no_room_error(group: WorkerGroupProtocol, missing: int, target: int, limit_s: float) -> ResourceError:
-    """Return the error about workers for which the cluster had no room in time."""
+def no_room_error(
+    group: WorkerGroupProtocol, missing: int, target: int, limit_s: float, *, no_room: bool = True
+) -> ResourceError:
+    """Return the error about workers that were not up in time, because there was `no_room`, or because they were slow."""
+    if not no_room:
+        return ResourceError(
+            f"{missing} of {target} worker processes did not start within {limit_s:g} s, although the cluster had room for them. "
+            "The usual cause is a machine with too much other load or too little memory: end other programs, ask for fewer "
+            f"workers, or set the environment variable {START_LIMIT} to how many seconds to wait"
+        )
     had = f"the cluster had no room for {missing} of {target} workers within {limit_s:g} s"
     return ResourceError(f"{had}: {_sizes(group, missing)}. {_advice(group)}")
 

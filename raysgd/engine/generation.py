@@ -96,7 +96,7 @@ class Generation:
             if waited > self._limits.start_s:
                 for worker in workers:
                     self._table.dismiss(worker)
-                raise no_room_error(self._table.group, len(missing), target, self._limits.start_s)
+                raise no_room_error(self._table.group, len(missing), target, self._limits.start_s, no_room=no_room)
             if no_room:
                 warned = warned or warn_no_room(self._table.group, len(missing), waited, self._limits.start_s)
             elif waited > SLOW_S and not warned:

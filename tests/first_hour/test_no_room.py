@@ -89,6 +89,23 @@ def test_an_autoscaler_may_add_nodes_so_the_start_waits() -> None:
     assert group.launched == 5
 
 
+class Late(Slots):
+    """The last worker has a place, and never starts."""
+
+    def launch(self, count: int) -> list[str]:
+        names = super().launch(count)
+        self._events.pop()
+        return names
+
+
+def test_workers_that_start_too_slowly_do_not_lack_room() -> None:
+    with pytest.raises(ResourceError) as caught:
+        engine_of(Late({"free": 4}), 3).start()
+    text = str(caught.value)
+    for part in ("1 of 3 worker processes did not start within 0.5 s", "had room", "SGD_PLACEMENT_GROUP_TIMEOUT_S"):
+        assert part in text, text
+
+
 def test_resize_beyond_the_cluster_changes_nothing() -> None:
     group = Slots({"free": 4})
     engine = engine_of(group, 2)

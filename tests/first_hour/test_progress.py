@@ -43,8 +43,9 @@ def shown(stream: Any, monkeypatch: pytest.MonkeyPatch, *, present: int) -> str:
 
 def test_a_terminal_shows_the_users_metrics_and_missing_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(Terminal(), monkeypatch, present=3)
-    for part in ("accuracy=0.75", "f1=0.25", "epoch=3", "workers=3/4", "2/2"):
+    for part in ("accuracy=0.75", "f1=0.5", "epoch=3", "workers=3/4", "2/2"):
         assert part in text, text
+    assert text.rindex("f1=0.5") > text.rfind("f1=0.25"), "the end shows the means, not the last batch"
     assert "batch_count" not in text
 
 
@@ -71,7 +72,7 @@ def test_the_bar_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None
     bar.on_wait("2 more worker(s), which need 2 CPU (1 free)")
     waiting = terminal.getvalue()
     assert "waiting for=2 more worker(s), which need 2 CPU (1 free), epoch=3, " in waiting
-    assert "workers=4/4" in waiting
+    assert "f1=0.25" in waiting and "workers=4/4" in waiting
     bar.on_recovery(Recovery("worker death", (3,), 4, 3, True, 0, 0.1))
     bar.on_progress(now)
     bar.on_end(failed=False)
@@ -83,7 +84,7 @@ def test_the_bar_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_a_terminal_there_is_one_line_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     text = shown(io.StringIO(), monkeypatch, present=3)
     (line,) = text.splitlines()
-    assert line.startswith("train: 2 batches, epoch=3, accuracy=0.75, f1=0.25")
+    assert line.startswith("train: 2 batches, epoch=3, accuracy=0.75, f1=0.5, samples/s=")
     assert "workers=3/4" in line
     assert "\r" not in text
 
