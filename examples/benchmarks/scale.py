@@ -602,16 +602,13 @@ def gloo_rows(ranks: Sequence[int], rounds: int) -> Iterator[Row]:
 
     for count, lazy in itertools.product(ranks, (False, True)):
         store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed"])  # imported once, not once in each process
         answers = context.Queue()
-        os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))  # the processes inherit it
-        try:
-            args = [(rank, count, store.port, rounds, answers) for rank in range(count)]
-            processes = [context.Process(target=form, args=each, daemon=True) for each in args]
-            for each in processes:
-                each.start()
-        finally:
-            del os.environ["TORCH_GLOO_LAZY_INIT"]
+        args = [(rank, count, store.port, lazy, rounds, answers) for rank in range(count)]
+        processes = [context.Process(target=form, args=each, daemon=True) for each in args]
+        for each in processes:
+            each.start()
         found = [answers.get(timeout=300) for _ in processes]
         for each in processes:
             each.join(60)
@@ -626,11 +623,12 @@ def gloo_rows(ranks: Sequence[int], rounds: int) -> Iterator[Row]:
         }
 
 
-def form(rank: int, ranks: int, port: int, rounds: int, answers: Any) -> None:
+def form(rank: int, ranks: int, port: int, lazy: bool, rounds: int, answers: Any) -> None:
     """Run in a process of its own: form a group with the others, several times, each with one all_reduce."""
     import torch
     import torch.distributed as dist
 
+    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))  # read when a group is made
     torch.set_num_threads(1)
     client: Any = dist.TCPStore("127.0.0.1", port, None, False)
     times, busy = [], 0.0

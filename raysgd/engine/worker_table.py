@@ -60,6 +60,7 @@ class WorkerInfo:
     digests      of its weights after the newest steps that all ranks compare, in this generation
     busy         the call that it has not answered yet
     last_call    the newest call that it was given
+    is_exact     whether `progress` is that of its replica: it came with the answer to the newest call
     """
 
     worker: str
@@ -81,6 +82,7 @@ class WorkerInfo:
     digests: dict[int, str] = field(default_factory=dict)
     busy: int | None = None
     last_call: int = -1
+    is_exact: bool = False
 
     @property
     def machine(self) -> str:
@@ -221,7 +223,7 @@ class WorkerTable:
         info.moved_at = self.clock()
         call = self.group.submit(worker, verb, arguments, generation=generation)
         self._asked[call] = worker
-        info.busy = info.last_call = call
+        info.busy, info.last_call, info.is_exact = call, call, False
         return call
 
     def open_calls(self) -> OpenCalls:
@@ -439,14 +441,14 @@ class WorkerTable:
             info.busy = None
         info.moved_at = self.clock()
         if not isinstance(event.outcome, Failed) or event.outcome.progress != Progress():
-            info.progress = event.outcome.progress
+            info.progress, info.is_exact = event.outcome.progress, event.call == info.last_call
 
     def _message_received(self, info: WorkerInfo, message: Message) -> None:
         if isinstance(message, ProgressReport):
             if message.progress.digest:
                 info.digests[message.progress.step] = message.progress.digest
-            if message.call < info.last_call:
-                return  # it is about an earlier call, whose result arrived first, because it is sent through Ray
+            if message.call < info.last_call or (message.call == info.last_call and info.busy is None):
+                return  # the call's answer arrived first, because a large one is sent through Ray
             if message.progress != info.progress:
                 info.moved_at = self.clock()
             info.progress, info.partial = message.progress, message.partial
