@@ -119,7 +119,7 @@ class WorkerTable:
         self._on_progress, self._on_message = on_progress, on_message
         self._workers: dict[str, WorkerInfo] = {}
         self._members: list[str] | None = None  # in rank order, until they change
-        self._open: weakref.WeakSet[OpenCalls] = weakref.WeakSet()
+        self._open: list[weakref.ref[OpenCalls]] = []
         self._answers: deque[tuple[str, BoundaryAnswer | StackReport]] = deque(maxlen=ANSWERS_AT_MOST)
         self._cancelled_by: BaseException | None = None
         self._numbers = itertools.count(1)
@@ -229,7 +229,7 @@ class WorkerTable:
     def open_calls(self) -> OpenCalls:
         """Return an object that makes calls and waits for them."""
         calls = OpenCalls(self)
-        self._open.add(calls)
+        self._open = [*(each for each in self._open if each() is not None), weakref.ref(calls)]
         return calls
 
     def note_progress(self, workers: Iterable[str]) -> None:
@@ -314,8 +314,10 @@ class WorkerTable:
 
     def _note_change(self, worker: str) -> None:
         """Note that a call to this worker may have ended."""
-        for calls in list(self._open):
-            calls.note(worker)
+        for each in self._open:
+            calls = each()
+            if calls is not None:
+                calls.note(worker)
 
     # -- workers that do not answer -------------------------------------------------------------------
 

@@ -67,11 +67,10 @@ class TorchBackend:
     # -- driver ---------------------------------------------------------------------------------------
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        before, self._store = self._store, None
-        # Without ranks, closes the stores, so that ranks that still wait in one stop waiting. Otherwise the old one stays
-        # until the next generation, because ranks leave the old group when they join the new one.
-        self._store_before = before if rank_infos else None
-        del before
+        # Closes the old store, so that ranks that still wait in it stop waiting. NCCL's threads look at it until the ranks
+        # have left the old group, which they do when they join the new one.
+        self._store_before = self._store if rank_infos and self.name == "nccl" else None
+        self._store = None
         if not rank_infos:
             return []
         self._store, settings = open_store(self._host, limit_s=self._join_s)

@@ -6,6 +6,7 @@ raysgd. A code includes the number of the call, so that none can be used again."
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import pickle
 import secrets
@@ -60,15 +61,19 @@ class CallChannel:
 
 
 def seal(key: bytes, kind: bytes, data: bytes) -> bytes:
-    return hmac.digest(key, kind + data, "sha256") + data
+    return _code(key, kind, data) + data
 
 
 def unseal(key: bytes, kind: bytes, sealed: bytes) -> bytes:
     """Return what was sealed. Raise ValueError if it was not sealed with this key, as this kind of message."""
     data = sealed[CODE_BYTES:]
-    if not hmac.compare_digest(sealed[:CODE_BYTES], hmac.digest(key, kind + data, "sha256")):
+    if not hmac.compare_digest(sealed[:CODE_BYTES], _code(key, kind, data)):
         raise ValueError("a call or an answer on its control connection was not made with this trainer's key")
     return data
+
+
+def _code(key: bytes, kind: bytes, data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=CODE_BYTES, key=key, person=kind).digest()
 
 
 def packed_outcome(outcome: Outcome) -> bytes | None:
@@ -85,7 +90,7 @@ def packed_outcome(outcome: Outcome) -> bytes | None:
 
 def with_value(outcome: Outcome) -> Outcome:
     """Return the outcome with its value unpickled, or the error if that fails."""
-    if not isinstance(outcome, Ok | Interrupted):
+    if not (isinstance(outcome, (Ok, Interrupted)) and isinstance(outcome.value, PickledObject)):
         return outcome
     try:
         return replace(outcome, value=unpickled(outcome.value))
