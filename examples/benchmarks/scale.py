@@ -6,6 +6,7 @@ No machine here can hold thousands of workers, so each part is measured with as 
                  too; everything else takes a sampled latency, which the results state
     control      the real control server and worker table in this process, pinned to one core, and real connections, which
                  a few other processes hold: mass joining, training, and a connection that closes
+    calls        the real engine and control server in this process, and such connections, which answer calls at once
     rendezvous   the real rendezvous store in this process, and many clients in each of a few processes
     gloo         real processes that form one of gloo's process groups, with and without its lazy connections
 
@@ -35,7 +36,7 @@ from report import claim_stdout, emit, spread
 from raysgd.config import ElasticConfig, Limits
 from raysgd.core.connection import PREFIX, framed, sizes
 from raysgd.core.descriptors import allow_connections
-from raysgd.core.messages import Alive, Hello, Interrupt, Message, ProgressReport, decode
+from raysgd.core.messages import Alive, CallAnswer, Hello, Interrupt, Message, PerformCall, ProgressReport, decode
 from raysgd.core.outcomes import Interrupted, Ok, Outcome
 from raysgd.core.progress import Progress, report_interval_s
 from raysgd.core.protocols import Call
@@ -43,8 +44,10 @@ from raysgd.core.ranks import RankInfo, SingleWorkerBackend
 from raysgd.engine.engine import Engine, Job
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerTable
+from raysgd.workers.calls import ANSWER, CALL, CALL_HEAD, CallChannel, packed_outcome, seal, unseal
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
+from raysgd.workers.serialization import dumps_without_references
 
 COLUMNS = ("part", "ranks", "case", "resumed_s", "cpu_share", "cpu_ms_per_call", "notified_ms", "joined_s", "note")
 Row = dict[str, Any]
@@ -56,128 +59,17 @@ PER_NODE, SHARDS, TICK_S, HANG_S = 8, 2, 0.1, 600.0
 # are seconds of the driver for each rank.
 CLOSED = (0.001, 0.5)  # from the end of a process to the end of its connection on the driver
 MESSAGE = (0.0005, 0.5)  # a control message
-CALL = (0.002, 0.5)  # from a call to its start on the worker, and from its end to the driver
+DISPATCH = (0.002, 0.5)  # from a call to its start on the worker, and from its end to the driver
 UNWIND = (0.005, 0.5)  # from a closed connection of gloo to the end of the interrupted batch
 LEAVE = (0.003, 0.5)  # to leave a process group
-RAY_S = 0.00026  # Ray's own processor time in the driver for one call of one actor (`driver_cost.py`, hand-written)
+CALL_S = 0.00003  # the control channel's processor time for one call of one rank and its answer (part "calls")
 STORE_S = 0.0002  # the store's processor time for one rank's requests (part "rendezvous")
 
 
-class VirtualGroup:
-    """Simulated workers behind the protocol through which the engine calls them. Time passes while the engine waits, and
-    while this process computes."""
+class Rest:
+    """What the engine needs from a group, and what nothing happens in here."""
 
     elastic = True
-
-    def __init__(self, seed: int) -> None:
-        self.listener: Callable[[Event], None] = lambda event: None
-        self._random = random.Random(seed)
-        self._skipped, self._began = 1000.0, time.process_time()
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers, self._events = itertools.count(1), list[Event]()
-        self._nodes: dict[str, str] = {}
-        self._training: dict[str, int] = {}
-        self._joining: list[tuple[str, int]] = []
-        self._joined_at = 0.0
-        self.failed: set[str] = set()
-        self.failed_at = self.released_at = self.resumed_at = 0.0
-        self.joins_at = self.formed_at = math.nan
-
-    def clock(self) -> float:
-        return self._skipped + time.process_time() - self._began
-
-    def at(self, delay: float, do: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.clock() + delay, next(self._numbers), do))
-
-    def sample(self, latency: tuple[float, float]) -> float:
-        return latency[0] * math.exp(self._random.gauss(0.0, latency[1]))
-
-    # -- the protocol ---------------------------------------------------------------------------------
-
-    def launch(self, count: int) -> list[str]:
-        names = [f"w{next(self._numbers)}" for _ in range(count)]
-        for number, name in enumerate(names):
-            self._nodes[name] = f"node{number // PER_NODE}"
-            self._events.append(WorkerStarted(name, self._nodes[name], number + 1))
-        return names
-
-    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
-        call = next(self._numbers)
-        self._skipped += RAY_S
-        if worker in self.failed:
-            return call
-        arrives = self.sample(CALL)
-        if verb == "join":
-            self.joins_at = self.joins_at if self._joining else self.clock()
-            self._joining.append((worker, call))
-            self._joined_at = max(self._joined_at, self.clock() + arrives)
-            if len(self._joining) == arguments["rank_info"].world_size:
-                self._form()
-        elif verb == "run" and arguments["call"].name == "train":
-            self._training[worker] = call
-            self.resumed_at = max(self.resumed_at, self.clock() + arrives)
-        else:
-            takes = self.sample(LEAVE) if verb == "leave" else 0.0
-            self._end(worker, call, Ok(Probe()), arrives + takes + self.sample(CALL))
-        return call
-
-    def _form(self) -> None:
-        formed = self._joined_at - self.clock() + STORE_S * len(self._joining)
-        for worker, call in self._joining:
-            self._end(worker, call, Ok(), formed + self.sample(CALL))
-        self.formed_at, self._joining, self._joined_at = self.clock() + formed, [], 0.0
-
-    def _end(self, worker: str, call: int, outcome: Outcome, delay: float) -> None:
-        self._emit(delay, CallEnded(worker, call, outcome))
-
-    def _emit(self, delay: float, event: Event) -> None:
-        self.at(delay, lambda: self._events.append(event))
-
-    def poll(self, timeout: float) -> list[Event]:
-        deadline = self.clock() + timeout
-        while True:
-            while self._queue and self._queue[0][0] <= self.clock():
-                heapq.heappop(self._queue)[2]()
-            if self._events or self.clock() >= deadline:
-                events, self._events = self._events, []
-                return events
-            until = min(self._queue[0][0] if self._queue else deadline, deadline)
-            self._skipped += max(until - self.clock(), 1e-6)
-
-    def send(self, worker: str, message: Message) -> bool:
-        if isinstance(message, Interrupt) and worker in self._training and worker not in self.failed:
-            call = self._training.pop(worker)
-            delay = self.sample(MESSAGE) + self.sample(UNWIND) + self.sample(CALL)
-            self._end(worker, call, Interrupted(None, "a peer failed", Progress(step=1)), delay)
-            self.released_at = max(self.released_at, self.clock() + delay)
-        return True
-
-    # -- what happens to the workers ------------------------------------------------------------------
-
-    def fail(self, workers: Sequence[str]) -> None:
-        """End these processes now."""
-        self.failed.update(workers)
-        self.failed_at = self.clock()
-        for worker in workers:
-            self._training.pop(worker, None)
-            self._emit(self.sample(CLOSED), WorkerEnded(worker, "its process ended"))
-
-    def report_for(self, seconds: float) -> None:
-        """Let the ranks report their progress while they train, and end the call after these seconds."""
-        ranks = len(self._training)
-        interval_s = report_interval_s(ranks)
-        for number, (worker, call) in enumerate(self._training.items()):
-            first = interval_s * number / ranks
-            for turn in range(max(math.ceil((seconds - first) / interval_s), 0)):
-                message = ProgressReport(call, Progress(step=turn + 2), {"train_loss": 0.5, "num_samples": 32})
-                self._emit(first + turn * interval_s, MessageReceived(worker, message))
-            self._end(worker, call, Ok(Probe(), Progress(step=10_000, finished=True)), seconds + self.sample(CALL))
-        self._training.clear()
-
-    def members(self) -> list[str]:
-        return [name for name in self._nodes if name not in self.failed]
-
-    # -- the rest of the protocol ---------------------------------------------------------------------
 
     def silent_for(self, worker: str) -> float:
         return 0.0
@@ -221,6 +113,118 @@ class VirtualGroup:
         return contextlib.nullcontext()
 
 
+class VirtualGroup(Rest):
+    """Simulated workers behind the protocol through which the engine calls them. Time passes while the engine waits, and
+    while this process computes."""
+
+    def __init__(self, seed: int) -> None:
+        self.listener: Callable[[Event], None] = lambda event: None
+        self._random = random.Random(seed)
+        self._skipped, self._began = 1000.0, time.process_time()
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers, self._events = itertools.count(1), list[Event]()
+        self._nodes: dict[str, str] = {}
+        self._training: dict[str, int] = {}
+        self._joining: list[tuple[str, int]] = []
+        self._joined_at = 0.0
+        self.failed: set[str] = set()
+        self.failed_at = self.released_at = self.resumed_at = 0.0
+        self.joins_at = self.formed_at = math.nan
+
+    def clock(self) -> float:
+        return self._skipped + time.process_time() - self._began
+
+    def at(self, delay: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.clock() + delay, next(self._numbers), do))
+
+    def sample(self, latency: tuple[float, float]) -> float:
+        return latency[0] * math.exp(self._random.gauss(0.0, latency[1]))
+
+    # -- the protocol ---------------------------------------------------------------------------------
+
+    def launch(self, count: int) -> list[str]:
+        names = [f"w{next(self._numbers)}" for _ in range(count)]
+        for number, name in enumerate(names):
+            self._nodes[name] = f"node{number // PER_NODE}"
+            self._events.append(WorkerStarted(name, self._nodes[name], number + 1))
+        return names
+
+    def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
+        call = next(self._numbers)
+        self._skipped += CALL_S
+        if worker in self.failed:
+            return call
+        arrives = self.sample(DISPATCH)
+        if verb == "join":
+            self.joins_at = self.joins_at if self._joining else self.clock()
+            self._joining.append((worker, call))
+            self._joined_at = max(self._joined_at, self.clock() + arrives + self.sample(LEAVE))
+            if len(self._joining) == arguments["rank_info"].world_size:
+                self._form()
+        elif verb == "run" and arguments["call"].name == "train":
+            self._training[worker] = call
+            self.resumed_at = max(self.resumed_at, self.clock() + arrives)
+        else:
+            self._end(worker, call, Ok(Probe()), arrives + self.sample(DISPATCH))
+        return call
+
+    def _form(self) -> None:
+        formed = self._joined_at - self.clock() + STORE_S * len(self._joining)
+        for worker, call in self._joining:
+            self._end(worker, call, Ok(), formed + self.sample(DISPATCH))
+        self.formed_at, self._joining, self._joined_at = self.clock() + formed, [], 0.0
+
+    def _end(self, worker: str, call: int, outcome: Outcome, delay: float) -> None:
+        self._emit(delay, CallEnded(worker, call, outcome))
+
+    def _emit(self, delay: float, event: Event) -> None:
+        self.at(delay, lambda: self._events.append(event))
+
+    def poll(self, timeout: float) -> list[Event]:
+        deadline = self.clock() + timeout
+        while True:
+            while self._queue and self._queue[0][0] <= self.clock():
+                heapq.heappop(self._queue)[2]()
+            if self._events or self.clock() >= deadline:
+                events, self._events = self._events, []
+                return events
+            until = min(self._queue[0][0] if self._queue else deadline, deadline)
+            self._skipped += max(until - self.clock(), 1e-6)
+
+    def send(self, worker: str, message: Message) -> bool:
+        if isinstance(message, Interrupt) and worker in self._training and worker not in self.failed:
+            call = self._training.pop(worker)
+            delay = self.sample(MESSAGE) + self.sample(UNWIND) + self.sample(DISPATCH)
+            self._end(worker, call, Interrupted(None, "a peer failed", Progress(step=1)), delay)
+            self.released_at = max(self.released_at, self.clock() + delay)
+        return True
+
+    # -- what happens to the workers ------------------------------------------------------------------
+
+    def fail(self, workers: Sequence[str]) -> None:
+        """End these processes now."""
+        self.failed.update(workers)
+        self.failed_at = self.clock()
+        for worker in workers:
+            self._training.pop(worker, None)
+            self._emit(self.sample(CLOSED), WorkerEnded(worker, "its process ended"))
+
+    def report_for(self, seconds: float) -> None:
+        """Let the ranks report their progress while they train, and end the call after these seconds."""
+        ranks = len(self._training)
+        interval_s = report_interval_s(ranks)
+        for number, (worker, call) in enumerate(self._training.items()):
+            first = interval_s * number / ranks
+            for turn in range(max(math.ceil((seconds - first) / interval_s), 0)):
+                message = ProgressReport(call, Progress(step=turn + 2), {"train_loss": 0.5, "num_samples": 32})
+                self._emit(first + turn * interval_s, MessageReceived(worker, message))
+            self._end(worker, call, Ok(Probe(), Progress(step=10_000, finished=True)), seconds + self.sample(DISPATCH))
+        self._training.clear()
+
+    def members(self) -> list[str]:
+        return [name for name in self._nodes if name not in self.failed]
+
+
 class Probe:
     """What a simulated rank measured."""
 
@@ -244,6 +248,10 @@ def engine_rows(ranks: Sequence[int], seconds: float) -> Iterator[Row]:
 
 def started(ranks: int) -> tuple[Engine, VirtualGroup]:
     group = VirtualGroup(ranks)
+    return engine_of(group, ranks, group.clock), group
+
+
+def engine_of(group: Any, ranks: int, clock: Callable[[], float]) -> Engine:
     limits = Limits.derive(timeout_s=1800.0, hang_timeout_s=HANG_S, start_s=100.0)
     engine = Engine(
         group,
@@ -252,10 +260,10 @@ def started(ranks: int) -> tuple[Engine, VirtualGroup]:
         target=ranks,
         elastic=ElasticConfig(grow=False),
         limits=limits,
-        clock=group.clock,
+        clock=clock,
     )
     engine.start()
-    return engine, group
+    return engine
 
 
 def failure(ranks: int, case: str, failing: int) -> Row:
@@ -270,15 +278,15 @@ def failure(ranks: int, case: str, failing: int) -> Row:
         """Called before each fan-out: the second one is that after the failure."""
         formed.append(group.clock())
         if len(formed) == 2:
-            group.at(RAY_S, lambda: group.report_for(0.5))
+            group.at(CALL_S, lambda: group.report_for(0.5))
         return {}
 
     engine.run(Job(Call(train), again="resume", max_failures=-1, prepare=again))
     engine.stop(force=True)
     phases = {
         "detect and release": group.released_at - group.failed_at,
-        "leave, agree, assign": group.joins_at - group.released_at,
-        "rendezvous": formed[1] - group.joins_at,
+        "agree, assign": group.joins_at - group.released_at,
+        "leave, rendezvous": formed[1] - group.joins_at,
         "call": group.resumed_at - formed[1],
     }
     return {
@@ -291,8 +299,8 @@ def failure(ranks: int, case: str, failing: int) -> Row:
 
 
 def calm(ranks: int, seconds: float) -> Row:
-    """Measure the driver's processor time for a call that does nothing, and for each second of training. Ray's is not in
-    it, but that of the simulation is."""
+    """Measure the driver's processor time for a call that does nothing, and for each second of training. That of the control
+    channel is not in it, but that of the simulation is."""
     engine, group = started(ranks)
     calls = 5
     began = time.process_time()
@@ -329,22 +337,28 @@ def exponent(rows: Sequence[Row], case: str, figure: str) -> float | None:
 # -- (b) the control server ---------------------------------------------------------------------------
 
 
-class Served:
-    """The part of a group that a `WorkerTable` needs, in front of a real control server."""
+class Served(Rest):
+    """A group in front of a real control server."""
 
     def __init__(self) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.control = ControlServer(self.events, "127.0.0.1")
         self.listener: Callable[[Event], None] = lambda event: None
         self.send, self.silent_for = self.control.send, self.control.silent_for
+        self.channel = CallChannel(self.control)
         self.names: list[str] = []
+        self._calls, self._newest = itertools.count(1), (dict[str, Any](), b"")
 
     def launch(self, count: int) -> list[str]:
         self.names = [f"w{number}" for number in range(count)]
         return self.names
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
-        return int(worker[1:]) + 1
+        call = next(self._calls)
+        if self._newest[0] is not arguments:
+            self._newest = arguments, dumps_without_references((verb, arguments))
+        self.channel.send(worker, CALL_HEAD.pack(call, generation) + self._newest[1])
+        return call
 
     def poll(self, timeout: float) -> list[Event]:
         found: list[Event] = []
@@ -352,32 +366,37 @@ class Served:
             found.append(self.events.get(timeout=timeout))
             while True:
                 found.append(self.events.get_nowait())
-        return found
+        return [self.channel.opened(event) for event in found]
 
 
 class Client:
-    """One rank's end of a control connection: it reads nothing but the moments at which messages arrive."""
+    """One rank's end of a control connection. It notes when it was interrupted, and answers calls if it has a key."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
+        self.reader, self.writer, self.key = reader, writer, key
         self.interrupted_at = 0.0
 
     async def read(self) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                header, _ = sizes(await self.reader.readexactly(PREFIX.size))
-                if isinstance(decode(await self.reader.readexactly(header)), Interrupt):
+                header, size = sizes(await self.reader.readexactly(PREFIX.size))
+                message, body = decode(await self.reader.readexactly(header)), await self.reader.readexactly(size)
+                if isinstance(message, Interrupt):
                     self.interrupted_at = time.monotonic()
+                elif isinstance(message, PerformCall) and self.key:
+                    call, _ = CALL_HEAD.unpack_from(unseal(self.key, CALL, body))
+                    answer = seal(self.key, ANSWER, CALL_HEAD.pack(call, 0) + (packed_outcome(Ok()) or b""))
+                    self.writer.write(framed(CallAnswer(), len(answer)) + answer)
 
 
-def hold(pipe: Any, address: Any, numbers: Sequence[int], ranks: int) -> None:
+def hold(pipe: Any, address: Any, numbers: Sequence[int], ranks: int, key: bytes) -> None:
     """Run in a process of its own: hold the connections of these ranks, and do what the benchmark asks for."""
-    asyncio.run(Holder(pipe, address, numbers, ranks).serve())
+    asyncio.run(Holder(pipe, address, numbers, ranks, key).serve())
 
 
 class Holder:
-    def __init__(self, pipe: Any, address: Any, numbers: Sequence[int], ranks: int) -> None:
-        self._pipe, self._address, self._numbers, self._ranks = pipe, address, numbers, ranks
+    def __init__(self, pipe: Any, address: Any, numbers: Sequence[int], ranks: int, key: bytes) -> None:
+        self._pipe, self._address, self._numbers, self._ranks, self._key = pipe, address, numbers, ranks, key
         self._clients: dict[int, Client] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -408,7 +427,7 @@ class Holder:
             except (asyncio.IncompleteReadError, OSError):
                 await asyncio.sleep(pause_s)
                 continue
-            client = self._clients[number] = Client(reader, writer)
+            client = self._clients[number] = Client(reader, writer, self._key)
             for work in (client.read(), self._beat(client, number)):
                 self._tasks.add(asyncio.create_task(work))
             return
@@ -428,14 +447,44 @@ class Holder:
             await asyncio.sleep(1.0)
 
 
-def control_rows(ranks: Sequence[int], seconds: float, closes: int) -> Iterator[Row]:
+def on_one_core(ranks: Sequence[int], measure: Callable[..., Row], *given: Any) -> Iterator[Row]:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})  # the control thread starts later, and inherits this
     try:
         for count in ranks:
-            yield control(count, seconds, closes, cores - {min(cores)} or cores)
+            yield measure(count, *given, cores - {min(cores)} or cores)
     finally:
         os.sched_setaffinity(0, cores)
+
+
+def calls_on(ranks: int, calls: int, other_cores: set[int]) -> Row:
+    """Measure the driver's processor time for calls that do nothing: the engine's, and that of the control channel."""
+    allow_connections(ranks, each=1)
+    group = Served()
+    group.control.expected_workers = ranks
+    pipes, holders = started_holders(group, ranks, other_cores, group.channel.key)
+    try:
+        engine = engine_of(group, ranks, time.monotonic)
+        spent, took = [], []
+        for _ in range(calls):
+            busy, began = time.process_time(), time.monotonic()
+            engine.run(Job(Call(nothing)))
+            spent.append((time.process_time() - busy) * 1000)
+            took.append((time.monotonic() - began) * 1000)
+        assert all(pipe.recv() == "joined" for pipe in pipes)
+        engine.stop(force=True)
+    finally:
+        group.control.close()
+        for holder in holders:
+            holder.kill()
+            holder.join()
+    return {
+        "part": "calls",
+        "ranks": ranks,
+        "case": "a call that does nothing",
+        "cpu_ms_per_call": spread(spent, 3),
+        "answer_ms": spread(took, 3),
+    }
 
 
 def control(ranks: int, seconds: float, closes: int, other_cores: set[int]) -> Row:
@@ -444,7 +493,7 @@ def control(ranks: int, seconds: float, closes: int, other_cores: set[int]) -> R
     group.control.expected_workers = ranks
     table = WorkerTable(group)
     workers = table.launch(ranks)
-    pipes, holders = started_holders(group, ranks, other_cores)
+    pipes, holders = started_holders(group, ranks, other_cores, b"")
     try:
         first_at = joined_at = 0.0
         began, deadline = time.process_time(), time.monotonic() + 120
@@ -479,13 +528,14 @@ def control(ranks: int, seconds: float, closes: int, other_cores: set[int]) -> R
     }
 
 
-def started_holders(group: Any, ranks: int, cores: set[int]) -> tuple[list[Any], list[Any]]:
-    """Start the processes that hold the ranks' connections, on these cores. Return the pipes to them, and the processes."""
+def started_holders(group: Any, ranks: int, cores: set[int], key: bytes) -> tuple[list[Any], list[Any]]:
+    """Start the processes that hold the ranks' connections, on these cores. With a key, the ranks answer calls. Return the
+    pipes to them, and the processes."""
     context = multiprocessing.get_context("spawn")
     pipes, holders = [], []
     for shard in range(SHARDS):
         mine, theirs = context.Pipe()
-        given = (theirs, group.control.address_for_workers(), range(shard, ranks, SHARDS), ranks)
+        given = (theirs, group.control.address_for_workers(), range(shard, ranks, SHARDS), ranks, key)
         holders.append(context.Process(target=hold, args=given, daemon=True))
         holders[-1].start()
         os.sched_setaffinity(holders[-1].pid, cores)
@@ -602,16 +652,13 @@ def gloo_rows(ranks: Sequence[int], rounds: int) -> Iterator[Row]:
 
     for count, lazy in itertools.product(ranks, (False, True)):
         store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed"])  # imported once, not once in each process
         answers = context.Queue()
-        os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))  # the processes inherit it
-        try:
-            args = [(rank, count, store.port, rounds, answers) for rank in range(count)]
-            processes = [context.Process(target=form, args=each, daemon=True) for each in args]
-            for each in processes:
-                each.start()
-        finally:
-            del os.environ["TORCH_GLOO_LAZY_INIT"]
+        args = [(rank, count, store.port, lazy, rounds, answers) for rank in range(count)]
+        processes = [context.Process(target=form, args=each, daemon=True) for each in args]
+        for each in processes:
+            each.start()
         found = [answers.get(timeout=300) for _ in processes]
         for each in processes:
             each.join(60)
@@ -626,11 +673,12 @@ def gloo_rows(ranks: Sequence[int], rounds: int) -> Iterator[Row]:
         }
 
 
-def form(rank: int, ranks: int, port: int, rounds: int, answers: Any) -> None:
+def form(rank: int, ranks: int, port: int, lazy: bool, rounds: int, answers: Any) -> None:
     """Run in a process of its own: form a group with the others, several times, each with one all_reduce."""
     import torch
     import torch.distributed as dist
 
+    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))  # read when a group is made
     torch.set_num_threads(1)
     client: Any = dist.TCPStore("127.0.0.1", port, None, False)
     times, busy = [], 0.0
@@ -650,7 +698,7 @@ def form(rank: int, ranks: int, port: int, rounds: int, answers: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = ("engine", "control", "rendezvous", "gloo")
+    parts = ("engine", "control", "calls", "rendezvous", "gloo")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--ranks", nargs="+", type=int, help="instead of those of each part")
     parser.add_argument("--seconds", type=float, default=20.0, help="of training")
@@ -670,7 +718,9 @@ def main() -> None:
                 figure = "resumed_s" if "resumed_s" in row else "cpu_ms_per_call"
                 row["exponent"] = exponent(own, row["case"], figure)
         elif part == "control":
-            rows += control_rows(args.ranks or [100, 1000, 4000], args.seconds, args.closes)
+            rows += on_one_core(args.ranks or [100, 1000, 4000], control, args.seconds, args.closes)
+        elif part == "calls":
+            rows += on_one_core(args.ranks or [10, 100, 1000, 4000], calls_on, 2 if args.smoke else 20)
         elif part == "rendezvous":
             rows += rendezvous_rows(args.ranks or [32, 100, 1000])
         else:

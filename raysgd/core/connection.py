@@ -46,6 +46,7 @@ TOKEN_BYTES = 32
 PREFIX = struct.Struct(">IQ")
 LARGEST_HEADER = 1 << 20
 PIECE = 4 << 20
+JOINED = 1 << 16
 LARGE = 64 << 20
 Body = bytearray | mmap.mmap
 MessageT = TypeVar("MessageT", bound=Message)
@@ -121,8 +122,8 @@ def send(connection: socket.socket, message: Message, body: bytes | bytearray | 
 
     The body is sent in pieces, so that the socket's timeout limits a standstill and not the whole transfer."""
     view = memoryview(body).cast("B") if len(body) else memoryview(b"")
-    connection.sendall(framed(message, len(view)))
-    for start in range(0, len(view), PIECE):
+    connection.sendall(framed(message, len(view)) + bytes(view[:JOINED]))  # one packet, if it is small
+    for start in range(JOINED, len(view), PIECE):
         connection.sendall(view[start : start + PIECE])
 
 

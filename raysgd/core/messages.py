@@ -28,6 +28,7 @@ __all__ = [
     "AllowReports",
     "BoundaryAnswer",
     "Bye",
+    "CallAnswer",
     "CheckpointComplete",
     "CheckpointDraft",
     "CheckpointFailed",
@@ -43,6 +44,7 @@ __all__ = [
     "MessageError",
     "OpenBulk",
     "OpenCheckpoint",
+    "PerformCall",
     "PreemptionNotice",
     "ProgressReport",
     "ProposeBoundary",
@@ -157,7 +159,19 @@ class StackReport(Message):
     collectives: int = -1
 
 
+@dataclass(frozen=True)
+class CallAnswer(Message):
+    """A worker sends this when a call has ended. Body: the pickled outcome, sealed (`workers/calls.py`). Ray sends an
+    outcome that is large."""
+
+
 # -- the control connection, from the driver ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PerformCall(Message):
+    """The driver asks a worker to perform a call. Body: the pickled call, sealed (`workers/calls.py`). `CallAnswer`
+    follows. Without a body, the worker's main thread performs one call that the driver has submitted to Ray."""
 
 
 @dataclass(frozen=True)

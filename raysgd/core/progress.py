@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,7 +51,13 @@ class Progress:
         return (self.loads, self.step, self.applied, self.epoch, self.finished)
 
     def at(self, phase: str) -> Progress:
-        return replace(self, phase=phase)
+        return _at(self, phase)
+
+
+@lru_cache(maxsize=64)
+def _at(progress: Progress, phase: str) -> Progress:
+    """Return the progress in another phase, made once for all ranks that are at the same place."""
+    return replace(progress, phase=phase)
 
 
 def most_advanced(progress: dict[str, Progress]) -> str:

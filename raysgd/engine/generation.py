@@ -1,8 +1,9 @@
 """Form generations, and track whether the process group of the current one is up. Driver.
 
 One attempt to form a generation: the members leave the old process group, agree on the most advanced state, join the
-new group, and are set up where they are new. Each step can lose members, also in the middle of a recovery. Then the
-attempt has failed, and the caller decides again with the workers that are left.
+new group, and are set up where they are new. Leaving is a part of joining, unless a state must be sent, workers are new,
+or an answer is missing, without which it is not known how advanced a worker is. Each step can lose members, also in the
+middle of a recovery. Then the attempt has failed, and the caller decides again with the workers that are left.
 """
 
 from __future__ import annotations
@@ -119,11 +120,15 @@ class Generation:
 
     def _form(self, workers: Sequence[str], state: Any) -> bool:
         staying = self._table.restrict_group(workers)
-        if staying and not self._succeeds(staying, "leave", {}, self._limits.hang_s):
-            return False
         self._table.expect_ranks(workers)
         new = [worker for worker in workers if not self._table[worker].built]
-        if not self._agree_on_state([worker for worker in workers if self._table[worker].built]):
+        built = [worker for worker in workers if self._table[worker].built]
+        needs_call = new or self._behind(built)[1] or not all(self._table[worker].is_exact for worker in staying)
+        # Otherwise they leave the old group when they join the next one. The answers also say where the replicas are.
+        if staying and needs_call and not self._succeeds(staying, "leave", {}, self._limits.hang_s):
+            return False
+        source, behind = self._behind(built)
+        if behind and not self._pass_state(source, behind):
             return False
         if new and not self._prepare(new):
             return False
@@ -137,16 +142,17 @@ class Generation:
         self._has_formed = True
         return True
 
-    def _agree_on_state(self, workers: Sequence[str]) -> bool:
-        """Let workers that are behind, or new, load the state of the most advanced one. Usually there are none."""
+    def _behind(self, workers: Sequence[str]) -> tuple[str, list[str]]:
+        """Return the most advanced worker, and those that need its state because they are behind, or new. Usually there
+        are none."""
         progress = {worker: self._table[worker].progress for worker in workers}
         holders = {worker: progress[worker] for worker in workers if self._table[worker].holds_state}
         if not holders:
-            return True
+            return "", []
         source = most_advanced(holders)
-        behind = [w for w in workers if w not in holders or progress[w].order != holders[source].order]
-        if not behind:
-            return True
+        return source, [w for w in workers if w not in holders or progress[w].order != holders[source].order]
+
+    def _pass_state(self, source: str, behind: Sequence[str]) -> bool:
         given = self._ask([source], "state", {}, self._limits.setup_s)
         if not self._all_ok(given):
             return False

@@ -60,6 +60,7 @@ class WorkerInfo:
     digests      of its weights after the newest steps that all ranks compare, in this generation
     busy         the call that it has not answered yet
     last_call    the newest call that it was given
+    is_exact     whether `progress` is that of its replica: it came with the answer to the newest call
     """
 
     worker: str
@@ -81,6 +82,7 @@ class WorkerInfo:
     digests: dict[int, str] = field(default_factory=dict)
     busy: int | None = None
     last_call: int = -1
+    is_exact: bool = False
 
     @property
     def machine(self) -> str:
@@ -117,7 +119,7 @@ class WorkerTable:
         self._on_progress, self._on_message = on_progress, on_message
         self._workers: dict[str, WorkerInfo] = {}
         self._members: list[str] | None = None  # in rank order, until they change
-        self._open: weakref.WeakSet[OpenCalls] = weakref.WeakSet()
+        self._open: list[weakref.ref[OpenCalls]] = []
         self._answers: deque[tuple[str, BoundaryAnswer | StackReport]] = deque(maxlen=ANSWERS_AT_MOST)
         self._cancelled_by: BaseException | None = None
         self._numbers = itertools.count(1)
@@ -221,13 +223,13 @@ class WorkerTable:
         info.moved_at = self.clock()
         call = self.group.submit(worker, verb, arguments, generation=generation)
         self._asked[call] = worker
-        info.busy = info.last_call = call
+        info.busy, info.last_call, info.is_exact = call, call, False
         return call
 
     def open_calls(self) -> OpenCalls:
         """Return an object that makes calls and waits for them."""
         calls = OpenCalls(self)
-        self._open.add(calls)
+        self._open = [*(each for each in self._open if each() is not None), weakref.ref(calls)]
         return calls
 
     def note_progress(self, workers: Iterable[str]) -> None:
@@ -312,8 +314,10 @@ class WorkerTable:
 
     def _note_change(self, worker: str) -> None:
         """Note that a call to this worker may have ended."""
-        for calls in list(self._open):
-            calls.note(worker)
+        for each in self._open:
+            calls = each()
+            if calls is not None:
+                calls.note(worker)
 
     # -- workers that do not answer -------------------------------------------------------------------
 
@@ -439,14 +443,14 @@ class WorkerTable:
             info.busy = None
         info.moved_at = self.clock()
         if not isinstance(event.outcome, Failed) or event.outcome.progress != Progress():
-            info.progress = event.outcome.progress
+            info.progress, info.is_exact = event.outcome.progress, event.call == info.last_call
 
     def _message_received(self, info: WorkerInfo, message: Message) -> None:
         if isinstance(message, ProgressReport):
             if message.progress.digest:
                 info.digests[message.progress.step] = message.progress.digest
-            if message.call < info.last_call:
-                return  # it is about an earlier call, whose result arrived first, because it is sent through Ray
+            if message.call < info.last_call or (message.call == info.last_call and info.busy is None):
+                return  # the call's answer arrived first, because a large one is sent through Ray
             if message.progress != info.progress:
                 info.moved_at = self.clock()
             info.progress, info.partial = message.progress, message.partial

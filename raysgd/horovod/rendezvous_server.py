@@ -21,7 +21,7 @@ SECRET_BYTES = 16
 HEAD_BYTES = 4096
 BODY_BYTES, BODY_BYTES_PER_RANK = 1 << 16, 1 << 10
 REQUEST_S = 5.0
-OPEN_AT_MOST = 256
+OPEN_AT_MOST, OPEN_PER_RANK = 256, 4  # all ranks can connect at the same moment
 
 
 class Refused(Exception):
@@ -37,14 +37,17 @@ class RendezvousServer:
     server.
 
     Every path begins with the secret of the generation, which is checked before anything is read or stored. A request
-    has 5 seconds, whatever the client sends. If more than 256 connections are open, the oldest one is closed.
+    has 5 seconds, whatever the client sends. If more than 256 connections are open, or four for each rank if that is more,
+    the oldest one is closed.
     `sizes` says how many ranks must finish with each scope before its entries are removed.
     """
 
     def __init__(self, host: str, sizes: Mapping[str, int]) -> None:
         self.secret = secrets.token_hex(SECRET_BYTES)
         self._sizes = dict(sizes)
-        self._body_bytes = BODY_BYTES + BODY_BYTES_PER_RANK * max(self._sizes.values(), default=1)
+        ranks = max(self._sizes.values(), default=1)
+        self._body_bytes = BODY_BYTES + BODY_BYTES_PER_RANK * ranks
+        self._open_at_most = max(OPEN_AT_MOST, OPEN_PER_RANK * ranks)
         self._entries: dict[str, dict[str, bytes]] = {}
         self._finished: dict[str, set[str]] = {}
         self._open: dict[asyncio.StreamWriter, None] = {}
@@ -76,7 +79,7 @@ class RendezvousServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open[writer] = None
-        if len(self._open) > OPEN_AT_MOST:
+        if len(self._open) > self._open_at_most:
             oldest = next(iter(self._open))
             del self._open[oldest]
             oldest.transport.abort()

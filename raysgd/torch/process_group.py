@@ -49,18 +49,28 @@ class TorchBackend:
         self.name, self.in_place = name, in_place
         self._host, self._join_s, self._collective_s = host, join_s, collective_s
         self._store: Any = None
+        self._store_before: Any = None
         self._groups: list[Any] = []
         self._groups_before: list[Any] = []
         self._connections = Connections()
         self._gloo = GlooConnections()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None, "_groups": [], "_groups_before": []}  # these cannot be pickled
+        return {
+            **self.__dict__,
+            "_store": None,
+            "_store_before": None,
+            "_groups": [],
+            "_groups_before": [],
+        }  # these cannot be pickled
 
     # -- driver ---------------------------------------------------------------------------------------
 
     def plan(self, rank_infos: Sequence[RankInfo], offers: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        self._store = None  # closes the old store, so that ranks that still wait in it stop waiting
+        # Closes the old store, so that ranks that still wait in it stop waiting. NCCL's threads look at it until the ranks
+        # have left the old group, which they do when they join the new one.
+        self._store_before = self._store if rank_infos and self.name == "nccl" else None
+        self._store = None
         if not rank_infos:
             return []
         self._store, settings = open_store(self._host, limit_s=self._join_s)

@@ -8,28 +8,28 @@ import os
 import pickle
 import shutil
 import signal
-import struct
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from raysgd.core.connection import ControlAddress
-from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
+from raysgd.core.outcomes import Failed, Ok, Outcome
 from raysgd.core.protocols import ProcessGroupBackend
 from raysgd.errors import described
 from raysgd.storage.durable import own_folder
-from raysgd.workers.blob import SMALL, PickledObject, unpickled
+from raysgd.workers.blob import unpickled
+from raysgd.workers.calls import ANSWER, CALL, CALL_HEAD, packed_outcome, seal, unseal
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.replica_host import ReplicaHost
 from raysgd.workers.user_code import UserCode, add_to_path, install
 
-__all__ = ["CALL_HEAD", "WorkerActor"]
+__all__ = ["WorkerActor"]
 
-CALL_HEAD = struct.Struct(">qq")  # the numbers of a call and of the generation, before what is the same for all ranks
 PR_SET_PDEATHSIG = 1
 # The driver makes Ray end a worker that it dismissed, which takes milliseconds, unless Ray is no longer running.
 LEAVE_S = 3.0
@@ -39,9 +39,10 @@ class WorkerActor:
     """One worker process. Its methods run one at a time on the main thread, which data loaders, signal handlers and
     user code require; so `max_concurrency` must be 1."""
 
-    def __init__(self, worker: str, address: ControlAddress, backend: ProcessGroupBackend) -> None:
+    def __init__(self, worker: str, address: ControlAddress, key: bytes, backend: ProcessGroupBackend) -> None:
         import ray
 
+        self._key = key
         node = ray.get_runtime_context().get_node_id()
         self._client = ControlClient(address, worker, node, backend.abort, _leave)
         self._host = ReplicaHost(backend, self._client.control)
@@ -61,22 +62,32 @@ class WorkerActor:
         """Let this process import modules from folders of this machine."""
         add_to_path(folders, first)
 
-    def perform(self, packed: bytes, others: dict[str, Any] | None = None) -> Outcome | bytes:
-        """Perform a call. `packed` begins with `CALL_HEAD`; `others` are arguments that only Ray can send. Return a small
-        outcome as bytes, which cost the driver less than an object of Ray's."""
+    def serve(self) -> tuple[int, Outcome] | None:
+        """Perform the calls that arrive on the control connection. Return the number and the outcome of a call whose
+        answer is large, or None when the driver has submitted a call to Ray. The driver calls this again at once."""
+        while data := self._client.calls.get():
+            call, outcome = self._perform(unseal(self._key, CALL, bytes(data)))
+            packed = packed_outcome(outcome)
+            if packed is None:
+                return call, outcome
+            self._client.answer(seal(self._key, ANSWER, CALL_HEAD.pack(call, 0) + packed))
+        return None
+
+    def perform(self, packed: bytes, others: dict[str, Any]) -> tuple[int, Outcome]:
+        """Perform a call that was submitted to Ray, because only Ray can send its other arguments."""
         import ray
 
-        call, generation = CALL_HEAD.unpack_from(packed)
+        given = {name: ray.get(each) if isinstance(each, ray.ObjectRef) else each for name, each in others.items()}
+        return self._perform(packed, given)
+
+    def _perform(self, data: bytes, others: Mapping[str, Any] | None = None) -> tuple[int, Outcome]:
+        """Perform a call: `CALL_HEAD`, then the pickled verb and arguments. Return its number and its outcome."""
+        call, generation = CALL_HEAD.unpack_from(data)
         self._client.begin(call)
-        verb, arguments = pickle.loads(memoryview(packed)[CALL_HEAD.size :])
+        verb, arguments = pickle.loads(memoryview(data)[CALL_HEAD.size :])
         if verb in ("join", "warm"):
             self._client.generation = generation
-        for name, value in (others or {}).items():
-            arguments[name] = ray.get(value) if isinstance(value, ray.ObjectRef) else value
-        outcome = self._host.perform(verb, arguments)
-        value = outcome.value if isinstance(outcome, Ok | Interrupted) else outcome
-        small = value is None or (isinstance(value, PickledObject) and len(value) < SMALL)
-        return pickle.dumps(outcome) if small else outcome
+        return call, self._host.perform(verb, {**arguments, **(others or {})})
 
     def value(self, verb: str, arguments: dict[str, Any]) -> Any:
         """Perform a call whose Ray reference the user holds. Return its value, or raise its error."""

@@ -9,6 +9,7 @@ import json
 import logging
 import numbers
 import os
+import queue
 import selectors
 import signal
 import socket
@@ -20,12 +21,13 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.constants import BATCH_COUNT, NUM_SAMPLES
-from raysgd.core.connection import SEND_S, ControlAddress, connect, receive, receive_message, send
+from raysgd.core.connection import SEND_S, Body, ControlAddress, connect, receive, receive_body, receive_message, send
 from raysgd.core.messages import (
     Alive,
     AllowReports,
     BoundaryAnswer,
     Bye,
+    CallAnswer,
     ConfirmBoundary,
     FunctionReport,
     Hello,
@@ -33,6 +35,7 @@ from raysgd.core.messages import (
     KillProcess,
     Message,
     OpenBulk,
+    PerformCall,
     PreemptionNotice,
     ProgressReport,
     ProposeBoundary,
@@ -50,6 +53,7 @@ __all__ = ["ControlClient", "brief"]
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+NO_BODY = bytearray()
 DRIVER_GONE = 78
 DEEPEST = 100  # frames of a stack, of which an import alone can have dozens
 
@@ -87,6 +91,7 @@ class ControlClient:
         self.generation = -1
         self.call = -1
         self._call_lock = threading.Lock()
+        self.calls: queue.SimpleQueue[Body] = queue.SimpleQueue()  # what the driver asks the main thread
         self._main = threading.main_thread().ident or 0
         self._open = True
         threading.Thread(target=self._listen, name="raysgd-control", daemon=True).start()
@@ -97,6 +102,10 @@ class ControlClient:
         with self._call_lock:
             self.control.withdraw()
             self.call = call
+
+    def answer(self, body: bytes) -> None:
+        """Send the outcome of a call."""
+        self._send(CallAnswer(), body)
 
     def notice(self) -> None:
         """Report that this worker will be stopped soon."""
@@ -136,10 +145,10 @@ class ControlClient:
         if self._writable.select(0):
             self._send(ProgressReport(self.call, progress, brief(partial)))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, body: bytes = b"") -> None:
         try:
             with self._send_lock:
-                send(self._socket, message)
+                send(self._socket, message, body)
         except OSError:
             if self._open:
                 self._driver_gone()
@@ -152,18 +161,21 @@ class ControlClient:
                 self._send(Alive())
                 continue
             try:
-                message, _ = receive_message(self._socket)
+                message, size = receive_message(self._socket)
+                body = receive_body(self._socket, size)
             except (OSError, ValueError) as error:
                 logger.info("the control connection to the driver has ended: %s", error)
                 self._driver_gone()
                 return
             try:
-                self._handle(message)
+                self._handle(message, body)
             except Exception:  # without this thread, the driver would treat the process as stopped
                 logger.exception("%s could not be carried out", type(message).__name__)
 
-    def _handle(self, message: Message) -> None:
-        if isinstance(message, Interrupt):
+    def _handle(self, message: Message, body: Body = NO_BODY) -> None:
+        if isinstance(message, PerformCall):
+            self.calls.put(body)
+        elif isinstance(message, Interrupt):
             if message.generation >= self.generation:
                 self.control.interrupt()
                 self._abort()

@@ -32,6 +32,7 @@ from raysgd.core.messages import (
     Admitted,
     Alive,
     Bye,
+    CallAnswer,
     FunctionReport,
     Hello,
     Message,
@@ -42,6 +43,7 @@ from raysgd.core.messages import (
     SnapshotUpload,
     StartDealer,
     decode,
+    encode,
 )
 from raysgd.workers.events import Event, MessageReceived, WorkerEnded, WorkerStarted
 
@@ -63,7 +65,11 @@ CLOSE_S = 2.0
 NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 LOG_LINES, LOG_EVERY_S = 5, 30.0
 RECEIVED_AT_ONCE = 1 << 16
+SEND_BUFFER = 1 << 18  # for several calls, because nothing waits for a worker to read them
+LARGEST_ANSWER = 1 << 18
 ALIVE, BYE = framed(Alive()), framed(Bye())
+ANSWER = CallAnswer()
+ANSWER_HEADER = encode(ANSWER)
 
 
 class _Peer:
@@ -105,7 +111,7 @@ class ControlServer:
         self._expecting = threading.RLock()
         self._received_at: dict[str, float] = {}  # when each worker last sent something
         self._sending = threading.RLock()
-        self._framed: tuple[Message | None, bytes] = None, b""  # the newest message, which is usually sent to many
+        self._framed: tuple[Message | None, int, bytes] = None, 0, b""  # the newest one, which is usually sent to many
         self._refusals = _Refusals()
         self._listener = _listen(host)
         self._listener.setblocking(False)
@@ -122,7 +128,7 @@ class ControlServer:
 
     # -- any thread -----------------------------------------------------------------------------------
 
-    def send(self, worker: str, message: Message) -> bool:
+    def send(self, worker: str, message: Message, body: bytes = b"") -> bool:
         """Send a message to a worker without blocking. Return False if it has no connection, which is or will be
         reported as a `WorkerEnded` event."""
         peer = self._workers.get(worker)
@@ -130,9 +136,9 @@ class ControlServer:
             return False
         try:
             with self._sending:
-                if self._framed[0] is not message:
-                    self._framed = message, framed(message)
-                send_now(peer.connection, self._framed[1])
+                if self._framed[0] is not message or self._framed[1] != len(body):
+                    self._framed = message, len(body), framed(message, len(body))
+                send_now(peer.connection, self._framed[2] + body)
         except BlockingIOError:
             peer.broken = "it has not read any message for a long time"
             with contextlib.suppress(OSError):
@@ -214,6 +220,7 @@ class ControlServer:
         try:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
             detect_unreachable(connection, self.unreachable_s)
         except OSError as error:  # it has ended already
             connection.close()
@@ -332,14 +339,23 @@ class ControlServer:
         """Turn the complete messages that have arrived into events."""
         start, data = 0, peer.received
         while len(data) - start >= PREFIX.size:
-            header = self._header_size(data[start : start + PREFIX.size])
-            end = start + PREFIX.size + header
+            header, size = sizes(data[start : start + PREFIX.size])
+            if size > LARGEST_ANSWER:
+                raise ValueError(f"not a raysgd control message: it has a body of {size} bytes on a control connection")
+            begin = start + PREFIX.size
+            end = begin + header + size
             if len(data) < end:
                 break
-            message = decode(data[start + PREFIX.size : end])
+            body = bytes(data[begin + header : end])
+            if data[begin : begin + header] == ANSWER_HEADER:
+                message: Message = ANSWER
+            else:
+                message = decode(data[begin : begin + header])
+                if body:
+                    raise ValueError(f"not a raysgd control message: {type(message).__name__} has a body")
             start = end
             if self._workers.get(worker) is peer and not isinstance(message, Alive):
-                self._events.put(MessageReceived(worker, message))
+                self._events.put(MessageReceived(worker, message, body))
         del data[:start]
 
     async def _message(self, peer: _Peer) -> Message:

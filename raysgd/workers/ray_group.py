@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import pickle
 import queue
 import re
 import time
@@ -20,15 +19,16 @@ from typing import Any
 from raysgd.config import WorkerResources, flag_from_environment
 from raysgd.core.descriptors import allow_connections
 from raysgd.core.messages import KillProcess, Message, StartDealer
-from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
+from raysgd.core.outcomes import Failed, Outcome
 from raysgd.core.policy import OUT_OF_STEP
 from raysgd.core.protocols import ProcessGroupBackend
-from raysgd.errors import NotActiveError, described
+from raysgd.errors import NotActiveError
 from raysgd.ray_data.reader import DEALER, RemoteDealer, RowReader, start_dealer
 from raysgd.ray_data.splits import no_room_for_data
 from raysgd.workers import cluster
-from raysgd.workers.actor import CALL_HEAD, WorkerActor
-from raysgd.workers.blob import SMALL, Blob, unpickled
+from raysgd.workers.actor import WorkerActor
+from raysgd.workers.blob import SMALL, Blob
+from raysgd.workers.calls import CALL_HEAD, CallChannel, with_value
 from raysgd.workers.control_server import ControlServer
 from raysgd.workers.events import CallEnded, Event, MessageReceived, WorkerEnded, WorkerStarted
 from raysgd.workers.foreign import draining_nodes, hide_deaths_of
@@ -60,6 +60,8 @@ class _Handle:
     node: str = ""
     pid: int = 0
     ended: bool = False
+    serving: bool = False
+    call: int = 0  # the newest
     process: LocalProcess | None = None
 
 
@@ -97,6 +99,7 @@ class RayGroup:
         self._drain_query: GcsQuery[dict[str, float | None]] | None = None
         self._ask_at = 0.0
         self.control = ControlServer(self._events, ray.util.get_node_ip_address())  # last, as it starts a thread
+        self._channel = CallChannel(self.control)
 
     # -- members --------------------------------------------------------------------------------------
 
@@ -118,7 +121,7 @@ class RayGroup:
                 scheduling_strategy=cluster.placement(),
                 max_restarts=0,
                 max_task_retries=0,
-            ).remote(worker, address, self._backend)
+            ).remote(worker, address, self._channel.key, self._backend)
             self._handles[worker] = _Handle(actor)
             # This call fails if the process ends before it has connected, which nothing else would report.
             actor.__ray_ready__.remote().future().add_done_callback(partial(self._up, worker))
@@ -127,15 +130,28 @@ class RayGroup:
 
     def submit(self, worker: str, verb: str, arguments: dict[str, Any], *, generation: int = 0) -> int:
         """Start one call. It ends with a `CallEnded` event, which has the number returned here, or a `WorkerEnded`
-        event."""
+        event. Calls go over the control connection, and only those with large arguments, or with references, through
+        Ray."""
         require_ray(self._session)
-        call = next(self._calls)
+        handle, call = self._handles[worker], next(self._calls)
+        if not handle.serving:
+            handle.serving = True
+            self._serve(worker)
+        handle.call = call
         packed, others = self._packed(verb, arguments)
-        head = CALL_HEAD.pack(call, generation)
-        perform = self._handles[worker].actor.perform
-        future = (perform.remote(head + packed, others) if others else perform.remote(head + packed)).future()
-        future.add_done_callback(partial(self._done, worker, call))
+        data = CALL_HEAD.pack(call, generation) + packed
+        if len(data) < SMALL and not others:
+            self._channel.send(worker, data)
+            return call
+        handle.actor.perform.remote(data, others).future().add_done_callback(partial(self._done, worker, call))
+        self._channel.free_main_thread(worker)
         return call
+
+    def _serve(self, worker: str) -> None:
+        """Let the worker's main thread perform the calls that arrive on its control connection."""
+        handle = self._handles.get(worker)
+        if handle is not None and not handle.ended:
+            handle.actor.serve.remote().future().add_done_callback(partial(self._served, worker))
 
     def _packed(self, verb: str, arguments: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
         """Return the verb with its arguments as bytes, and the arguments that only Ray can send. The arguments are pickled
@@ -156,7 +172,9 @@ class RayGroup:
     def reference(self, worker: str, verb: str, arguments: dict[str, Any]) -> Any:
         """Start a call, and return its Ray reference for the user to wait for."""
         require_ray(self._session)
-        return self._handles[worker].actor.value.remote(verb, arguments)
+        reference = self._handles[worker].actor.value.remote(verb, arguments)
+        self._channel.free_main_thread(worker)
+        return reference
 
     def pack(self, value: Any) -> Any:
         """Return the user's object pickled, once and by value. Raise a TypeError if it cannot be pickled."""
@@ -176,15 +194,18 @@ class RayGroup:
         if error is not None:
             self._events.put(WorkerEnded(worker, _first_line(error)))
 
-    def _done(self, worker: str, call: int, done: Future[Outcome | bytes]) -> None:
-        from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
+    def _served(self, worker: str, done: Future[tuple[int, Outcome] | None]) -> None:
+        handle = self._handles.get(worker)
+        if done.exception() is not None or done.result() is not None:
+            self._done(worker, 0 if handle is None else handle.call, done)
+        if not isinstance(done.exception(), _deaths()):
+            self._serve(worker)
 
+    def _done(self, worker: str, call: int, done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
-            answer = done.result()
-            outcome: Outcome = pickle.loads(answer) if isinstance(answer, bytes) else answer
-            self._events.put(CallEnded(worker, call, _with_value(outcome)))
-        elif isinstance(error, (RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError)):
+            self._events.put(CallEnded(worker, done.result()[0], with_value(done.result()[1])))
+        elif isinstance(error, _deaths()):
             self._events.put(WorkerEnded(worker, _first_line(error)))
         else:  # the outcome cannot be unpickled here, but the worker has not failed
             self._events.put(CallEnded(worker, call, Failed(error, str(error))))
@@ -197,7 +218,7 @@ class RayGroup:
             while True:
                 self._arrived.append(self._events.get_nowait())
         while self._arrived:
-            event = self._arrived.popleft()
+            event = self._channel.opened(self._arrived.popleft())
             if self._note(event):
                 self._ready.append(self._explained(event))
         ready, self._ready = self._ready, []
@@ -389,14 +410,11 @@ class RayGroup:
         return cluster.is_node_alive(node)
 
 
-def _with_value(outcome: Outcome) -> Outcome:
-    """Return the outcome with its value unpickled, or the error if that fails."""
-    if not isinstance(outcome, Ok | Interrupted):
-        return outcome
-    try:
-        return replace(outcome, value=unpickled(outcome.value))
-    except BaseException as error:  # the user's classes may raise anything
-        return Failed(error, described(error), outcome.progress)
+def _deaths() -> tuple[type[Exception], ...]:
+    """Return Ray's errors about a process that has ended."""
+    from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
+
+    return RayActorError, NodeDiedError, ObjectLostError, WorkerCrashedError
 
 
 def _first_line(error: BaseException) -> str:

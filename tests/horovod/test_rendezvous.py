@@ -257,6 +257,23 @@ def test_300_silent_and_slow_clients_do_not_block_the_ranks(environment: dict[st
         assert last.recv(1) == b"", "the server closes the connections of silent clients"
 
 
+def test_all_ranks_of_a_large_group_can_be_connected_at_once() -> None:
+    ranks = 200
+    rendezvous = HorovodRendezvous("127.0.0.1", wait_s=5)
+    environment = rendezvous.open(assign_ranks([f"node-{rank}" for rank in range(ranks)]))[0]
+    place, port = environment["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(environment["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(2 * ranks)
+        ]
+        for client in clients:
+            client.sendall(f"PUT /{place.partition('/')[2]}/global/1 HTTP/1.1\r\nContent-Length: 1\r\n\r\n".encode())
+        for client in clients:
+            client.sendall(b"x")
+        assert [client.recv(12) for client in clients] == [b"HTTP/1.0 200"] * (2 * ranks)
+    rendezvous.close()
+
+
 @pytest.mark.parametrize(
     "what",
     [

@@ -56,7 +56,19 @@ def seeds_needed(name: str, most: int, *, step: int = 10) -> int | None:
 
 @mutant
 def skip_the_agreement_on_state(patch: Patch) -> None:
-    patch.setattr(Generation, "_agree_on_state", lambda self, workers: True)
+    patch.setattr(Generation, "_behind", lambda self, workers: ("", []))
+
+
+@mutant
+def trust_what_is_known_of_a_rank_that_has_not_answered(patch: Patch) -> None:
+    original = WorkerTable.submit
+
+    def submit(self: WorkerTable, worker: str, *given: Any, **more: Any) -> int:
+        call = original(self, worker, *given, **more)
+        self[worker].is_exact = True
+        return call
+
+    patch.setattr(WorkerTable, "submit", submit)
 
 
 @mutant

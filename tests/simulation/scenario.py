@@ -75,7 +75,7 @@ class Script:
         schedule.cancel, schedule.recoveries = engine.cancel, lambda: len(engine.recoveries)
         schedule.wrap(engine._recovery, "recover", "recovery")
         schedule.wrap(engine._membership, "change", "change")
-        schedule.wrap(engine._generation, "_agree_on_state", "agreement")
+        schedule.wrap(engine._generation, "_pass_state", "agreement")
         schedule.wrap(engine._generation, "_rendezvous", "rendezvous")
 
     # -- the user's code in the workers ---------------------------------------------------------------

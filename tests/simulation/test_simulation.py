@@ -58,7 +58,7 @@ FOUND = {
         step_s=0.3,
         faults=(
             Fault("kill", "applied", count=26, pick=40),
-            Fault("freeze", "leave", count=2),
+            Fault("freeze", "join", count=2),
             Fault("kill", "process start", count=4),
         ),
     ),
