@@ -46,7 +46,7 @@ PAUSES = "kill -STOP {0}; sleep {1}; kill -CONT {0}"
 
 
 class LocalNodes:
-    """A Ray cluster of several nodes on this machine. The head holds no workers; others come and go.
+    """A Ray cluster of several nodes on this machine. The head holds no workers; others come and go. Without others, it does.
 
     It keeps its files, and its address, in a folder of its own: nobody else's `ray.init()` finds it.
     """
@@ -59,7 +59,9 @@ class LocalNodes:
         # Ray sets a signal handler when it starts a node, which only a main thread may do; ours is training.
         ray._private.utils.set_sigterm_handler = lambda handler: None
         self._cpus, self.at_least, self.at_most, self._trace = cpus, at_least, at_most, folder
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        self.cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0 if at_most else cpus, "include_dashboard": False}
+        )
         self._nodes: list[Any] = []
         self._without_raylet: list[Any] = []
         for _ in range(at_most):
@@ -158,6 +160,8 @@ class Disturber:
         self.troubles: list[str] = []
         self.broken: list[str] = []
         lacking = {"memory": why_no_memory_limit(), "disk": disk.why_not}
+        if not nodes.at_most:
+            lacking |= dict.fromkeys(("node", "raylet"), "all workers are on the node of the driver")
         self.left_out = {kind: why for kind, why in lacking.items() if why}
         self._thread = threading.Thread(target=self._stay, name="disturber", daemon=True)
 

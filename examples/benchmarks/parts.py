@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ISOLATED", "accumulate", "presented"]
+__all__ = ["ISOLATED", "NO_CLUSTER", "accumulate", "presented"]
 
 ISOLATED = "RAYSGD_CHAOS_ISOLATED"
+NO_CLUSTER = 75
 OWN = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--net", "--kill-child"]
 PREPARE = "mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && ip link set lo up"
 SCRIPT = Path(__file__).with_name("chaos.py")
 COMBINATIONS = [(backend, api) for backend in ("torch", "horovod") for api in ("class", "function")]
-PASSED_ON = ("minutes", "faults", "every_s", "workers", "samples", "step_s", "hang_timeout_s")
+PASSED_ON = ("minutes", "faults", "every_s", "workers", "nodes", "samples", "step_s", "hang_timeout_s")
 SUMS = ("faults", "recoveries", "errors_raised", "epochs", "samples", "lost", "doubled", "differing", "ended_untouched")
 
 
@@ -27,7 +28,9 @@ def accumulate(file: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
     for seed in range(args.seed, args.seed + args.parts):
         own = [(row["backend"], row["api"], row["seed"]) for row in kept(file)]
         if (args.backend, args.api, seed) not in own:
-            add(file, run(args, seed))
+            row = run(args, seed)
+            if row is not None:
+                add(file, row)
     return kept(file)
 
 
@@ -46,8 +49,8 @@ def add(file: Path, row: dict[str, Any]) -> None:
         draft.replace(file)
 
 
-def run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """One part, as a program."""
+def run(args: argparse.Namespace, seed: int) -> dict[str, Any] | None:
+    """One part, as a program. None: its cluster did not start, so it was no part."""
     command = [sys.executable, str(SCRIPT), "--backend", args.backend, "--api", args.api, "--seed", str(seed)]
     for name in PASSED_ON:
         if getattr(args, name) is not None:
@@ -57,6 +60,8 @@ def run(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         command = [*OWN, "sh", "-c", f"{PREPARE} && {ISOLATED}=1 {shlex.join(command)}; exit $?"]
     print(f"--- {args.backend}, {args.api}, seed {seed}", file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode == NO_CLUSTER:
+        return None
     try:
         row: dict[str, Any] = json.loads(done.stdout)["rows"][0]
     except ValueError:

@@ -108,7 +108,7 @@ def test_a_full_disk(ground: Ground, disk: Path) -> None:
         pytest.skip("no small file system can be mounted, which needs root")
     ground.arm(Fault(0, 8, "full", disk=str(disk)))
     before = len(ground.trainer.recoveries)
-    with pytest.raises(OSError, match="No space left") as caught:  # noqa: PT012
+    with pytest.raises(OSError, match="No space left") as caught:
         while True:  # the last page of each file has room for some lines
             ground.trainer.train()
     assert caught.value.errno == errno.ENOSPC
