@@ -39,7 +39,7 @@ from subjects import SUBJECTS, Subject, Training, changed_line_is_refused, injec
 
 COLUMNS = ("backend", "api", "parts", "faults", "lost", "doubled", "longest_wait_s", "faults_per_10s", "left_behind")
 CALM_EPOCHS = 2
-LEAVE_S = 20.0
+LEAVE_S = 60.0
 HANGS_S = 900.0
 MEET_S = 60.0  # for the ranks of a generation to meet, after whatever had to be detected (docs/guarantees.md)
 FOLLOWS_S = 2.0

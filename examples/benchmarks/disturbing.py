@@ -41,6 +41,8 @@ KINDS = {
 ORDERED = ("segfault", "abort", "exit", "memory", "gil", "half-open", "collective", "exception")
 STEPPED_LATELY_S = 2.0
 LOOK_S = 0.05
+# What nothing here needs: each of these is one more Python process to start.
+PLAIN = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 FULL_S = 2.0
 PAUSES = "kill -STOP {0}; sleep {1}; kill -CONT {0}"
 
@@ -59,9 +61,7 @@ class LocalNodes:
         # Ray sets a signal handler when it starts a node, which only a main thread may do; ours is training.
         ray._private.utils.set_sigterm_handler = lambda handler: None
         self._cpus, self.at_least, self.at_most, self._trace = cpus, at_least, at_most, folder
-        self.cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0 if at_most else cpus, "include_dashboard": False}
-        )
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0 if at_most else cpus, **PLAIN})
         self._nodes: list[Any] = []
         self._without_raylet: list[Any] = []
         for _ in range(at_most):
@@ -73,7 +73,7 @@ class LocalNodes:
         return len(self._nodes)
 
     def add(self) -> None:
-        self._nodes.append(self.cluster.add_node(num_cpus=self._cpus))
+        self._nodes.append(self.cluster.add_node(num_cpus=self._cpus, include_log_monitor=False))
 
     def remove(self, number: int) -> list[int]:
         """As if a machine's plug was pulled: its processes go with it, stopped ones too. Returns the workers."""

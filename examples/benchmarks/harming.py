@@ -14,6 +14,7 @@ substitute: a limit on the address space (RLIMIT_AS) raises a MemoryError, which
 `oom_score_adj` only chooses the victim of a machine without memory. So `memory` raises an OSError there.
 """
 
+import _thread
 import contextlib
 import ctypes
 import gc
@@ -21,6 +22,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -104,11 +106,10 @@ def interrupt_main() -> None:
     thread = ctypes.c_ulong(threading.main_thread().ident or 0)
 
     def raise_there() -> None:
+        time.sleep(0.005)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Injected))
 
-    timer = threading.Timer(0.005, raise_there)
-    timer.daemon = True
-    timer.start()
+    _thread.start_new_thread(raise_there, ())  # a Thread could be interrupted while it is started
 
 
 def drop_all() -> None:

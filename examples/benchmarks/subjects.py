@@ -214,8 +214,9 @@ def save(state: Any, model: Any, optimizer: Any, data: Any, epoch: int) -> None:
 
 
 def injected(error: BaseException) -> bool:
-    """Whether a fault raised this: an asynchronous exception, or a full disk."""
-    return isinstance(error, Injected) or (isinstance(error, OSError) and "No space left" in str(error))
+    """Whether a fault raised this: an asynchronous exception, also where it led to another error, or a full disk."""
+    led = "harming.Injected" in str(error.__cause__)  # the traceback of the worker
+    return led or isinstance(error, Injected) or (isinstance(error, OSError) and "No space left" in str(error))
 
 
 def changed_line_is_refused(folder: Path) -> bool:
