@@ -33,6 +33,7 @@ from typing import Any
 
 import traces
 from disturbing import Disk, Disturber, Fault, LocalNodes, alive, state
+from harming import forget_memory_limits
 from parts import ISOLATED, NO_CLUSTER, accumulate, presented
 from report import claim_stdout, emit
 from subjects import SUBJECTS, Subject, Training, changed_line_is_refused, injected
@@ -203,10 +204,10 @@ def chaos(args: argparse.Namespace, nodes: LocalNodes, disk: Disk, trace: str) -
         logging.exception("the storm ended")
         broken.append(f"training failed: {type(error).__name__}: {error}")
     finally:
-        ended = untouched(disturber, trace)
+        result = figures(run, disturber, calm_rate, trace, storm_began)
+        result["ended_untouched"] = len(untouched(disturber, trace))
         disk.make_room()
         subject.trainer.shutdown()
-    result = {**figures(run, disturber, calm_rate, trace, storm_began), "ended_untouched": len(ended)}
     try:
         result["audited"] = subject.audited()
         if result["audited"] and not changed_line_is_refused(disk.folder / "audit"):
@@ -257,6 +258,7 @@ def part(args: argparse.Namespace) -> dict[str, Any]:
             finally:
                 nodes.shutdown()
                 disk.close()
+                forget_memory_limits()
     left = left_behind(mark, before)
     faulthandler.cancel_dump_traceback_later()
     broken += [f"left behind: {each}" for each in left]

@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import secrets
 import socket
 import struct
 import threading
@@ -57,7 +58,7 @@ def leave() -> None:
 
 def exceed_memory() -> None:
     """Enter a group with a limit above what this process has, and need more."""
-    group = Path(_memory_groups(), f"{GROUP}-{os.getpid()}")
+    group = Path(_memory_groups(), f"{GROUP}-{secrets.token_hex(6)}")  # process ids are repeated in other namespaces
     group.mkdir()
     limit = group / "memory.max"
     (limit if limit.exists() else group / "memory.limit_in_bytes").write_text(str(MEMORY))
@@ -76,7 +77,7 @@ def forget_memory_limits() -> None:
 
 def why_no_memory_limit() -> str:
     """Why the kernel cannot be made to kill one process, "" if it can."""
-    group = Path(_memory_groups(), f"{GROUP}-{os.getpid()}")
+    group = Path(_memory_groups(), f"{GROUP}-{secrets.token_hex(6)}")
     try:
         group.mkdir()
     except OSError as error:
