@@ -7,8 +7,7 @@ weights; what it holds at the end of an epoch is what the weights have seen.
 
 from __future__ import annotations
 
-import ctypes
-import gc
+import contextlib
 import os
 import signal
 import time
@@ -22,16 +21,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from examples.benchmarks.harming import harm
 from raysgd import TorchTrainer
 from raysgd.torch import TrainingOperator
-from raysgd.torch.process_group import TorchBackend
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At global step `step`, the worker with `rank` does `kind`: kill, exit, stop, term, raise, sleep, gil (sleep in
-    native code that holds Python's interpreter lock), or cut (its connections to the other ranks). `others` are
-    processes that a kill takes along."""
+    """At global step `step`, the worker with `rank` does `kind`: kill, stop, term, raise, sleep, slow (it pauses in every
+    batch from now on, `seconds` each), cut (its connections to the other ranks end: a collective fails without a death),
+    full (it fills the disk on which the folder `disk` is, until somebody removes the file), or one of those of
+    `examples/benchmarks/harming.py`, with the same names. `others` are processes that a kill takes along.
+
+    Of the faults that a process cannot do to itself, test_fault_kinds.py stops the driver, test_node_failures.py removes
+    nodes, test_ray_failures.py kills raylets, and test_loader_processes.py kills the processes of a DataLoader."""
 
     rank: int
     step: int
@@ -40,6 +43,7 @@ class Fault:
     seconds: float = 3600.0
     tag: str = ""
     others: tuple[int, ...] = ()
+    disk: str = ""
 
     @property
     def name(self) -> str:
@@ -54,8 +58,6 @@ class Fault:
         if self.kind == "kill":
             for process in (*self.others, os.getpid()):
                 os.kill(process, signal.SIGKILL)
-        elif self.kind == "exit":
-            os._exit(3)
         elif self.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.kind == "term":
@@ -64,13 +66,19 @@ class Fault:
             raise ZeroDivisionError(f"planned in {self.name}")
         elif self.kind == "sleep":
             time.sleep(self.seconds)
-        elif self.kind == "gil":
-            ctypes.PyDLL(None).usleep(int(self.seconds * 1e6))
-        elif self.kind == "cut":
-            for backend in [each for each in gc.get_objects() if isinstance(each, TorchBackend)]:
-                backend.abort()
-        else:
-            raise AssertionError(f"no such fault: {self.kind}")
+        elif self.kind == "full":
+            fill(Path(self.disk))
+        elif self.kind != "slow":
+            harm({"cut": "collective"}.get(self.kind, self.kind), self.seconds)
+
+
+def fill(disk: Path) -> None:
+    """Leave no byte free on the file system of this folder."""
+    with (disk / "filler").open("ab", buffering=0) as file:
+        for size in (1 << 16, 1):
+            with contextlib.suppress(OSError):
+                while file.write(b"x" * size) == size:
+                    pass
 
 
 def fired(marks: Path) -> list[str]:
@@ -122,6 +130,8 @@ class LedgerOperator(TrainingOperator):
         for fault in self.faults:
             if fault.where == where and fault.rank == self.world_rank and fault.step <= self.global_step + 1:
                 fault.fire(self.marks)
+                if fault.kind == "slow":
+                    time.sleep(fault.seconds)
 
     def gathered(self, indices: list[int]) -> list[int]:
         if not dist.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingFailedError
 from raysgd.cli import main
 from raysgd.core.audit import FIRST, AuditError, Chain, Verdict, verify
 from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.training.audit import AuditLog, AuditSettings
 from tests.torch.small import rows
 
 TOTAL = 23
@@ -155,6 +157,40 @@ def test_an_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     with (tmp_path / "a.audit").open("ab") as file:
         file.write(b"batch 3 0 0 0 8 0 4")
     assert verify(tmp_path).steps == 3
+
+
+def test_a_worker_that_wrote_no_line_had_no_part(tmp_path: Path) -> None:
+    """It was killed, or its disk was full, when it had created its file. With a part of a step it would have a line."""
+    undisturbed(tmp_path).save()
+    (tmp_path / "c.audit").touch()
+    assert verify(tmp_path).steps == 3
+    (tmp_path / "b.audit").write_bytes(b"")
+    assert "there are logs of ranks [0]" in refused(tmp_path)
+
+
+def test_a_full_disk_leaves_a_log_that_can_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes half of a line, and then nothing. When there is room, the step is repeated."""
+    settings = AuditSettings.of(ElasticConfig(audit=tmp_path))
+    assert settings is not None
+    log, write, room = AuditLog(settings, lambda: None), os.write, [20]
+
+    def limited(file: int, data: bytes) -> int:
+        if room[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(file, data[: room[0]])
+        room[0] -= written
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", limited)
+        with pytest.raises(OSError, match="No space"):
+            log.done(1)
+    log.done(2)
+    log.close()
+    (file,) = tmp_path.iterdir()
+    lines, chain = file.read_bytes().splitlines(keepends=True), Chain()
+    assert [line.split(b" ")[:2] for line in lines[1:]] == [[b"done", b"1"], [b"done", b"2"]]
+    assert lines == [chain.line(line.decode().rpartition(" ")[0]) for line in lines]
 
 
 # Each changes one value of a line, with hashes that are right: what a broken protocol would write.

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from raysgd.core.audit import verify
 from tests.background import Background
+from tests.test_audit import disturbed
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples" / "benchmarks"
@@ -168,6 +171,40 @@ def test_chaos(outcome: Document) -> None:
     (row,) = outcome()["rows"]
     assert row["faults"] == sum(row["faults_by_kind"].values()) > 3
     assert (row["lost"], row["doubled"], row["left_behind"], row["broken"]) == (0, 0, 0, [])
+    assert row["audited"]["samples"] >= row["samples"]
+
+
+def test_a_changed_line_is_refused_in_a_chaos_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    subjects = module("subjects")
+    folder = disturbed(tmp_path / "log").save()
+    assert subjects.changed_line_is_refused(folder)
+    verify(folder)  # what was changed is a copy
+    monkeypatch.setattr(subjects, "verify", lambda folder: None)
+    assert not subjects.changed_line_is_refused(folder)
+
+
+def test_parts_of_a_chaos_run_accumulate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parts = module("parts")
+    ran = []
+
+    def run(args: Namespace, seed: int) -> dict[str, Any] | None:
+        ran.append(seed)
+        figures = {"faults": 3, "faults_by_kind": {"kill": 2, "gil": 1}, "waits_by_kind": {"kill": seed, "gil": 9}}
+        broken = ["lost: 1"] if seed == 6 else []
+        head = {"backend": args.backend, "api": "class", "seed": seed}
+        return None if seed == 7 else {**head, **figures, "lost": len(broken), "broken": broken}
+
+    monkeypatch.setattr(parts, "run", run)
+    file = tmp_path / "state.json"
+    parts.accumulate(file, Namespace(backend="torch", api="class", seed=5, parts=1))
+    parts.accumulate(file, Namespace(backend="torch", api="class", seed=5, parts=3))
+    found = parts.accumulate(file, Namespace(backend="horovod", api="class", seed=5, parts=1))
+    assert ran == [5, 6, 7, 5], "a seed that is in the file is skipped, and so is a part whose cluster did not start"
+    first, second, everything, kills, locks = parts.presented(found)
+    assert [row["faults"] for row in (first, second, everything, kills, locks)] == [6, 3, 9, 6, 3]
+    assert (first["run"], first["lost"], first["broken"]) == ("torch, class", 1, ["torch, class, seed 6: lost: 1"])
+    assert (kills["kind"], kills["torch, class"], kills["horovod, class"], kills["longest_wait_s"]) == ("kill", 4, 2, 6)
 
 
 @pytest.mark.soak

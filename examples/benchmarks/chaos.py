@@ -1,80 +1,88 @@
-"""Random faults on a local cluster of several nodes, and whether raysgd kept its promises.
+"""Random faults of every kind on a local cluster of several nodes, and whether raysgd kept its promises.
 
-Workers are killed (SIGKILL) and stopped (SIGSTOP), nodes are removed and added, on a schedule that the seed
-gives, while a small model trains. After each epoch the samples in the committed batches are compared with
-the data set.
+A small model trains while processes, connections, nodes, a disk and the driver itself are disturbed, on a schedule that the
+seed gives (`disturbing.py` lists the kinds). After each epoch the samples that the weights have seen are compared with the
+data set, and at the end the audit log is verified, as `raysgd verify` does it.
 
     python examples/benchmarks/chaos.py --minutes 2 --seed 1
-    python examples/benchmarks/chaos.py --faults 200
+    python examples/benchmarks/chaos.py --faults 200 --backend horovod --api function
+    python examples/benchmarks/chaos.py --state build/chaos.json --parts 10 --faults 200
 
-Exit status 1: a sample was lost or doubled, nothing moved for too long, training failed, or a process was
-left behind.
+With --state, parts with one seed each accumulate in a file, each a program of its own, and the table is of all of them. Where
+the system allows it, each part has its own processes, network, /tmp and /dev/shm, so that nothing it leaves can hide.
+
+Exit status 1: a sample was lost or used twice, weights differed, the audit log was refused, nobody took a step for too long,
+training failed, or something was left behind.
 """
 
 import argparse
 import faulthandler
 import logging
+import os
+import secrets
 import sys
 import tempfile
 import time
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import traces
-from counting import CountingOperator, lost_and_doubled
-from disturbing import Disturber, LocalNodes, alive, state
+from disturbing import Disk, Disturber, Fault, LocalNodes, alive, state
+from harming import forget_memory_limits
+from parts import ISOLATED, NO_CLUSTER, accumulate, presented
 from report import claim_stdout, emit
+from subjects import SUBJECTS, Subject, Training, changed_line_is_refused, injected
 
-from raysgd import TorchTrainer
-from raysgd.config import ElasticConfig
-from raysgd.errors import RaysgdError
-
-COLUMNS = (
-    "faults",
-    "recoveries",
-    "epochs",
-    "lost",
-    "doubled",
-    "batches_redone",
-    "longest_gap_s",
-    "goodput",
-    "faults_per_10s",
-    "left_behind",
-)
-CALM_EPOCHS = 3
-LEAVE_S = 15.0
-HANGS_S = 400.0
+COLUMNS = ("backend", "api", "parts", "faults", "lost", "doubled", "longest_wait_s", "faults_per_10s", "left_behind")
+CALM_EPOCHS = 2
+LEAVE_S = 60.0
+HANGS_S = 900.0
+MEET_S = 60.0  # for the ranks of a generation to meet, after whatever had to be detected (docs/guarantees.md)
+FOLLOWS_S = 2.0
+MARK = "RAYSGD_CHAOS"
 
 
 class Run:
     """One trainer under fire. Owns the counts of what was promised."""
 
-    def __init__(self, trainer: TorchTrainer, samples: int) -> None:
-        self.trainer, self.samples = trainer, samples
-        self.epochs = self.lost = self.doubled = 0
+    def __init__(self, subject: Subject, disk: Disk, samples: int) -> None:
+        self.subject, self.disk, self.samples = subject, disk, samples
+        self.epochs = self.lost = self.doubled = self.differing = self.raised = 0
         self.busy_s = 0.0
 
     def epoch(self) -> None:
         started = time.monotonic()
-        self.trainer.train(max_retries=-1)
+        while True:
+            try:
+                self.subject.epoch()
+                break
+            except Exception as error:
+                if not injected(error):
+                    raise
+                self.raised += 1
+                self.disk.make_room()
         self.busy_s += time.monotonic() - started
         self.epochs += 1
 
     def check(self) -> None:
-        lost, doubled = lost_and_doubled(self.trainer, self.samples)
-        self.lost += lost
-        self.doubled += doubled
-        if lost or doubled:
-            print(f"epoch {self.epochs}: {lost} samples lost, {doubled} doubled", file=sys.stderr)
+        self.disk.make_room()
+        lost, doubled, differing = self.subject.checked()
+        self.lost, self.doubled, self.differing = self.lost + lost, self.doubled + doubled, self.differing + differing
+        if lost or doubled or differing:
+            print(f"epoch {self.epochs}: {lost} lost, {doubled} doubled, {differing} ranks differ", file=sys.stderr)
 
     def rate(self) -> float:
         return self.epochs * self.samples / self.busy_s if self.busy_s else 0.0
 
 
-def calm(trainer: TorchTrainer, samples: int) -> float:
+def calm(subject: Subject, disk: Disk, samples: int) -> float:
     """Samples per second without faults, by the same workers."""
-    run = Run(trainer, samples)
-    trainer.train()
+    run = Run(subject, disk, samples)
     for _ in range(CALM_EPOCHS):
         run.epoch()
     return run.rate()
@@ -91,115 +99,210 @@ def storm(run: Run, disturber: Disturber, seconds: float) -> None:
             disturber.allowed.clear()
             with disturber.striking:
                 run.check()
-            told = f"{len(disturber.faults)} faults, {len(run.trainer.recoveries)} recoveries"
-            print(f"epoch {run.epochs}: {told}, {run.trainer.world_size} workers", file=sys.stderr)
+            told = f"{len(disturber.faults)} faults, {len(run.subject.trainer.recoveries)} recoveries"
+            print(f"epoch {run.epochs}: {told}, {run.raised} errors raised", file=sys.stderr, flush=True)
     finally:
         disturber.allowed.clear()
         disturber.stop()
 
 
-def left_behind(trace: str) -> list[int]:
-    """Workers that still run although the trainer was shut down."""
-    workers = {step.process for step in traces.read(trace)}
+def waits(faults: Sequence[Fault], steps: Sequence[traces.Step]) -> dict[str, float]:
+    """For each kind, the longest time without a step of anybody that began at most two seconds after such a fault."""
+    times = [step.at for step in steps]
+    longest: dict[str, float] = {}
+    for fault in faults:
+        first, last = bisect_left(times, fault.at), bisect_left(times, fault.at + FOLLOWS_S)
+        near = times[max(0, first - 1) : last + 1]
+        gaps = [later - earlier for earlier, later in pairwise(near)]
+        longest[fault.kind] = round(max([longest.get(fault.kind, 0.0), *gaps]), 2)
+    return longest
+
+
+def marked(mark: str) -> list[int]:
+    """The processes, other than this one, that were started in this run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        process = int(path.parent.name)
+        try:
+            if process != os.getpid() and f"{MARK}={mark}".encode() in path.read_bytes() and alive(process):
+                found.append(process)
+        except OSError:
+            continue
+    return found
+
+
+def left_behind(mark: str, before: set[str]) -> list[str]:
+    """Processes, connections and files that are still there although all was shut down."""
     deadline = time.monotonic() + LEAVE_S
-    while time.monotonic() < deadline and any(map(alive, workers)):
+    while time.monotonic() < deadline and marked(mark):
         time.sleep(0.2)
-    return [worker for worker in workers if alive(worker)]
+    left = [f"process {each} ({state(each)}) {Path(f'/proc/{each}/cmdline').read_text()!r}" for each in marked(mark)]
+    return left + sorted(files() - before)
+
+
+def files() -> set[str]:
+    """What is in the folders that all programs share, and who listens; only if no other program can use them now."""
+    if not os.environ.get(ISOLATED):
+        return set()
+    listening = [
+        f"socket {line.split()[1]}"
+        for line in Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()[1:]
+        if line.split()[3] == "0A"
+    ]
+    return {*listening, *(str(path) for folder in ("/tmp", "/dev/shm") for path in Path(folder).iterdir())}
 
 
 def figures(run: Run, disturber: Disturber, calm_rate: float, trace: str, storm_began: float) -> dict[str, Any]:
-    recoveries = run.trainer.recoveries
+    recoveries = run.subject.trainer.recoveries
     steps = [step for step in traces.read(trace) if step.at >= storm_began]
     return {
         "faults": len(disturber.faults),
         "faults_by_kind": disturber.counts(),
+        "waits_by_kind": waits(disturber.faults, steps),
         "recoveries": len(recoveries),
         "recoveries_by_reason": dict(Counter(recovery.reason for recovery in recoveries)),
         "not_in_place": sum(not recovery.in_place for recovery in recoveries),
         "batches_redone": sum(recovery.batches_redone for recovery in recoveries),
+        "errors_raised": run.raised,
         "epochs": run.epochs,
+        "samples": run.epochs * run.samples,
         "lost": run.lost,
         "doubled": run.doubled,
-        "longest_gap_s": round(traces.longest_gap(steps), 2),
-        "calm_samples_per_s": round(calm_rate, 1),
-        "samples_per_s": round(run.rate(), 1),
+        "differing": run.differing,
+        "longest_wait_s": round(traces.longest_gap(steps, within_epochs=True), 2),
         "goodput": round(run.rate() / calm_rate, 3),
         "storm_s": round(run.busy_s, 1),
         "faults_per_10s": round(10 * len(disturber.faults) / max(run.busy_s, 1e-9), 2),
+        "left_out": disturber.left_out,
         "troubles": disturber.troubles,
-        "schedule": [f"{fault.at - storm_began:.1f} {fault.kind} {fault.target}" for fault in disturber.faults],
+        "schedule": [f"{fault.at - storm_began:.1f} {fault.kind} {fault.hit}" for fault in disturber.faults],
+        "recovered": [f"{each.reason} {each.removed_ranks} {each.seconds:.1f} s {each.detail}" for each in recoveries],
     }
 
 
-def make_trainer(args: argparse.Namespace, trace: str) -> TorchTrainer:
-    return TorchTrainer(
-        training_operator_cls=CountingOperator,
-        num_workers=args.workers,
-        config={"samples": args.samples, "batch_size": 8, "step_s": args.step_s, "trace": trace},
-        elastic=ElasticConfig(
-            hang_timeout_s=args.hang_timeout_s,
-            backoff_s=0.5,
-            backoff_max_s=4.0,
-            max_attempts=30,
-            snapshot_every=20,
-        ),
-    )
+def untouched(disturber: Disturber, trace: str) -> list[int]:
+    """Workers that have ended although no fault hit them."""
+    hit = {process for fault in disturber.faults for process in fault.hit}
+    return sorted({step.process for step in traces.read(trace) if not alive(step.process)} - hit)
 
 
-def chaos(args: argparse.Namespace, nodes: LocalNodes, trace: str) -> tuple[dict[str, Any], list[str]]:
+def chaos(args: argparse.Namespace, nodes: LocalNodes, disk: Disk, trace: str) -> tuple[dict[str, Any], list[str]]:
     """The figures, and what was promised and not kept."""
-    at_most = args.faults or sys.maxsize
-    disturber = Disturber(nodes, trace, seed=args.seed, every_s=args.every_s, at_most=at_most)
-    broken: list[str] = []
-    trainer = make_trainer(args, trace)
-    run, calm_rate, storm_began = Run(trainer, args.samples), 1.0, time.monotonic()
+    options = {"at_most": args.faults or sys.maxsize, "hang_s": args.hang_timeout_s}
+    disturber = Disturber(nodes, disk, trace, seed=args.seed, every_s=args.every_s, **options)
+    training = Training(
+        args.backend, args.workers, args.samples, args.step_s, args.hang_timeout_s, trace, str(disk.folder)
+    )
+    subject = SUBJECTS[args.api](training)
+    run, calm_rate, storm_began = Run(subject, disk, args.samples), 1.0, time.monotonic()
+    broken = disturber.broken
     try:
-        calm_rate = calm(trainer, args.samples)
+        calm_rate = calm(subject, disk, args.samples)
         storm_began = time.monotonic()
         storm(run, disturber, args.minutes * 60)
-    except RaysgdError as error:
+    except Exception as error:
+        logging.exception("the storm ended")
         broken.append(f"training failed: {type(error).__name__}: {error}")
     finally:
-        trainer.shutdown()
-    result = figures(run, disturber, calm_rate, trace, storm_began)
-    left = left_behind(trace)
-    result["left_behind"] = len(left)
-    broken += [f"process {worker} was left behind, in state {state(worker)}" for worker in left]
-    broken += [f"{name}: {result[name]} samples" for name in ("lost", "doubled") if result[name]]
-    if result["longest_gap_s"] > args.gap_limit_s:
-        broken.append(f"nobody took a step for {result['longest_gap_s']} s")
+        result = figures(run, disturber, calm_rate, trace, storm_began)
+        result["ended_untouched"] = len(untouched(disturber, trace))
+        disk.make_room()
+        subject.trainer.shutdown()
+    try:
+        result["audited"] = subject.audited()
+        if result["audited"] and not changed_line_is_refused(disk.folder / "audit"):
+            broken.append("the audit log was accepted with a changed line")
+    except Exception as error:
+        broken.append(f"the audit log was refused: {error}")
+    broken += [f"{name}: {result[name]}" for name in ("lost", "doubled", "differing") if result[name]]
+    result["wait_limit_s"] = args.hang_timeout_s + MEET_S
+    if result["longest_wait_s"] > result["wait_limit_s"]:
+        broken.append(f"nobody took a step for {result['longest_wait_s']} s")
     return result, broken
 
 
-def main() -> None:
+@contextmanager
+def workers_forked(folder: Path) -> Iterator[None]:
+    """Workers are forks of a process that has imported torch, as in the project's tests."""
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from tests.forked_workers import ForkServer
+
+    server = ForkServer(folder)
+    try:
+        with server.used_by_ray():
+            yield
+    finally:
+        server.close()
+
+
+def cluster(folder: str, args: argparse.Namespace) -> LocalNodes:
+    """A part whose cluster does not even start, on a machine that is too busy, says nothing about raysgd."""
+    try:
+        return LocalNodes(folder, cpus=args.workers, at_least=min(args.nodes, 1), at_most=args.nodes)
+    except Exception:
+        logging.exception("Ray did not start")
+        sys.exit(NO_CLUSTER)
+
+
+def part(args: argparse.Namespace) -> dict[str, Any]:
+    mark = os.environ[MARK] = secrets.token_hex(8)
+    before = files()
+    # Whatever hangs, this ends: with all stacks on stderr, and status 1.
+    faulthandler.dump_traceback_later(args.minutes * 60 + HANGS_S, exit=True)
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
+        disk = Disk(Path(folder) / "disk")
+        with workers_forked(Path(folder)) if args.forked else nullcontext():
+            nodes = cluster(folder, args)
+            try:
+                result, broken = chaos(args, nodes, disk, folder)
+            finally:
+                nodes.shutdown()
+                disk.close()
+                forget_memory_limits()
+    left = left_behind(mark, before)
+    faulthandler.cancel_dump_traceback_later()
+    broken += [f"left behind: {each}" for each in left]
+    head = {"backend": args.backend, "api": args.api, "seed": args.seed, "workers": args.workers}
+    return {**head, **result, "left_behind": len(left), "broken": broken}
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--faults", type=int, help="stop after so many, or when the minutes are over")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--every-s", type=float, default=4.0, help="mean time between faults")
+    parser.add_argument("--backend", choices=["torch", "horovod"], default="torch")
+    parser.add_argument("--api", choices=[*SUBJECTS], default="class")
+    parser.add_argument("--minutes", type=float, default=2.0, help="of each part")
+    parser.add_argument("--faults", type=int, help="stop a part after so many, or when its minutes are over")
+    parser.add_argument("--seed", type=int, default=0, help="of the first part")
+    parser.add_argument("--state", type=Path, help="add parts to this file, and report all that it has")
+    parser.add_argument(
+        "--parts", type=int, default=1, help="how many seeds, from --seed on; those in the file are skipped"
+    )
+    parser.add_argument("--every-s", type=float, default=1.0, help="mean time between faults")
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=6000, help="in an epoch, of all workers")
+    parser.add_argument(
+        "--nodes", type=int, default=2, help="that hold workers and can fail; 0: there is only the driver's"
+    )
+    parser.add_argument("--samples", type=int, default=3000, help="in an epoch, of all workers")
     parser.add_argument("--step-s", type=float, default=0.01, help="rest in each step, as if a device worked")
     parser.add_argument("--hang-timeout-s", type=float, default=5.0)
-    parser.add_argument("--gap-limit-s", type=float, default=60.0, help="longer without a step is a broken promise")
+    parser.add_argument(
+        "--forked", action="store_true", help="workers start as forks, which is faster; for one machine"
+    )
     parser.add_argument("--verbose", action="store_true", help="show raysgd's log")
     parser.add_argument("--smoke", action="store_true", help="three faults, short epochs")
     args = parser.parse_args()
-    out = claim_stdout()
     if args.smoke:
         args.minutes, args.faults, args.every_s, args.samples = 1.0, 3, 2.0, 2000
-    logging.basicConfig(level=logging.INFO if args.verbose else logging.ERROR, stream=sys.stderr)
+    return args
 
-    # Whatever hangs, this ends: with all stacks on stderr, and status 1.
-    faulthandler.dump_traceback_later(args.minutes * 60 + HANGS_S, exit=True)
-    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as trace:
-        nodes = LocalNodes(trace, cpus=2, at_least=2, at_most=3)
-        try:
-            result, broken = chaos(args, nodes, trace)
-        finally:
-            nodes.shutdown()
-    faulthandler.cancel_dump_traceback_later()
-    emit(out, "chaos", vars(args), [{**result, "broken": broken}], COLUMNS)
+
+def main() -> None:
+    args = arguments()
+    out = claim_stdout()
+    logging.basicConfig(level=logging.INFO if args.verbose else logging.ERROR, stream=sys.stderr)
+    rows = presented(accumulate(args.state, args)) if args.state else [part(args)]
+    emit(out, "chaos", vars(args), rows, COLUMNS)
+    broken = [promise for row in rows for promise in row.get("broken", [])]
     for promise in broken:
         print(f"BROKEN: {promise}", file=sys.stderr)
     sys.exit(1 if broken else 0)

@@ -7,6 +7,7 @@ A contender has `name`, `epoch()` (one epoch, seen from the driver), `processes(
 import contextlib
 import importlib.util
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,18 @@ from workloads import Setting
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator, TrainingOptions
 
-__all__ = ["BASE", "ENTRIES", "BenchmarkOperator", "Contender", "Entry", "RaySGD", "cluster", "standing"]
+__all__ = [
+    "BASE",
+    "ENTRIES",
+    "USUAL",
+    "Audited",
+    "BenchmarkOperator",
+    "Contender",
+    "Entry",
+    "RaySGD",
+    "cluster",
+    "standing",
+]
 
 BASE = "hand-written"
 
@@ -112,6 +124,20 @@ class Collating(RaySGD):
     operator = CollatingOperator
 
 
+class Audited(RaySGD):
+    """raysgd with an audit log on the local disk, which is removed in the end."""
+
+    name = "raysgd, audit"
+
+    def __init__(self, setting: Setting) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        super().__init__(setting, elastic=ElasticConfig(audit=self._folder.name))
+
+    def stop(self) -> None:
+        super().stop()
+        self._folder.cleanup()
+
+
 @dataclass(frozen=True)
 class Entry:
     """One who can take part: how it is started, and what must be installed for it."""
@@ -152,6 +178,7 @@ ENTRIES = {
         Entry(BASE, HandWritten),
         Entry(RaySGD.name, RaySGD),
         Entry(Collating.name, Collating),
+        Entry(Audited.name, Audited),
         peer("torchrun", "with_torchrun.py"),
         peer("Ray Train v2", "with_ray_train.py", "pandas", "pyarrow", launcher=None),
         peer("Lightning", "with_lightning.py", "lightning"),
@@ -159,6 +186,7 @@ ENTRIES = {
         peer("Horovod", "with_horovod.py", "horovod", launcher="horovodrun"),
     )
 }
+USUAL = [name for name in ENTRIES if name != Audited.name]
 
 
 def standing(names: Sequence[str], setting: Setting) -> list[Contender]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from contenders import ENTRIES, Contender, cluster, standing
+from contenders import USUAL, Contender, cluster, standing
 from interleaved import Turn, one_epoch, peak_mb
 from report import claim_stdout, emit
 from throughput import arguments, row, warmed_up
@@ -92,7 +92,7 @@ def main() -> None:
     parser = arguments([*GPU_WORKLOADS])
     parser.description = __doc__.splitlines()[0]
     # make horovod builds for CPUs; a Horovod with NCCL can be asked for by name.
-    contenders = [name for name in ENTRIES if name != "Horovod"]
+    contenders = [name for name in USUAL if name != "Horovod"]
     parser.set_defaults(contenders=contenders, precisions=["fp32", "fp16", "bf16"], workers=None, rounds=3)
     args = parser.parse_args()
     out = claim_stdout()

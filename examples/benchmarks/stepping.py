@@ -6,19 +6,33 @@ started anew several times: of the same program, one process is faster than anot
 memory happens to lie.
 
     python examples/benchmarks/stepping.py
+    python examples/benchmarks/stepping.py --audit --workloads tiny
+
+With --audit, raysgd runs without and with an audit log, in turn with the base; `raysgd_ratio` of that row is the time without the
+log divided by the time with it, turn by turn.
 """
 
 import argparse
 from typing import Any
 
-from contenders import BASE, Collating, RaySGD, cluster
+from contenders import BASE, Audited, Collating, RaySGD, cluster
 from report import claim_stdout, emit
 from throughput import measure
 from workloads import WORKLOADS, Setting
 
 CONTENDERS = (BASE, RaySGD.name, Collating.name)
 LONGER = 5
-COLUMNS = ("workload", "workers", "contender", "us_per_step", "ratio", "overhead_us", "cpu_us_per_step", "cpu_ratio")
+COLUMNS = (
+    "workload",
+    "workers",
+    "contender",
+    "us_per_step",
+    "ratio",
+    "overhead_us",
+    "raysgd_ratio",
+    "cpu_us_per_step",
+    "cpu_ratio",
+)
 
 
 def main() -> None:
@@ -28,6 +42,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=6, help="how often everything is started anew")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of each start")
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: five times the workload's)")
+    parser.add_argument("--audit", action="store_true", help="only raysgd without and with an audit log, and the base")
     parser.add_argument("--smoke", action="store_true", help="a few steps of one workload, only to see that it runs")
     args = parser.parse_args()
     out = claim_stdout()
@@ -35,11 +50,12 @@ def main() -> None:
         args.workloads, args.starts, args.steps = ["tiny"], 2, 3
 
     rows: list[dict[str, Any]] = []
-    with cluster(len(CONTENDERS) * args.workers):
+    contenders = (BASE, RaySGD.name, Audited.name) if args.audit else CONTENDERS
+    with cluster(len(contenders) * args.workers):
         for name in args.workloads:
             workload = WORKLOADS[name]
             setting = Setting(workload.shortened(args.steps or LONGER * workload.steps), args.workers)
-            rows += measure(setting, CONTENDERS, args.rounds, starts=args.starts)
+            rows += measure(setting, contenders, args.rounds, starts=args.starts)
     emit(out, "stepping", vars(args), rows, COLUMNS)
 
 

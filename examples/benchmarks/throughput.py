@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from contenders import BASE, ENTRIES, Contender, RaySGD, cluster, standing
+from contenders import BASE, ENTRIES, USUAL, Contender, RaySGD, cluster, standing
 from interleaved import Turn, interleaved, peak_mb
 from profiling import where_the_time_goes
 from report import claim_stdout, emit, spread
@@ -120,7 +120,7 @@ def arguments(workloads: Sequence[str]) -> argparse.ArgumentParser:
     """What the throughput benchmarks have in common."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workloads", nargs="+", choices=workloads, default=workloads)
-    parser.add_argument("--contenders", nargs="+", choices=[*ENTRIES], default=[*ENTRIES])
+    parser.add_argument("--contenders", nargs="+", choices=[*ENTRIES], default=USUAL)
     parser.add_argument("--precisions", nargs="+", choices=[*PRECISIONS], default=["fp32"])
     parser.add_argument("--workers", nargs="+", type=int, default=[2])
     parser.add_argument("--rounds", type=int, default=11)

@@ -48,6 +48,7 @@ class AuditLog:
     def __init__(self, settings: AuditSettings, digest: Callable[[], str | None]) -> None:
         self._settings, self._digest = settings, digest
         self._chain, self._joined, self._due = Chain(), (-1, -1), 0
+        self._unwritten = b""
         worker = f"{platform.node() or 'node'}-{os.getpid()}-{uuid.uuid4().hex[:8]}".replace(" ", "_")
         self._file = new_file(settings.folder, worker)
         self._write(f"{FIRST} {settings.run} {settings.began:.3f} {worker} {platform.node() or 'node'} {os.getpid()}")
@@ -94,4 +95,7 @@ class AuditLog:
         os.close(self._file)
 
     def _write(self, text: str) -> None:
-        os.write(self._file, self._chain.line(text))
+        """Write a line. What a full disk does not take is written before the next line, so that the chain stays whole."""
+        self._unwritten += self._chain.line(text)
+        while self._unwritten:
+            self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]

@@ -1,0 +1,139 @@
+"""Kinds of faults that the other tests do not have: after each, every sample was used once, which the audit log shows too."""
+
+import errno
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.benchmarks.harming import Injected, forget_memory_limits, why_no_memory_limit
+from raysgd import ElasticConfig
+from raysgd.core.audit import verify
+from tests.faults import Fault, Ground
+
+pytestmark = pytest.mark.elastic
+
+LIMIT_S = 8.0
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system of 4 MB for the audit log, or a folder if none may be mounted."""
+    folder = tmp_path_factory.mktemp("disk")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, check=False
+    )
+    yield folder
+    if mounted.returncode == 0:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture(scope="module")
+def shared(ray_cluster: None, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    elastic = ElasticConfig(hang_timeout_s=LIMIT_S, audit=disk / "log", audit_weights_every=5)
+    ground = Ground(tmp_path_factory.mktemp("kinds"), num_workers=3, elastic=elastic)
+    yield ground
+    ground.trainer.shutdown()
+    forget_memory_limits()
+
+
+@pytest.fixture
+def ground(shared: Ground, disk: Path) -> Iterator[Ground]:
+    shared.whole_again(3)
+    shared.trained()
+    yield shared
+    seen = shared.trained()
+    assert seen[0] >= 1 and seen == dict.fromkeys(range(shared.samples), seen[0])
+    assert all(len({str(weight) for weight in weights}) == 1 for weights in zip(*of_each_rank(shared), strict=True))
+    assert verify(disk / "log").compared > 0
+
+
+def of_each_rank(ground: Ground) -> list[list[object]]:
+    return ground.trainer.apply_all_operators(lambda operator: [each.tolist() for each in operator.model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "where"), [(0, "segfault", "backward"), (1, "abort", "after"), (2, "memory", "before")]
+)
+def test_a_process_is_ended_by_the_system(ground: Ground, rank: int, kind: str, where: str) -> None:
+    if kind == "memory" and why_no_memory_limit():
+        pytest.skip(why_no_memory_limit())
+    ground.arm(Fault(rank, 7, kind, where))
+    before = len(ground.trainer.recoveries)
+    assert ground.trainer.train()["num_samples"] == ground.samples
+    assert ground.fired() == 1
+    failure = ground.trainer.recoveries[before]
+    assert (failure.reason, failure.removed_ranks, failure.in_place) == ("worker death", (rank,), True)
+    assert failure.batches_redone == 0
+
+
+@pytest.mark.parametrize("where", ["before", "backward", "after"])
+def test_an_exception_at_any_moment_reaches_the_user(ground: Ground, where: str) -> None:
+    """Another thread raises it in the training thread. It is an error of the user's: nothing is retried, and nobody fails."""
+    ground.arm(Fault(1, 9, "exception", where))
+    before = len(ground.trainer.recoveries)
+    with pytest.raises(Injected) as caught:
+        ground.trainer.train()
+    assert caught.value.raysgd_rank == 1  # type: ignore[attr-defined]
+    ground.trainer.train()
+    assert len(ground.trainer.recoveries) == before and ground.trainer.world_size == 3
+
+
+def test_connections_that_are_half_open(ground: Ground) -> None:
+    """Nothing reaches rank 1 anymore, and no connection is closed."""
+    ground.arm(Fault(1, 6, "half-open", "backward"))
+    before = len(ground.trainer.recoveries)
+    ground.trainer.train()
+    assert ground.fired() == 1
+    failure = ground.trainer.recoveries[before]
+    assert failure.reason in ("network", "hang", "node failure")
+    assert (failure.removed_ranks, failure.in_place, failure.batches_redone) == ((1,), True, 0)
+
+
+def test_a_slow_rank_is_not_ended(ground: Ground) -> None:
+    """Its last batches take a second each, which is less than the limit. It causes warnings."""
+    ground.arm(Fault(2, 17, "slow", seconds=1.0))
+    before = len(ground.trainer.recoveries)
+    ground.trainer.train()
+    assert ground.fired() == 1
+    assert len(ground.trainer.recoveries) == before and ground.trainer.world_size == 3
+
+
+def test_a_full_disk(ground: Ground, disk: Path) -> None:
+    """The audit log cannot be written, so the error is raised. When there is room again, training and log continue."""
+    if not os.path.ismount(disk):
+        pytest.skip("no small file system can be mounted, which needs root")
+    ground.arm(Fault(0, 8, "full", disk=str(disk)))
+    before = len(ground.trainer.recoveries)
+    with pytest.raises(OSError, match="No space left") as caught:
+        while True:  # the last page of each file has room for some lines
+            ground.trainer.train()
+    assert caught.value.errno == errno.ENOSPC
+    (disk / "filler").unlink()
+    ground.trainer.train()
+    assert len(ground.trainer.recoveries) == before
+
+
+def pause_driver(ground: Ground, seconds: float) -> None:
+    before = len(ground.trainer.recoveries)
+    pause = f"sleep 0.3; kill -STOP {os.getpid()}; sleep {seconds}; kill -CONT {os.getpid()}"
+    ground.trainer.apply_all_operators(lambda operator: operator.config.update(pace=0.1))
+    started = time.monotonic()
+    with subprocess.Popen(["sh", "-c", pause]):
+        ground.trainer.train()
+    ground.trainer.apply_all_operators(lambda operator: operator.config.update(pace=0.0))
+    assert time.monotonic() - started > seconds
+    assert len(ground.trainer.recoveries) == before and ground.trainer.world_size == 3
+
+
+def test_the_driver_is_stopped_for_longer_than_the_limit(ground: Ground) -> None:
+    """When it continues, it has heard nothing for long, and no worker has failed."""
+    pause_driver(ground, LIMIT_S * 1.25)
+
+
+@pytest.mark.soak
+def test_the_driver_is_stopped_for_half_a_minute(ground: Ground) -> None:
+    pause_driver(ground, 30.0)
