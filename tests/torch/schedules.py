@@ -18,7 +18,6 @@ from raysgd.data import SampleSeeds
 from raysgd.torch import TrainingOperator
 from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.settings import TorchSettings
-from tests.faults import Fault
 from tests.torch.disturbed import Change
 
 EPOCHS = 2
@@ -43,6 +42,7 @@ class Setting:
     mode: Any = "global"
     double: bool = True
     augments: str = "data set"
+    compile: Any = False
     changes: tuple[Change, ...] = ()
 
     @classmethod
@@ -73,7 +73,7 @@ class Setting:
         return torch.float64 if self.double else torch.float32
 
     def options(self) -> TrainingOptions:
-        return TrainingOptions(parallel="ddp", accumulate=self.accumulate, **self.clip)
+        return TrainingOptions(parallel="ddp", accumulate=self.accumulate, compile=self.compile, **self.clip)
 
     def settings(self) -> TorchSettings:
         every = 1 if any(change.join and len(change.victims) > 6 for change in self.changes) else None
@@ -248,13 +248,15 @@ class Disturbed(TrainingOperator):
             self._fault("before")
         made = self.steps_made
         result = super().train_batch((x, y), batch_info)
-        if group is not None and self.steps_made > made:
+        if group is None:
+            self._fault("after")
+        elif self.steps_made > made:
             group.after(self.world_rank, step)
         return result
 
     def _fault(self, where: str) -> None:
         for fault in self.config.get("faults", ()):
-            if isinstance(fault, Fault) and fault.rank == self.world_rank and fault.step <= self.global_step:
+            if (fault.rank, fault.where) == (self.world_rank, where) and fault.step <= self.global_step:
                 fault.fire(self.config["marks"])
 
 
