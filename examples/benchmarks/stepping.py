@@ -6,17 +6,20 @@ started anew several times: of the same program, one process is faster than anot
 memory happens to lie.
 
     python examples/benchmarks/stepping.py
+    python examples/benchmarks/stepping.py --gradients     instead: what the weighting of unequal shares costs
 """
 
 import argparse
 from typing import Any
 
-from contenders import BASE, Collating, RaySGD, cluster
+from contenders import BASE, Collating, OfRanks, RaySGD, Unequal, UnequalOfRanks, cluster
 from report import claim_stdout, emit
 from throughput import measure
 from workloads import WORKLOADS, Setting
 
 CONTENDERS = (BASE, RaySGD.name, Collating.name)
+# The mean over samples after the mean over ranks, with which it is compared.
+GRADIENTS = ((OfRanks.name, RaySGD.name), (UnequalOfRanks.name, Unequal.name))
 LONGER = 5
 COLUMNS = ("workload", "workers", "contender", "us_per_step", "ratio", "overhead_us", "cpu_us_per_step", "cpu_ratio")
 
@@ -28,6 +31,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=6, help="how often everything is started anew")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of each start")
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: five times the workload's)")
+    parser.add_argument("--gradients", action="store_true", help="compare gradients='samples' with 'ranks'")
     parser.add_argument("--smoke", action="store_true", help="a few steps of one workload, only to see that it runs")
     args = parser.parse_args()
     out = claim_stdout()
@@ -35,11 +39,13 @@ def main() -> None:
         args.workloads, args.starts, args.steps = ["tiny"], 2, 3
 
     rows: list[dict[str, Any]] = []
-    with cluster(len(CONTENDERS) * args.workers):
+    compared = GRADIENTS if args.gradients else (CONTENDERS,)
+    with cluster(max(map(len, compared)) * args.workers):
         for name in args.workloads:
             workload = WORKLOADS[name]
             setting = Setting(workload.shortened(args.steps or LONGER * workload.steps), args.workers)
-            rows += measure(setting, CONTENDERS, args.rounds, starts=args.starts)
+            for names in compared:
+                rows += measure(setting, names, args.rounds, starts=args.starts, base=names[0])
     emit(out, "stepping", vars(args), rows, COLUMNS)
 
 

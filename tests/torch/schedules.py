@@ -153,7 +153,8 @@ def model_of(setting: Setting) -> nn.Module:
     if setting.model == "conv":
         first = [nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4)]
         return nn.Sequential(*first, nn.GELU(), nn.Flatten(), nn.Linear(16, 3)).to(setting.dtype)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(setting.dtype)
+    norm = [nn.BatchNorm1d(8)] if setting.model == "batchnorm" else []
+    return nn.Sequential(nn.Linear(4, 8), *norm, nn.Tanh(), nn.Linear(8, 1)).to(setting.dtype)
 
 
 class Samples(Dataset[Any]):
@@ -201,7 +202,7 @@ def optimizer_of(setting: Setting, model: nn.Module) -> tuple[Any, Any]:
 
 
 def criterion_of(setting: Setting) -> nn.Module:
-    return nn.MSELoss() if setting.model == "mlp" else nn.CrossEntropyLoss()
+    return nn.CrossEntropyLoss() if setting.model in ("conv", "gpt") else nn.MSELoss()
 
 
 def augmented(setting: Setting, epoch: int, index: Any, x: torch.Tensor) -> torch.Tensor:
@@ -241,6 +242,7 @@ class Disturbed(TrainingOperator):
                 with self.sample_rng(number):
                     rows.append(row if setting.model == "gpt" else row + noise(row.shape).to(row.dtype))
             x = torch.stack(rows)
+        x = self.augment(x, index)
         if group is not None:
             group.note(self._epochs_before(), step, index.tolist())
             group.before(self.world_rank, step)
@@ -253,6 +255,10 @@ class Disturbed(TrainingOperator):
         elif self.steps_made > made:
             group.after(self.world_rank, step)
         return result
+
+    def augment(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Return the batch as the model gets it."""
+        return x
 
     def _fault(self, where: str) -> None:
         for fault in self.config.get("faults", ()):

@@ -7,10 +7,12 @@ its schedule if it fails.
 import logging
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.torch.disturbed import Change, Group
 from tests.torch.schedules import EPOCHS, Disturbed, Setting, by_hand
@@ -87,3 +89,53 @@ def test_batches_that_are_trained_again_step_their_schedule_once(when: Any, rate
     change = Change("kill", 3, victims=(1,), when=when)
     setting = Setting(5, rows=36, accumulate=2, rates=rates, optimizer="adam", changes=(change,))
     torch.testing.assert_close(trained(setting, [change])[0], trained(setting)[0], rtol=1e-12, atol=1e-12)
+
+
+CHANGES = (
+    Change("kill", 1, victims=(1,)),
+    Change("resize", 3, join=2),
+    Change("kill", 6, victims=(0,), join=1, when="after"),
+)
+FIXED = Setting(11, rows=36, batch=3, workers=3, changes=CHANGES)
+
+
+class Normalized(Disturbed):
+    """Its model has BatchNorm."""
+
+    frozen = False
+
+    def augment(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        self.model[1].train(not self.frozen)
+        return x
+
+
+class Frozen(Normalized):
+    frozen = True
+
+
+class Dropping(Disturbed):
+    def augment(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5)
+
+
+class DroppingBySample(Disturbed):
+    def augment(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for number, row in zip(index, x, strict=True):
+            with self.sample_rng(number):
+                rows.append(nn.functional.dropout(row, 0.5))
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("operator", "equal"), [(Normalized, False), (Frozen, True), (Dropping, False), (DroppingBySample, True)]
+)
+def test_what_depends_on_the_pieces_of_a_batch(operator: type[Disturbed], equal: bool) -> None:
+    """As docs/changing_machines.md says. In all cases, all ranks have the same weights, which `Group.run` checks."""
+    setting = replace(FIXED, model="batchnorm") if issubclass(operator, Normalized) else FIXED
+    mine, steps = trained(setting, CHANGES, operator=operator)
+    other, same = trained(setting, operator=operator)
+    assert steps == same
+    assert torch.allclose(mine, other, rtol=1e-12, atol=1e-12) is equal
+    again, _ = trained(setting, CHANGES, operator=operator)
+    assert torch.equal(mine, again), "the same changes at the same steps lead to the same weights"
