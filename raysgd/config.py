@@ -129,7 +129,7 @@ class ElasticConfig:
                      warning with its stack)
     grow             True: add new workers at a batch boundary; "epoch": between calls; False: never
     batch            "per_worker": each worker keeps its batch size; "global": all workers together keep theirs, and none
-                     processes more samples at once than at the beginning
+                     processes more samples at once than with all workers
     lr               with "per_worker", how learning rates follow the number of workers: "linear", "sqrt" or None (not at all)
     snapshot_every   how often to take the snapshot that new processes start from when no worker is left: "epoch", a
                      number of batches, seconds as a float, or None

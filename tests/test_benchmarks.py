@@ -103,6 +103,30 @@ def test_stepping(outcome: Document) -> None:
 
 @pytest.mark.soak
 @pytest.mark.slow
+@pytest.mark.script("stepping.py", "--gradients", run=smoke)
+def test_stepping_with_unequal_shares(outcome: Document) -> None:
+    rows = outcome()["rows"]
+    names = ["raysgd", "raysgd, unequal shares"]
+    assert [row["contender"] for row in rows] == [each for name in names for each in (f"{name}, mean of ranks", name)]
+    assert all(row["ratio"]["count"] == 2 and row["us_per_step"] > 0 for row in rows)
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.script("schedules.py", run=smoke)
+def test_schedules(outcome: Document, tmp_path: Path) -> None:
+    document = outcome()
+    undisturbed, killed = document["rows"]
+    assert undisturbed["recoveries"] == 0 < killed["recoveries"]
+    assert killed["largest_difference"] < 1e-9 and killed["losses"] == pytest.approx(undisturbed["losses"])
+    (tmp_path / "schedules.json").write_text(json.dumps(document), encoding="utf-8")
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("the rest of this test draws: it needs matplotlib (extra: bench)")
+    assert [each.name for each in module("plots").plot_all(tmp_path, tmp_path / "pictures")] == ["schedules.png"]
+
+
+@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.script("gpu.py", "--workloads", "gpt124m", "--contenders", "hand-written", "raysgd", run=smoke)
 def test_gpu(outcome: Document, tmp_path: Path) -> None:
     """On a machine without one."""

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Protocol
 
 import ray
+import torch
 from gate import Program
 from handwritten import HandWritten
 from processes import search_path
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Sampler, default_collate
 from workloads import Setting
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator, TrainingOptions
@@ -90,6 +91,7 @@ class RaySGD:
 
     name = "raysgd"
     operator = BenchmarkOperator
+    gradients = "samples"
 
     def __init__(self, setting: Setting, *, cpus: float = 1, elastic: ElasticConfig | None = None) -> None:
         self.trainer = TorchTrainer(
@@ -99,7 +101,7 @@ class RaySGD:
             use_gpu=setting.device == "cuda",
             use_ray=True,
             elastic=elastic,
-            options=TrainingOptions(precision=setting.precision),
+            options=TrainingOptions(precision=setting.precision, gradients=self.gradients),
             config={"setting": setting},
         )
 
@@ -136,6 +138,48 @@ class Audited(RaySGD):
     def stop(self) -> None:
         super().stop()
         self._folder.cleanup()
+
+
+class OfRanks(RaySGD):
+    """Averages the means of the workers, as DDP does: what steps cost before gradients were weighted."""
+
+    name = "raysgd, mean of ranks"
+    gradients = "ranks"
+
+
+class UnequalBatches(Sampler):
+    """Batches of one sample more and one less in turn, so that two workers have unequal shares in every step."""
+
+    def __init__(self, samples: int, size: int) -> None:
+        self._samples, self._size = samples, size
+
+    def __len__(self) -> int:
+        return self._samples // self._size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, start = torch.randperm(self._samples).tolist(), 0
+        for number in range(len(self)):
+            stop = start + self._size + (-1 if number % 2 else 1)
+            yield order[start:stop]
+            start = stop
+
+
+class UnequalOperator(BenchmarkOperator):
+    def setup(self, config):
+        super().setup(config)
+        loader = self._get_train_loader()
+        batches = UnequalBatches(len(loader.dataset), loader.batch_size)
+        self.register_data(train_loader=DataLoader(loader.dataset, batch_sampler=batches))
+
+
+class Unequal(RaySGD):
+    name = "raysgd, unequal shares"
+    operator = UnequalOperator
+
+
+class UnequalOfRanks(Unequal):
+    name = "raysgd, unequal shares, mean of ranks"
+    gradients = "ranks"
 
 
 @dataclass(frozen=True)
@@ -179,6 +223,7 @@ ENTRIES = {
         Entry(RaySGD.name, RaySGD),
         Entry(Collating.name, Collating),
         Entry(Audited.name, Audited),
+        *(Entry(each.name, each) for each in (OfRanks, Unequal, UnequalOfRanks)),
         peer("torchrun", "with_torchrun.py"),
         peer("Ray Train v2", "with_ray_train.py", "pandas", "pyarrow", launcher=None),
         peer("Lightning", "with_lightning.py", "lightning"),

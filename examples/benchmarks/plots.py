@@ -178,6 +178,19 @@ def saving(rows: Rows) -> dict[str, Figure]:
     return {"saving": drawn}
 
 
+def schedules(rows: Rows) -> dict[str, Figure]:
+    """Each curve is drawn over the ones before it, thinner, so that all can be seen where they are equal."""
+    drawn, (axis,) = figure(7.0, 3.6, 1, "One run under five schedules of its workers")
+    for number, row in enumerate(rows):
+        steps = [place * row["every"] for place in range(len(row["losses"]))]
+        width = 9.0 * 0.58**number
+        axis.plot(steps, row["losses"], color=("#444444", *OTHERS)[number % 5], linewidth=width, label=row["schedule"])
+    axis.set_xlabel("step", fontsize=8)
+    axis.set_ylabel("loss on samples that stay the same", fontsize=8)
+    axis.legend(fontsize=8, frameon=False)
+    return {"schedules": drawn}
+
+
 def driver_cost(rows: Rows) -> dict[str, Figure]:
     calls = ordered(row["call"] for row in rows if "ratio" in row)
     pairs = [(call, what) for call in calls for what in ("driver_cpu_ms", "answer_ms")]
@@ -224,6 +237,7 @@ PLOTS: dict[str, Callable[[Rows], dict[str, Figure]]] = {
     "rerun": rerun,
     "churn": churn,
     "saving": saving,
+    "schedules": schedules,
     "driver_cost": driver_cost,
     "gpu": gpu,
 }

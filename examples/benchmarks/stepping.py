@@ -7,6 +7,7 @@ memory happens to lie.
 
     python examples/benchmarks/stepping.py
     python examples/benchmarks/stepping.py --audit --workloads tiny
+    python examples/benchmarks/stepping.py --gradients     instead: what the weighting of unequal shares costs
 
 With --audit, raysgd runs without and with an audit log, in turn with the base; `raysgd_ratio` of that row is the time without the
 log divided by the time with it, turn by turn.
@@ -15,12 +16,15 @@ log divided by the time with it, turn by turn.
 import argparse
 from typing import Any
 
-from contenders import BASE, Audited, Collating, RaySGD, cluster
+from contenders import BASE, Audited, Collating, OfRanks, RaySGD, Unequal, UnequalOfRanks, cluster
 from report import claim_stdout, emit
 from throughput import measure
 from workloads import WORKLOADS, Setting
 
 CONTENDERS = (BASE, RaySGD.name, Collating.name)
+AUDIT = (BASE, RaySGD.name, Audited.name)
+# The mean over samples after the mean over ranks, with which it is compared.
+GRADIENTS = ((OfRanks.name, RaySGD.name), (UnequalOfRanks.name, Unequal.name))
 LONGER = 5
 COLUMNS = (
     "workload",
@@ -43,6 +47,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="rounds of each start")
     parser.add_argument("--steps", type=int, help="batches per worker and epoch (default: five times the workload's)")
     parser.add_argument("--audit", action="store_true", help="only raysgd without and with an audit log, and the base")
+    parser.add_argument("--gradients", action="store_true", help="compare gradients='samples' with 'ranks'")
     parser.add_argument("--smoke", action="store_true", help="a few steps of one workload, only to see that it runs")
     args = parser.parse_args()
     out = claim_stdout()
@@ -50,12 +55,13 @@ def main() -> None:
         args.workloads, args.starts, args.steps = ["tiny"], 2, 3
 
     rows: list[dict[str, Any]] = []
-    contenders = (BASE, RaySGD.name, Audited.name) if args.audit else CONTENDERS
-    with cluster(len(contenders) * args.workers):
+    compared = GRADIENTS if args.gradients else (AUDIT if args.audit else CONTENDERS,)
+    with cluster(max(map(len, compared)) * args.workers):
         for name in args.workloads:
             workload = WORKLOADS[name]
             setting = Setting(workload.shortened(args.steps or LONGER * workload.steps), args.workers)
-            rows += measure(setting, contenders, args.rounds, starts=args.starts)
+            for names in compared:
+                rows += measure(setting, names, args.rounds, starts=args.starts, base=names[0])
     emit(out, "stepping", vars(args), rows, COLUMNS)
 
 

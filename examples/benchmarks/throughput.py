@@ -41,10 +41,10 @@ COLUMNS = (
 
 
 def measure(
-    setting: Setting, names: Sequence[str], rounds: int, limit_s: float = math.inf, starts: int = 1
+    setting: Setting, names: Sequence[str], rounds: int, limit_s: float = math.inf, starts: int = 1, base: str = BASE
 ) -> list[dict[str, Any]]:
-    """One row per contender. Whoever fails has that in its row, and the others go on without it. The rounds of several
-    `starts` count alike: each has all processes anew."""
+    """One row per contender, with its time over that of `base`. Whoever fails has that in its row, and the others go on without
+    it. The rounds of several `starts` count alike: each has all processes anew."""
     print(f"{setting.workload.name}, {setting.precision}, {setting.workers} workers", file=sys.stderr)
     failed: dict[str, str] = {}
     turns: dict[str, list[Turn]] = {}
@@ -60,7 +60,7 @@ def measure(
             for contender in contenders:
                 contender.stop()
     whole = {name: own for name, own in turns.items() if name not in failed}
-    return [{**row(setting, name, whole, failed), "peak_mb": peaks.get(name)} for name in names]
+    return [{**row(setting, name, whole, failed, base), "peak_mb": peaks.get(name)} for name in names]
 
 
 def warmed_up(contender: Contender, failed: dict[str, str]) -> bool:
@@ -74,7 +74,9 @@ def warmed_up(contender: Contender, failed: dict[str, str]) -> bool:
     return True
 
 
-def row(setting: Setting, name: str, turns: dict[str, list[Turn]], failed: dict[str, str]) -> dict[str, Any]:
+def row(
+    setting: Setting, name: str, turns: dict[str, list[Turn]], failed: dict[str, str], base_name: str = BASE
+) -> dict[str, Any]:
     workload = setting.workload
     head = {
         "workload": workload.name,
@@ -86,7 +88,7 @@ def row(setting: Setting, name: str, turns: dict[str, list[Turn]], failed: dict[
     }
     if name not in turns:
         return {**head, "note": failed.get(name) or f"not installed: {', '.join(ENTRIES[name].missing())}"}
-    own, base = turns[name], turns.get(BASE)
+    own, base = turns[name], turns.get(base_name)
     epoch, busy = spread([turn.wall for turn in own]), spread([turn.busy for turn in own])
     pairs = list(zip(own, base, strict=True)) if base else []
     return {

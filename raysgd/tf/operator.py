@@ -25,7 +25,9 @@ from raysgd.tf.parts import (
 from raysgd.tf.settings import TFSettings
 from raysgd.training.operator_base import OperatorBase
 
-__all__ = ["TrainingOperator"]
+__all__ = ["IN_PIECES", "TrainingOperator"]
+
+IN_PIECES = "ElasticConfig(batch='global') lets a worker process its part of a batch in several pieces when there are fewer workers"
 
 
 class TrainingOperator(OperatorBase):
@@ -62,6 +64,7 @@ class TrainingOperator(OperatorBase):
         self._fraction = tf.Variable(1.0, trainable=False)
         self._fraction_now = 1.0
         self._parts = KerasParts()
+        self._pieces = Pieces(self) if self._settings.in_pieces else None
         self._statistics: list[Any] = []
         self.setup(self._config)
         if self._parts.registered:
@@ -134,8 +137,11 @@ class TrainingOperator(OperatorBase):
 
     def _step(self, tape: Any, loss: Any, model: Any, optimizer: Any) -> None:
         optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
-        gradients, variables = self.gradients(tape, loss, model=model, optimizer=optimizer)
-        self.apply_gradients(gradients, variables, optimizer=optimizer)
+        gradients, variables = self._own_gradients(tape, loss, model, optimizer)
+        if self._pieces is not None:
+            self._pieces.step(gradients, variables, optimizer)
+        else:
+            self.apply_gradients(self._sum(gradients), variables, optimizer=optimizer)
 
     def gradients(
         self, tape: Any, loss: Any, *, model: Any = None, optimizer: Any = None
@@ -143,7 +149,16 @@ class TrainingOperator(OperatorBase):
         """Return the gradients of the batch of all workers, which are the same on each of them, and their variables.
         This is the first half of `step`, if you want to clip or count gradients. Under mixed_float16 they are still
         scaled."""
+        if self._pieces is not None:
+            raise ConfigError(
+                f"{IN_PIECES}, and self.gradients() returns those of a whole batch: call self.step(tape, loss)"
+            )
         optimizer = self._only(self._parts.optimizers, "optimizer") if optimizer is None else optimizer
+        own, variables = self._own_gradients(tape, loss, model, optimizer)
+        return self._sum(own), variables
+
+    def _own_gradients(self, tape: Any, loss: Any, model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
+        """Return this worker's part of the gradients, and their variables."""
         trained = self._parts.trained_by(optimizer) if model is None else list(model.trainable_variables)
         found = tape.gradient(loss, trained, output_gradients=self._fraction * _scale(optimizer, loss))
         pairs = [(g, v) for g, v in zip(found, trained, strict=True) if g is not None]
@@ -152,13 +167,14 @@ class TrainingOperator(OperatorBase):
                 "there are no gradients: the loss depends on none of the trainable variables of the model. Compute it inside "
                 "the tape from the model's output"
             )
-        return self._sum([tf.convert_to_tensor(gradient) for gradient, _ in pairs]), [variable for _, variable in pairs]
+        return [tf.convert_to_tensor(gradient) for gradient, _ in pairs], [variable for _, variable in pairs]
 
     def _sum(self, gradients: list[Any]) -> list[Any]:
         """Sum every worker's part of the gradients, and average the running statistics with them."""
         if self._channel.size == 1:
             return gradients
-        parts = [as_tensor(v) * tf.cast(self._fraction, v.dtype) for v in self._statistics]
+        fraction = self._fraction if self._pieces is None else self._pieces.share
+        parts = [as_tensor(v) * tf.cast(fraction, v.dtype) for v in self._statistics]
         arrived = self._channel.sum([*gradients, *parts])
         with tf.control_dependencies(arrived):
             for variable, mean in zip(self._statistics, arrived[len(gradients) :], strict=True):
@@ -177,6 +193,11 @@ class TrainingOperator(OperatorBase):
         if fraction != self._fraction_now:
             self._fraction_now = fraction
             self._fraction.assign(fraction)
+
+    def _begin_piece(self, *, first: bool, last: bool) -> None:
+        self._first, self._last = first, last
+        if self._pieces is not None:
+            self._pieces.begin(self._fraction_now, first=first, last=last)
 
     def _only(self, parts: list[Any], name: str) -> Any:
         if len(parts) != 1:
@@ -224,7 +245,7 @@ class TrainingOperator(OperatorBase):
     def _batches_per_epoch(self, workers: int) -> int | None:
         return batches_per_epoch(self._train_data("train_dataset"), workers)
 
-    _counts = True
+    _counts = _first = _last = True
     _train_graph: Any
     _validate_graph: Any
     _predict_graph: Any
@@ -233,6 +254,8 @@ class TrainingOperator(OperatorBase):
         """Create all variables that do not exist yet, and give all ranks rank 0's values."""
         self._build()
         self._statistics = running_statistics(self._parts.models)
+        if self._pieces is not None:
+            self._pieces.create([v for model in self._parts.models for v in model.trainable_variables])
         weights = [variable for model in self._parts.models for variable in model.weights]
         assign(weights, self._channel.broadcast(weights, source=self.world_rank == 0))
 
@@ -267,6 +290,51 @@ class TrainingOperator(OperatorBase):
             f"the default batch methods take (x, y) or (x, y, sample_weight), got a {type(batch).__name__}: override "
             "train_batch and validate_batch for other kinds of batches"
         )
+
+
+class Pieces:
+    """Adds up the gradients of the pieces of a batch, and steps with the last one. Owns the sums, which are variables, so that
+    graph functions can use them."""
+
+    def __init__(self, operator: TrainingOperator) -> None:
+        self._operator = operator
+        self._closing = tf.Variable(True, trainable=False)
+        self.share = tf.Variable(1.0, trainable=False)  # this rank's part of the batch
+        self._share = 0.0
+        self._sums: dict[Any, Any] = {}
+        self._stepped: list[Any] = []  # graphs in which a step of this batch was traced
+
+    def create(self, variables: Sequence[Any]) -> None:
+        self._sums = {id(v): tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables}
+
+    def begin(self, fraction: float, *, first: bool, last: bool) -> None:
+        """Prepare for the next piece."""
+        if first:
+            assign([*self._sums.values()], [tf.zeros_like(each) for each in self._sums.values()])
+        self._share = fraction + (0.0 if first else self._share)
+        self.share.assign(self._share)
+        self._closing.assign(last)
+        self._stepped.clear()
+
+    def step(self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any) -> None:
+        place = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        if any(each is place for each in self._stepped):
+            raise ConfigError(
+                f"{IN_PIECES}, and this operator makes several steps in a batch, of which a later one may use weights that an "
+                "earlier one changed: make one step"
+            )
+        self._stepped.append(place)
+        sums = [self._sums[id(variable)] for variable in variables]
+        added = [total.assign_add(gradient) for total, gradient in zip(sums, gradients, strict=True)]
+
+        def apply() -> Any:
+            self._operator.apply_gradients(
+                self._operator._sum([tf.identity(total) for total in sums]), variables, optimizer=optimizer
+            )
+            return tf.constant(True)
+
+        with tf.control_dependencies([tf.convert_to_tensor(each) for each in added]):
+            tf.cond(self._closing, apply, lambda: tf.constant(False))
 
 
 def _scaling(optimizer: Any, model: Any) -> Any:

@@ -56,6 +56,7 @@ class TFReplica(ReplicaBase):
 
     def __init__(self, operator: TrainingOperator, settings: TFSettings, rank_info: RankInfo, control: Control) -> None:
         super().__init__(operator, settings, rank_info, control)
+        self._workers, self._in_pieces = settings.num_workers, settings.in_pieces
         self._prefix = "train_"
         self._steps_before = 0
         self._statistics_before: list[Any] = []
@@ -63,17 +64,21 @@ class TFReplica(ReplicaBase):
     # -- data -----------------------------------------------------------------------------------------
 
     def _open_source(self, data: Any, phase: Phase) -> Source:
-        channel = self.operator._channel
-        return make_source(data, self._position_in(phase), self._rank_info, channel, training=phase == "train")
+        channel, training = self.operator._channel, phase == "train"
+        workers = self._workers if self._in_pieces else None
+        return make_source(data, self._position_in(phase), self._rank_info, channel, training=training, workers=workers)
 
     def _feed_options(self, phase: Phase) -> dict[str, Any]:
         return {"on_batch": self._keep_for_undo} if phase == "train" else {}
 
-    def _keep_for_undo(self, drawn: Drawn, *_: Any) -> bool:
+    def _keep_for_undo(self, drawn: Drawn, place: int, closing: bool) -> bool:
         """Set the fraction of the batch, and keep what must be undone if a peer fails during the batch."""
         operator = self.operator
         operator._set_fraction(drawn.weight / self._rank_info.world_size)
         operator._counts = drawn.fresh
+        operator._begin_piece(first=place == 0, last=closing)
+        if place > 0:
+            return False
         self._steps_before = self._steps()
         if self._rank_info.world_size > 1:
             self._statistics_before = [tf.identity(as_tensor(v)) for v in operator._statistics]

@@ -11,7 +11,11 @@ __all__ = ["TFSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class TFSettings(ReplicaSettings):
-    """Adds TensorFlow's random seed in a trainer without a `seed`. It is the same on all ranks, so that they shuffle a data
-    set alike."""
+    """Adds what only TensorFlow needs.
+
+    shuffle_seed  the random seed in a trainer without a `seed`. It is the same on all ranks, so that they shuffle a data set alike
+    in_pieces     whether a worker processes a larger part of a batch, because there are fewer workers, in several pieces
+    """
 
     shuffle_seed: int | None = None
+    in_pieces: bool = False

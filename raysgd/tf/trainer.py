@@ -136,6 +136,7 @@ class TFTrainer(TrainerBase):
             threads=max(1, int(resources.cpus)) if remote else None,
             shuffle_seed=SEED if remote else None,
             seed=seed,
+            in_pieces=elastic.batch == "global" and number > 1,
             snapshot_every=elastic.snapshot_every,
             audit=AuditSettings.of(elastic),
             measures=measures_in(calls.on_workers),

@@ -10,6 +10,7 @@ by its weight as they arrive at the parameters, which works for any code that ru
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,6 +62,7 @@ class Gradients:
         clips = options.clip_norm is not None or options.clip_value is not None
         self._reads_gradients = clips or monitor.needs_gradients
         self._stepping = False
+        self._schedules: tuple[list[Any], list[Any]] = [], []
         self.abandon()
 
     def abandon(self) -> None:
@@ -84,6 +86,7 @@ class Gradients:
         self._here = self._skipped = self._in_backward = False
         if position == 0:
             self._arrived, self._witness = False, None
+            self._schedules = self._of_schedules() if self._accumulates else ([], [])
         if self._accumulates:
             self._measure(drawn)
         if self._replaced or pieces:
@@ -91,6 +94,22 @@ class Gradients:
         if self._held or not closing:
             self._exchange_gradients(closing)
         return closing and not (self._hooks or self._accumulates)
+
+    def _of_schedules(self) -> tuple[list[Any], list[Any]]:
+        """Return copies of what schedulers change: their own states, and the values of parameter groups."""
+        states = [copy.deepcopy(each.state_dict()) for each in self._parts.schedulers]
+        groups = [group for each in self._parts.optimizers for group in each.param_groups] if states else []
+        return states, [copy.deepcopy({name: group[name] for name in group if name != "params"}) for group in groups]
+
+    def undo_schedules(self) -> None:
+        """Undo the steps of schedulers in a window that will be processed again."""
+        states, values = self._schedules
+        self._schedules = [], []
+        for scheduler, state in zip(self._parts.schedulers if states else [], states, strict=True):
+            scheduler.load_state_dict(state)
+        groups = [group for each in self._parts.optimizers for group in each.param_groups] if states else []
+        for group, before in zip(groups, values, strict=True):
+            group.update(before)
 
     def _measure(self, drawn: Drawn) -> None:
         """Count this batch's samples, for its part of the window's gradients: those of all ranks, if gradients are weighted."""

@@ -104,6 +104,9 @@ class TorchReplica(ReplicaBase):
         if self._feed is not None:
             self._feed.stepped()
 
+    def _undo_batch(self) -> None:
+        self.operator._gradients.undo_schedules()
+
     def _on_commit(self, last: bool = False) -> None:
         self.operator._precision.batch_done()
         if self._began is not None:

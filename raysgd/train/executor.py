@@ -94,6 +94,11 @@ class BackendExecutor:
         self._max_retries = max_retries
         self._elastic = elastic or ElasticConfig(hang_timeout_s=HANG_S)
         refuse_rates(self._elastic, "a training function owns its optimizers")
+        if self._elastic.batch != "per_worker":
+            raise ConfigError(
+                "ElasticConfig(batch='global') needs an operator: a training function draws its own batches. Leave batch out, and "
+                "let the function choose the size of its batches by train.world_size()"
+            )
         self._engine: Engine | None = None
         self._group: WorkerGroup | None = None
         self._hooks_called_for = -1  # the generation

@@ -181,7 +181,7 @@ class Feed:
         self._pending: Drawn | None = None
         self._window: list[Drawn] = []
         self._closing = True
-        self._stepped = False
+        self._stepped = self._dropped = False
         self._empty_epochs = 0
         self._failure: DataLoaderFailure | None = None
         self._counts_samples = source.counts_samples
@@ -206,6 +206,7 @@ class Feed:
         if self._pause_at is not None and position.step >= self._pause_at and not (self._window or position.ended):
             self._pause()
         if control.interrupted if self._window else not control.begin(position.step + 1):
+            self._dropped = bool(self._window)
             self._window.clear()
             self._stop()
         drawn = self._waited_for()
@@ -248,18 +249,20 @@ class Feed:
         be processed again."""
         if self._pending is not None and self._stepped:
             self._done(last=True)
-        undone = self._pending is not None or bool(self._window)
+        undone = self._dropped or self._pending is not None or bool(self._window)
         self._pending = None
         self._window.clear()
         return undone
 
-    def leave(self) -> None:
-        """End a loop that returned. Even if batches are left, the current one counts as done. Batches of an open window
-        will be processed again."""
+    def leave(self) -> bool:
+        """End a loop that returned. Even if batches are left, the current one counts as done. Return whether there are batches
+        of an open window, which will be processed again."""
         if self._failure is not None:
             raise self._failure
         self._done()
+        undone = self._dropped or bool(self._window)
         self._window.clear()
+        return undone
 
     def _waited_for(self) -> Drawn:
         """Wait for the next batch. Raise StopIteration if there is none."""

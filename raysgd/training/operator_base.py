@@ -102,10 +102,15 @@ class OperatorBase:
         """Train one pass over `iterator`, and return what to report. Ends early when the group of workers changes."""
         common = {**(info or {}), "epoch_idx": epoch_idx}
         self._meter = meter = AverageMeterCollection()
-        for batch_idx, batch in enumerate(iterator):
+        batch_idx = 0
+        for batch in iterator:
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **common}
             self._count(iterator, self.train_batch(batch, batch_info), meter)
-            self.global_step += 1
+            if getattr(iterator, "whole", True):
+                self.global_step += 1
+                batch_idx += 1
+            else:
+                meter.batch_count -= 1  # another piece of the same batch follows, and the last one counts the batch
         return dict(meter.summary())
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

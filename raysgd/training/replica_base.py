@@ -179,7 +179,8 @@ class ReplicaBase(ABC):
         except BaseException:
             self._cut_short()  # what was applied must count before another rank takes this state
             raise
-        feed.leave()
+        if feed.leave():
+            self._undo_batch()
         if feed.stopped:
             asked = not self._control.interrupted
             return Interrupted(self.partial(result), "stopped at a batch boundary", self.progress, asked=asked)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd.data import ShardedStream
 from raysgd.training.feed import Carrier
 from tests.torch.simulated import train
 from tests.torch.test_exact_gradients import OPTIONS, Curve, Direct, Sampled, TwoPasses, close, options
@@ -214,3 +215,20 @@ def test_pieces_that_are_sent_to_the_device_in_advance(steps: int | None, monkey
     stages: Any = [(None, 1)] if steps is None else [(steps, 1), (None, 2)]
     mine = train(Direct, {"rows": 23, "batch": 3}, stages, num_workers=2, batch="global")
     close(mine, train(Direct, {"rows": 23, "batch": 6}, [(None, 1)]))
+
+
+class Streamed(Curve):
+    """Reads two shards of unequal lengths."""
+
+    def loader(self, data: Any, config: dict[str, Any]) -> Any:
+        half = len(data) // 3
+        parts = [range(half), range(half, len(data))]
+        return ShardedStream(lambda shard: (data[row] for row in parts[shard]), 2, batch_size=config["batch"])
+
+
+def test_the_batches_of_a_sharded_stream_have_pieces() -> None:
+    sizes: list[int] = []
+    config = {"rows": 23, "batch": 2}
+    mine = train(noting(Streamed, sizes, []), config, [(2, 1), (None, 1)], num_workers=3, batch="global")
+    close(mine, train(Streamed, {**config, "batch": 6}, [(None, 1)]))
+    assert max(sizes) == 2 and sum(sizes) >= 23

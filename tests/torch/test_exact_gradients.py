@@ -1,5 +1,6 @@
 """A step's gradient is the mean over its samples, whatever each rank's share: one worker and N end with equal weights."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ConfigError, TrainingOptions
+from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.data import RayData
+from raysgd.ray_data.dealer import Dealer, PartRequest
 from raysgd.torch import TrainingOperator
+from raysgd.torch.settings import TorchSettings
+from tests.data.test_rows import Blocks
 from tests.torch.simulated import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle")
@@ -137,6 +143,57 @@ def test_the_mean_over_ranks_is_an_option() -> None:
         schedule.step()
     close(means, nn.utils.parameters_to_vector(model.parameters()).detach())
     assert not torch.allclose(means, samples, rtol=1e-3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(2, 5), st.booleans())
+def test_the_mean_over_ranks_is_the_mean_of_their_means(rows: int, batch: int, workers: int, adam: bool) -> None:
+    config = {"rows": rows, "batch": batch, "adam": adam}
+    means = train(Curve, config, [(None, workers)], options=options(gradients="ranks"))
+    parts: Any = Curve(config, settings=TorchSettings(scheduler_step_freq="batch"))
+    data = parts._parts.train_loader.dataset
+    plan = SamplingPlan(rows, batch * workers, workers)
+    for offset in range(0, rows, batch * workers):
+        losses = [parts.criterion(parts.model(x), y) for x, y in (data[p.start : p.stop] for p in plan.parts(offset))]
+        parts.optimizer.zero_grad()
+        (sum(losses) / workers).backward()
+        parts.optimizer.step()
+        parts.schedule.step()
+    close(means, nn.utils.parameters_to_vector(parts.model.parameters()).detach())
+
+
+class Rows:
+    """Replaces a Ray Dataset and its reader. The real dealer divides the rows, which are in blocks of three."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._x, self._y = (tensor.numpy() for tensor in data.tensors)
+        self._dealer = Dealer(pickle.dumps(Blocks(*[3] * (len(data) // 3), len(data) % 3)))
+
+    def read(self, rank_info: Any, *, call: int, number: Any, start: int, step: int, pad: bool, keep: int) -> Any:
+        turn, rank, ranks = (call, rank_info.generation), rank_info.world_rank, rank_info.world_size
+        request = PartRequest(number, start, step, rank, ranks, turn, pad, floor=start)
+        while (dealt := self._dealer.take(request)) is not None:
+            mine = [row for block, begin, end in dealt.slices for row in block[begin:end]]
+            yield {"x": self._x[mine], "y": self._y[mine]}, dealt.after, dealt.fresh
+            request = request.next(dealt.after, start)
+
+
+class OfRows(Curve):
+    def loader(self, data: Any, config: dict[str, Any]) -> Any:
+        return RayData(Rows(data), batch_size=config["batch"], features="x", target="y")
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return super().train_batch([each.double() for each in batch], batch_info)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(2, 5), st.integers(1, 5), OPTIONS)
+def test_rows_of_a_ray_dataset(rows: int, batch: int, workers: int, fewer: int, more: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"options": options(**more), "rows": lambda name, dataset, deliver: dataset}
+    config = {"rows": rows, "batch": batch}
+    alone = train(OfRows, {**config, "batch": batch * workers}, [(None, 1)], **given)
+    close(train(OfRows, config, [(None, workers)], **given), alone)
+    close(train(OfRows, config, [(None, fewer)], num_workers=workers, batch="global", **given), alone)
 
 
 def test_where_shares_are_equal_no_parameter_has_a_hook() -> None:

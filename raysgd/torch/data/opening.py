@@ -43,7 +43,8 @@ class Opener:
         settings = self.settings
         if isinstance(loader, ShardedStream):
             step = loader.batch_size * settings.num_workers if training and settings.elastic.batch == "global" else None
-            return ShardSource(loader, training=training, step=step, keep=self._keep)
+            pieces = step is not None and self._in_pieces
+            return ShardSource(loader, training=training, step=step, keep=self._keep, pieces=pieces)
         shared = settings.distributed and settings.add_dist_sampler
         if is_planned(loader) and (shared or not settings.distributed):
             if training and shared and self.operator.world_rank == 0:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from raysgd.core.ranks import RankInfo
+from raysgd.core.sampling_plan import RankPart
 from raysgd.data.sharded_stream import AGAIN, ShardedStream, ShardFeed, ShardStep
 from raysgd.torch.data.sources import BatchSource, Votes
 from raysgd.training.feed import Drawn
@@ -23,12 +24,15 @@ Place = tuple[int, list[int], list[int]]
 class ShardSource(BatchSource):
     """Owns the places of an epoch: an offset, how many samples were used of each shard, and which shards have ended. It keeps
     those of the last `keep` steps, because the caller knows which is committed. `step` is the number of samples of all ranks
-    in a step (None: `batch_size` on each rank). All ranks take part in each step of `training`."""
+    in a step (None: `batch_size` on each rank). All ranks take part in each step of `training`. With `pieces`, no rank has more
+    than `batch_size` samples at once."""
 
     counts_samples = True
 
-    def __init__(self, stream: ShardedStream, *, training: bool, step: int | None, keep: int) -> None:
-        self.loader, self._training, self._step = stream, training, step
+    def __init__(
+        self, stream: ShardedStream, *, training: bool, step: int | None, keep: int, pieces: bool = False
+    ) -> None:
+        self.loader, self._training, self._step, self._pieces = stream, training, step, pieces
         self._votes = Votes()
         self._places: deque[Place] = deque([self._beginning()], maxlen=keep + 2)
         self._feed: ShardFeed | None = None
@@ -63,16 +67,20 @@ class ShardSource(BatchSource):
         self._feed = self._open = None
 
     def _generate(self, feed: ShardFeed, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        collate = self.loader.collate_fn or default_collate
+        collate, ranks = self.loader.collate_fn or default_collate, rank_info.world_size if self._training else 1
+        # A rank can have a full share in any step, also in one of which others have less: so the number is always the same.
+        count = -(-(self._step or 1) // (ranks * self.loader.batch_size)) if self._pieces else 1
         try:
             for step in self._steps(feed, rank_info) if self._training else feed.alone():
                 offset += step.total
                 self._places.append((offset, feed.counts, sorted(feed.ended)))
                 assert self._feed is feed and self._open is not None, "only the newest iterator is used"
                 self._open = (rank_info, offset, self._open[2])
-                ranks = rank_info.world_size if self._training else 1
-                weight = len(step.samples) * ranks / step.total if step.fresh else 0.0
-                yield Drawn(collate(step.samples), offset, step.fresh, step.total, weight)
+                samples = step.samples
+                weight = len(samples) * ranks / step.total if step.fresh else 0.0
+                for part in RankPart(0, len(samples), step.fresh, step.total, weight).pieces(count):
+                    batch = collate(samples[part.start : part.stop])
+                    yield Drawn(batch, offset, part.fresh, step.total, part.weight, part.whole)
         finally:
             feed.close()
             if self._feed is feed:  # otherwise this is an older iterator, which Python deletes when it likes

@@ -1,0 +1,141 @@
+"""Whatever happens to the workers, the weights are those of an undisturbed run. Real replicas, in one process.
+
+A test's number determines its run: `make test ARGS='tests/torch/test_any_schedule.py -k "schedule[17]"'` repeats one. It prints
+its schedule if it fails.
+"""
+
+import logging
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.torch.disturbed import Change, Group
+from tests.torch.schedules import EPOCHS, Disturbed, Setting, by_hand
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+    pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step"),
+]
+
+Steps = list[list[list[int]]]
+QUICK, SEEDS = 24, 180
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Give all sums of a run the same number of threads, and do not let the models' small operations wait for threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.getLogger("raysgd").disabled = True
+    yield
+    logging.getLogger("raysgd").disabled = False
+    torch.set_num_threads(before)
+
+
+def trained(setting: Setting, changes: Sequence[Change] = (), **more: Any) -> tuple[torch.Tensor, Steps]:
+    """Return the weights, and the samples of each step."""
+    group = Group(
+        more.pop("operator", Disturbed), setting.config(), setting.settings(), workers=setting.workers, **more
+    )
+    weights = group.run(EPOCHS, changes)
+    return weights, group.committed(EPOCHS)
+
+
+def seeds(quick: int, total: int) -> list[Any]:
+    return [*range(quick), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(quick, total))]
+
+
+@pytest.mark.parametrize("seed", seeds(QUICK, SEEDS))
+def test_any_schedule(seed: int) -> None:
+    setting = Setting.draw(seed)
+    print(setting)
+    weights, steps = trained(setting, setting.changes)
+    for epoch in steps:
+        used = [sample for step in epoch for sample in step]
+        assert sorted(used) == list(range(setting.rows)), "every sample is used once"
+    expected = by_hand(setting, steps)
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{text}\n{setting}")
+    if setting.mode == "global":
+        undisturbed, same = trained(setting)
+        assert steps == same, "the steps are those of an undisturbed run"
+        torch.testing.assert_close(weights, undisturbed, rtol=1e-12, atol=1e-12, msg=lambda text: f"{text}\n{setting}")
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.soak)])
+def test_single_precision_differs_as_other_orders_of_the_sums_do(count: int) -> None:
+    disturbed, orders = [], []
+    for seed in range(count):
+        setting = Setting.draw(1000 + seed, double=False, mode="global")
+        print(setting)
+        runs = [trained(setting, reorder=order)[0] for order in (None, 1, 2, 3)]
+        found = trained(setting, setting.changes)[0]
+        others = [float((runs[0] - each).abs().max()) for each in runs[1:]]
+        disturbed.append(float((runs[0] - found).abs().max()))
+        orders.append(statistics.median(others))
+        # One pair of runs is a matter of chance: a single rounding error that grows decides it.
+        assert disturbed[-1] <= 10 * max(*others, 1e-7), setting
+    assert statistics.mean(disturbed) <= 1.5 * statistics.mean(orders)
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize("rates", ["onecycle", "cosine"])
+def test_batches_that_are_trained_again_step_their_schedule_once(when: Any, rates: str) -> None:
+    """A rank fails in the second of two batches that share an optimizer step, after the schedule's step of the first one."""
+    change = Change("kill", 3, victims=(1,), when=when)
+    setting = Setting(5, rows=36, accumulate=2, rates=rates, optimizer="adam", changes=(change,))
+    torch.testing.assert_close(trained(setting, [change])[0], trained(setting)[0], rtol=1e-12, atol=1e-12)
+
+
+CHANGES = (
+    Change("kill", 1, victims=(1,)),
+    Change("resize", 3, join=2),
+    Change("kill", 6, victims=(0,), join=1, when="after"),
+)
+FIXED = Setting(11, rows=36, batch=3, workers=3, changes=CHANGES)
+
+
+class Normalized(Disturbed):
+    """Its model has BatchNorm."""
+
+    frozen = False
+
+    def augment(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        self.model[1].train(not self.frozen)
+        return x
+
+
+class Frozen(Normalized):
+    frozen = True
+
+
+class Dropping(Disturbed):
+    def augment(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5)
+
+
+class DroppingBySample(Disturbed):
+    def augment(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for number, row in zip(index, x, strict=True):
+            with self.sample_rng(number):
+                rows.append(nn.functional.dropout(row, 0.5))
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("operator", "equal"), [(Normalized, False), (Frozen, True), (Dropping, False), (DroppingBySample, True)]
+)
+def test_what_depends_on_the_pieces_of_a_batch(operator: type[Disturbed], equal: bool) -> None:
+    """As docs/changing_machines.md says. In all cases, all ranks have the same weights, which `Group.run` checks."""
+    setting = replace(FIXED, model="batchnorm") if issubclass(operator, Normalized) else FIXED
+    mine, steps = trained(setting, CHANGES, operator=operator)
+    other, same = trained(setting, operator=operator)
+    assert steps == same
+    assert torch.allclose(mine, other, rtol=1e-12, atol=1e-12) is equal
+    again, _ = trained(setting, CHANGES, operator=operator)
+    assert torch.equal(mine, again), "the same changes at the same steps lead to the same weights"
