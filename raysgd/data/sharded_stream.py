@@ -163,7 +163,7 @@ class ShardFeed:
         self._sizes = [base + (rank < more) for rank in range(ranks)]
         self._teams = make_teams([shard for shard in stream.order(epoch) if shard not in self.ended], ranks)
         self._room = self._least_room = stream.readers + 1
-        self._rows: list[tuple[int, Any]] = []
+        self._rows: list[tuple[int, int, Any]] = []  # shard, number in its order, sample
         self._readers: deque[tuple[int, ReadAhead[list[Any]], list[Any]]] = deque()
         self._lengths: dict[int, int] = {}  # how many samples are known of each shard that this rank has opened
         self._read_out: set[int] = set()  # shards that have ended here, and not yet on all ranks
@@ -177,7 +177,7 @@ class ShardFeed:
         if self._team is not None:
             self._fill(self._team)
             if self._rank == self._team.ranks[0]:
-                taken = Counter(shard for shard, _ in self._rows)
+                taken = Counter(row[0] for row in self._rows)
                 shards = self._read_out.union(taken)
                 said = [part for each in shards for part in (each, 2 * taken[each] + (each in self._read_out))]
                 at = self._place * width
@@ -216,7 +216,7 @@ class ShardFeed:
             if not self._rows:
                 return
             part = self._part(self._team)
-            samples = [sample for _, sample in self._rows[part.start : part.stop]]
+            samples = [row[2] for row in self._rows[part.start : part.stop]]
             self._rows = []
             if samples:
                 yield ShardStep(samples, part.fresh, len(samples))
@@ -231,20 +231,16 @@ class ShardFeed:
     def _used(self, totals: Sequence[int], taken: Mapping[int, int], over: set[int]) -> ShardStep:
         """Note that these samples were used, and return this rank's part of them."""
         assert self._team is not None
-        part, seen = self._part(self._team), Counter[int]()
-        numbers = []
-        for shard, _ in self._rows:
-            numbers.append((shard, self.counts[shard] + seen[shard]))
-            seen[shard] += 1
+        part = self._part(self._team)
+        rows, self._rows = self._rows[part.start : part.stop], []
         for shard, count in taken.items():
             self.counts[shard] += count
         self.ended |= over
         self._read_out -= over
-        samples = [sample for _, sample in self._rows[part.start : part.stop]]
-        self._rows = []
+        start, fresh = sum(totals[: self._place]) + part.start, part.fresh
         largest = max(-(-total // len(team.ranks)) for total, team in zip(totals, self._teams, strict=True))
-        start = sum(totals[: self._place]) + part.start
-        return ShardStep(samples, part.fresh, sum(totals), start, numbers[part.start : part.stop], largest, taken, over)
+        numbers, samples = [row[:2] for row in rows], [row[2] for row in rows]
+        return ShardStep(samples, fresh, sum(totals), start, numbers, largest, taken, over)
 
     def _part(self, team: ShardTeam) -> RankPart:
         """Return this rank's part of its team's samples."""
@@ -268,7 +264,7 @@ class ShardFeed:
                 self._lengths[shard] += len(block)
             self._readers.popleft()
             if block:
-                self._rows.append((shard, block.pop()))
+                self._rows.append((shard, self._lengths[shard] - len(block), block.pop()))
                 self._readers.append((shard, reader, block))
             else:
                 self._read_out.add(shard)
