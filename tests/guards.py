@@ -87,9 +87,9 @@ class Inventory:
     def leaks(self, *, patience_s: float = PATIENCE_S) -> list[str]:
         """Return a description of everything that exists now and did not when this inventory was taken."""
         found = self._found()
-        deadline = time.monotonic() + patience_s
         if found:
             gc.collect()  # an error's traceback may hold the last reference to a socket or a server
+        deadline = time.monotonic() + patience_s  # a collection can take seconds in a large process on a busy machine
         while found and time.monotonic() < deadline:
             time.sleep(0.02)
             found = self._found()

@@ -247,6 +247,62 @@ def test_an_epoch_that_ends_early_is_found(tmp_path: Path) -> None:
     assert verify(writer.save()).left_out == 15
 
 
+STREAM = {
+    "a": [
+        "joined 0 0 0 2 0",
+        "batch 0 0 0 0 8 0 4 0",
+        "part 0 0 0 0 4",
+        "length 1 0 3 6",
+        "batch 1 0 0 8 11 8 10 0",
+        "part 1 0 0 4 6",
+        "epoch 2 1 11 -1 all",
+        "done 2",
+    ],
+    "b": [
+        "joined 0 0 1 2 0",
+        "batch 0 0 0 0 8 4 8 0",
+        "part 0 0 1 0 4",
+        "length 1 2 3 0",
+        "length 1 1 3 5",
+        "batch 1 0 0 8 11 10 11 0",
+        "part 1 0 1 4 5",
+        "epoch 2 1 11 -1 all",
+        "done 2",
+    ],
+}
+
+
+def streamed(folder: Path) -> Writer:
+    """An epoch of a stream in three shards, with 6, 5 and 0 samples."""
+    writer = Writer(folder)
+    writer.lines = {worker: [f"{FIRST} run 1.0 {worker} node 1", *lines] for worker, lines in STREAM.items()}
+    return writer
+
+
+def test_an_epoch_of_a_stream(tmp_path: Path) -> None:
+    verdict = verify(streamed(tmp_path).save())
+    assert verdict == Verdict(workers=2, runs=1, generations=1, steps=2, samples=11, epochs=1, shards=3)
+    assert "3 shards of streams, each used from its beginning to its end in its epoch" in "\n".join(verdict.lines())
+
+
+@pytest.mark.parametrize(
+    ("worker", "line", "other", "message"),
+    [
+        ("a", "part 1 0 0 4 6", "part 1 0 0 5 6", "in step 2, samples 4 to 4 of shard 0 were lost"),
+        ("a", "part 1 0 0 4 6", "part 1 0 0 3 5", "in step 2, samples 3 to 3 of shard 0 were used twice"),
+        ("b", "part 1 0 1 4 5", "part 1 0 0 4 5", "in step 2, samples 4 to 4 of shard 0 were used twice"),
+        ("b", "length 1 1 3 5", "length 1 1 3 7", "epoch 1 ended after 5 of the 7 samples of shard 1: 2 were lost"),
+        ("b", "length 1 2 3 0", None, "epoch 1 ended, but no worker has read shard 2 to its end"),
+        ("a", "part 1 0 0 4 6", None, "epoch 1 ended after 4 of the 6 samples of shard 0: 2 were lost"),
+    ],
+)
+def test_violations_in_a_stream(worker: str, line: str, other: str | None, message: str, tmp_path: Path) -> None:
+    writer = streamed(tmp_path)
+    lines = writer.lines[worker]
+    lines[lines.index(line) : lines.index(line) + 1] = [] if other is None else [other]
+    assert message in refused(writer.save())
+
+
 def test_committed_steps_that_a_survivor_had_are_not_lost(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     writer.join(["a", "b"], 0)

@@ -8,9 +8,14 @@ has written about every step to which it contributed. A line ends with a hash of
     batch STEP PLACE PIECE BEFORE AFTER START STOP ROWS
                                                   the batch of step STEP + PLACE + 1, where STEP steps are committed; if it is
                                                   processed in several pieces, one of them
+    part STEP PLACE SHARD START STOP              of that batch, these samples of a shard of a stream
+    length EPOCH SHARD SHARDS LENGTH              the worker has read one of the stream's SHARDS shards to its end
     epoch STEP EPOCH OFFSET TOTAL WHY             the epoch ended after this step: WHY is "all", "drop_last" or "operator"
     weights STEP DIGEST                           of the parameters after this step
     done STEP                                     a call ended, and all its steps are committed
+
+A stream in shards has a sum of samples as its position, and a `part` line for each shard of which a batch has samples. In
+an epoch, those of a shard must follow each other from 0 to the LENGTH that a reader has found.
 
 BEFORE and AFTER are the positions in the epoch's order before and after the step. All ranks together have the samples from
 BEFORE to AFTER, this one those from START to STOP: none, if it repeats a sample of another rank. With ROWS above 0, START
@@ -22,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -74,6 +79,14 @@ class Batch(NamedTuple):
         return (0, self.rows) if self.rows else (self.before, self.after)
 
 
+class Part(NamedTuple):
+    """The samples of a shard that one rank has in one step, or in a piece of it."""
+
+    shard: int
+    start: int
+    stop: int
+
+
 class EpochEnd(NamedTuple):
     step: int
     epoch: int
@@ -95,16 +108,29 @@ class Member:
     committed: int
     ended: bool = False
     batches: dict[int, list[Batch]] = field(default_factory=dict)
+    parts: dict[int, list[Part]] = field(default_factory=dict)
+    lengths: dict[int, dict[int, int]] = field(default_factory=dict)
+    shards: dict[int, int] = field(default_factory=dict)
     ends: list[EpochEnd] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
 
     def add(self, kind: str, values: Sequence[str]) -> None:
+        if kind == "length":
+            epoch, shard, shards, length = map(int, values)
+            self.shards[epoch] = shards
+            self.lengths.setdefault(epoch, {})[shard] = length
+            self.ended = False
+            return
         step = int(values[0])
         if kind == "batch":
             place, piece, before, after, start, stop, rows = map(int, values[1:])
             number = step + place + 1
             earlier = self.batches[number] if piece else []  # a step that is repeated begins with its first piece
             self.batches[number] = [*earlier[:piece], Batch(number, before, after, start, stop, rows)]
+            self.parts[number] = self.parts[number] if piece else []
+        elif kind == "part":
+            place, *part = map(int, values[1:])
+            self.parts[step + place + 1].append(Part(*part))
         elif kind == "epoch":
             epoch, offset, total = map(int, values[1:4])
             self.ends.append(EpochEnd(step, epoch, offset, total, values[4]))
@@ -142,6 +168,7 @@ class Verdict:
     compared: int = 0
     evicted: int = 0
     unfinished: int = 0
+    shards: int = 0
 
     def lines(self) -> Iterator[str]:
         generations, runs = counted(self.generations, "generation"), counted(self.runs, "run")
@@ -150,6 +177,8 @@ class Verdict:
             f"{counted(self.steps, 'step')}, {counted(self.epochs, 'complete epoch')}: {counted(self.samples, 'sample')}, each used "
             "exactly once in its epoch"
         )
+        if self.shards:
+            yield f"{counted(self.shards, 'shard')} of streams, each used from its beginning to its end in its epoch"
         if self.left_out:
             yield f"{counted(self.left_out, 'sample')} left out, by drop_last=True or because the operator ended the epoch"
         if self.unnumbered:
@@ -282,6 +311,9 @@ class CountedSteps:
         self._verdict = verdict
         self._steps: dict[int, list[Batch]] = {}
         self._ends: dict[int, EpochEnd] = {}
+        self._parts: dict[int, list[Part]] = {}
+        self._lengths: dict[int, dict[int, int]] = {}
+        self._shards: dict[int, int] = {}  # how many a stream has in an epoch
         self._evicted: set[str] = set()
         self._starts: set[int] = set()  # steps that follow a state from outside the log
 
@@ -303,12 +335,16 @@ class CountedSteps:
                     f"step {step} counts, but in generation {first.generation} rank(s) {absent} had no part of it"
                 )
             self._steps[step] = [part for each in members for part in each.batches[step]]
+            self._parts[step] = [part for each in members for part in each.parts[step]]
         for each in members:
             for ended in each.ends:
                 if ended.step <= end and self._ends.setdefault(ended.step, ended)[1:] != ended[1:]:
                     raise AuditError(
                         f"the ranks do not agree on the end of epoch {ended.epoch}, after step {ended.step}"
                     )
+            self._shards.update(each.shards)
+            for epoch, lengths in each.lengths.items():
+                self._lengths.setdefault(epoch, {}).update(lengths)
         self._compare(members, end, staying)
 
     def _compare(self, members: Sequence[Member], end: int, staying: Set[str]) -> None:
@@ -336,10 +372,12 @@ class CountedSteps:
         its samples once."""
         verdict = self._verdict
         position: int | None = 0
+        used = Used()
         for step, parts in sorted(self._steps.items()):
             verdict.steps += 1
             if step in self._starts:
                 position = None if step > 1 else 0  # a state from outside the log can be in the middle of an epoch
+                used = Used(known=step == 1)
             elif step - 1 not in self._steps:
                 raise AuditError(f"step {step} counts, but the step before it is not in the log")
             if any(part.start < 0 for part in parts):
@@ -347,9 +385,15 @@ class CountedSteps:
             else:
                 self._check_samples(step, parts, position)
                 position = parts[0].after
+            used.add(step, self._parts[step])
             if step in self._ends:
-                self._check_end(self._ends[step], position)
-                position = 0
+                ended = self._ends[step]
+                self._check_end(ended, position)
+                if ended.why == "all":
+                    verdict.shards += used.end(
+                        ended.epoch, self._shards.get(ended.epoch, 0), self._lengths.get(ended.epoch, {})
+                    )
+                position, used = 0, Used()
 
     def _check_samples(self, step: int, parts: Sequence[Batch], position: int | None) -> None:
         first = parts[0]
@@ -386,6 +430,38 @@ class CountedSteps:
                 f"epoch {ended.epoch} ended at sample {ended.offset}, but its last step ended at {position}"
             )
         self._verdict.left_out += left
+
+
+@dataclass
+class Used:
+    """How many samples of each shard of a stream were used since the beginning of the epoch. If that is not `known`, because
+    the epoch has begun outside the log, a shard counts from its first sample in the log."""
+
+    known: bool = True
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def add(self, step: int, parts: Iterable[Part]) -> None:
+        for shard, start, stop in sorted(parts):
+            count = self.counts.get(shard, 0 if self.known else start)
+            if start != count:
+                what = "were lost" if start > count else "were used twice"
+                first, last = min(start, count), max(start, count) - 1
+                raise AuditError(f"in step {step}, samples {first} to {last} of shard {shard} {what}")
+            self.counts[shard] = stop
+
+    def end(self, epoch: int, shards: int, lengths: Mapping[int, int]) -> int:
+        """Check the end of an epoch in which all samples were used. Return how many shards were checked."""
+        if not self.counts or not self.known:
+            return 0
+        for shard in range(max(shards, max(self.counts) + 1)):
+            used, length = self.counts.get(shard, 0), lengths.get(shard)
+            if length is None:
+                raise AuditError(f"epoch {epoch} ended, but no worker has read shard {shard} to its end")
+            if used != length:
+                raise AuditError(
+                    f"epoch {epoch} ended after {used} of the {length} samples of shard {shard}: {length - used} were lost"
+                )
+        return shards
 
 
 def new_file(folder: str, worker: str) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 __all__ = ["ReadAhead"]
@@ -13,13 +15,16 @@ T = TypeVar("T")
 
 
 class ReadAhead(Generic[T]):
-    """Owns the thread, and at most `ahead` items that were read and not asked for yet."""
+    """Owns at most `ahead` items that were read and not asked for yet, and the thread that reads them. It ends after `stop`,
+    and when nothing refers to this object any more."""
 
     def __init__(self, source: Iterator[T], *, ahead: int, name: str) -> None:
-        self._source = source
         self._ready: queue.Queue[Any] = queue.Queue(ahead)
         self._stopped = threading.Event()
-        threading.Thread(target=self._read, name=name, daemon=True).start()
+        given = (source, self._ready, self._stopped)  # not this object, because a running thread would keep it alive
+        self._thread = threading.Thread(target=_read, args=given, name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._stopped.set)
 
     def next(self, timeout: float | None = None) -> T | None:
         """Return the next item, or None at the end. Raise what the iterator has raised, or `queue.Empty` after `timeout`."""
@@ -29,26 +34,33 @@ class ReadAhead(Generic[T]):
         return found  # type: ignore[no-any-return]
 
     def stop(self) -> None:
-        """Let the thread end after the item that it is reading."""
+        """Let the thread end after the item that it is reading, and now if it waits for room."""
         self._stopped.set()
+        with suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
 
-    def _read(self) -> None:
-        try:
-            for item in self._source:
-                self._put(item)
-                if self._stopped.is_set():
-                    break
-            self._put(None)
-        except BaseException as error:  # `next` raises it
-            self._put(error)
-        finally:
-            if callable(close := getattr(self._source, "close", None)):
-                close()  # in this thread, because a generator that is running cannot be closed by another
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended. A source that does not answer can keep it longer."""
+        self._thread.join(timeout)
 
-    def _put(self, item: Any) -> None:
-        while not self._stopped.is_set():
-            try:
-                self._ready.put(item, timeout=0.1)
-                return
-            except queue.Full:
-                continue
+
+def _read(source: Iterator[Any], ready: queue.Queue[Any], stopped: threading.Event) -> None:
+    try:
+        for item in source:
+            _put(item, ready, stopped)
+            if stopped.is_set():
+                break
+        _put(None, ready, stopped)
+    except BaseException as error:  # `next` raises it
+        _put(error, ready, stopped)
+    finally:
+        if callable(close := getattr(source, "close", None)):
+            close()  # in this thread, because a generator that is running cannot be closed by another
+
+
+def _put(item: Any, ready: queue.Queue[Any], stopped: threading.Event) -> None:
+    while not stopped.is_set():
+        with suppress(queue.Full):
+            ready.put(item, timeout=0.1)
+            return

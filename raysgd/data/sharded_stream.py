@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from raysgd.config import at_least
 from raysgd.core.ranks import RankInfo
 from raysgd.core.read_ahead import ReadAhead
-from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.core.shard_teams import ShardTeam, even_out, make_teams
 from raysgd.errors import ConfigError, described, shown, suggesting
 
@@ -109,11 +111,25 @@ class ShardedStream:
 
 
 class ShardStep(NamedTuple):
-    """One rank's samples of one step, whether they are its own, and how many all ranks have together."""
+    """One rank's samples of one step.
+
+    fresh    whether they are its own
+    total    how many samples all ranks have together
+    start    where this rank's samples are among these
+    numbers  for each of its samples the shard, and the sample's number in the shard's order
+    largest  how many samples the rank has that has most
+    taken    how many samples all ranks have of each shard
+    over     the shards that end with this step
+    """
 
     samples: list[Any]
     fresh: bool
     total: int
+    start: int = 0
+    numbers: Sequence[tuple[int, int]] = ()
+    largest: int = 0
+    taken: Mapping[int, int] = MappingProxyType({})
+    over: Set[int] = frozenset()
 
 
 class ShardFeed:
@@ -121,7 +137,11 @@ class ShardFeed:
 
     In each step, every rank passes what `propose` returns to a sum over all ranks, and `settle` takes the sum. So all of
     them know what is used of each shard, and assign shards in the same way. `counts` are the samples that were used of each
-    shard, and `ended` are the shards that have no more.
+    shard, and `ended` are the shards that have no more. `on_end` is called with a shard and its number of samples when this
+    rank has read it to its end.
+
+    The sum has a slot for each team, with room for the shards of which the team used something. If that is too small, it
+    grows, and all ranks propose again. So the work of a step does not depend on the number of shards.
     """
 
     def __init__(
@@ -134,98 +154,135 @@ class ShardFeed:
         *,
         step: int | None = None,
         pad: bool = True,
+        on_end: Callable[[int, int], None] = lambda shard, length: None,
     ) -> None:
         self._stream, self._epoch, self._rank, self._pad = stream, epoch, rank_info.world_rank, pad
-        self.counts, self.ended = list(counts), set(ended)
+        self.counts, self.ended, self._on_end = list(counts), set(ended), on_end
         ranks = rank_info.world_size
         base, more = divmod(max(step or stream.batch_size * ranks, ranks), ranks)
         self._sizes = [base + (rank < more) for rank in range(ranks)]
         self._teams = make_teams([shard for shard in stream.order(epoch) if shard not in self.ended], ranks)
-        self._rows: list[tuple[int, Any]] = []
+        self._room = self._least_room = stream.readers + 1
+        self._rows: list[tuple[int, int, Any]] = []  # shard, number in its order, sample
         self._readers: deque[tuple[int, ReadAhead[list[Any]], list[Any]]] = deque()
-        self._read_out: set[int] = set()
+        self._lengths: dict[int, int] = {}  # how many samples are known of each shard that this rank has opened
+        self._read_out: set[int] = set()  # shards that have ended here, and not yet on all ranks
+        self._meet_team()
 
     def propose(self) -> list[int]:
-        """Return how many samples this rank's team takes of each shard, and then which of its shards have ended. Only the first
-        rank of a team counts."""
-        team, known = self._team, self._stream.num_shards
-        tally = [0] * (2 * known)
-        if team is not None:
-            self._fill(team)
-            if self._rank == team.ranks[0]:
-                for shard, _ in self._rows:
-                    tally[shard] += 1
-                for shard in self._read_out.intersection(team.shards):
-                    tally[known + shard] = 1
-        return tally
+        """Return for each team how many shards follow, and for each of these its number, and two times the samples that the team
+        takes of it, plus 1 if it has ended. Only the first rank of a team counts."""
+        width = 1 + 2 * self._room
+        message = [0] * (width * len(self._teams))
+        if self._team is not None:
+            self._fill(self._team)
+            if self._rank == self._team.ranks[0]:
+                taken = Counter(row[0] for row in self._rows)
+                shards = self._read_out.union(taken)
+                said = [part for each in shards for part in (each, 2 * taken[each] + (each in self._read_out))]
+                at = self._place * width
+                message[at] = len(shards)
+                if len(shards) <= self._room:
+                    message[at + 1 : at + 1 + len(said)] = said
+        return message
 
-    def settle(self, tally: Sequence[int]) -> ShardStep | object | None:
+    def settle(self, message: Sequence[int]) -> ShardStep | object | None:
         """Return this rank's samples, or None at the end. Return AGAIN if shards were assigned again, because some ranks have
-        none left. Then no sample is used, and all ranks propose again."""
-        taken, over = tally[: self._stream.num_shards], tally[self._stream.num_shards :]
-        if not any(taken):
-            return None
-        if not all(any(taken[shard] for shard in team.shards) for team in self._teams):
-            known = [shard for team in self._teams for shard in team.shards]
-            even_out(self._teams, {shard for shard in known if taken[shard] or not over[shard]})
-            self._keep(set(self._team.shards) if self._team is not None else set())
+        none left, or if a team needs more room. Then no sample is used, and all ranks propose again."""
+        width = 1 + 2 * self._room
+        slots = [message[at : at + width] for at in range(0, len(message), width)]
+        most = max((slot[0] for slot in slots), default=0)
+        if most > self._room:
+            self._room = most
             return AGAIN
-        self.counts = [count + more for count, more in zip(self.counts, taken, strict=True)]
-        self.ended = self.ended | {shard for shard, ends in enumerate(over) if ends}  # a new one, like `counts`
-        step = self._part()
-        self._rows = []
-        return ShardStep(*step, sum(taken))
+        self._room = max(self._least_room, min(self._room, 2 * most))
+        said = [list(zip(slot[1::2], slot[2::2], strict=True))[: slot[0]] for slot in slots]
+        totals = [sum(value // 2 for _, value in each) for each in said]
+        if not any(totals):
+            return None
+        taken = {shard: value // 2 for each in said for shard, value in each if value > 1}
+        over = {shard for each in said for shard, value in each if value % 2}
+        if not all(totals):
+            gone = self.ended | over.difference(taken)
+            even_out(self._teams, {shard for team in self._teams for shard in team.shards if shard not in gone})
+            self._meet_team()
+            return AGAIN
+        return self._used(totals, taken, over)
 
     def alone(self) -> Iterator[ShardStep]:
         """Yield this rank's steps of a pass in which no rank waits for another one."""
-        while (team := self._team) is not None:
-            self._fill(team)
+        while self._team is not None:
+            self._fill(self._team)
             if not self._rows:
                 return
-            samples, fresh = self._part()
+            part = self._part(self._team)
+            samples = [row[2] for row in self._rows[part.start : part.stop]]
             self._rows = []
             if samples:
-                yield ShardStep(samples, fresh, len(samples))
+                yield ShardStep(samples, part.fresh, len(samples))
 
-    def close(self) -> None:
+    def close(self, wait_s: float = 0.0) -> None:
+        """End the threads. Wait at most so long for those that are reading."""
+        readers, until = list(self._readers), time.monotonic() + wait_s
         self._keep(set())
+        for _, reader, _ in readers:
+            reader.join(max(until - time.monotonic(), 0.0))
 
-    @property
-    def _team(self) -> ShardTeam | None:
-        return next((team for team in self._teams if self._rank in team.ranks), None)
+    def _used(self, totals: Sequence[int], taken: Mapping[int, int], over: set[int]) -> ShardStep:
+        """Note that these samples were used, and return this rank's part of them."""
+        assert self._team is not None
+        part = self._part(self._team)
+        rows, self._rows = self._rows[part.start : part.stop], []
+        for shard, count in taken.items():
+            self.counts[shard] += count
+        self.ended |= over
+        self._read_out -= over
+        start, fresh = sum(totals[: self._place]) + part.start, part.fresh
+        largest = max(-(-total // len(team.ranks)) for total, team in zip(totals, self._teams, strict=True))
+        numbers, samples = [row[:2] for row in rows], [row[2] for row in rows]
+        return ShardStep(samples, fresh, sum(totals), start, numbers, largest, taken, over)
 
-    def _part(self) -> tuple[list[Any], bool]:
+    def _part(self, team: ShardTeam) -> RankPart:
         """Return this rank's part of its team's samples."""
-        team = self._team
-        assert team is not None
         plan = SamplingPlan(len(self._rows), self._full(team), len(team.ranks), pad=self._pad)
-        part = plan.parts(0)[team.ranks.index(self._rank)]
-        return [sample for _, sample in self._rows[part.start : part.stop]], part.fresh
+        return plan.parts(0)[team.ranks.index(self._rank)]
 
     def _full(self, team: ShardTeam) -> int:
         return sum(self._sizes[rank] for rank in team.ranks)
 
     def _fill(self, team: ShardTeam) -> None:
         """Read the team's samples of the next step, in turn from each shard that is open."""
-        opened = {shard for shard, _, _ in self._readers} | self._read_out
-        waiting = deque(shard for shard in team.shards if shard not in opened)
-        while len(self._rows) < self._full(team):
-            while waiting and len(self._readers) < self._stream.readers:
-                self._open(waiting.popleft())
+        size = self._full(team)
+        while len(self._rows) < size:
+            while self._waiting and len(self._readers) < self._stream.readers:
+                self._open(self._waiting.popleft())
             if not self._readers:
                 return
-            shard, reader, block = self._readers.popleft()
+            shard, reader, block = self._readers[0]  # it stays there if it raises an error, so that `close` finds it
             if not block:
                 block = (reader.next() or [])[::-1]  # the samples are taken from its end
+                self._lengths[shard] += len(block)
+            self._readers.popleft()
             if block:
-                self._rows.append((shard, block.pop()))
+                self._rows.append((shard, self._lengths[shard] - len(block), block.pop()))
                 self._readers.append((shard, reader, block))
             else:
                 self._read_out.add(shard)
+                self._on_end(shard, self._lengths[shard])
 
     def _open(self, shard: int) -> None:
         blocks = self._stream.blocks(shard, self._epoch, self.counts[shard])
+        self._lengths[shard] = self.counts[shard]
         self._readers.append((shard, ReadAhead(blocks, ahead=AHEAD, name=f"raysgd-shard-{shard}"), []))
+
+    def _meet_team(self) -> None:
+        """Find this rank's team after shards were assigned, and keep what was read of its shards."""
+        self._place = next((place for place, team in enumerate(self._teams) if self._rank in team.ranks), -1)
+        self._team = self._teams[self._place] if self._teams else None
+        shards = self._team.shards if self._team is not None else []
+        self._keep(set(shards))
+        known = {shard for shard, _, _ in self._readers} | self._read_out
+        self._waiting = deque(shard for shard in shards if shard not in known)
 
     def _keep(self, shards: set[int]) -> None:
         """Forget what was read of other shards."""

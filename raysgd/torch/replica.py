@@ -62,7 +62,7 @@ class TorchReplica(ReplicaBase):
     ) -> None:
         super().__init__(operator, settings, rank_info, control)
         self._options = settings.options
-        self._opener = Opener(operator, settings, control)
+        self._opener = Opener(operator, settings, control, self._audit)
         self._averages = settings.wrap_ddp or settings.exchange is not Exchange or not settings.distributed
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
         self._partial_at = 0.0
@@ -228,9 +228,12 @@ class TorchReplica(ReplicaBase):
         with on_all_ranks(self.operator.world_size):
             state = read()
             check_fits(self.operator, state)
+        old = self._sources.get("train")
         with undone_unless_all_succeed(self):
             self._sources = {phase: source for phase, source in self._sources.items() if phase != "train"}
             self._adopt(state)
+        if old is not None:
+            old.close()
         self._end_load(state, loads)
 
     # -- membership -----------------------------------------------------------------------------------

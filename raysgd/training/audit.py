@@ -69,7 +69,14 @@ class AuditLog:
             place, piece, before = (place + 1, 0, each.offset) if each.whole else (place, piece + 1, before)
         start, stop, rows = drawn.units or (-1, -1, 0)
         stop = stop if drawn.fresh else start
-        self._write(f"batch {position.step} {place} {piece} {before} {drawn.offset} {start} {stop} {rows}")
+        lines = [f"batch {position.step} {place} {piece} {before} {drawn.offset} {start} {stop} {rows}"]
+        for shard, start, stop in drawn.shards if drawn.fresh else ():
+            lines.append(f"part {position.step} {place} {shard} {start} {stop}")
+        self._write(*lines)
+
+    def read_out(self, epoch: int, shard: int, shards: int, length: int) -> None:
+        """Note that this worker has read a shard of a stream to its end."""
+        self._write(f"length {epoch} {shard} {shards} {length}")
 
     def committed(self, step: int) -> str:
         """Note a digest of the weights from time to time. Return it if the driver needs it, and otherwise an empty string."""
@@ -94,8 +101,8 @@ class AuditLog:
     def close(self) -> None:
         os.close(self._file)
 
-    def _write(self, text: str) -> None:
-        """Write a line. What a full disk does not take is written before the next line, so that the chain stays whole."""
-        self._unwritten += self._chain.line(text)
+    def _write(self, *lines: str) -> None:
+        """Write lines. What a full disk does not take is written before the next lines, so that the chain stays whole."""
+        self._unwritten += b"".join(map(self._chain.line, lines))
         while self._unwritten:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]

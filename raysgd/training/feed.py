@@ -38,6 +38,7 @@ class Drawn(NamedTuple):
     whole   False if this is one of several pieces of the rank's batch, and not the last one
     units   this rank's samples, as (start, stop, rows): of a batch of so many rows, or, with rows 0, of the epoch's order.
             None if each rank has data of its own
+    shards  the same samples as (shard, start, stop), if they are those of shards
     """
 
     batch: Any
@@ -47,6 +48,7 @@ class Drawn(NamedTuple):
     weight: float = 1.0
     whole: bool = True
     units: tuple[int, int, int] | None = None
+    shards: tuple[tuple[int, int, int], ...] = ()
 
 
 class Source(Protocol):

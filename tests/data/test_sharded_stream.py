@@ -4,16 +4,19 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
 from raysgd import ConfigError
 from raysgd.core.ranks import RankInfo
+from raysgd.core.read_ahead import ReadAhead
 from raysgd.core.shard_teams import ShardTeam, even_out, make_teams
 from raysgd.data import ShardedStream
 from raysgd.data.sharded_stream import AGAIN, ShardFeed, ShardStep
 from raysgd.torch.data.shards import ShardSource
+from tests.torch.small import Recording, inline
 
 Sample = tuple[int, int]
 
@@ -70,7 +73,7 @@ def test_every_sample_is_used_once_under_any_schedule(seed: int) -> None:
         "readers": choose.randint(1, 3),
     }
     stream = stream_of(lengths, seeks=choose.random() < 0.5, seed=seed, **options)
-    used: Counter[Sample] = Counter()
+    used, numbers = Counter[Sample](), Counter[Sample]()
     counts, ended, more = [0] * len(lengths), set[int](), True
     while more:
         ranks = choose.randint(1, 5)
@@ -86,11 +89,16 @@ def test_every_sample_is_used_once_under_any_schedule(seed: int) -> None:
             assert {each.total for each in found} == {len(fresh)}
             assert len(fresh) <= max(step or options["batch_size"] * ranks, ranks)
             used.update(fresh)
-            counts, ended = group.feeds[0].counts, group.feeds[0].ended  # now this step is committed
+            numbers.update(number for each in found if each.fresh for number in each.numbers)
+            own = sorted((each.start, len(each.samples)) for each in found if each.fresh)
+            assert own == [(sum(size for _, size in own[:place]), own[place][1]) for place in range(len(own))]
+            assert max(size for _, size in own) == found[0].largest
+            counts, ended = list(group.feeds[0].counts), set(group.feeds[0].ended)  # now this step is committed
         if more and choose.random() < 0.5:
             group.step()  # a step that is not committed, because a rank fails in it
         group.close()
     assert used == Counter((shard, number) for shard, length in enumerate(lengths) for number in range(length))
+    assert numbers == used, "each number in the order of a shard is used once, too"
     assert counts == lengths
 
 
@@ -123,7 +131,7 @@ def test_a_step_that_was_not_committed_leaves_no_place_behind() -> None:
     """Two ranks took two samples of each shard in a step that failed. One of them repeats it alone, from one shard."""
     source = ShardSource(stream_of([8, 8], batch_size=2), training=True, step=4, keep=2)
     source.begin(0, RankInfo(), shared=True)
-    source._places.append((4, [2, 2], []))
+    source._later.append((4, {0: 2, 1: 2}, set()))
     alone = source.batches(RankInfo(generation=1), 0)
     assert next(alone).offset == 4
     assert [list(place) for place in source.state()["places"]][-1] == [4, [4, 0], []]
@@ -133,6 +141,86 @@ def test_a_step_that_was_not_committed_leaves_no_place_behind() -> None:
         next(after)
     assert source._feed.counts == [8, 8]
     source.close()
+
+
+def test_a_source_keeps_the_places_of_the_last_steps_only() -> None:
+    source = ShardSource(stream_of([9, 3, 9], batch_size=2), training=True, step=None, keep=2)
+    source.begin(0, RankInfo(), shared=True)
+    for drawn in source.batches(RankInfo(), 0):
+        places: list[Any] = source.state()["places"]
+        assert [place[0] for place in places] == [*range(0, drawn.offset, 2), drawn.offset][-4:]
+        assert all(sum(counts) == at for at, counts, _ in places)
+        ended = {shard for shard, length in enumerate([9, 3, 9]) if places[-1][1][shard] == length}
+        assert ended.issuperset(places[-1][2]) and places[0][2] == places[-1][2][: len(places[0][2])]
+    assert places[-1] == [21, [9, 3, 9], [0, 1, 2]]
+
+
+def test_a_rank_with_a_large_part_gets_it_in_pieces() -> None:
+    """Two ranks are left of four. One of them has a shard of its own, the other one a short shard."""
+    stream = stream_of([16, 3], batch_size=2)
+    source = ShardSource(stream, training=True, step=8, keep=2, pieces=True, audit=cast(Any, object()))
+    group = Group(stream, [0, 0], set(), 2, step=8)
+    steps: Any = group.step()
+    pieces = [list(source._drawn(step, 100, 2)) for step in steps]
+    assert [[each.batch[1].tolist() for each in mine] for mine in pieces] == [[[0, 1], [2, 3]], [[0], [1, 2]]]
+    assert [[each.whole for each in mine] for mine in pieces] == [[False, True]] * 2
+    assert [each.shards for mine in pieces for each in mine] == [
+        ((0, 0, 2),),
+        ((0, 2, 4),),
+        ((1, 0, 1),),
+        ((1, 1, 3),),
+    ]
+    assert [each.units for mine in pieces for each in mine] == [
+        (100, 102, 0),
+        (102, 104, 0),
+        (104, 105, 0),
+        (105, 107, 0),
+    ]
+    assert sum(each.weight for mine in pieces for each in mine) == pytest.approx(2)
+    group.close()
+
+
+def test_the_work_of_a_step_does_not_depend_on_the_number_of_shards() -> None:
+    widths = []
+    for shards in (30, 10_000):
+        group = Group(stream_of([7] * shards, batch_size=4, readers=2), [0] * shards, set(), 3)
+        for _ in range(5):
+            assert group.step() is not None
+            widths.append(len(group.feeds[0].propose()))
+        group.close()
+    assert widths[:5] == widths[5:] and max(widths) < 60
+
+
+def test_a_source_that_a_load_replaces_stops_reading() -> None:
+    def loader() -> Any:
+        return stream_of([40, 40], batch_size=2, collate_fn=torch.tensor)
+
+    with inline(Recording, config={"loader": loader}) as trainer:
+        trainer.train(num_steps=2)
+        state = trainer.state_dict()
+        first = reading()
+        trainer.train(num_steps=2)
+        trainer.load_state_dict(state)
+        assert reading() == set(), "nothing is read before the next call"
+        trainer.train(num_steps=2)
+        assert reading().isdisjoint(first) and reading()
+    assert reading() == set(), "shutdown waits for the threads"
+
+
+def test_a_reader_ends_when_it_is_stopped_and_when_nothing_refers_to_it() -> None:
+    readers = [ReadAhead(iter(range(1000)), ahead=2, name="raysgd-shard-x") for _ in range(2)]
+    assert [reader.next() for reader in readers] == [0, 0]
+    threads = reading()
+    assert len(threads) == 2
+    readers.pop().stop()
+    readers.clear()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def reading() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("raysgd-shard")}
 
 
 def test_ended_teams_take_a_waiting_shard_or_join_a_team() -> None:

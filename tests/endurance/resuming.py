@@ -1,7 +1,8 @@
-"""A script that trains with `fit` and automatic checkpoints: `python resuming.py FOLDER EVERY EPOCHS`. A test kills it, and starts it
-again with the same arguments."""
+"""A script that trains with `fit` and automatic checkpoints: `python resuming.py FOLDER EVERY EPOCHS [WORKERS]`. A test kills it, and
+starts it again. With a number of workers, it trains on a stream in shards, and writes an audit log."""
 
 import hashlib
+import json
 import os
 import sys
 import time
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import AutoCheckpoint, TorchTrainer, TrainingOperator
+from raysgd import AutoCheckpoint, ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.callbacks import Callback, Underway
+from tests.elastic.test_sharded_stream import SAMPLES, Sharded
 
 
 class Digits(TrainingOperator):
@@ -45,12 +47,19 @@ class Saying(Callback):
         print("STEP", now.progress.step, flush=True)
 
 
+def ledger(operator: Any) -> Any:
+    return operator.ledger
+
+
 def main() -> None:
     folder, every, epochs = sys.argv[1], eval(sys.argv[2]), int(sys.argv[3])
     ray.init(address=os.environ["RAYSGD_TEST_CLUSTER"], log_to_driver=False, logging_level="ERROR")
+    digits: dict[str, Any] = {"training_operator_cls": Digits, "num_workers": 2}
+    for workers in map(int, sys.argv[4:]):
+        digits = {"training_operator_cls": Sharded, "num_workers": workers}
+        digits |= {"config": {"samples": SAMPLES, "pace": 0.05}, "elastic": ElasticConfig(audit=f"{folder}/log")}
     with TorchTrainer(
-        training_operator_cls=Digits,
-        num_workers=2,
+        **digits,
         use_gpu=False,
         checkpoints=AutoCheckpoint(path=folder, every=every, best="val_loss"),
         resume="auto",
@@ -60,6 +69,8 @@ def main() -> None:
         print("WORKERS", *trainer.apply_all_workers(os.getpid), flush=True)
         history = trainer.fit(epochs)
         weights = nn.utils.parameters_to_vector(trainer.get_model().parameters()).detach()
+        if sys.argv[4:]:
+            print("LEDGER", json.dumps(trainer.apply_all_operators(ledger)[0]).replace(" ", ""), flush=True)
         losses = [row["val_loss"] for row in history.of("validate")]
         print("DONE", hashlib.sha256(weights.numpy().tobytes()).hexdigest(), *losses, flush=True)
 

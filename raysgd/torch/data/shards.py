@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,27 +14,42 @@ from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import RankPart
 from raysgd.data.sharded_stream import AGAIN, ShardedStream, ShardFeed, ShardStep
 from raysgd.torch.data.sources import BatchSource, Votes
+from raysgd.training.audit import AuditLog
 from raysgd.training.feed import Drawn
 
 __all__ = ["ShardSource"]
 
 Place = tuple[int, list[int], list[int]]
+CLOSE_S = 1.0
 
 
 class ShardSource(BatchSource):
     """Owns the places of an epoch: an offset, how many samples were used of each shard, and which shards have ended. It keeps
-    those of the last `keep` steps, because the caller knows which is committed. `step` is the number of samples of all ranks
-    in a step (None: `batch_size` on each rank). All ranks take part in each step of `training`. With `pieces`, no rank has more
-    than `batch_size` samples at once."""
+    those of the last `keep` steps, because the caller knows which is committed: one place, and how the later ones differ from
+    it, so that a step's work does not depend on the number of shards.
+
+    `step` is the number of samples of all ranks in a step (None: `batch_size` on each rank). With `pieces`, a rank gets at
+    most `batch_size` of them at once. All ranks take part in each step of `training`; `audit` gets the lengths of shards.
+    """
 
     counts_samples = True
 
     def __init__(
-        self, stream: ShardedStream, *, training: bool, step: int | None, keep: int, pieces: bool = False
+        self,
+        stream: ShardedStream,
+        *,
+        training: bool,
+        step: int | None,
+        keep: int,
+        pieces: bool = False,
+        audit: AuditLog | None = None,
     ) -> None:
         self.loader, self._training, self._step, self._pieces = stream, training, step, pieces
+        self._audit = audit if training else None
         self._votes = Votes()
-        self._places: deque[Place] = deque([self._beginning()], maxlen=keep + 2)
+        self._keep = keep
+        self._places: list[Place] = [self._beginning()]
+        self._later: deque[tuple[int, Mapping[int, int], Set[int]]] = deque()
         self._feed: ShardFeed | None = None
         self._open: tuple[RankInfo, int, Iterator[Drawn]] | None = None
 
@@ -43,7 +58,7 @@ class ShardSource(BatchSource):
         self._reset([self._beginning()])
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "places": [list(place) for place in self._places]}
+        return {**super().state(), "places": [list(place) for place in self._known()]}
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
@@ -52,61 +67,109 @@ class ShardSource(BatchSource):
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         """Return this rank's part of the rest of the epoch: the last call's iterator, if that stopped at `offset`."""
         if self._open is None or self._open[:2] != (rank_info, offset):
-            self.close()
+            _, counts, ended = next((place for place in self._known() if place[0] == offset), self._beginning())
             # Later places are those of steps that were not committed. The new ranks may take other samples in them.
-            self._reset([place for place in self._places if place[0] <= offset])
-            _, counts, ended = self._at(offset) or self._beginning()
-            options: dict[str, Any] = {"step": self._step, "pad": self._training}
+            self._reset([(offset, counts, ended)])
+            options: dict[str, Any] = {"step": self._step, "pad": self._training, "on_end": self._on_end}
             self._feed = ShardFeed(self.loader, self._epoch, rank_info, counts, ended, **options)
             self._open = (rank_info, offset, self._generate(self._feed, rank_info, offset))
         return self._open[2]
 
     def close(self) -> None:
-        if self._feed is not None:
-            self._feed.close()
-        self._feed = self._open = None
+        self._forget(CLOSE_S)
 
     def _generate(self, feed: ShardFeed, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
-        collate, ranks = self.loader.collate_fn or default_collate, rank_info.world_size if self._training else 1
-        # A rank can have a full share in any step, also in one of which others have less: so the number is always the same.
-        count = -(-(self._step or 1) // (ranks * self.loader.batch_size)) if self._pieces else 1
         try:
             for step in self._steps(feed, rank_info) if self._training else feed.alone():
-                offset += step.total
-                self._places.append((offset, feed.counts, sorted(feed.ended)))
+                before, offset = offset, offset + step.total
+                self._note(offset, step)
                 assert self._feed is feed and self._open is not None, "only the newest iterator is used"
                 self._open = (rank_info, offset, self._open[2])
-                samples = step.samples
-                weight = len(samples) * ranks / step.total if step.fresh else 0.0
-                for part in RankPart(0, len(samples), step.fresh, step.total, weight).pieces(count):
-                    batch = collate(samples[part.start : part.stop])
-                    yield Drawn(batch, offset, part.fresh, step.total, part.weight, part.whole)
+                yield from self._drawn(step, before, rank_info.world_size if self._training else 1)
         finally:
             feed.close()
             if self._feed is feed:  # otherwise this is an older iterator, which Python deletes when it likes
                 self._feed = self._open = None
 
+    def _drawn(self, step: ShardStep, before: int, ranks: int) -> Iterator[Drawn]:
+        """Yield the batch of a step that begins at `before`, or the pieces of it, of which all ranks have equally many."""
+        collate = self.loader.collate_fn or default_collate
+        count = len(step.samples)
+        whole = RankPart(0, count, step.fresh, step.total, count * ranks / step.total if step.fresh else 0.0)
+        pieces = max(-(-step.largest // self.loader.batch_size), 1) if self._pieces else 1
+        for part in whole.pieces(pieces) if pieces > 1 else (whole,):
+            samples, numbers = step.samples[part.start : part.stop], step.numbers[part.start : part.stop]
+            first = before + step.start + part.start
+            yield Drawn(
+                collate(samples),
+                before + step.total,
+                part.fresh,
+                step.total,
+                part.weight,
+                part.whole,
+                (first, first + len(samples), 0) if self._training else None,
+                _ranges(numbers) if self._audit is not None else (),
+            )
+
     def _steps(self, feed: ShardFeed, rank_info: RankInfo) -> Iterator[ShardStep]:
         while True:
-            tally = feed.propose()
-            if rank_info.world_size > 1:
-                summed = torch.tensor(tally)
+            message = feed.propose()
+            if message and rank_info.world_size > 1:
+                summed = torch.tensor(message)
                 dist.all_reduce(summed, group=self._votes.group)
-                tally = summed.tolist()
-            step = feed.settle(tally)
+                message = summed.tolist()
+            step = feed.settle(message)
             if step is None:
                 return
             if step is not AGAIN:
                 assert isinstance(step, ShardStep)
                 yield step
 
+    def _on_end(self, shard: int, length: int) -> None:
+        if self._audit is not None:
+            self._audit.read_out(self._epoch + 1, shard, self.loader.num_shards, length)
+
     def _beginning(self) -> Place:
         return 0, [0] * self.loader.num_shards, []
 
-    def _at(self, offset: int) -> Place | None:
-        return next((place for place in self._places if place[0] == offset), None)
+    def _known(self) -> list[Place]:
+        """Return all places."""
+        places = list(self._places)
+        for later in self._later:
+            places.append(_after(places[-1], *later))
+        return places
+
+    def _note(self, offset: int, step: ShardStep) -> None:
+        self._later.append((offset, step.taken, step.over))
+        if len(self._later) > self._keep + 1:
+            at, taken, over = self._later.popleft()
+            _, counts, ended = self._places[-1]
+            for shard, count in taken.items():
+                counts[shard] += count
+            ended.extend(sorted(over))
+            self._places = [(at, counts, ended)]
+
+    def _forget(self, wait_s: float = 0.0) -> None:
+        if self._feed is not None:
+            self._feed.close(wait_s)
+        self._feed = self._open = None
 
     def _reset(self, places: list[Place]) -> None:
-        self.close()
-        self._places.clear()
-        self._places.extend(places)
+        self._forget()
+        self._places = places
+        self._later.clear()
+
+
+def _after(place: Place, offset: int, taken: Mapping[int, int], over: Set[int]) -> Place:
+    counts = list(place[1])
+    for shard, count in taken.items():
+        counts[shard] += count
+    return offset, counts, sorted({*place[2], *over})
+
+
+def _ranges(numbers: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Return these samples as (shard, start, stop): a rank has the samples of each shard in their order."""
+    found: dict[int, tuple[int, int]] = {}
+    for shard, number in numbers:
+        found[shard] = (found.get(shard, (number,))[0], number + 1)
+    return tuple((shard, *each) for shard, each in found.items())
