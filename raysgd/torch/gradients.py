@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import content_version, multiply_all, run_after_backward
+from raysgd.torch.guard import StepGuard
 from raysgd.torch.monitor import Monitor
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.parts import Parts
@@ -47,7 +49,9 @@ class Gradients:
         *,
         exact: bool = False,
         in_pieces: bool = False,
+        guard: StepGuard,
     ) -> None:
+        self.guard = guard
         self._options, self._precision, self._parts, self._monitor = options, precision, parts, monitor
         self._accumulates, self._exact = options.accumulate > 1, exact
         self._untested = in_pieces and not self._accumulates  # whether the user's code may be unfit for pieces
@@ -212,6 +216,8 @@ class Gradients:
                 optimizer.zero_grad()
 
     def backward(self, loss: torch.Tensor, optimizer: Any, loss_id: int = 0) -> None:
+        if self.guard.on:
+            self.guard.see_loss(loss, self._weight * (self._samples if self._accumulates else 1.0))
         if self._accumulates:
             self._check_witness()
             loss = loss * (self._samples / self._usual)
@@ -226,8 +232,12 @@ class Gradients:
             return
         self._parts.exchange.finish(optimizer)
         self._precision.check_step(optimizer, direct=False)
-        if self._reads_gradients:
+        if self._reads_gradients or self.guard.on:
             self._precision.unscale(optimizer)
+            if self.guard.on and self.guard.refuses(optimizer):
+                self._precision.leave_out(optimizer)
+                self.stepped()
+                return
             self._clip(optimizer)
         self._stepping = True
         try:
@@ -241,6 +251,27 @@ class Gradients:
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self._before_step)
+            if self.guard.on:
+                # A method, because schedulers that are created later look for its function.
+                optimizer.step = MethodType(self._guarded(optimizer.step), optimizer)
+
+    def _guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of an optimizer that makes a step unless the guard refuses it."""
+
+        @functools.wraps(step)
+        def guarded(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._stepping:
+                if args or kwargs.get("closure") is not None:
+                    raise ConfigError(
+                        "on_nonfinite and skip_step() need the gradients before the step, and this operator passes a closure to its "
+                        "optimizer, which computes them in it: leave them out, or compute the gradients before the step"
+                    )
+                self._parts.exchange.finish(optimizer)
+                if self._closing and self.guard.refuses(optimizer):
+                    return self.stepped()
+            return step(*args, **kwargs)
+
+        return guarded
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stepping:

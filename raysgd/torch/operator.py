@@ -27,6 +27,7 @@ from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.gradients import Gradients, samples_in
+from raysgd.torch.guard import StepGuard
 from raysgd.torch.monitor import Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
 from raysgd.torch.precision import make_precision
@@ -85,8 +86,22 @@ class TrainingOperator(OperatorBase):
             self._monitor,
             exact=self._exact,
             in_pieces=self._exact and settings.elastic.batch == "global" and not self._has_own_steps,
+            guard=self._make_guard(settings),
         )
         self.setup(self._config)
+
+    def _make_guard(self, settings: TorchSettings) -> StepGuard:
+        own, options = type(self).skip_step is not TrainingOperator.skip_step, settings.options
+        named = "skip_step()" if own else f"on_nonfinite={options.on_nonfinite!r}"
+        if (own or options.on_nonfinite) and self._has_own_steps:
+            raise ConfigError(
+                f"{named} is for operators, and {type(self).__name__} makes its steps itself: leave it out"
+            )
+        if own and ((settings.distributed and options.parallel is None) or options.precision == "apex"):
+            given = "precision='apex'" if options.precision == "apex" else "parallel=None"
+            raise ConfigError(f"skip_step() cannot be combined with {given}: leave one of them out")
+        rule = self.skip_step if own else None
+        return StepGuard(options.on_nonfinite, rule, self._precision, self._parts, self._device)
 
     def train_epoch(
         self,
@@ -134,6 +149,13 @@ class TrainingOperator(OperatorBase):
         with self.timers.record("apply"):
             self.step(self.optimizer)
         return {"train_loss": loss.detach(), NUM_SAMPLES: target.size(0)}
+
+    def skip_step(self, info: dict[str, Any]) -> bool:
+        """Return whether to leave out an optimizer's step. `info` has the loss that `self.backward` got, as the mean over the
+        step's samples on all ranks, with `global_step` and `epoch`. The gradients are exchanged already, and not yet clipped.
+
+        If any rank returns True, no rank makes the step. An operator without this method costs nothing."""
+        return False
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Validate on one pass over `val_iterator`, without gradients and in eval mode. Return what to report."""

@@ -19,6 +19,7 @@ __all__ = ["TrainingOptions"]
 PrecisionName = Literal["fp32", "fp16", "bf16", "apex"]
 ParallelName = Literal["auto", "ddp", "fsdp"]
 GradientsName = Literal["samples", "ranks"]
+NonFiniteName = Literal["skip", "raise"]
 HookName = Literal["fp16", "bf16", "powersgd", "batched_powersgd"]
 # What raysgd passes to DistributedDataParallel and PowerSGD itself.
 SUPPLIED = {"self", "module", "device_ids", "process_group"}
@@ -42,6 +43,8 @@ class TrainingOptions:
                         them; "ranks": it is the mean over the ranks of their means, as DistributedDataParallel computes it
         clip_norm       largest norm of all gradients of an optimizer together; None: no clipping
         clip_value      largest absolute value of each gradient; None: no clipping
+        on_nonfinite    what to do with a step whose gradients are infinite or NaN: "skip": no rank makes it; "raise": all ranks
+                        raise NonFiniteError; None (the default): it is not checked
         compile         True, or arguments of `torch.compile`, such as {"mode": "max-autotune"}; compiles each model
         channels_last   keep models and batches of images in the memory format that GPUs prefer for convolutions
         sync_batchnorm  BatchNorm layers use the statistics of all workers (on GPUs only)
@@ -58,6 +61,7 @@ class TrainingOptions:
     gradients: GradientsName = "samples"
     clip_norm: float | None = None
     clip_value: float | None = None
+    on_nonfinite: NonFiniteName | None = None
     compile: bool | Mapping[str, Any] = False
     channels_last: bool = False
     sync_batchnorm: bool = False
@@ -71,6 +75,8 @@ class TrainingOptions:
             raise ConfigError(f"parallel must be 'auto', 'ddp', 'fsdp' or None, got {self.parallel!r}")
         if self.gradients not in get_args(GradientsName):
             raise ConfigError(f"gradients must be 'samples' or 'ranks', got {self.gradients!r}")
+        if self.on_nonfinite is not None and self.on_nonfinite not in get_args(NonFiniteName):
+            raise ConfigError(f"on_nonfinite must be 'skip', 'raise' or None, got {self.on_nonfinite!r}")
         at_least("accumulate", self.accumulate, 1, whole=True)
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
@@ -102,6 +108,7 @@ class TrainingOptions:
         self.check_ddp(self.ddp_args)
         if self.precision == "apex" and self.compile:
             raise ConfigError("precision='apex' replaces functions that compile needs to read: use 'fp16' or 'bf16'")
+        self._check_nonfinite()
         if self.parallel in ("auto", "ddp"):
             return
         for name in ("ddp_args", "comm_hook"):
@@ -115,6 +122,20 @@ class TrainingOptions:
             raise ConfigError(
                 f"parallel='fsdp' needs precision 'fp32' or 'bf16', got {self.precision!r}: each worker sees the "
                 "gradients of its shard only, so they could not agree on skipping a step"
+            )
+
+    def _check_nonfinite(self) -> None:
+        if self.on_nonfinite is None:
+            return
+        if self.precision == "apex" or (self.precision == "fp16" and self.on_nonfinite == "raise"):
+            raise ConfigError(
+                f"on_nonfinite={self.on_nonfinite!r} cannot be combined with precision={self.precision!r}, which finds its scale through "
+                "infinite gradients and skips these steps: use 'bf16' or 'fp32', or on_nonfinite='skip' with 'fp16'"
+            )
+        if self.hook_name in ("powersgd", "batched_powersgd"):
+            raise ConfigError(
+                f"comm_hook={self.hook_name!r} adds the error of each step to the next one, so it never recovers from a gradient that "
+                "is not finite: leave out comm_hook or on_nonfinite"
             )
 
     def check_ddp(self, arguments: Mapping[str, Any], *, pieces: bool = False) -> None:
@@ -136,6 +157,11 @@ class TrainingOptions:
             )
         if self.hook_name == "bf16" and num_workers > 1 and not use_gpu:
             raise ConfigError("comm_hook='bf16' needs GPUs (torch has it for NCCL only): use 'fp16', or leave it out")
+        if self.on_nonfinite is not None and self.parallel is None and num_workers > 1:
+            raise ConfigError(
+                f"on_nonfinite={self.on_nonfinite!r} cannot be combined with parallel=None: raysgd does not know when you have averaged "
+                "the gradients. Check them in your code, or let raysgd average them"
+            )
         if self.precision == "apex" and self.accumulate > 1 and num_workers > 1:
             raise ConfigError(
                 "precision='apex' keeps the gradients of earlier batches where DDP does not see them, so accumulate "

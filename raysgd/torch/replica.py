@@ -65,6 +65,8 @@ class TorchReplica(ReplicaBase):
         self._opener = Opener(operator, settings, control)
         self._averages = settings.wrap_ddp or settings.exchange is not Exchange or not settings.distributed
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
+        guard = operator._gradients.guard
+        guard.position, guard.samples = self._position, self._samples_of_step
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None
         if type(operator).train_epoch is TrainingOperator.train_epoch:
@@ -104,11 +106,24 @@ class TorchReplica(ReplicaBase):
         if self._feed is not None:
             self._feed.stepped()
 
+    def _samples_of_step(self) -> list[int] | None:
+        """Return the indices of this rank's samples in the running step, None if they are not known."""
+        order = getattr(self._sources.get("train"), "order", None)
+        units = [] if self._feed is None else [each.units for each in self._feed.uncommitted]
+        if order is None or self._position.parked is not None or None in units:
+            return None
+        found = [order[place] for start, stop, _ in filter(None, units) for place in range(start, stop)]
+        return [int(index) for each in found for index in (each if isinstance(each, (list, tuple)) else [each])]
+
     def _on_commit(self, last: bool = False) -> None:
         self.operator._precision.batch_done()
+        self.operator._gradients.guard.committed()
         if self._began is not None:
             self.operator._monitor.batch_done(self.operator._parts.wrapped)
         super()._on_commit(last)
+
+    def _undo_batch(self) -> None:
+        self.operator._gradients.guard.abandon()
 
     def _seed_generators(self, alike: int, own: int) -> None:
         states.seed_generators(own)
@@ -133,7 +148,7 @@ class TorchReplica(ReplicaBase):
         return self._partial
 
     def _counts(self) -> dict[str, Any]:
-        skipped = self.operator._precision.skipped()
+        skipped = self.operator._precision.skipped() + self.operator._gradients.guard.skipped
         counts = {**super()._counts(), **self.operator._monitor.measured(), **({SKIPPED: skipped} if skipped else {})}
         if SECONDS["communication"] in counts:
             counts[SECONDS["compute"]] = max(counts[SECONDS["compute"]] - counts[SECONDS["communication"]], 0.0)
@@ -144,6 +159,7 @@ class TorchReplica(ReplicaBase):
         if new_call:  # registered metrics continue after a change of the group
             self.operator._parts.begin_measuring(self._metric_of(phase))
         self.operator._precision.forget_skipped()
+        self.operator._gradients.guard.skipped = 0
         self.operator._monitor.begin(self.operator._parts.wrapped)
         self._partial_at, self._partial = time.monotonic() + PARTIAL_S, None
 
