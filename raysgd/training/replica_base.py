@@ -369,7 +369,7 @@ class ReplicaBase(ABC):
         """Reset the timers and metrics. With `new_call` False, the call continues after a change of the group."""
         operator = self.operator
         operator._meter, operator._testing = AverageMeterCollection(), phase == "test"
-        operator._pieces.clear()
+        operator._uncounted.clear()
         self._began, self._waited = time.perf_counter() if phase == "train" else None, 0.0
         timers = operator.timers
         timers.reset()
