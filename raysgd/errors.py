@@ -11,6 +11,7 @@
       TrainingFailedError (RuntimeError)  more workers failed than the call allows, or none is left
         HangError                         training made no progress for longer than the limit
         OutOfStepError                    ranks made different collective calls
+      NonFiniteError (FloatingPointError) gradients that are not finite: parameter, step, rank and samples
       WorkerStartError (RuntimeError)     a worker process ended or stalled before it was ready
 
 An exception that the user's code raises is never wrapped: it keeps its type, and has the rank as a note and the remote
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "HangError",
     "MissingPartError",
+    "NonFiniteError",
     "NotActiveError",
     "OutOfStepError",
     "RaysgdError",
@@ -94,6 +96,10 @@ class HangError(TrainingFailedError):
 
 class OutOfStepError(TrainingFailedError):
     """Some ranks made a collective call that others did not make. The message names them. The call is never retried."""
+
+
+class NonFiniteError(RaysgdError, FloatingPointError):
+    """Gradients are not finite, or too many steps in a row were left out. No rank has made the step."""
 
 
 class WorkerStartError(RaysgdError, RuntimeError):

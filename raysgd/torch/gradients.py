@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from raysgd.errors import ConfigError
 from raysgd.torch.foreign import content_version, multiply_all, run_after_backward
+from raysgd.torch.guard import StepGuard
 from raysgd.torch.monitor import Monitor
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.parts import Parts
@@ -48,7 +50,9 @@ class Gradients:
         *,
         exact: bool = False,
         in_pieces: bool = False,
+        guard: StepGuard,
     ) -> None:
+        self.guard = guard
         self._options, self._precision, self._parts, self._monitor = options, precision, parts, monitor
         self._accumulates, self._exact = options.accumulate > 1, exact
         self._untested = in_pieces and not self._accumulates  # whether the user's code may be unfit for pieces
@@ -59,6 +63,9 @@ class Gradients:
         self._replaced: list[tuple[Any, str, Any]] = []
         self._seen: list[int] = []
         self._arrived = self._here = self._skipped = self._in_backward = False
+        # Copies of the models' buffers from before the open window, and whether a step of an optimizer is running.
+        self._keeps, self.in_step = options.on_oom == "halve", False
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         clips = options.clip_norm is not None or options.clip_value is not None
         self._reads_gradients = clips or monitor.needs_gradients
         self._stepping = False
@@ -87,13 +94,22 @@ class Gradients:
         if position == 0:
             self._arrived, self._witness = False, None
             self._schedules = self._of_schedules() if self._accumulates else ([], [])
+            if self._keeps:
+                live = [buffer for model in self._parts.models for buffer in model.buffers()]
+                self._kept = [(each, each.detach().clone()) for each in live]
         if self._accumulates:
             self._measure(drawn)
         if self._replaced or pieces:
             self._replace_methods(pieces=pieces)
         if self._held or not closing:
             self._exchange_gradients(closing)
-        return closing and not (self._hooks or self._accumulates)
+        return closing and not (self._hooks or self._accumulates or self._kept)
+
+    def restore_buffers(self) -> None:
+        """Give the models' buffers (the statistics of BatchNorm layers) the content from before the open window."""
+        with torch.no_grad():
+            for buffer, before in self._kept:
+                buffer.copy_(before)
 
     def _of_schedules(self) -> tuple[list[Any], list[Any]]:
         """Return copies of what schedulers change: their own states, and the values of parameter groups."""
@@ -231,6 +247,8 @@ class Gradients:
                 optimizer.zero_grad()
 
     def backward(self, loss: torch.Tensor, optimizer: Any, loss_id: int = 0) -> None:
+        if self.guard.on:
+            self.guard.see_loss(loss, self._weight * (self._samples if self._accumulates else 1.0))
         if self._accumulates:
             self._check_witness()
             loss = loss * (self._samples / self._usual)
@@ -245,8 +263,12 @@ class Gradients:
             return
         self._parts.exchange.finish(optimizer)
         self._precision.check_step(optimizer, direct=False)
-        if self._reads_gradients:
+        if self._reads_gradients or self.guard.on:
             self._precision.unscale(optimizer)
+            if self.guard.on and self.guard.refuses(optimizer):
+                self._precision.leave_out(optimizer)
+                self.stepped()
+                return
             self._clip(optimizer)
         self._stepping = True
         try:
@@ -260,8 +282,34 @@ class Gradients:
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_pre_hook"):
                 optimizer.register_step_pre_hook(self._before_step)
+            if self.guard.on:
+                # A method, because schedulers that are created later look for its function.
+                optimizer.step = MethodType(self._guarded(optimizer.step), optimizer)
+
+    def _guarded(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of an optimizer that makes a step unless the guard refuses it."""
+
+        @functools.wraps(step)
+        def guarded(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._stepping:
+                if args or kwargs.get("closure") is not None:
+                    raise ConfigError(
+                        "on_nonfinite and skip_step() need the gradients before the step, and this operator passes a closure to its "
+                        "optimizer, which computes them in it: leave them out, or compute the gradients before the step"
+                    )
+                self._parts.exchange.finish(optimizer)
+                if self._closing and self.guard.refuses(optimizer):
+                    return self.stepped()
+            return step(*args, **kwargs)
+
+        return guarded
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        prepared = self._prepared(optimizer, args, kwargs)
+        self.in_step = True
+        return prepared
+
+    def _prepared(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stepping:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
@@ -309,7 +357,7 @@ class Gradients:
                 "every batch: use self.zero_grad(), self.backward(loss) and self.step(optimizer), which take the "
                 "accumulation into account, or leave accumulate out"
             )
-        self._skipped, self._arrived = True, False
+        self._skipped, self._arrived, self.in_step = True, False, False
 
     def _exchange_gradients(self, on: bool) -> None:
         """Let the next backward pass average the gradients over the ranks, or not. It does so once for each window."""

@@ -27,6 +27,7 @@ from raysgd.torch.data.sample_seeds import seeded_for
 from raysgd.torch.data.sampling import batches_per_epoch
 from raysgd.torch.fsdp import Shards, shard_layers
 from raysgd.torch.gradients import Gradients, samples_in
+from raysgd.torch.guard import StepGuard
 from raysgd.torch.monitor import Monitor
 from raysgd.torch.parts import Parts, check_parts, check_steps_alone, move
 from raysgd.torch.precision import make_precision
@@ -77,16 +78,31 @@ class TrainingOperator(OperatorBase):
         self._parts = Parts(options=settings.options, exchange=settings.exchange(), averages=averages)
         self._monitor = Monitor(settings.measures)
         averages_gradients = settings.distributed and settings.options.parallel is not None
-        self._exact = averages_gradients and settings.options.gradients == "samples"
+        halves = settings.options.on_oom == "halve"
+        self._exact = halves or (averages_gradients and settings.options.gradients == "samples")
         self._gradients = Gradients(
             settings.options,
             self._precision,
             self._parts,
             self._monitor,
             exact=self._exact,
-            in_pieces=self._exact and settings.elastic.batch == "global" and not self._has_own_steps,
+            in_pieces=halves or (self._exact and settings.elastic.batch == "global" and not self._has_own_steps),
+            guard=self._make_guard(settings),
         )
         self.setup(self._config)
+
+    def _make_guard(self, settings: TorchSettings) -> StepGuard:
+        own, options = type(self).skip_step is not TrainingOperator.skip_step, settings.options
+        named = "skip_step()" if own else f"on_nonfinite={options.on_nonfinite!r}, on_oom={options.on_oom!r}"
+        if (own or options.on_nonfinite or options.on_oom == "halve") and self._has_own_steps:
+            raise ConfigError(
+                f"{named} is for operators, and {type(self).__name__} makes its steps itself: leave it out"
+            )
+        if own and ((settings.distributed and options.parallel is None) or options.precision == "apex"):
+            given = "precision='apex'" if options.precision == "apex" else "parallel=None"
+            raise ConfigError(f"skip_step() cannot be combined with {given}: leave one of them out")
+        rule = self.skip_step if own else None
+        return StepGuard(options.on_nonfinite, rule, self._precision, self._parts, self._device)
 
     def train_epoch(
         self,
@@ -114,8 +130,6 @@ class TrainingOperator(OperatorBase):
             if whole:
                 self.global_step += 1
                 batch_idx += 1
-            else:
-                meter.batch_count -= 1  # the last piece counts the batch
         per_epoch = self.scheduler_step_freq == SCHEDULER_STEP_EPOCH and scheduler is not None
         if per_epoch and getattr(iterator, "epoch_ended", True):
             scheduler.step()
@@ -134,6 +148,13 @@ class TrainingOperator(OperatorBase):
         with self.timers.record("apply"):
             self.step(self.optimizer)
         return {"train_loss": loss.detach(), NUM_SAMPLES: target.size(0)}
+
+    def skip_step(self, info: dict[str, Any]) -> bool:
+        """Return whether to leave out an optimizer's step. `info` has the loss that `self.backward` got, as the mean over the
+        step's samples on all ranks, with `global_step` and `epoch`. The gradients are exchanged already, and not yet clipped.
+
+        If any rank returns True, no rank makes the step. An operator without this method costs nothing."""
+        return False
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Validate on one pass over `val_iterator`, without gradients and in eval mode. Return what to report."""
@@ -260,9 +281,9 @@ class TrainingOperator(OperatorBase):
     def _check_arguments(self, criterion: Any, ddp_args: Any, apex_args: Any) -> None:
         if self._exact and getattr(criterion, "reduction", None) == "sum":
             raise ConfigError(
-                f"the criterion {type(criterion).__name__} sums over the batch, and with several workers a step's gradient is the mean "
-                "over its samples: use reduction='mean', or pass TrainingOptions(gradients='ranks') for the mean of the workers' "
-                "sums"
+                f"the criterion {type(criterion).__name__} sums over the batch, and with several workers, or in pieces (on_oom), a step's "
+                "gradient is the mean over its samples: use reduction='mean', or pass TrainingOptions(gradients='ranks') for the "
+                "mean of the workers' sums"
             )
         for name, given in {"ddp_args": ddp_args, "apex_args": apex_args}.items():
             if given is not None and not isinstance(given, Mapping):

@@ -37,6 +37,9 @@ class Precision:
     def step(self, optimizer: Any) -> None:
         optimizer.step()
 
+    def leave_out(self, optimizer: Any) -> None:
+        """Called instead of `step`, after `unscale`, for a step that is left out."""
+
     def check_step(self, optimizer: Any, *, direct: bool) -> None:
         """Raise ConfigError if the user's code makes a step without using this precision. `direct` is whether it calls the
         optimizer's own `step`."""
@@ -147,6 +150,9 @@ class Fp16(Autocast):
             self.batch_done()
         self._stepped.add(id(optimizer))
         self.scaler.step(optimizer)
+
+    def leave_out(self, optimizer: Any) -> None:
+        self._stepped.add(id(optimizer))  # infinite gradients make the scale smaller, as in a step
 
     def batch_done(self) -> None:
         if self._stepped:

@@ -1,0 +1,198 @@
+"""Leave out an optimizer step, on all ranks together, whose gradients are not finite or that the operator refuses. Worker."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
+
+from raysgd.errors import ConfigError, NonFiniteError
+from raysgd.torch.parts import Parts
+from raysgd.torch.precision import Precision
+from raysgd.torch.wrapping import Exchange
+from raysgd.training.position import Position
+
+__all__ = ["MOST_LEFT_OUT", "StepGuard", "StepReport", "explained", "gathered_objects", "summed"]
+
+MOST_LEFT_OUT = 50
+ADVICE = {
+    "raise": "Look at these samples and at the loss, or pass on_nonfinite='skip' to leave out such steps",
+    "skip": f"on_nonfinite='skip' allows {MOST_LEFT_OUT - 1} such batches in a row: load the newest checkpoint, and use a smaller "
+    "learning rate, clip_norm, or precision='bf16' or 'fp32'",
+}
+REFUSED = (
+    f"skip_step() has left out the steps of {MOST_LEFT_OUT} batches in a row: its rule no longer fits this training. Load the "
+    "newest checkpoint, or change the rule"
+)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank knows about a step with gradients that are not finite.
+
+    parameters  the names of those whose gradients are not; with FSDP, of those of which this rank has such a part
+    loss        None if the operator called `loss.backward()` itself
+    samples     the indices of the samples in the data set, None if they are not known
+    """
+
+    step: int
+    epoch: int
+    parameters: tuple[str, ...]
+    loss: float | None
+    samples: Sequence[int] | None
+
+
+def explained(reports: Sequence[StepReport], action: str) -> str:
+    """Return the text of the error about gradients that are not finite, from the reports of all ranks in rank order."""
+    names = list(dict.fromkeys(name for each in reports for name in each.parameters)) or [
+        "a parameter of no registered model"
+    ]
+    where = f"step {reports[0].step}, epoch {reports[0].epoch}"
+    lines = [f"the gradient of {_some(names, 3)} is not finite in {where}, and no rank has made this step."]
+    losses = {rank: each.loss for rank, each in enumerate(reports)}
+    blamed = [rank for rank, loss in losses.items() if loss is not None and not math.isfinite(loss)]
+    if not blamed and None not in losses.values():
+        lines.append("The loss of every rank was finite.")
+    for rank in blamed or losses:
+        loss, samples = losses[rank], reports[rank].samples
+        had = "samples of unknown indices" if samples is None else f"the samples {_some(samples, 16)}"
+        lines.append(f"Rank {rank} had {had}{'' if loss is None else f', and the loss {loss:g}'}.")
+    return " ".join([*lines, ADVICE[action]])
+
+
+def _some(values: Sequence[Any], most: int) -> str:
+    """Return the first values as text.
+
+    >>> _some([3, 5, 8], 2)
+    '3, 5 and 1 more'
+    """
+    more = f" and {len(values) - most} more" if len(values) > most else ""
+    return f"{', '.join(map(str, values[:most]))}{more}"
+
+
+def summed(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the sums of these numbers over all ranks."""
+    if not dist.is_initialized():
+        return list(values)
+    where = device if dist.get_backend() == "nccl" else "cpu"
+    together = torch.tensor(values, dtype=torch.float64, device=where)
+    dist.all_reduce(together)
+    return [float(each) for each in together.tolist()]
+
+
+def gathered_objects(value: Any) -> list[Any]:
+    """Return every rank's object, in rank order."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+class StepGuard:
+    """Owns what is known about the open batch's steps, and the number of steps that this call has left out.
+
+    `rule` is the operator's `skip_step`, if it has one. The replica sets `position`, which counts the batches in a row whose
+    step was left out, and `samples`, which returns the indices of the rank's samples.
+    """
+
+    position: Position
+
+    def __init__(
+        self,
+        on_nonfinite: str | None,
+        rule: Callable[[dict[str, Any]], Any] | None,
+        precision: Precision,
+        parts: Parts,
+        device: torch.device,
+    ) -> None:
+        self.on = on_nonfinite is not None or rule is not None
+        self._action, self._rule = on_nonfinite, rule
+        self._precision, self._parts, self._device = precision, parts, device
+        self.samples: Callable[[], Sequence[int] | None] = lambda: None
+        self.skipped = 0
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget the open batch, because it will be processed again."""
+        self._left_out = self._went = self._counts = False
+        self._losses: list[tuple[torch.Tensor, float]] = []
+
+    def see_loss(self, loss: torch.Tensor, weight: float) -> None:
+        """Note the loss of a backward pass, and what it counts."""
+        self._losses.append((loss.detach(), weight))
+
+    def committed(self) -> None:
+        """Count what happened in a batch that is committed now."""
+        if self._left_out:
+            self.skipped += self._counts
+            self.position.left_out += 1
+        elif self._went:
+            self.position.left_out = 0
+        self.abandon()
+
+    def refuses(self, optimizer: Any) -> bool:
+        """Return whether this step, whose gradients have been exchanged, must be left out. The answer is the same on all
+        ranks. Raise an error if it must not be, or after too many in a row."""
+        parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
+        infinite, loss = self._action is not None and not _are_finite(parameters), math.nan
+        if self._rule is not None or not (self._action is None or self._are_exchanged(parameters)):
+            weights = sum(weight for _, weight in self._losses)
+            total = sum(float(loss) * weight for loss, weight in self._losses)
+            found, total, weights = summed([infinite, total, weights], self._device)
+            infinite, loss = found > 0, total / (weights or math.nan)
+        too_many = self.position.left_out + 1 >= MOST_LEFT_OUT
+        if infinite and (self._action == "raise" or too_many):
+            self._raise(parameters)
+        refused = self._rule is not None and not infinite and self._is_refused(self._rule, loss)
+        if refused and too_many:
+            raise NonFiniteError(REFUSED)
+        self._losses = []
+        self._left_out, self._went = self._left_out or infinite or refused, True
+        # A gradient scaler counts the steps with infinite gradients itself.
+        self._counts |= refused or (infinite and self._precision.key != "amp_native")
+        return infinite or refused
+
+    def _are_exchanged(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether every rank has the same gradients of these parameters, so that all see what is not finite."""
+        if type(self._parts.exchange) is not Exchange or not dist.is_initialized():
+            return True
+        known: set[int] = set()
+        for model in self._parts.wrapped:
+            if isinstance(model, DistributedDataParallel) and not model.parameters_to_ignore:
+                known |= {id(each) for each in model.parameters()}
+        return all(id(each) in known for each in parameters)
+
+    def _is_refused(self, rule: Callable[[dict[str, Any]], Any], loss: float) -> bool:
+        """Return whether the operator's rule refuses the step on some rank."""
+        if not self._losses:
+            raise ConfigError(
+                "skip_step() gets the loss of the step, and this operator calls loss.backward() itself: call self.backward(loss) "
+                "before each step instead"
+            )
+        found = rule({"loss": loss, "global_step": self.position.step, "epoch": self.position.epoch})
+        return summed([bool(found)], self._device)[0] > 0
+
+    def _raise(self, parameters: Sequence[torch.Tensor]) -> NoReturn:
+        """Raise the error about gradients that are not finite, alike on all ranks."""
+        bad = {id(each) for each in parameters if not _are_finite([each])}
+        named = [pair for model in self._parts.models for pair in model.named_parameters()]
+        names = [name for name, each in named if id(each) in bad]
+        losses = [float(loss) for loss, _ in self._losses]
+        loss = next((each for each in losses if not math.isfinite(each)), losses[-1] if losses else None)
+        own = StepReport(self.position.step + 1, self.position.epoch, tuple(names), loss, self.samples())
+        raise NonFiniteError(explained(gathered_objects(own), self._action or ""))
+
+
+def _are_finite(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether these parameters' gradients are finite; of sharded ones, this rank's part."""
+    found: list[Any] = [each.grad for each in parameters]
+    found = [each.to_local() if hasattr(each, "to_local") else each for each in found]
+    found = [each.coalesce().values() if each.is_sparse else each for each in found]
+    return bool(torch.isfinite(get_total_norm([each for each in found if each.numel()], math.inf)))

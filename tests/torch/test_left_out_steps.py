@@ -1,0 +1,252 @@
+"""Steps with gradients that are not finite, and those that an operator's rule refuses, are made on no rank."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from raysgd import ConfigError, NonFiniteError, TrainingOptions
+from raysgd.torch.guard import MOST_LEFT_OUT, StepReport, explained
+from tests.torch.simulated import train
+from tests.torch.small import Line, inline, operator_of, weights
+from tests.torch.test_exact_gradients import Curve, Direct, close, options
+
+pytestmark = pytest.mark.filterwarnings("ignore:the training loader does not shuffle", "ignore:Detected call of")
+
+
+def spoiling(kind: type[Curve], bad: set[int], rank: int, *, leaves_out: bool) -> type[Curve]:
+    """Return a class whose gradients are not finite in some steps on one rank; with `leaves_out`, one that does nothing in
+    these steps on any rank."""
+
+    class Spoiled(kind):  # type: ignore[misc, valid-type]
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            if batch_info["global_step"] not in bad:
+                return super().train_batch(batch, batch_info)
+            if leaves_out:
+                return {"num_samples": len(batch[0])}
+            if self.world_rank % self.world_size == rank % self.world_size:
+                batch = [batch[0] * math.nan, batch[1]]
+            return super().train_batch(batch, batch_info)
+
+    return Spoiled
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(4, 40),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sets(st.integers(0, 5), max_size=4),
+    st.sampled_from([Curve, Direct]),
+    st.sampled_from([{}, {"clip_norm": 0.05}, {"clip_value": 0.01}]),
+    st.booleans(),
+)
+def test_the_weights_are_those_of_a_run_without_these_batches(
+    rows: int, batch: int, workers: int, bad: set[int], kind: type[Curve], more: dict[str, Any], adam: bool
+) -> None:
+    config = {"rows": rows, "batch": batch, "adam": adam}
+    steps = -(-rows // (batch * workers))
+    skipped: list[Any] = []
+    mine = train(
+        spoiling(kind, bad, 1, leaves_out=False),
+        config,
+        [(None, workers)],
+        options=options(on_nonfinite="skip", **more),
+        look=lambda replicas, results: skipped.extend(each.get("skipped_steps", 0) for each in results),
+    )
+    close(mine, train(spoiling(kind, bad, 1, leaves_out=True), config, [(None, workers)], options=options(**more)))
+    assert skipped == [len([step for step in bad if step < steps])] * workers
+
+
+def test_in_pieces_and_windows_the_whole_step_is_left_out() -> None:
+    config = {"rows": 24, "batch": 2}
+    for more, ranks in (({"batch": "global"}, 1), ({"options": options(accumulate=2, on_nonfinite="skip")}, 3)):
+        given: dict[str, Any] = {"options": options(on_nonfinite="skip"), "num_workers": 3, **more}
+        given["scheduler_step_freq"] = "epoch"
+        for kind in (Curve, Direct) if "batch" in more else (Curve,):
+            bad = {1} if "batch" in more else {2}
+            expected = bad if "batch" in more else {2, 3}
+            mine = train(spoiling(kind, bad, 0, leaves_out=False), config, [(None, ranks)], **given)
+            close(mine, train(spoiling(kind, expected, 0, leaves_out=True), config, [(None, ranks)], **given))
+
+
+class Bad(Line):
+    """Its loss is NaN in the batches that the config names, or from one on."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        x, y = batch
+        with self.autocast():
+            loss = self.criterion(self.model(x), y)
+        if batch_info["global_step"] in self.config["bad"]:
+            loss = loss * self.config.get("factor", math.nan)
+        self.zero_grad()
+        self.backward(loss)
+        self.step()
+        return {"num_samples": len(x), "train_loss": loss.detach()}
+
+
+def test_too_many_in_a_row_are_an_error_and_the_count_is_state(tmp_path: Any) -> None:
+    config = {"bad": range(3, 1000), "rows": 4}
+    with inline(Bad, options=TrainingOptions(on_nonfinite="skip"), config=config) as trainer:
+        assert trainer.train(num_steps=30)["skipped_steps"] == 27
+        before = weights(trainer)
+        trainer.save(tmp_path / "state.pt")
+    with inline(Bad, options=TrainingOptions(on_nonfinite="skip"), config=config) as trainer:
+        trainer.load(tmp_path / "state.pt")
+        with pytest.raises(NonFiniteError, match=rf"weight, bias is not finite in step 53.*{MOST_LEFT_OUT - 1} such"):
+            trainer.train(num_steps=100)
+        assert torch.equal(before, weights(trainer))
+        operator_of(trainer).config["bad"] = ()
+        assert "skipped_steps" not in trainer.train(num_steps=2)
+        operator_of(trainer).config["bad"] = range(1000)
+        assert trainer.train(num_steps=MOST_LEFT_OUT - 1)["skipped_steps"] == MOST_LEFT_OUT - 1
+
+
+def test_an_error_names_parameter_step_rank_and_samples() -> None:
+    with inline(Bad, options=TrainingOptions(on_nonfinite="raise", clip_norm=1.0), config={"bad": [1]}) as trainer:
+        before = trainer.train(num_steps=1)["num_samples"], weights(trainer)
+        with pytest.raises(
+            NonFiniteError, match=r"weight, bias .* step 2, epoch 1.* Rank 0 .* 4, 5, 6, 7, and the loss nan"
+        ):
+            trainer.train()
+        assert before[0] == 4 and torch.equal(before[1], weights(trainer))
+        operator_of(trainer).config["bad"] = ()
+        assert trainer.train()["num_samples"] == 8, "the batch is used again"
+
+
+def test_what_the_error_says() -> None:
+    bad = StepReport(7, 2, ("a", "b"), math.inf, [3, 1])
+    fine = StepReport(7, 2, ("a", "b"), 1.0, [5])
+    text = explained([fine, bad], "raise")
+    assert "Rank 1 had the samples 3, 1, and the loss inf." in text and "Rank 0" not in text
+    text = explained([fine, fine], "skip")
+    assert "finite. Rank 0" in text and "Rank 1 had the samples 5, and the loss 1." in text
+    unknown = StepReport(7, 2, ("a", "b", "c", "d", "e"), None, None)
+    assert "a, b, c and 2 more" in explained([unknown], "raise") and "unknown indices" in explained([unknown], "raise")
+
+
+def test_fp16_scales_and_skips_as_before() -> None:
+    for more in ({}, {"on_nonfinite": "skip"}):
+        options = TrainingOptions(precision="fp16", **more)
+        with inline(Bad, options=options, config={"bad": [1], "factor": math.inf}) as trainer:
+            scaler = operator_of(trainer)._amp_scaler
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+            assert trainer.train()["skipped_steps"] == 1
+            assert scaler.get_scale() == 32.0
+            found = weights(trainer)
+    with inline(Bad, options=TrainingOptions(precision="fp16"), config={"bad": [1], "factor": math.inf}) as trainer:
+        scaler = operator_of(trainer)._amp_scaler
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+        trainer.train()
+        assert torch.equal(found, weights(trainer))
+
+
+class Ruled(Bad):
+    def skip_step(self, info: dict[str, Any]) -> bool:
+        self.seen = [*getattr(self, "seen", []), info]
+        return not info["loss"] < 100
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_rule_sees_the_loss_and_refuses_steps(precision: Any, accumulate: int) -> None:
+    config = {"bad": [2], "factor": 1e6, "rows": 20}
+    options = TrainingOptions(precision=precision, accumulate=accumulate)
+    with inline(Ruled, options=options, config=config) as trainer:
+        if precision == "fp16":
+            scaler = operator_of(trainer)._amp_scaler
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**-10})
+        result = trainer.train()
+        assert result["skipped_steps"] == 1
+        assert len(operator_of(trainer).seen) == (5 if accumulate == 1 else 3)
+        assert [each["loss"] > 100 for each in operator_of(trainer).seen].index(True) == 2 // accumulate
+
+
+def test_a_rule_needs_the_loss() -> None:
+    class Unseen(Ruled):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            self.criterion(self.model(batch[0]), batch[1]).backward()
+            self.optimizer.step()
+            return {}
+
+    with inline(Unseen) as trainer, pytest.raises(ConfigError, match=r"call self.backward\(loss\)"):
+        trainer.train()
+
+
+def test_schedulers_created_later_and_closures() -> None:
+    class Later(Bad):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            if not hasattr(self, "own"):
+                self.own = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+            result = super().train_batch(batch, batch_info)
+            self.own.step()
+            return result
+
+    with inline(Later, options=TrainingOptions(on_nonfinite="skip"), config={"bad": [0], "lr": 1.0}) as trainer:
+        assert trainer.train()["skipped_steps"] == 1
+        assert operator_of(trainer).optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+
+    class Closure(Line):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            self.optimizer.step(lambda: 0.0)
+            return {}
+
+    with (
+        inline(Closure, options=TrainingOptions(on_nonfinite="skip")) as trainer,
+        pytest.raises(ConfigError, match="passes a closure"),
+    ):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"on_nonfinite": "ignore"},
+        {"on_nonfinite": "raise", "precision": "fp16"},
+        {"on_nonfinite": "skip", "precision": "apex"},
+        {"on_nonfinite": "skip", "comm_hook": "powersgd"},
+    ],
+)
+def test_what_cannot_be_combined_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="on_nonfinite"):
+        TrainingOptions(**given)
+
+
+def test_unwrapped_models_are_refused() -> None:
+    for kind, more in ((Bad, {"on_nonfinite": "skip"}), (Ruled, {})):
+        with pytest.raises(ConfigError, match="parallel=None"):
+            if more:
+                inline(kind, num_workers=2, options=TrainingOptions(parallel=None, **more))
+            train(kind, {"bad": []}, [(None, 2)], options=TrainingOptions(parallel=None))
+
+
+def test_sparse_gradients_and_several_optimizers() -> None:
+    class Words(Line):
+        def setup(self, config: dict[str, Any]) -> None:
+            torch.manual_seed(0)
+            first, second = nn.Embedding(12, 2, sparse=True), nn.Linear(2, 1)
+            self.models, self.optimizers, self.criterion = self.register(
+                models=[first, second],
+                optimizers=[torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)],
+                criterion=nn.MSELoss(),
+            )
+            self.register_data(**self.loaders(config))
+
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            x, y = batch
+            found = self.models[0]((x[:, 0] * 10).long())
+            factor = math.nan if batch_info["global_step"] == 1 else 1.0
+            loss = self.criterion(self.models[1](found), y) + (found * factor).sum()
+            self.zero_grad()
+            self.backward(loss)
+            for optimizer in self.optimizers:
+                self.step(optimizer)
+            return {}
+
+    with inline(Words, options=TrainingOptions(on_nonfinite="skip")) as trainer:
+        assert trainer.train()["skipped_steps"] == 1
+        assert all(bool(each.isfinite().all()) for model in trainer.get_model() for each in model.parameters())
