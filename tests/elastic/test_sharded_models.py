@@ -1,0 +1,92 @@
+"""Sharded models whose shards have copies: kills, growth and resizing, in real processes. The final weights must equal an undisturbed run's."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
+from tests.speed.test_fsdp import Layers, same, trainer, weights
+
+pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
+
+
+class Mortal(Layers):
+    """Ranks kill themselves in the batches that `config["kills"]` names, as "step-rank": before its forward pass, or after its step."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self._meet_fate("before", batch_info["global_step"])
+        result = super().train_batch(batch, batch_info)
+        self._meet_fate("after", batch_info["global_step"])
+        return result
+
+    def _meet_fate(self, when: str, step: int) -> None:
+        mark = Path(self.config["marks"]) / f"{when}-{step}-{self.world_rank}"
+        if mark.exists():
+            mark.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mortal(marks: Path, workers: int = 4, **elastic: Any) -> TorchTrainer:
+    return TorchTrainer(
+        training_operator_cls=Mortal,
+        config={"batch": 12 // workers, "marks": str(marks)},
+        num_workers=workers,
+        use_gpu=False,
+        options=TrainingOptions(clip_norm=0.5, parallel="fsdp", replicas=2),
+        elastic=ElasticConfig(batch="global", **elastic),
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[torch.Tensor]:
+    """Return one worker's weights after each of three epochs."""
+    with trainer(1, 12) as plain:
+        found = []
+        for _ in range(3):
+            plain.train()
+            found.append(weights(plain))
+        return found
+
+
+def held(sharded: TorchTrainer) -> list[int]:
+    """Return how many numbers each worker holds for parameters and the optimizer."""
+
+    def count(operator: Any) -> int:
+        states = operator.optimizer.state.values()
+        tensors = [*operator.model.parameters(), *(each for state in states for each in state.values())]
+        return sum(each.to_local().numel() for each in tensors if hasattr(each, "to_local"))
+
+    return sharded.apply_all_operators(count)
+
+
+@pytest.mark.parametrize(
+    ("fates", "left", "in_place"),
+    [
+        (["before-3-1"], 3, True),
+        (["after-3-0"], 3, True),
+        (["before-3-0", "before-3-3"], 2, True),
+        (["before-3-1", "before-3-3"], 2, False),
+    ],
+    ids=["one", "one after its step", "two with different shards", "both copies of one shard"],
+)
+def test_kills(fates: list[str], left: int, in_place: bool, tmp_path: Path, undisturbed: Any) -> None:
+    for fate in fates:
+        (tmp_path / fate).touch()
+    with mortal(tmp_path, grow=False, snapshot_every=1) as four:
+        pids = four.apply_all_workers(os.getpid)
+        before = held(four)
+        four.train()
+        assert not list(tmp_path.iterdir())
+        print(four.recoveries, before, held(four))
+        assert {each.in_place for each in four.recoveries} == {in_place}
+        assert four.world_size == left
+        assert set(four.apply_all_workers(os.getpid)) < set(pids)  # no survivor was replaced
+        assert same(weights(four), undisturbed[0])
+        four.train()
+        assert same(weights(four), undisturbed[1])
