@@ -15,8 +15,8 @@ __all__ = ["Agreement", "ShardCopy", "ShardedState", "Transfer", "agreed", "cove
 
 @dataclass(frozen=True)
 class ShardedState:
-    """What the engine knows of a state that is divided among the workers: how many copies of each shard there should be, and the function of a
-    replica, called on all ranks, that divides the shards among the ranks `stay`, because the other ones leave."""
+    """What the engine knows of a state that is divided among the workers: how many copies of each shard there should be, and the function
+    of a replica, called on all ranks, that divides the shards among the ranks `stay`, because the other ones leave."""
 
     replicas: int
     hand_over: Callable[..., Any]
@@ -67,8 +67,8 @@ class Transfer:
 
 
 def layout(workers: int, replicas: int) -> tuple[int, int]:
-    """Return how many copies there are of each shard, and how many shards: `replicas` copies if that divides the number of workers, otherwise
-    the largest smaller number that does.
+    """Return how many copies there are of each shard, and how many shards: `replicas` copies if that divides the number of workers,
+    otherwise the largest smaller number that does.
 
     >>> layout(4, 2), layout(3, 2), layout(2, 2), layout(6, 4)
     ((2, 2), (1, 3), (2, 1), (3, 2))

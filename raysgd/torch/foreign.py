@@ -40,9 +40,11 @@ __all__ = [
     "optimizer_stand_in",
     "processes_of",
     "remove_sharding",
+    "reset_iteration",
     "run_after_backward",
     "set_collective_limit",
     "was_skipped",
+    "without_step_pre_hooks",
     "worker_info",
     "worker_info_seen_as",
 ]
@@ -124,7 +126,10 @@ def collective_count(others: Collection[str] = ()) -> int:
     if not dist.is_initialized():
         return -1
     try:
-        counted = [dist.distributed_c10d._get_default_group(), *(each for each in groups() if each.group_desc in others)]
+        counted = [
+            dist.distributed_c10d._get_default_group(),
+            *(each for each in groups() if each.group_desc in others),
+        ]
         return sum(int(each._get_sequence_number_for_group()) for each in counted)  # type: ignore[attr-defined]
     except (RuntimeError, ValueError):  # ValueError: another thread has just destroyed the group
         return -1
@@ -170,6 +175,12 @@ def full_parameters(modules: Sequence[Any]) -> list[torch.Tensor]:
 def _parameter_groups(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)  # older torch has one at most
     return [each for each in ([state._fsdp_param_group] if several is None else several) if each is not None]
+
+
+def reset_iteration(model: Any) -> None:
+    """Let an FSDP model forget an iteration that has failed, if it has had one."""
+    if hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root is not None:
+        model.reset_iter_state()
 
 
 def remove_sharding(model: nn.Module) -> None:
@@ -243,6 +254,17 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply all tensors in place, with one kernel on a GPU."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
+
+
+@contextlib.contextmanager
+def without_step_pre_hooks(optimizer: Any) -> Iterator[None]:
+    """Return a context in which an optimizer steps without the hooks before a step."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    optimizer._optimizer_step_pre_hooks = type(hooks)()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks = hooks
 
 
 def was_skipped(optimizer: Any) -> bool:

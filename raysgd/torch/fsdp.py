@@ -12,7 +12,7 @@ from torch import nn
 
 from raysgd.core.shard_copies import layout
 from raysgd.errors import ConfigError
-from raysgd.torch.foreign import accumulated_gradients, full_parameters, groups, remove_sharding
+from raysgd.torch.foreign import accumulated_gradients, full_parameters, groups, remove_sharding, reset_iteration
 
 __all__ = ["MESH", "Shards", "gathered", "placed", "placed_optimizer", "shard_layers"]
 
@@ -78,8 +78,7 @@ class Shards:
     def rest(self) -> None:
         """Let the models hold their shards only, also after a batch that an error has ended."""
         for model in self._models:
-            if hasattr(model, "reset_iter_state"):
-                model.reset_iter_state()  # type: ignore[operator]
+            reset_iteration(model)
         for module in self._modules():
             module.reshard()
 

@@ -16,6 +16,7 @@ from raysgd.core.shard_copies import Agreement, ShardCopy, agreed, layout, rows,
 from raysgd.errors import ConfigError
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.files import opened
+from raysgd.torch.foreign import without_step_pre_hooks
 from raysgd.torch.operator import TrainingOperator
 
 __all__ = ["Resharding"]
@@ -56,8 +57,9 @@ class Resharding:
         self._live = (rank_info.generation, *self._place(rank_info))  # generation, index and number of the live shards
         self._earlier: HeldShards | None = None
         self._given: Any = None  # a full state, which all ranks have
-        self._ready: Any = None  # the optimizer whose step waits for the other ranks
-        self._late = False
+        self._ready: tuple[Any, list[dict[str, Any]]] | None = (
+            None  # an optimizer whose step waits for other ranks, and its settings
+        )
         for optimizer in operator._parts.optimizers:
             if not hasattr(optimizer, "register_step_pre_hook"):
                 raise ConfigError(
@@ -82,9 +84,12 @@ class Resharding:
                 "gradients before the first one steps: compute them before the step"
             )
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if self._late or ranks == 1 or not self._operator._parts.shards_made:
+        if ranks == 1 or not self._operator._parts.shards_made:
             return
-        self._ready = optimizer
+        settings = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        self._ready = (optimizer, settings)
         arrived = torch.ones(1, device=self._operator.device)
         dist.all_reduce(arrived)
         if int(arrived.item()) != ranks:  # an aborted collective of NCCL's leaves any number
@@ -169,12 +174,17 @@ class Resharding:
         if kept is not None:
             return kept
         if rank in agreement.late:
-            self._late, optimizer = True, self._ready
-            try:
-                optimizer.step()
-            finally:
-                self._late, self._ready = False, None
+            self._step_late()
         return HeldShards(replace(self._copy(at()), ready=False), _in_pieces(_sharded_state(self._operator)))
+
+    def _step_late(self) -> None:
+        """Make the step for which this rank is ready. The hooks before it have run: they clipped the gradients, for example."""
+        assert self._ready is not None
+        optimizer, settings = self._ready
+        for group, values in zip(optimizer.param_groups, settings, strict=True):
+            group.update(values)  # such as a learning rate that was scaled for this step
+        with without_step_pre_hooks(optimizer):
+            optimizer.step()
 
     def _divide(
         self,

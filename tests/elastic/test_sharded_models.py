@@ -1,9 +1,7 @@
-"""Sharded models whose shards have copies: kills, growth and resizing, in real processes. The final weights must equal an undisturbed run's."""
+"""Sharded models whose shards have copies: kills, growth and resizing. The final weights equal an undisturbed run's."""
 
 import os
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +88,44 @@ def test_kills(fates: list[str], left: int, in_place: bool, tmp_path: Path, undi
         assert same(weights(four), undisturbed[0])
         four.train()
         assert same(weights(four), undisturbed[1])
+
+
+def test_growth_and_resizing(tmp_path: Path, undisturbed: Any) -> None:
+    with mortal(tmp_path, grow="epoch") as sharded:
+        sharded.train(num_steps=2)
+        for count, divided in ((3, 3), (1, 1), (2, 1)):  # with three workers there is one copy of each shard, with two there are two
+            sharded.resize(count)
+            assert sharded.world_size == count
+            assert sum(held(sharded)) == count // divided * held_by_one(sharded)
+        sharded.train()
+        assert same(weights(sharded), undisturbed[0])
+        sharded.resize(1)
+        sharded.train()
+        assert all(each.in_place and not each.batches_redone for each in sharded.recoveries)
+        assert same(weights(sharded), undisturbed[1])
+
+
+def held_by_one(sharded: TorchTrainer) -> int:
+    """Return how many numbers the model and its optimizer have, of which each parameter that is trained has three."""
+    return sum(each.numel() * (3 if each.requires_grad else 1) for each in sharded.get_model().parameters())
+
+
+def test_a_step_that_only_some_ranks_have_made(tmp_path: Path, undisturbed: Any) -> None:
+    """The failure of rank 1 keeps some of the others from seeing that all ranks have the gradients of a step."""
+    with mortal(tmp_path, grow=False) as four:
+
+        def fail_in_the_next_step(operator: Any) -> None:
+            def after_agreement(*_: Any) -> None:
+                handle.remove()
+                if operator.world_rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if operator.world_rank == 2:
+                    raise torch.distributed.DistBackendError("a peer failed")
+
+            handle = operator.optimizer.register_step_pre_hook(after_agreement)
+
+        four.train(num_steps=2)
+        four.apply_all_operators(fail_in_the_next_step)
+        four.train()
+        assert [(each.in_place, each.removed_ranks) for each in four.recoveries] == [(True, (1,))]
+        assert same(weights(four), undisturbed[0])
