@@ -93,7 +93,11 @@ def test_kills(fates: list[str], left: int, in_place: bool, tmp_path: Path, undi
 def test_growth_and_resizing(tmp_path: Path, undisturbed: Any) -> None:
     with mortal(tmp_path, grow="epoch") as sharded:
         sharded.train(num_steps=2)
-        for count, divided in ((3, 3), (1, 1), (2, 1)):  # with three workers there is one copy of each shard, with two there are two
+        for count, divided in (
+            (3, 3),
+            (1, 1),
+            (2, 1),
+        ):  # with three workers there is one copy of each shard, with two there are two
             sharded.resize(count)
             assert sharded.world_size == count
             assert sum(held(sharded)) == count // divided * held_by_one(sharded)
