@@ -130,7 +130,7 @@ def collective_count(others: Collection[str] = ()) -> int:
             dist.distributed_c10d._get_default_group(),
             *(each for each in groups() if each.group_desc in others),
         ]
-        return sum(int(each._get_sequence_number_for_group()) for each in counted)  # type: ignore[attr-defined]
+        return sum(int(each._get_sequence_number_for_group()) for each in counted)
     except (RuntimeError, ValueError):  # ValueError: another thread has just destroyed the group
         return -1
 

@@ -207,6 +207,8 @@ class TorchReplica(ReplicaBase):
         """Load the state of another replica of this trainer. It is trusted, and it fits. Shards are made of it in the next generation."""
         if self._resharding is not None:
             self._resharding.give(data)
+            if self._audit is not None and self.operator._parts.shards_made:
+                self._audit = self._audit.anew()
         else:
             self._take(torch.load(opened(data), map_location="cpu", weights_only=False))
 

@@ -63,8 +63,8 @@ class Resharding:
         for optimizer in operator._parts.optimizers:
             if not hasattr(optimizer, "register_step_pre_hook"):
                 raise ConfigError(
-                    f"parallel='fsdp' needs torch optimizers, because all ranks agree on each step in a hook, got a {type(optimizer).__name__}, "
-                    "which has no register_step_pre_hook: make it a subclass of torch.optim.Optimizer"
+                    "parallel='fsdp' needs torch optimizers, because all ranks agree on each step in a hook, got a "
+                    f"{type(optimizer).__name__}, which has no register_step_pre_hook: make it a subclass of torch.optim.Optimizer"
                 )
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)

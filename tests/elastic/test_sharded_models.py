@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd.core.audit import verify
 from tests.speed.test_fsdp import Layers, same, trainer, weights
 
 pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
@@ -76,18 +77,18 @@ def held(sharded: TorchTrainer) -> list[int]:
 def test_kills(fates: list[str], left: int, in_place: bool, tmp_path: Path, undisturbed: Any) -> None:
     for fate in fates:
         (tmp_path / fate).touch()
-    with mortal(tmp_path, grow=False, snapshot_every=1) as four:
+    with mortal(tmp_path, grow=False, snapshot_every=3, audit=tmp_path / "audit") as four:
         pids = four.apply_all_workers(os.getpid)
-        before = held(four)
         four.train()
-        assert not list(tmp_path.iterdir())
-        print(four.recoveries, before, held(four))
+        assert not list(tmp_path.glob("*-*"))
         assert {each.in_place for each in four.recoveries} == {in_place}
         assert four.world_size == left
         assert set(four.apply_all_workers(os.getpid)) < set(pids)  # no survivor was replaced
         assert same(weights(four), undisturbed[0])
         four.train()
         assert same(weights(four), undisturbed[1])
+    verdict = verify(tmp_path / "audit")
+    assert verdict.repeated == four.recoveries[0].batches_redone
 
 
 def test_growth_and_resizing(tmp_path: Path, undisturbed: Any) -> None:
