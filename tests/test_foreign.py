@@ -119,6 +119,48 @@ def process_group() -> None:
             dist.destroy_process_group()
 
 
+def sharded_model() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(model: nn.Module) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model[0], mesh=mesh)  # type: ignore[index]
+        fully_shard(model, mesh=mesh)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain, model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        before = {name: set(vars(each)) for name, each in model.named_modules()}
+        shard(model)
+        torch_foreign.reset_iteration(model)  # before the first one
+        model(torch.ones(1, 2))
+        torch_foreign.reset_iteration(model)
+        torch_foreign.remove_sharding(model)
+        assert [type(each) for each in model.modules()] == [type(each) for each in plain.modules()]
+        marks = {mark for name, each in model.named_modules() for mark in set(vars(each)) - before[name]}
+        assert not [getattr(each, mark) for each in model.modules() for mark in marks if getattr(each, mark, None)]
+        hooks = [value for each in model.modules() for name, value in vars(each).items() if name.endswith("_hooks")]
+        assert not any(hooks)
+        for each in (model[0], model[1]):
+            each.weight, each.bias = nn.Parameter(torch.ones(1, 2)), nn.Parameter(torch.ones(1))
+        shard(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def steps_without_hooks() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    optimizer, calls = torch.optim.SGD([weight], lr=1.0), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    with torch_foreign.without_step_pre_hooks(optimizer):
+        optimizer.step()
+    optimizer.step()
+    assert calls == ["after", "before", "after"] and weight.item() == -1.0
+
+
 def signal_handler() -> None:
     from torch.utils.data._utils import signal_handling
 
@@ -193,6 +235,8 @@ TORCH: list[Callable[[], None]] = [
     loader_iterators,
     worker_info,
     process_group,
+    sharded_model,
+    steps_without_hooks,
     signal_handler,
     compiled_model,
     schedulers,

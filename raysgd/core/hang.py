@@ -30,8 +30,9 @@ COLLECTIVE_FRAMES = (
 # A collective's frame can call other functions of these packages (logging and timing wrappers). If it calls any other
 # code (a hook in the backward pass), the rank is busy in that code.
 FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
-# Calls between two ranks, which not all ranks must make.
-POINT_TO_POINT = (
+# Calls that say nothing about the ranks' order: those between two ranks, and the wait for any call that was made before.
+UNORDERED = (
+    "wait_tensor",
     "send",
     "recv",
     "isend",
@@ -92,7 +93,7 @@ def collective_name(stack: Sequence[str]) -> str:
             found = found or ("backward" if function == "_engine_run_backward" else function)
         elif is_user_frame(frame):
             break
-    return "" if found in POINT_TO_POINT else found
+    return "" if found in UNORDERED else found
 
 
 def _path_and_function(frame: str) -> tuple[str, str]:

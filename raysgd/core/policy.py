@@ -46,7 +46,7 @@ class Recovery:
     reason          "worker death", "node failure", "hang", "divergence", "network", "data loader", "out of memory" or "out of step"; for a
                     planned change, "preemption", "growth", "shrink" or "restart"
     removed_ranks   the ranks that failed, or that left in a planned change
-    in_place        True if survivors continued with their state, False if new processes started from a snapshot
+    in_place        True if survivors continued with their state, False if training continued from a snapshot
     batches_redone  how many committed batches were trained again
     seconds         how long the change took
     epoch, batch    where training was

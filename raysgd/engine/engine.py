@@ -29,6 +29,7 @@ from raysgd.core.outcomes import Failed, Interrupted, Ok, Outcome
 from raysgd.core.policy import OUT_OF_STEP, Observation, Recovery, classify, different_calls
 from raysgd.core.progress import Progress, most_advanced
 from raysgd.core.protocols import Call, ProcessGroupBackend
+from raysgd.core.shard_copies import ShardedState
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.call import CTRL_C_S, FanOut, Job, RunningCall
 from raysgd.engine.call_lock import CallLock, Claim
@@ -72,6 +73,7 @@ class Engine:
         least: int | None = None,
         elastic: ElasticConfig,
         limits: Limits,
+        sharded: ShardedState | None = None,
         on_progress: Callable[[WorkerInfo], None] = lambda info: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
         on_wait: Callable[[str], None] = lambda what: None,
@@ -87,7 +89,9 @@ class Engine:
         )
         self._log, in_place = RecoveryLog(on_recovery, on_wait), backend.in_place
         packed = _packed(group, factory, hook)
-        self._generation = generation = Generation(table, backend, limits, factory=packed[0], hook=packed[1])
+        self._generation = generation = Generation(
+            table, backend, limits, factory=packed[0], hook=packed[1], sharded=sharded
+        )
         replacements = Replacements(
             table, generation.warm_up_arguments, limits=limits, in_place=in_place, spares=elastic.hot_spares
         )

@@ -16,8 +16,9 @@ from raysgd.config import Limits
 from raysgd.core.messages import Interrupt
 from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import most_advanced
-from raysgd.core.protocols import ProcessGroupBackend
+from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, assign_ranks
+from raysgd.core.shard_copies import ShardedState, covered, layout
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.worker_table import WorkerTable
@@ -37,10 +38,18 @@ class Generation:
     packed hook and replica factory. Never decides which workers form a generation, or why a new one is needed."""
 
     def __init__(
-        self, table: WorkerTable, backend: ProcessGroupBackend, limits: Limits, *, factory: Any, hook: Any
+        self,
+        table: WorkerTable,
+        backend: ProcessGroupBackend,
+        limits: Limits,
+        *,
+        factory: Any,
+        hook: Any,
+        sharded: ShardedState | None = None,
     ) -> None:
         self._table, self._backend, self._limits = table, backend, limits
-        self._factory, self._hook = factory, hook
+        self._factory, self._hook, self._sharded = factory, hook, sharded
+        self._shards: dict[str, tuple[int, int]] = {}  # of each worker: its number, and how many there are
         self._number = 0
         self._up = False
         self._has_formed = False
@@ -139,12 +148,41 @@ class Generation:
         if new and state is not None and not self._succeeds(new, "load", {"data": state}, self._limits.setup_s):
             return False
         self._table.enter_group(workers)
+        if self._sharded is not None:
+            count = layout(len(workers), self._sharded.replicas)[1]
+            self._shards = {worker: (rank % count, count) for rank, worker in enumerate(workers)}
         self._has_formed = True
+        return True
+
+    # -- shards ---------------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether the state is divided among the workers."""
+        return self._sharded is not None
+
+    def lacks_shards(self, workers: Sequence[str]) -> bool:
+        """Return whether the state is divided among the workers, and these have no copy of a part of it."""
+        return self.is_sharded and not covered(self._shards[worker] for worker in workers if worker in self._shards)
+
+    def hand_over(self, stay: Sequence[str]) -> bool:
+        """Divide all shards among the members that stay, because the others leave. Return False if a worker has failed."""
+        assert self._sharded is not None
+        members = self._table.members()
+        call = Call(self._sharded.hand_over, {"stay": [members.index(worker) for worker in stay]})
+        outcomes = self._ask(
+            members, "run", {"call": call}, self._limits.setup_s, on_trouble=lambda: self.interrupt(members)
+        )
+        if not self._all_ok(outcomes):
+            return False
+        self._shards = {worker: (index, len(stay)) for index, worker in enumerate(stay)}
         return True
 
     def _behind(self, workers: Sequence[str]) -> tuple[str, list[str]]:
         """Return the most advanced worker, and those that need its state because they are behind, or new. Usually there
         are none."""
+        if self.is_sharded:  # the ranks exchange shards when they have joined
+            return "", []
         progress = {worker: self._table[worker].progress for worker in workers}
         holders = {worker: progress[worker] for worker in workers if self._table[worker].holds_state}
         if not holders:
@@ -163,6 +201,7 @@ class Generation:
     def load(self, workers: Sequence[str], state: Any) -> bool:
         """Let workers load a state. Return False if one has failed. Raise the error of the user's `load_state_dict` if
         it raises one."""
+        self._shards = {worker: shard for worker, shard in self._shards.items() if worker not in workers}
         outcomes = self._ask(workers, "load", {"data": state}, self._limits.setup_s)
         for worker, outcome in outcomes.items():  # if the others fail now, each of these can pass the state on
             self._table.set_holds_state(worker, isinstance(outcome, Ok))
@@ -170,8 +209,10 @@ class Generation:
 
     def rescue_state(self, worker: str, call: int) -> bool:
         """Keep the state of a worker that is about to end as the snapshot, taken in call number `call`. Return whether
-        the worker gave its state."""
-        outcome = self._ask([worker], "state", {}, self._limits.setup_s)[worker]
+        the worker gave its state. If it is sharded, all members take part, and the first one gives it."""
+        asked = self._table.members() if self.is_sharded else [worker]
+        outcomes = self._ask(asked, "state", {}, self._limits.setup_s, on_trouble=lambda: self.interrupt(asked))
+        outcome = outcomes[asked[0]]
         if not isinstance(outcome, Ok):
             return False
         self._table.snapshots.offer(Snapshot(bytes(outcome.value.data), outcome.progress, call=call))

@@ -251,7 +251,10 @@ class Membership:
         not hand their state over: then a recovery continues with those that are left."""
         formed = handed = False
         try:
-            handed = bool(stay) or self._hand_over(leavers, joining, call)
+            if stay and self._generation.lacks_shards(stay):
+                handed = self._generation.hand_over(stay)
+            else:
+                handed = bool(stay) or self._hand_over(leavers, joining, call)
             formed = handed and bool(stay or joining) and self._generation.form([*stay, *joining])
         finally:
             if not formed:

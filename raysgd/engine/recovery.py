@@ -87,8 +87,8 @@ class RecoveryLoop:
         joining = self._replacements.take(max(self._membership.target - len(survivors), 0))
         formed = False
         try:
-            if not survivors:
-                case.revived = self._revive(joining, case.call.number)
+            if not survivors or self._generation.lacks_shards(survivors):
+                case.revived = self._revive([*survivors, *joining], case.call.number)
             state = Blob(case.revived.data) if case.revived and not self._in_place else None
             formed = self._generation.form([*survivors, *joining], state=state or None)
         finally:
@@ -136,10 +136,11 @@ class RecoveryLoop:
 
     def _survivors(self, case: _Case) -> list[str]:
         """Return the members that can continue in place. With a backend whose processes cannot rejoin, there are none:
-        their state is saved as a snapshot."""
+        their state is saved as a snapshot. There are none either if a shard is lost, and there is no snapshot of it."""
         survivors = self._table.members()
-        if survivors and not self._in_place:
-            progress = {worker: self._table[worker].progress for worker in survivors}
+        lost = self._generation.lacks_shards(survivors) and self._table.snapshots.latest() is None
+        if survivors and (lost or not self._in_place):
+            progress = {} if lost else {worker: self._table[worker].progress for worker in survivors}
             while progress and not self._generation.rescue_state(best := most_advanced(progress), case.call.number):
                 del progress[best]  # it failed, too, so try the next most advanced one
             for worker in survivors:
@@ -176,9 +177,13 @@ class RecoveryLoop:
         )
 
     def _revive(self, joining: list[str], call: int) -> Snapshot:
-        """Return the snapshot that new processes start from when no member is left: the newest one, or an empty one if
-        they all take the initial state of the first of them."""
+        """Return the snapshot that these processes start from when no member is left, or members lack a shard: the newest one, or an empty
+        one if they all take the initial state of the first of them."""
         snapshot = self._table.snapshots.latest() or Snapshot()
+        if self._generation.is_sharded:
+            if snapshot.data:
+                self._generation.load_snapshot(joining, snapshot)
+            return snapshot
         holders = {w: self._table[w].progress for w in joining if self._table[w].holds_state}
         if holders and holders[most_advanced(holders)].order >= snapshot.progress.order:
             return Snapshot(progress=holders[most_advanced(holders)], call=call)

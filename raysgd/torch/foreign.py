@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,9 +39,12 @@ __all__ = [
     "nested_schedulers",
     "optimizer_stand_in",
     "processes_of",
+    "remove_sharding",
+    "reset_iteration",
     "run_after_backward",
     "set_collective_limit",
     "was_skipped",
+    "without_step_pre_hooks",
     "worker_info",
     "worker_info_seen_as",
 ]
@@ -117,13 +120,17 @@ def groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def collective_count() -> int:
-    """Return the number of collective calls of the default group so far, which torch counts in the same way on every
-    rank. Return -1 if there is no group, or if its backend does not count."""
+def collective_count(others: Collection[str] = ()) -> int:
+    """Return the number of collective calls of the default group so far, and of the `others`, by their descriptions, which torch counts
+    in the same way on every rank. Return -1 if there is no group, or if its backend does not count."""
     if not dist.is_initialized():
         return -1
     try:
-        return int(dist.distributed_c10d._get_default_group()._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        counted = [
+            dist.distributed_c10d._get_default_group(),
+            *(each for each in groups() if each.group_desc in others),
+        ]
+        return sum(int(each._get_sequence_number_for_group()) for each in counted)
     except (RuntimeError, ValueError):  # ValueError: another thread has just destroyed the group
         return -1
 
@@ -170,6 +177,42 @@ def _parameter_groups(state: Any) -> list[Any]:
     return [each for each in ([state._fsdp_param_group] if several is None else several) if each is not None]
 
 
+def reset_iteration(model: Any) -> None:
+    """Let an FSDP model forget an iteration that has failed, if it has had one."""
+    if hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root is not None:
+        model.reset_iter_state()
+
+
+def remove_sharding(model: nn.Module) -> None:
+    """Undo `fully_shard`, except that the parameters stay shards: remove FSDP's hooks, states and classes."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            vars(module).pop(mark, None)
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        for group in _parameter_groups(state):
+            saves, loads = (
+                group._module_to_pre_save_state_dict_hook_handle,
+                group._module_to_pre_load_state_dict_hook_handle,
+            )
+            own = [each._post_load_hook_handle for each in group.fsdp_params]
+            for handle in [*saves.values(), *loads.values(), *own]:
+                handle.remove()
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        states = vars(module)[STATE_KEY]
+        for function in [each for each, of in states.items() if of is state]:
+            del states[function]
+            vars(module)[REGISTRY_KEY].pop(function.__name__)
+        _module_state_mapping.pop(module, None)
+        module.__class__ = type(module).__mro__[2]  # before it are FSDP's class for this one, and FSDPModule
+
+
 def module_versions(state: Any) -> Any:
     """Return the versions of a model's modules, which torch attaches to the model's `state_dict`, or None."""
     return getattr(state, "_metadata", None)
@@ -211,6 +254,17 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply all tensors in place, with one kernel on a GPU."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
+
+
+@contextlib.contextmanager
+def without_step_pre_hooks(optimizer: Any) -> Iterator[None]:
+    """Return a context in which an optimizer steps without the hooks before a step."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    optimizer._optimizer_step_pre_hooks = type(hooks)()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks = hooks
 
 
 def was_skipped(optimizer: Any) -> bool:

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raysgd.core.shard_copies import layout
 from raysgd.errors import ConfigError
-from raysgd.torch.foreign import accumulated_gradients, full_parameters
+from raysgd.torch.foreign import accumulated_gradients, full_parameters, groups, remove_sharding, reset_iteration
 
-__all__ = ["Shards", "gathered", "placed", "placed_optimizer", "shard_layers"]
+__all__ = ["MESH", "Shards", "gathered", "placed", "placed_optimizer", "shard_layers"]
 
 ShardModel = Callable[[nn.Module, Any], None]  # shards a model in place, over a device mesh
+MESH = ("replicate", "shard")  # the dimensions of a mesh with copies; `TorchBackend` makes a process group for each
 
 
 class Shards:
@@ -23,36 +25,41 @@ class Shards:
     in place, and replaced in the optimizers' lists."""
 
     def __init__(
-        self, models: list[nn.Module], optimizers: list[Any], shard_model: ShardModel, device: torch.device
+        self,
+        models: list[nn.Module],
+        optimizers: list[Any],
+        shard_model: ShardModel,
+        device: torch.device,
+        *,
+        replicas: int,
     ) -> None:
-        self._models, self._optimizers, self._shard_model, self._device = models, optimizers, shard_model, device
+        self._models, self._optimizers, self._shard_model, self.device = models, optimizers, shard_model, device
+        self._replicas = replicas
         self._metadata_only: list[nn.Module] = []
-        self._rank_and_size: tuple[int, int] | None = None
+
+    @property
+    def made(self) -> bool:
+        """Return whether the models are sharded: not before the worker's first generation with others."""
+        return bool(self._metadata_only)
 
     def joined(self) -> None:
-        """Shard the models for the first generation. A later one must have the same ranks, because each rank has the
-        only copy of its part."""
-        now = (dist.get_rank(), dist.get_world_size())
-        if self._rank_and_size is None:
-            self._rank_and_size = now
+        """Shard the models for the first generation. `Resharding` divides them anew for each later one."""
+        if not self.made:
             self._shard()
-        elif self._rank_and_size != now:
-            raise ConfigError(
-                f"a shard made for rank {self._rank_and_size[0]} of {self._rank_and_size[1]} cannot become rank {now[0]} "
-                f"of {now[1]}: with parallel='fsdp', save a checkpoint, and load it into a trainer with the other number of "
-                "workers"
-            )
-        else:
-            for model in self._models:
-                if hasattr(model, "reset_iter_state"):
-                    model.reset_iter_state()  # type: ignore[operator]
-            for module in self._modules():
-                module.reshard()
+
+    def mesh(self) -> Any:
+        """Return the device mesh of this generation: rank r holds shard r % shards."""
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        copies, count = layout(dist.get_world_size(), self._replicas)
+        if copies == 1:
+            return init_device_mesh(self.device.type, (count,))
+        found = {group.group_desc: group for group in groups()}
+        ranks = torch.arange(copies * count).view(copies, count)
+        return DeviceMesh.from_group([found[name] for name in MESH], self.device.type, mesh=ranks, mesh_dim_names=MESH)
 
     def _shard(self) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh(self._device.type, (dist.get_world_size(),))
+        mesh = self.mesh()
         replaced: dict[int, nn.Parameter] = {}
         for model in self._models:
             for tensor in model.state_dict().values():
@@ -62,10 +69,44 @@ class Shards:
             before = dict(model.named_parameters(remove_duplicate=False))
             self._shard_model(model, mesh)
             after = dict(model.named_parameters(remove_duplicate=False))
+            _check_mesh(after, mesh)
             replaced |= {id(old): after[name] for name, old in before.items()}
         for optimizer in self._optimizers:
             _replace_parameters(optimizer, replaced)
         self.full_parameters()  # here, because only some ranks may have gradients to weigh in the first batch
+
+    def rest(self) -> None:
+        """Let the models hold their shards only, also after a batch that an error has ended."""
+        for model in self._models:
+            reset_iteration(model)
+        for module in self._modules():
+            module.reshard()
+
+    def divide_anew(self, mesh: Any, models: list[dict[str, Any]] | None, states: list[dict[int, Any]]) -> None:
+        """Shard the models for another generation. `models` has each model's new shards, by the names of parameters; None leaves them
+        empty. `states` are the optimizers' states, by the numbers of parameters."""
+        replaced: dict[int, nn.Parameter] = {}
+        if not self.made:
+            self._metadata_only = [_without_memory(model) for model in self._models]
+        for model, values in zip(self._models, models or [{} for _ in self._models], strict=True):
+            remove_sharding(model)
+            before = dict(model.named_parameters(remove_duplicate=False))
+            emptied: dict[int, nn.Parameter] = {}
+            for name, each in before.items():
+                if models is None or hasattr(values.get(name), "full_tensor"):
+                    _set(model, name, emptied.setdefault(id(each), _meta(each)))
+            self._shard_model(model, mesh)
+            _check_mesh(dict(model.named_parameters()), mesh)
+            _fill(model, values, self.device)
+            after = dict(model.named_parameters(remove_duplicate=False))
+            replaced |= {id(old): after[name] for name, old in before.items()}
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            optimizer.state.clear()
+            _replace_parameters(optimizer, replaced)
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            for number, values in state.items():  # other keys are the optimizer's own
+                optimizer.state[parameters[number] if isinstance(number, int) else number] = values
+        self.full_parameters()
 
     def full_models(self, states: list[dict[str, Any]]) -> list[nn.Module]:
         """Return bare models with these gathered states."""
@@ -169,6 +210,43 @@ def _replace_parameters(optimizer: Any, replaced: dict[int, nn.Parameter]) -> No
             if before in optimizer.state:
                 state = optimizer.state.pop(before)
                 optimizer.state[after] = {name: _sharded_like(after, value) for name, value in state.items()}
+
+
+def _check_mesh(parameters: dict[str, nn.Parameter], mesh: Any) -> None:
+    """Raise ConfigError if a user's `_configure_fsdp` has not sharded over the mesh that it was given."""
+    for name, each in parameters.items():
+        if hasattr(each, "device_mesh") and each.device_mesh != mesh:
+            raise ConfigError(
+                f"_configure_fsdp has sharded {name} over {each.device_mesh}, and not over the mesh that it was given, {mesh}: pass "
+                "this one to fully_shard(..., mesh=mesh)"
+            )
+
+
+def _meta(parameter: nn.Parameter) -> nn.Parameter:
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, own = name.rpartition(".")
+    setattr(model.get_submodule(path), own, parameter)
+
+
+def _fill(model: nn.Module, values: dict[str, Any], device: torch.device) -> None:
+    """Give the parameters that have no memory these values; without one, memory with any content."""
+    filled: dict[int, nn.Parameter] = {}
+    for name, each in list(model.named_parameters(remove_duplicate=False)):
+        if not each.is_meta:
+            continue
+        value = values.get(name)
+        if value is None:
+            value = torch.empty_like(each, device=device)
+        elif value.placements != each.placements:  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"_configure_fsdp divides {name} in another way than before the workers changed: {each.placements} instead of "  # type: ignore[attr-defined]
+                f"{value.placements}. Let it divide each parameter along the same dimension for any number of workers"
+            )
+        _set(model, name, filled.setdefault(id(each), nn.Parameter(value, requires_grad=each.requires_grad)))
 
 
 def _without_memory(model: nn.Module) -> nn.Module:

@@ -371,7 +371,9 @@ class TrainingOperator(OperatorBase):
         if not self._is_distributed:
             return
         if options.parallel == "fsdp":
-            parts.shards = Shards(parts.models, parts.optimizers, self._configure_fsdp, self.device)
+            parts.shards = Shards(
+                parts.models, parts.optimizers, self._configure_fsdp, self.device, replicas=options.replicas
+            )
             if not self._rank_info.solo:  # a replacement worker is sharded when it joins the others
                 parts.shards.joined()
         elif self._settings.wrap_ddp:
@@ -383,7 +385,8 @@ class TrainingOperator(OperatorBase):
             parts.exchange.joined()
 
     def _configure_fsdp(self, model: nn.Module, mesh: Any) -> None:
-        """Shard one model in place, with `torch.distributed.fsdp.fully_shard`. Override it to shard in another way."""
+        """Shard one model in place over the mesh, with `torch.distributed.fsdp.fully_shard`. Override it to shard in another way. It is
+        called again whenever the workers change, and must divide each parameter along the same dimension each time."""
         shard_layers(model, mesh)
 
     def _configure_ddp(

@@ -39,6 +39,7 @@ class TrainingOptions:
         precision       "fp32", "fp16", "bf16" or "apex"; None (the default): what the trainer's `use_fp16` says, or "fp32"
         parallel        "ddp": every worker holds the model; "fsdp": each holds a part of it; None: models are not
                         wrapped, and you average the gradients; "auto" (the default): "ddp", or None with `wrap_ddp=False`
+        replicas        with "fsdp": on how many workers each shard is; `num_workers` must be a multiple of it
         accumulate      batches per optimizer step
         gradients       "samples": a step's gradient is the mean over its samples, also if the ranks have different numbers of
                         them; "ranks": it is the mean over the ranks of their means, as DistributedDataParallel computes it
@@ -60,6 +61,7 @@ class TrainingOptions:
 
     precision: PrecisionName | None = None
     parallel: ParallelName | None = "auto"
+    replicas: int = 1
     accumulate: int = 1
     gradients: GradientsName = "samples"
     clip_norm: float | None = None
@@ -84,6 +86,12 @@ class TrainingOptions:
         if self.on_oom not in get_args(OutOfMemoryName):
             raise ConfigError(f"on_oom must be 'halve' or 'raise', got {self.on_oom!r}")
         at_least("accumulate", self.accumulate, 1, whole=True)
+        at_least("replicas", self.replicas, 1, whole=True)
+        if self.replicas > 1 and self.parallel != "fsdp":
+            raise ConfigError(
+                f"replicas={self.replicas} is the number of copies of each shard, but parallel is {self.parallel!r}: pass "
+                "parallel='fsdp', or leave replicas out"
+            )
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None and not (is_real(value) and value > 0):
@@ -200,10 +208,10 @@ class TrainingOptions:
                 "with parallel='fsdp' all workers make a snapshot together, and their clocks differ: set "
                 f"snapshot_every to 'epoch', a number of batches or None, got {elastic.snapshot_every!r} seconds"
             )
-        if self.parallel == "fsdp" and elastic.hot_spares:
+        if num_workers % self.replicas:
             raise ConfigError(
-                f"hot_spares={elastic.hot_spares} cannot be combined with parallel='fsdp', because no other worker has the "
-                "shards that a spare would need: leave one of them out"
+                f"replicas={self.replicas} needs a number of workers that is a multiple of it, got num_workers={num_workers}: each of the "
+                "copies of the model is divided among equally many workers"
             )
 
     @staticmethod

@@ -51,6 +51,11 @@ class Parts(RegisteredParts):
             return True
         return not isinstance(value, Iterable)
 
+    @property
+    def shards_made(self) -> bool:
+        """Return whether the models are sharded."""
+        return self.shards is not None and self.shards.made
+
     def rewrap(self) -> None:
         """Reset what wraps the models, because a new generation is up."""
         for optimizer in self.optimizers:

@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from raysgd.core.descriptors import allow_connections
 from raysgd.core.ranks import RankInfo
+from raysgd.core.shard_copies import layout
 from raysgd.errors import causes_of
 from raysgd.torch.foreign import abort_default_group, collective_count, groups, set_collective_limit
+from raysgd.torch.fsdp import MESH
 from raysgd.torch.sockets import Connections, GlooConnections
 from raysgd.torch.store import addresses_of, connect, exchange_addresses, open_store, wait_for_all, without_secret
 
@@ -35,6 +37,7 @@ class TorchBackend:
     """On the driver, owns the store of the current generation: a new one each time, on a port that is bound. On a
     worker, owns the membership of the default process group, and knows its sockets."""
 
+    in_place = True
     needs_offers = False
 
     def __init__(
@@ -44,9 +47,9 @@ class TorchBackend:
         host: str = "127.0.0.1",
         join_s: float = 60.0,
         collective_s: float = 540.0,
-        in_place: bool = True,
+        replicas: int = 1,
     ) -> None:
-        self.name, self.in_place = name, in_place
+        self.name, self._replicas = name, replicas
         self._host, self._join_s, self._collective_s = host, join_s, collective_s
         self._store: Any = None
         self._store_before: Any = None
@@ -96,7 +99,9 @@ class TorchBackend:
         gloo = self.name == "gloo"
         form_s = min(FORM_S + rank_info.world_size / RANKS_PER_S, self._collective_s) if gloo else self._collective_s
         if gloo and not rank_info.solo:
-            allow_connections(rank_info.world_size, each=2)  # to each peer, also in one more group of the user
+            allow_connections(
+                rank_info.world_size, each=4
+            )  # to each peer, also in one more group of the user, and for shards
             self._gloo.add_remote(addresses_of(settings))
         store = dist.HashStore() if rank_info.solo else self._connect(settings)  # type: ignore[attr-defined]
         store = dist.PrefixStore(f"generation-{rank_info.generation}", store)  # type: ignore[attr-defined]
@@ -109,12 +114,27 @@ class TorchBackend:
                 world_size=rank_info.world_size,
                 timeout=datetime.timedelta(seconds=form_s),
             )
+            self._form_mesh(rank_info.world_size)
         if gloo:
             self._gloo.add_remote(exchange_addresses(store, rank_info, self._gloo.own, limit_s=self._join_s))
         # The first collective opens every connection, so that a failure of one is a failure to join.
         dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
         if gloo:
             set_collective_limit(self._collective_s)
+
+    def _form_mesh(self, ranks: int) -> None:
+        """Form the groups of a mesh of shards, if there are copies of them: of the ranks with the same shard, and of those that have a
+        complete model together. All ranks call this."""
+        copies, count = layout(ranks, self._replicas)
+        if copies == 1:
+            return
+        members = {
+            MESH[0]: [list(range(index, ranks, count)) for index in range(count)],
+            MESH[1]: [list(range(first, first + count)) for first in range(0, ranks, count)],
+        }
+        for name, each in members.items():
+            for group in each:
+                dist.new_group(group, timeout=datetime.timedelta(seconds=self._collective_s), group_desc=name)
 
     def _connect(self, settings: dict[str, Any]) -> Any:
         return connect(settings, limit_s=self._join_s)
@@ -148,7 +168,7 @@ class TorchBackend:
             self._groups = groups()
 
     def collectives(self) -> int:
-        return collective_count()
+        return collective_count(MESH)
 
     def is_interruption(self, error: BaseException) -> bool:
         """Return whether a peer or the network failed, by the error's type or, for gloo, its text. An error that was

@@ -13,6 +13,7 @@ import torch
 from raysgd.core.metrics import SECONDS, SKIPPED
 from raysgd.core.outcomes import OUT_OF_MEMORY, Interrupted
 from raysgd.core.progress import Control
+from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import TrainingFailedError, described
 from raysgd.torch.checkpoint import states
@@ -25,6 +26,7 @@ from raysgd.torch.fsdp import gathered
 from raysgd.torch.guard import gathered_objects
 from raysgd.torch.memory import exhausted, is_out_of_memory, make_room
 from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.resharding import Resharding
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.feed import Source
@@ -83,6 +85,12 @@ class TorchReplica(ReplicaBase):
         for optimizer in operator._parts.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(self._on_step)
+        self._resharding = Resharding(operator, rank_info, self._options.replicas) if self.in_shards else None
+
+    def run(self, call: Call) -> Any:
+        if self._resharding is not None:
+            self._resharding.settled()
+        return super().run(call)
 
     # -- data -----------------------------------------------------------------------------------------
 
@@ -222,18 +230,21 @@ class TorchReplica(ReplicaBase):
         if self.in_shards and not raw:
             sharded = [name for name in ("models", "optimizers", "averages") if name in state]
             state |= {name: gathered(state[name], keep=self.rank == 0) for name in sharded}
-        state |= self._positions()
-        if "train" in self._sources:
-            state["loader"] = self._sources["train"].state()
-        return state
+        return state | self._loop_state()
+
+    def _loop_state(self) -> dict[str, Any]:
+        """Return where this replica is in its data."""
+        loaders = {"loader": self._sources["train"].state()} if "train" in self._sources else {}
+        return {**self._positions(), **loaders}
 
     def _state_for_peers(self) -> dict[str, Any]:
         """Return the full state, and what a peer needs to repeat an interrupted validation. A checkpoint does not
         contain that, because calls of an earlier trainer are never repeated."""
-        state = self.full_state()
-        if "validation" in self._sources:
-            state["validation_loader"] = self._sources["validation"].state()
-        return state
+        return self.full_state() | self._validation_state()
+
+    def _validation_state(self) -> dict[str, Any]:
+        source = self._sources.get("validation")
+        return {} if source is None else {"validation_loader": source.state()}
 
     def _copied_state(self) -> dict[str, Any]:
         return states.unchanging(self._state_for_peers(), in_shards=self.in_shards)
@@ -245,17 +256,16 @@ class TorchReplica(ReplicaBase):
     def _dump(self, state: dict[str, Any]) -> memoryview:
         return states.dump(state)
 
-    def state(self) -> memoryview:
-        if self.in_shards:
-            raise TrainingFailedError(
-                "with parallel='fsdp' each worker has only a part of the model, and cannot send the full state to another "
-                "worker: load the newest checkpoint into a new trainer"
-            )
-        return super().state()
-
     def load(self, data: Any) -> None:
-        """Load the state of another replica of this trainer. It is trusted, and it fits."""
-        state = torch.load(opened(data), map_location="cpu", weights_only=False)
+        """Load the state of another replica of this trainer. It is trusted, and it fits. Shards are made of it in the next generation."""
+        if self._resharding is not None:
+            self._resharding.give(data)
+            if self._audit is not None and self.operator._parts.shards_made:
+                self._audit = self._audit.anew()
+        else:
+            self._take(torch.load(opened(data), map_location="cpu", weights_only=False))
+
+    def _take(self, state: dict[str, Any]) -> None:
         self._adopt(state)
         if (position := state.get("validation_loader")) is not None:
             self._sources["validation"] = self._open_source(self.operator._parts.validation_loader, "validation")
@@ -291,12 +301,16 @@ class TorchReplica(ReplicaBase):
     def joined(self, rank_info: RankInfo) -> None:
         """Wrap the models again for a new generation. A batch that was not applied will be processed again; its
         gradients are cleared."""
-        old, self._rank_info = self._rank_info, rank_info
+        old = self._rank_info
         self._cut_short()
-        self.operator._rank_info = rank_info
+        self.operator._gradients.abandon()
+        if self._resharding is not None:
+            state = self._resharding.rejoin(rank_info, lambda: self.progress, self._unsharded_state)
+            if state is not None:
+                self._take(state)
+        self._rank_info = self.operator._rank_info = rank_info
         self._seed_rest_of_epoch()
         self.operator._precision.abandon()
-        self.operator._gradients.abandon()
         self.operator._parts.rewrap()
         if self._options.on_oom == "halve":
             self._position.halvings = max(gathered_objects(self._position.halvings))
@@ -304,6 +318,16 @@ class TorchReplica(ReplicaBase):
         before = self._loaded_from if old.solo else old.world_size
         if before and before != rank_info.world_size:
             self.operator.resized(before, rank_info.world_size)
+
+    def hand_over(self, stay: list[int]) -> None:
+        """Give the ranks that stay the shards of all ranks, before the others leave. All ranks call this together."""
+        assert self._resharding is not None
+        self._resharding.hand_over(self.rank, stay, self.progress)
+
+    def _unsharded_state(self) -> dict[str, Any]:
+        """Return what a peer needs besides shards."""
+        state = states.gather(self.operator) | self._loop_state() | self._validation_state()
+        return {name: value for name, value in state.items() if name not in ("models", "optimizers", "averages")}
 
     def close(self) -> None:
         for source in self._sources.values():

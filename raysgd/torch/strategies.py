@@ -41,8 +41,7 @@ def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *
             raise ConfigError(
                 f"horovod_args are only for backend='horovod', got backend={name!r}: leave one of them out"
             )
-        in_place = options.parallel != "fsdp"  # the shard of a failed worker is only in a snapshot
-        return Strategy(make_backend=functools.partial(TorchBackend, name, in_place=in_place))
+        return Strategy(make_backend=functools.partial(TorchBackend, name, replicas=options.replicas))
     return _horovod(options, horovod_args, use_gpu=use_gpu)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn, overload
 from uuid import uuid4
@@ -14,6 +13,7 @@ import torch
 from raysgd.callbacks.base import Callback
 from raysgd.config import ElasticConfig
 from raysgd.core.protocols import Call
+from raysgd.core.shard_copies import ShardedState
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError, suggesting
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
@@ -22,6 +22,7 @@ from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.save_load import Checkpoints, SaveHandle
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
+from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
 from raysgd.torch.wrapping import Exchange
@@ -125,8 +126,6 @@ class TorchTrainer(TrainerBase):
         self.config, worker_config = setup.per_worker_config(config, num_workers)
         resources, self.use_gpu = setup.worker_resources(num_cpus_per_worker, use_gpu, resources_per_worker)
         options.check_with(num_workers=num_workers, use_gpu=self.use_gpu, elastic=elastic)
-        if options.parallel == "fsdp":
-            elastic = replace(elastic, grow=False)  # no other worker has the shards that a new worker would need
         strategy = choose_strategy(backend, options, horovod_args, use_gpu=self.use_gpu)
         remote = setup.needs_processes(use_ray, num_workers, resources)
         settings = TorchSettings(
@@ -150,7 +149,10 @@ class TorchTrainer(TrainerBase):
         calls, limits = CallRunner(callbacks, run, bar=use_tqdm), limits_of(timeout_s, elastic)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
-        engine = make_engine(self._factory, calls, resources, elastic, limits, initialization_hook, make_backend)
+        sharded = ShardedState(options.replicas, TorchReplica.hand_over) if options.parallel == "fsdp" else None
+        engine = make_engine(
+            self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, sharded=sharded
+        )
         self._checkpoints = Checkpoints(engine)
         super().__init__(engine, calls, num_workers, folder, resume=resume is not None)
 
@@ -328,13 +330,6 @@ class TorchTrainer(TrainerBase):
     def max_replicas(self) -> int:
         """Return the argument `num_workers`, under RaySGD's name."""
         return self._factory.settings.num_workers
-
-    def _check_resize(self, num_workers: int) -> None:
-        if self._factory.settings.options.parallel == "fsdp":
-            raise ConfigError(
-                "with parallel='fsdp' each worker holds a part of the model: save, and load into a trainer with "
-                f"num_workers={num_workers}"
-            )
 
     def shutdown(self, force: bool = False) -> None:
         """End the workers, after saves in the background. A second call does nothing; any other call afterwards raises an

@@ -15,6 +15,7 @@ from raysgd.config import ElasticConfig, Limits, WorkerResources, at_least, star
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import SingleWorkerBackend
+from raysgd.core.shard_copies import ShardedState
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import ConfigError, suggesting
 from raysgd.training.arguments import check_call, check_flags
@@ -351,11 +352,7 @@ class TrainerBase(ABC):
                 "a trainer created with num_workers=1 has no process group and cannot grow: create it with num_workers=2 or "
                 "more (ElasticConfig(min_workers=1) lets it shrink to one)"
             )
-        self._check_resize(num_workers)
         self._engine.resize(num_workers)
-
-    def _check_resize(self, num_workers: int) -> None:  # noqa: B027 - it is optional
-        """Raise ConfigError if the trainer cannot be resized."""
 
     def shutdown(self, force: bool = False) -> None:
         """End the workers. A second call does nothing; any other call afterwards raises an error."""
@@ -394,6 +391,8 @@ def make_engine(
     limits: Limits,
     hook: Callable[[], Any] | None,
     make_backend: Callable[..., ProcessGroupBackend],
+    *,
+    sharded: ShardedState | None = None,
 ) -> Engine:
     """Return the engine, which starts its workers with the first call. If there can be several, connect to Ray, or start
     it. `make_backend` gets the driver's address as `host`."""
@@ -424,6 +423,7 @@ def make_engine(
         target=settings.num_workers,
         elastic=elastic,
         limits=limits,
+        sharded=sharded if settings.distributed else None,
         on_progress=calls.on_progress,
         on_recovery=calls.on_recovery,
         on_wait=calls.on_wait,

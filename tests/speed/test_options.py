@@ -25,6 +25,8 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"ddp_args": {"module": None}}, "ddp_args has no"),
     ({"comm_hook": "zip"}, "comm_hook must be one of 'fp16', 'bf16', 'powersgd'"),
     ({"comm_hook": {"name": "fp16", "rank": 1}}, "takes no arguments"),
+    ({"parallel": "fsdp", "replicas": 0}, "replicas must be"),
+    ({"replicas": 2}, "replicas=2 is the number of copies of each shard, but parallel is 'auto'"),
     ({"parallel": "tensor"}, "parallel must be 'auto', 'ddp', 'fsdp' or None"),
     ({"parallel": "fsdp", "comm_hook": "fp16"}, "comm_hook is for DistributedDataParallel, but parallel is 'fsdp'"),
     ({"parallel": None, "ddp_args": {"static_graph": True}}, "ddp_args is for DistributedDataParallel"),
@@ -50,7 +52,7 @@ TOGETHER: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"comm_hook": "fp16"}, {"wrap_ddp": False}, "comm_hook is for DistributedDataParallel, but parallel is None"),
     ({"parallel": "fsdp"}, {"use_fp16": True}, "needs precision 'fp32' or 'bf16', got 'fp16'"),
     ({"parallel": "fsdp"}, {"elastic": ElasticConfig(snapshot_every=2.5)}, "their clocks differ"),
-    ({"parallel": "fsdp"}, {"elastic": ElasticConfig(hot_spares=1)}, "no other worker has the shards"),
+    ({"parallel": "fsdp", "replicas": 2}, {"num_workers": 3}, "a multiple of it, got num_workers=3"),
     ({"sync_batchnorm": True}, {"num_workers": 2}, "sync_batchnorm=True needs GPUs"),
     ({"comm_hook": "bf16"}, {"num_workers": 2}, "comm_hook='bf16' needs GPUs"),
     (

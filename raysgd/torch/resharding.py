@@ -1,0 +1,364 @@
+"""Divide a sharded model anew when the workers change: survivors exchange the shards of the newest committed step. Worker."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysgd.core.progress import Progress
+from raysgd.core.ranks import RankInfo
+from raysgd.core.shard_copies import Agreement, ShardCopy, agreed, layout, rows, transfers
+from raysgd.errors import ConfigError
+from raysgd.torch.checkpoint import states
+from raysgd.torch.checkpoint.files import opened
+from raysgd.torch.foreign import without_step_pre_hooks
+from raysgd.torch.operator import TrainingOperator
+
+__all__ = ["Resharding"]
+
+PARTS = ("models", "optimizers", "averages")
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's rows of a tensor of this shape, along the dimension `dim`; all of the tensor if that is None."""
+
+    shape: tuple[int, ...]
+    dim: int | None
+    dtype: torch.dtype
+    local: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class HeldShards:
+    """Shards that no model uses: of the last generation, or received from a worker that leaves."""
+
+    copy: ShardCopy
+    tree: dict[str, Any]
+
+
+class Resharding:
+    """Owns what one rank holds for the next generation besides its live shards, and the agreement on each optimizer step.
+
+    A rank makes a step only when all ranks have its gradients, which an all-reduce of one number tells them. So if any rank has made it,
+    each other one has made it, or can make it from what it has: no step is ever on some ranks only, and no copy of older weights is needed.
+
+    What a rank held before a change is kept until the change is complete on all ranks, which the driver's next call tells.
+    """
+
+    def __init__(self, operator: TrainingOperator, rank_info: RankInfo, replicas: int) -> None:
+        self._operator, self._replicas = operator, replicas
+        self._live = (rank_info.generation, *self._place(rank_info))  # generation, index and number of the live shards
+        self._earlier: HeldShards | None = None
+        self._given: Any = None  # a full state, which all ranks have
+        self._ready: tuple[Any, list[dict[str, Any]]] | None = (
+            None  # an optimizer whose step waits for other ranks, and its settings
+        )
+        for optimizer in operator._parts.optimizers:
+            if not hasattr(optimizer, "register_step_pre_hook"):
+                raise ConfigError(
+                    "parallel='fsdp' needs torch optimizers, because all ranks agree on each step in a hook, got a "
+                    f"{type(optimizer).__name__}, which has no register_step_pre_hook: make it a subclass of torch.optim.Optimizer"
+                )
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+
+    def _place(self, rank_info: RankInfo) -> tuple[int, int]:
+        count = layout(rank_info.world_size, self._replicas)[1]
+        return rank_info.world_rank % count, count
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(
+            each is not None for each in (*args[1:], kwargs.get("closure"))
+        ):  # the first one is the optimizer itself
+            raise ConfigError(
+                f"with parallel='fsdp' a closure cannot be passed to {type(optimizer).__name__}.step(), because all ranks must have the "
+                "gradients before the first one steps: compute them before the step"
+            )
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if ranks == 1 or not self._operator._parts.shards_made:
+            return
+        settings = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        self._ready = (optimizer, settings)
+        arrived = torch.ones(1, device=self._operator.device)
+        dist.all_reduce(arrived)
+        if int(arrived.item()) != ranks:  # an aborted collective of NCCL's leaves any number
+            raise dist.DistBackendError("the ranks could not agree on a step, because a peer failed")
+
+    def _after_step(self, *_: Any) -> None:
+        self._ready = None
+
+    # -- changes --------------------------------------------------------------------------------------
+
+    def settled(self) -> None:
+        """Note that the generation is complete on all ranks: what it was made from is no longer needed."""
+        self._earlier = None
+
+    def give(self, data: Any) -> None:
+        """Let the next generation begin with this full state, which all its ranks are given."""
+        self._given, self._earlier = data, None
+
+    def hand_over(self, rank: int, stay: Sequence[int], at: Progress) -> None:
+        """Divide the shards among the ranks that stay, while all ranks are there. All call this."""
+        count = self._live[2]
+        holders = {each: each % count for each in range(dist.get_world_size())}
+        agreement = Agreement(self._live[0], False, count, holders)
+        tree = _in_pieces(_sharded_state(self._operator))
+        outline = _broadcast(_without_content(tree), 0)
+        moved = self._moved(outline, tree, agreement, {each: index for index, each in enumerate(stay)}, len(stay))
+        if rank in stay:
+            copy = replace(self._copy(at), handed=True, count=len(stay), index=stay.index(rank))
+            self._earlier = HeldShards(copy, _replaced(tree, moved))
+
+    def rejoin(
+        self, rank_info: RankInfo, at: Callable[[], Progress], others: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Divide the newest state of which there is a copy of each shard among the ranks of a new generation, or the full state that all
+        ranks were given. `at` returns this rank's progress, and `others` its state without what is sharded. Return the state that this
+        rank must adopt, None if it has it already. All ranks call this."""
+        shards = self._operator._parts.shards
+        assert shards is not None
+        if shards.made:
+            shards.rest()
+        held = self._held(at())
+        everything = _gathered((list(held), self._given is not None, at().order))
+        if all(given for _, given, _ in everything):
+            return self._from_full_state(rank_info)
+        agreement = agreed([copies for copies, *_ in everything])
+        if agreement is None:
+            if any(copies or given for copies, given, _ in everything):
+                raise RuntimeError(f"no state has a copy of each shard: {[copies for copies, *_ in everything]}")
+            self._live = (rank_info.generation, *self._place(rank_info))
+            return None  # these are the first ranks
+        used = self._used(held, agreement, rank_info.world_rank, at)
+        orders = [order for *_, order in everything]
+        lead = max(agreement.holders.keys() - agreement.late, key=lambda rank: (orders[rank], -rank))
+        behind = used is None or rank_info.world_rank in agreement.late or orders[rank_info.world_rank] != orders[lead]
+        return self._divide(rank_info, agreement, used, lead, others, behind=behind)
+
+    def _copy(self, at: Progress) -> ShardCopy:
+        generation, index, count = self._live
+        return ShardCopy(generation, False, count, index, at.loads, at.applied, self._ready is not None)
+
+    def _held(self, at: Progress) -> dict[ShardCopy, HeldShards | None]:
+        """Return what this rank holds; None stands for the live shards."""
+        if self._given is not None or not self._operator._parts.shards_made:
+            return {}
+        earlier = {} if self._earlier is None else {self._earlier.copy: self._earlier}
+        return {self._copy(at): None, **earlier}
+
+    def _used(
+        self,
+        held: Mapping[ShardCopy, HeldShards | None],
+        agreement: Agreement,
+        rank: int,
+        at: Callable[[], Progress],
+    ) -> HeldShards | None:
+        """Return what this rank has of the state that all agreed on."""
+        if rank not in agreement.holders:
+            return None
+        found = next(
+            each for each in held if (each.generation, each.handed) == (agreement.generation, agreement.handed)
+        )
+        kept = held[found]
+        if kept is not None:
+            return kept
+        if rank in agreement.late:
+            self._step_late()
+        return HeldShards(replace(self._copy(at()), ready=False), _in_pieces(_sharded_state(self._operator)))
+
+    def _step_late(self) -> None:
+        """Make the step for which this rank is ready. The hooks before it have run: they clipped the gradients, for example."""
+        assert self._ready is not None
+        optimizer, settings = self._ready
+        for group, values in zip(optimizer.param_groups, settings, strict=True):
+            group.update(values)  # such as a learning rate that was scaled for this step
+        with without_step_pre_hooks(optimizer):
+            optimizer.step()
+
+    def _divide(
+        self,
+        rank_info: RankInfo,
+        agreement: Agreement,
+        used: HeldShards | None,
+        lead: int,
+        others: Callable[[], dict[str, Any]],
+        *,
+        behind: bool,
+    ) -> dict[str, Any] | None:
+        parts, shards = self._operator._parts, self._operator._parts.shards
+        assert shards is not None
+        mine = used.tree if used is not None else {}
+        leads = rank_info.world_rank == lead
+        state = _broadcast({**others(), **_without_content(mine)} if leads else None, lead)
+        index, count = self._place(rank_info)
+        targets = {rank: rank % count for rank in range(rank_info.world_size)}
+        moved = self._moved(state, mine, agreement, targets, count)
+        mesh = shards.mesh()
+        tensors = {path: _on_mesh(piece, mesh) for path, piece in moved.items()}
+        state = _replaced(state if behind else mine, tensors)
+        shards.divide_anew(mesh, state["models"], [each.get("state", {}) for each in state["optimizers"]])
+        self._earlier, self._live = used, (rank_info.generation, index, count)
+        self._ready = None
+        if not behind:
+            parts.averages.load(state.get("averages"))
+        return state if behind else None
+
+    def _from_full_state(self, rank_info: RankInfo) -> dict[str, Any]:
+        shards = self._operator._parts.shards
+        assert shards is not None
+        shards.divide_anew(shards.mesh(), None, [{} for _ in self._operator._parts.optimizers])
+        state: dict[str, Any] = torch.load(opened(self._given), map_location="cpu", weights_only=False)
+        self._given, self._ready, self._live = None, None, (rank_info.generation, *self._place(rank_info))
+        return state
+
+    def _moved(
+        self, outline: Any, mine: Any, agreement: Agreement, targets: Mapping[int, int], count: int
+    ) -> dict[Path, Piece]:
+        """Return this rank's new rows of each tensor in the outline, which the holders send: one tensor after the other."""
+        own, moved = _pieces(mine), {}
+        rank, device = dist.get_rank(), self._operator.device
+        for path, piece in _pieces(outline).items():
+            holders, shards, to, parts = agreement.holders, agreement.count, targets, count
+            if piece.dim is None:  # each rank has all of it
+                holders, shards, to, parts = dict.fromkeys(holders, 0), 1, dict.fromkeys(targets, 0), 1
+            local = own[path].local if path in own else None
+            plan = [
+                each
+                for each in transfers(holders, shards, to, parts, _length(piece))
+                if rank in (each.source, each.target)
+            ]
+            place = (rows(holders[rank], shards, _length(piece)) if rank in holders else (0, 0))[0]
+            new_rows = rows(to[rank], parts, _length(piece)) if rank in to else (0, 0)
+            moved[path] = replace(piece, local=_exchanged(piece, local, place, new_rows, plan, rank, device))
+        return moved
+
+
+def _length(piece: Piece) -> int:
+    """Return how many rows the full tensor has; a tensor without dimensions has one."""
+    return piece.shape[piece.dim or 0] if piece.shape else 1
+
+
+def _exchanged(
+    piece: Piece,
+    local: torch.Tensor | None,
+    first: int,
+    new_rows: tuple[int, int],
+    plan: Sequence[Any],
+    rank: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the new rows of one tensor. `local` begins with row number `first`."""
+    dim, shape = piece.dim or 0, list(piece.shape) or [1]
+    shape[dim] = new_rows[1] - new_rows[0]
+    new = torch.empty(shape, dtype=piece.dtype, device=device)
+    local = local.reshape(1) if local is not None and not local.dim() else local
+    calls, arrived = [], []
+    for each in plan:
+        length = each.end - each.begin
+        if each.source == rank:
+            assert local is not None
+            sent = local.narrow(dim, each.begin - first, length)
+            if each.target == rank:
+                new.narrow(dim, each.begin - new_rows[0], length).copy_(sent)
+            else:
+                calls.append(dist.P2POp(dist.isend, sent.contiguous(), each.target))
+        else:
+            place = new.narrow(dim, each.begin - new_rows[0], length)
+            buffer = torch.empty(place.shape, dtype=piece.dtype, device=device)
+            calls.append(dist.P2POp(dist.irecv, buffer, each.source))
+            arrived.append((place, buffer))
+    for work in dist.batch_isend_irecv(calls) if calls else []:
+        work.wait()
+    for place, buffer in arrived:
+        place.copy_(buffer)
+    return new if piece.shape else new.reshape(())
+
+
+# -- states as trees ----------------------------------------------------------------------------------
+
+
+def _sharded_state(operator: TrainingOperator) -> dict[str, Any]:
+    state = states.gather(operator)
+    return {name: state[name] for name in PARTS if name in state}
+
+
+def _in_pieces(value: Any) -> Any:
+    """Return a state with a `Piece` in place of each sharded tensor."""
+    if isinstance(value, torch.Tensor) and hasattr(value, "full_tensor"):
+        sharded: Any = value.detach()
+        dims = {each.dim if each.is_shard() else None for each in sharded.placements}
+        if any(each.is_partial() for each in sharded.placements) or len(dims - {None}) > 1:
+            raise ConfigError(
+                f"a tensor of the optimizer is divided as {sharded.placements}, which cannot be divided among other workers: use an "
+                "optimizer whose states are sharded like the parameters"
+            )
+        dim = next(iter(dims - {None}), None)
+        return Piece(tuple(sharded.shape), dim, sharded.dtype, sharded.to_local())
+    if isinstance(value, dict):
+        return {key: _in_pieces(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_in_pieces(each) for each in value)
+    return value
+
+
+def _pieces(tree: Any, path: Path = ()) -> dict[Path, Piece]:
+    if isinstance(tree, Piece):
+        return {path: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    return {place: piece for key, each in items for place, piece in _pieces(each, (*path, key)).items()}
+
+
+def _replaced(tree: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Return a tree with these values in place of its pieces."""
+    if isinstance(tree, Piece):
+        return values[path]
+    if isinstance(tree, dict):
+        return {key: _replaced(each, values, (*path, key)) for key, each in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_replaced(each, values, (*path, number)) for number, each in enumerate(tree))
+    return tree
+
+
+def _without_content(tree: Any) -> Any:
+    return _replaced(tree, {path: replace(piece, local=None) for path, piece in _pieces(tree).items()})
+
+
+def _on_mesh(piece: Piece, mesh: Any) -> Any:
+    """Return the tensor whose rows on this rank are those of the piece."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    last = Replicate() if piece.dim is None else Shard(piece.dim)
+    placements = [*(Replicate() for _ in range(mesh.ndim - 1)), last]
+    full = torch.empty(piece.shape, device="meta")
+    assert piece.local is not None
+    return DTensor.from_local(piece.local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+# -- objects that all ranks exchange ------------------------------------------------------------------
+
+
+def _gathered(mine: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
+
+
+def _broadcast(value: Any, source: int) -> Any:
+    """Return the value of one rank, with tensors on the CPU."""
+    buffer = io.BytesIO()
+    if dist.get_rank() == source:
+        torch.save(value, buffer)
+    sent = [buffer.getvalue()]
+    dist.broadcast_object_list(sent, src=source)
+    return torch.load(io.BytesIO(sent[0]), map_location="cpu", weights_only=False)

@@ -1,0 +1,136 @@
+"""Sharded models whose shards have copies: kills, growth and resizing. The final weights equal an undisturbed run's."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
+from raysgd.core.audit import verify
+from tests.speed.test_fsdp import Layers, same, trainer, weights
+
+pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
+
+
+class Mortal(Layers):
+    """Ranks kill themselves in the batches that `config["kills"]` names, as "step-rank": before its forward pass, or after its step."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self._meet_fate("before", batch_info["global_step"])
+        result = super().train_batch(batch, batch_info)
+        self._meet_fate("after", batch_info["global_step"])
+        return result
+
+    def _meet_fate(self, when: str, step: int) -> None:
+        mark = Path(self.config["marks"]) / f"{when}-{step}-{self.world_rank}"
+        if mark.exists():
+            mark.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mortal(marks: Path, workers: int = 4, **elastic: Any) -> TorchTrainer:
+    return TorchTrainer(
+        training_operator_cls=Mortal,
+        config={"batch": 12 // workers, "marks": str(marks)},
+        num_workers=workers,
+        use_gpu=False,
+        options=TrainingOptions(clip_norm=0.5, parallel="fsdp", replicas=2),
+        elastic=ElasticConfig(batch="global", **elastic),
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[torch.Tensor]:
+    """Return one worker's weights after each of three epochs."""
+    with trainer(1, 12) as plain:
+        found = []
+        for _ in range(3):
+            plain.train()
+            found.append(weights(plain))
+        return found
+
+
+def held(sharded: TorchTrainer) -> list[int]:
+    """Return how many numbers each worker holds for parameters and the optimizer."""
+
+    def count(operator: Any) -> int:
+        states = operator.optimizer.state.values()
+        tensors = [*operator.model.parameters(), *(each for state in states for each in state.values())]
+        return sum(each.to_local().numel() for each in tensors if hasattr(each, "to_local"))
+
+    return sharded.apply_all_operators(count)
+
+
+@pytest.mark.parametrize(
+    ("fates", "left", "in_place"),
+    [
+        (["before-3-1"], 3, True),
+        (["after-3-0"], 3, True),
+        (["before-3-0", "before-3-3"], 2, True),
+        (["before-3-1", "before-3-3"], 2, False),
+    ],
+    ids=["one", "one after its step", "two with different shards", "both copies of one shard"],
+)
+def test_kills(fates: list[str], left: int, in_place: bool, tmp_path: Path, undisturbed: Any) -> None:
+    for fate in fates:
+        (tmp_path / fate).touch()
+    with mortal(tmp_path, grow=False, snapshot_every=3, audit=tmp_path / "audit") as four:
+        pids = four.apply_all_workers(os.getpid)
+        four.train()
+        assert not list(tmp_path.glob("*-*"))
+        assert {each.in_place for each in four.recoveries} == {in_place}
+        assert four.world_size == left
+        assert set(four.apply_all_workers(os.getpid)) < set(pids)  # no survivor was replaced
+        assert same(weights(four), undisturbed[0])
+        four.train()
+        assert same(weights(four), undisturbed[1])
+    verdict = verify(tmp_path / "audit")
+    assert verdict.repeated == four.recoveries[0].batches_redone
+
+
+def test_growth_and_resizing(tmp_path: Path, undisturbed: Any) -> None:
+    with mortal(tmp_path, grow="epoch") as sharded:
+        sharded.train(num_steps=2)
+        for count, divided in (
+            (3, 3),
+            (1, 1),
+            (2, 1),
+        ):  # with three workers there is one copy of each shard, with two there are two
+            sharded.resize(count)
+            assert sharded.world_size == count
+            assert sum(held(sharded)) == count // divided * held_by_one(sharded)
+        sharded.train()
+        assert same(weights(sharded), undisturbed[0])
+        sharded.resize(1)
+        sharded.train()
+        assert all(each.in_place and not each.batches_redone for each in sharded.recoveries)
+        assert same(weights(sharded), undisturbed[1])
+
+
+def held_by_one(sharded: TorchTrainer) -> int:
+    """Return how many numbers the model and its optimizer have, of which each parameter that is trained has three."""
+    return sum(each.numel() * (3 if each.requires_grad else 1) for each in sharded.get_model().parameters())
+
+
+def test_a_step_that_only_some_ranks_have_made(tmp_path: Path, undisturbed: Any) -> None:
+    """The failure of rank 1 keeps some of the others from seeing that all ranks have the gradients of a step."""
+    with mortal(tmp_path, grow=False) as four:
+
+        def fail_in_the_next_step(operator: Any) -> None:
+            def after_agreement(*_: Any) -> None:
+                handle.remove()
+                if operator.world_rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if operator.world_rank == 2:
+                    raise torch.distributed.DistBackendError("a peer failed")
+
+            handle = operator.optimizer.register_step_pre_hook(after_agreement)
+
+        four.train(num_steps=2)
+        four.apply_all_operators(fail_in_the_next_step)
+        four.train()
+        assert [(each.in_place, each.removed_ranks) for each in four.recoveries] == [(True, (1,))]
+        assert same(weights(four), undisturbed[0])
