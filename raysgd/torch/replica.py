@@ -123,8 +123,6 @@ class TorchReplica(ReplicaBase):
         if self._feed is not None:
             self._feed.stepped()
 
-    def _undo_batch(self) -> None:
-        self.operator._gradients.undo_schedules()
     def _samples_of_step(self) -> list[int] | None:
         """Return the indices of this rank's samples in the running step, None if they are not known."""
         order = getattr(self._sources.get("train"), "order", None)
@@ -144,6 +142,7 @@ class TorchReplica(ReplicaBase):
     def _undo_batch(self) -> None:
         self.operator._gradients.guard.abandon()
         self.operator._gradients.restore_buffers()
+        self.operator._gradients.undo_schedules()
 
     def _interruption(self, error: Exception) -> Interrupted | None:
         """Return the outcome of a call in which memory ran out, if the ranks halve their pieces then. They agree on their size
