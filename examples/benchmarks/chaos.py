@@ -57,7 +57,8 @@ HANGS_S = 900.0
 MEET_S = 60.0  # for the ranks of a generation to meet, after whatever had to be detected (docs/guarantees.md)
 FOLLOWS_S = 2.0
 MARK = "RAYSGD_CHAOS"
-OF_TORCH = "/dev/shm/torch_"  # of a process that was killed before torch removed the name: docs/elasticity.md says so
+# What docs/elasticity.md says a killed worker can leave, and torch's cache.
+EXPECTED = ("/dev/shm/torch_", "/tmp/raysgd-worker-", "/tmp/torchinductor_")
 
 
 class Run:
@@ -273,7 +274,7 @@ def part(args: argparse.Namespace) -> dict[str, Any]:
                 forget_memory_limits()
     left = left_behind(mark, before)
     faulthandler.cancel_dump_traceback_later()
-    broken += [f"left behind: {each}" for each in left if not each.startswith(OF_TORCH)]
+    broken += [f"left behind: {each}" for each in left if not each.startswith(EXPECTED)]
     head = {"backend": args.backend, "api": args.api, "seed": args.seed, "workers": args.workers}
     return {**head, **result, "left_behind": len(left), "broken": broken}
 
