@@ -50,7 +50,7 @@ BENCHMARKS = (
     Benchmark("recovery", "--rounds 2", "--rounds 1"),
     Benchmark("rerun", "--rounds 2", "--rounds 1"),
     Benchmark("churn", "--rounds 1", "--rounds 1 --epochs 3 --every-s 6"),
-    Benchmark("chaos", "--minutes 11 --faults 200 --every-s 1.5 --seed 7", "--minutes 0.5"),
+    Benchmark("chaos", "--state build/chaos.json --parts 10 --faults 200 --minutes 11", "--minutes 0.5"),
     Benchmark("schedules", "", "--steps 60"),
     Benchmark("saving", "--sizes 10 100 1000 2000 --rounds 3", "--sizes 10 100 1000 --rounds 2"),
     Benchmark("driver_cost", "--workers 2 4 8 16", "--workers 2 4 8 --rounds 3"),

@@ -153,6 +153,7 @@ class Disturber:
         self._nodes, self._disk, self._trace = nodes, disk, Path(trace)
         self._random = random.Random(seed)
         self._every_s, self._at_most, self._hang_s = every_s, at_most, hang_s
+        self._until = 0.0
         self._ended, self._stopped = threading.Event(), threading.Event()
         self.allowed = threading.Event()
         self.striking = threading.Lock()
@@ -167,12 +168,14 @@ class Disturber:
 
     @property
     def done(self) -> bool:
-        return len(self.faults) >= self._at_most
+        return len(self.faults) >= self._at_most or time.monotonic() > self._until
 
     def counts(self) -> dict[str, int]:
         return dict(Counter(fault.kind for fault in self.faults))
 
-    def start(self) -> None:
+    def start(self, seconds: float) -> None:
+        """Strike for so long at most: what is left of the last epoch is calm."""
+        self._until = time.monotonic() + seconds
         self._thread.start()
 
     def stop(self) -> None:

@@ -7,6 +7,7 @@ Between such a line and `<!-- end -->` goes what it asks for; the rest of the pa
 
     <!-- table: startup -->                         all rows
     <!-- table: throughput workload=tiny -->        these rows, without the column
+    <!-- table: chaos show=kinds told -->           the same, and how it was measured
     <!-- matrix: throughput ratio -->               a figure for each setting and contender
     <!-- plots: throughput -->                      the pictures in docs/benchmarks/ whose names begin so
 """
@@ -179,7 +180,11 @@ def filled(text: str, documents: Mapping[str, Mapping[str, Any]], page: Path = P
             return f"{head}{pictures(name, page)}\n{end}"
         only = dict(option.split("=") for option in options.split() if "=" in option)
         shown = matrix(document, options.strip()) if kind == "matrix" else table(document, only)
-        return f"{head}{shown}\n\n{told(document)}\n{end}" if not only else f"{head}{shown}\n{end}"
+        return (
+            f"{head}{shown}\n\n{told(document)}\n{end}"
+            if not only or "told" in options.split()
+            else f"{head}{shown}\n{end}"
+        )
 
     return PLACE.sub(content, text)
 

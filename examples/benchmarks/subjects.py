@@ -26,7 +26,7 @@ from raysgd.core.audit import AuditError, verify
 __all__ = ["SUBJECTS", "Subject", "Training", "changed_line_is_refused", "injected", "order"]
 
 BATCH_SIZE = 8
-CHECKPOINT_EVERY = 50
+CHECKPOINT_EVERY = 10
 
 
 @dataclass(frozen=True)
