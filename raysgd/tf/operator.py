@@ -58,13 +58,14 @@ class TrainingOperator(OperatorBase):
         settings: TFSettings | None = None,
         rank_info: RankInfo | None = None,
     ) -> None:
-        super().__init__(config, settings or TFSettings(), rank_info)
+        settings = settings or TFSettings()
+        super().__init__(config, settings, rank_info)
         self._channel = Channel(self._rank_info.world_size)
         # This rank's part of the batch: a variable, so that graph functions are not traced again when it changes.
         self._fraction = tf.Variable(1.0, trainable=False)
         self._fraction_now = 1.0
         self._parts = KerasParts()
-        self._pieces = Pieces(self) if self._settings.in_pieces else None
+        self._pieces = Pieces(self) if settings.in_pieces else None
         self._statistics: list[Any] = []
         self.setup(self._config)
         if self._parts.registered:
