@@ -11,6 +11,7 @@ that stay the same. A worker is killed with SIGKILL; a new one joins while the o
 import argparse
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ def measure(schedules: Sequence[Schedule], steps: int, every: int) -> list[dict[
         row, weights = run(schedule, steps, every)
         first = weights if first is None else first
         difference = float((weights - first).abs().max())
+        print(f"{schedule.name}: differs by {difference:.1e}, {row['recoveries']} changes", file=sys.stderr)
         rows.append({**row, "final_loss": row["losses"][-1], "largest_difference": difference})
     return rows
 

@@ -159,6 +159,7 @@ class ReplicaBase(ABC):
         if new and dataset is None:
             position.resume_epoch()  # an earlier call on a data set of its own may have ended in an error
         if not position.open_call(call):
+            self.take_snapshot()  # the rank that was the first when the call ended may have failed before it sent its own
             return {"epoch": position.epoch, COMMITTED: position.call_units}
         self._begin_measuring("train", profile, new_call=new)
         self._units_before = position.call_units

@@ -114,6 +114,7 @@ class SimReplica:
     def train(self, call: int, num_steps: int | None, snapshot_first: bool = False, pause_at: int | None = None) -> Any:
         position = self._position
         if not position.open_call(call):
+            self._snapshot()
             return {"epoch": position.epoch, COMMITTED: position.call_units}
         self._meter, self._units_before = AverageMeterCollection(), position.call_units
         if snapshot_first:

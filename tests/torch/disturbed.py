@@ -167,7 +167,8 @@ class Group:
     def committed(self, epochs: int) -> list[list[list[int]]]:
         """Return the samples of each step of each epoch: of its last attempt. Repeated ones count once."""
         found: list[list[list[int]]] = [[] for _ in range(epochs)]
-        for step in sorted(self._noted):
+        done = self.replicas[0].progress.step  # ranks may have begun later steps, of which fewer were left in the end
+        for step in sorted(each for each in self._noted if each < done):
             _, epoch, samples = self._noted[step]
             found[epoch].append(sorted(set(samples)))
         return found

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.torch.disturbed import Change, Group
-from tests.torch.schedules import EPOCHS, Disturbed, Setting, by_hand
+from tests.torch.schedules import ALL, EPOCHS, Disturbed, Setting, by_hand
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
@@ -89,6 +89,16 @@ def test_batches_that_are_trained_again_step_their_schedule_once(when: Any, rate
     change = Change("kill", 3, victims=(1,), when=when)
     setting = Setting(5, rows=36, accumulate=2, rates=rates, optimizer="adam", changes=(change,))
     torch.testing.assert_close(trained(setting, [change])[0], trained(setting)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_the_end_of_a_call_is_in_a_snapshot_although_the_first_rank_failed_then() -> None:
+    """The others have ended the call. Then all fail, in the next call."""
+    changes = (Change("kill", 0, victims=(0,), when="after"), Change("kill", 1, victims=ALL, join=1))
+    setting = Setting(6, rows=6, changes=changes)
+    weights, steps = trained(setting, changes)
+    undisturbed, same = trained(setting)
+    assert steps == same
+    torch.testing.assert_close(weights, undisturbed, rtol=1e-12, atol=1e-12)
 
 
 CHANGES = (
