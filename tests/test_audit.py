@@ -21,6 +21,7 @@ from raysgd import ConfigError, ElasticConfig, TorchTrainer, TrainingFailedError
 from raysgd.cli import main
 from raysgd.core.audit import FIRST, AuditError, Chain, Verdict, verify
 from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.data import ShardedStream
 from raysgd.training.audit import AuditLog, AuditSettings
 from tests.torch.small import rows
 
@@ -374,6 +375,8 @@ class Line(TrainingOperator):
         )
         data = TensorDataset(*rows(TOTAL))
         loader: Any = DataLoader(data, batch_size=2, shuffle=True, drop_last=config.get("drop_last", False))
+        if config.get("stream"):
+            loader = ShardedStream(lambda shard: [data[row] for row in range(TOTAL)[shard::4]], 4, batch_size=2)
         self.register_data(train_loader=loader)
         self.seen = 0
 
@@ -418,11 +421,13 @@ def log(tmp_path: Path) -> Iterator[ElasticConfig]:
     yield ElasticConfig(audit=tmp_path / "log", audit_weights_every=2)
 
 
-@pytest.mark.parametrize("batch", ["per_worker", "global"])
-def test_a_killed_worker_and_its_replacement(batch: Any, log: ElasticConfig, tmp_path: Path, ray_cluster: None) -> None:
+@pytest.mark.parametrize(("batch", "stream"), [("per_worker", False), ("global", False), ("global", True)])
+def test_a_killed_worker_and_its_replacement(
+    batch: Any, stream: bool, log: ElasticConfig, tmp_path: Path, ray_cluster: None
+) -> None:
     """With a constant batch, the two survivors process their parts in pieces."""
     log = replace(log, batch=batch, grow="epoch")
-    config = {"fail": str(tmp_path / "killed")}
+    config = {"fail": str(tmp_path / "killed"), "stream": stream}
     with TorchTrainer(training_operator_cls=Line, num_workers=3, config=config, elastic=log, use_gpu=False) as trainer:
         for _ in range(3):
             trainer.train()
@@ -434,6 +439,7 @@ def test_a_killed_worker_and_its_replacement(batch: Any, log: ElasticConfig, tmp
     ]
     assert any(line.startswith("batch") for line in pieces) is (batch == "global")
     assert (verdict.epochs, verdict.samples, verdict.repeated) == (3, 3 * TOTAL, 0)
+    assert verdict.shards == 3 * 4 * stream
     assert verdict.compared > 3
     file = random.Random(0).choice(sorted((tmp_path / "log").iterdir()))
     content = file.read_bytes()

@@ -106,8 +106,9 @@ def test_an_error_in_a_shard_names_it() -> None:
 def disturbed_epoch(ground: Ground, choose: random.Random, kinds: Sequence[str]) -> int:
     """Train an epoch in which these things happen: a rank is killed or stopped ("kill", "stop"), leaves as planned ("term"),
     another worker is added ("join"), a shard cannot be read ("read"). Return how many did."""
-    ground.whole_again(3)
     trainer, joined = ground.trainer, kinds.count("join")
+    trainer.resize(3)  # a worker that had a notice in the last epoch may leave now, and is then replaced
+    ground.whole_again(3)
     places = ["before", "backward", "after"]
     of_ranks = [each for each in kinds if each in ("kill", "stop", "term")]
     ground.arm(*(Fault(choose.randrange(3), choose.randint(1, 9), each, choose.choice(places)) for each in of_ranks))
