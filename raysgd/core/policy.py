@@ -43,8 +43,8 @@ LEAVE_BEFORE_S = 10.0
 class Recovery:
     """One change of the workers, as users see it in `trainer.recoveries`.
 
-    reason          "worker death", "node failure", "hang", "divergence", "network", "data loader" or "out of step"; for a planned
-                    change, "preemption", "growth", "shrink" or "restart"
+    reason          "worker death", "node failure", "hang", "divergence", "network", "data loader", "out of memory" or "out of step"; for a
+                    planned change, "preemption", "growth", "shrink" or "restart"
     removed_ranks   the ranks that failed, or that left in a planned change
     in_place        True if survivors continued with their state, False if new processes started from a snapshot
     batches_redone  how many committed batches were trained again

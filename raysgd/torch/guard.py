@@ -18,7 +18,7 @@ from raysgd.torch.precision import Precision
 from raysgd.torch.wrapping import Exchange
 from raysgd.training.position import Position
 
-__all__ = ["MOST_LEFT_OUT", "StepReport", "StepGuard", "explained", "gathered_objects", "summed"]
+__all__ = ["MOST_LEFT_OUT", "StepGuard", "StepReport", "explained", "gathered_objects", "summed"]
 
 MOST_LEFT_OUT = 50
 ADVICE = {

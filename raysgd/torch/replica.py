@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from raysgd.core.metrics import SECONDS, SKIPPED
+from raysgd.core.outcomes import OUT_OF_MEMORY, Interrupted
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
-from raysgd.errors import TrainingFailedError
+from raysgd.errors import TrainingFailedError, described
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.files import opened
@@ -21,6 +22,8 @@ from raysgd.torch.checkpoint.undo import on_all_ranks, undone_unless_all_succeed
 from raysgd.torch.data.opening import Opener
 from raysgd.torch.data.prefetch import make_carrier
 from raysgd.torch.fsdp import gathered
+from raysgd.torch.guard import gathered_objects
+from raysgd.torch.memory import exhausted, is_out_of_memory, make_room
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.wrapping import Exchange
@@ -30,6 +33,10 @@ from raysgd.training.replica_base import Phase, ReplicaBase, ReplicaFactoryBase
 __all__ = ["TorchReplica", "TorchReplicaFactory"]
 
 PARTIAL_S = 10.0
+IN_STEP = (
+    "in the step of an optimizer, which has changed a part of the weights and cannot be repeated. Smaller batches do not help there. "
+    "Load the newest checkpoint"
+)
 
 
 class TorchReplicaFactory(ReplicaFactoryBase):
@@ -67,6 +74,7 @@ class TorchReplica(ReplicaBase):
         self._carrier = make_carrier(operator.device, channels_last=settings.options.channels_last)
         guard = operator._gradients.guard
         guard.position, guard.samples = self._position, self._samples_of_step
+        self._damage: TrainingFailedError | None = None  # memory ran out while the weights were being changed
         self._partial_at = 0.0
         self._partial: dict[str, Any] | None = None
         if type(operator).train_epoch is TrainingOperator.train_epoch:
@@ -79,9 +87,10 @@ class TorchReplica(ReplicaBase):
     # -- data -----------------------------------------------------------------------------------------
 
     def _train_source(self, dataset: Any) -> Source:
-        if dataset is not None:
-            return self._opener.for_a_call(dataset, self._position)
-        return super()._train_source(dataset)
+        registered = dataset is None
+        source = super()._train_source(None) if registered else self._opener.for_a_call(dataset, self._position)
+        self._trains_on: Any = source
+        return source
 
     def _open_source(self, data: Any, phase: Phase) -> Source:
         return self._opener.registered(data, self._position_in(phase), phase)
@@ -124,6 +133,28 @@ class TorchReplica(ReplicaBase):
 
     def _undo_batch(self) -> None:
         self.operator._gradients.guard.abandon()
+        self.operator._gradients.restore_buffers()
+
+    def _interruption(self, error: Exception) -> Interrupted | None:
+        """Return the outcome of a call in which memory ran out, if the ranks halve their pieces then. They agree on their size
+        when they join again."""
+        if self._options.on_oom != "halve" or self._control.phase != "a batch" or not is_out_of_memory(error):
+            return None
+        source, gradients = self._trains_on, self.operator._gradients
+        before = source.at_once
+        if gradients.in_step:
+            self._damage, gradients.in_step = exhausted(IN_STEP, error), False
+            if self._rank_info.world_size == 1:
+                raise self._damage from error
+        elif before == 1:
+            raise exhausted(
+                "with on_oom='halve', in a batch of which each worker processes one sample at once", error
+            ) from error
+        self._position.halvings += before > 1
+        make_room(error)
+        now = f"{described(error).splitlines()[0]}. From now on, no worker processes more than {source.at_once} samples at once"
+        detail = f"{now} ({before} before), in the same steps. The step is repeated"
+        return Interrupted(self.partial(), detail, self.progress, reason=OUT_OF_MEMORY)
 
     def _seed_generators(self, alike: int, own: int) -> None:
         states.seed_generators(own)
@@ -158,6 +189,9 @@ class TorchReplica(ReplicaBase):
         super()._begin_measuring(phase, profile, new_call=new_call)
         if new_call:  # registered metrics continue after a change of the group
             self.operator._parts.begin_measuring(self._metric_of(phase))
+        if phase == "train" and self._damage is not None:
+            raise self._damage
+        self.operator._gradients.in_step = False
         self.operator._precision.forget_skipped()
         self.operator._gradients.guard.skipped = 0
         self.operator._monitor.begin(self.operator._parts.wrapped)
@@ -228,6 +262,7 @@ class TorchReplica(ReplicaBase):
 
     def _adopt(self, state: dict[str, Any]) -> None:
         states.restore(self.operator, state)
+        self._damage = None
         self._adopt_positions(state)
         loader, position = self.operator._parts.train_loader, state.get("loader")
         if loader is not None and position is not None:
@@ -258,6 +293,8 @@ class TorchReplica(ReplicaBase):
         self.operator._precision.abandon()
         self.operator._gradients.abandon()
         self.operator._parts.rewrap()
+        if self._options.on_oom == "halve":
+            self._position.halvings = max(gathered_objects(self._position.halvings))
         # A replacement worker has the state of the old group, and `resized` must change it on every rank.
         before = self._loaded_from if old.solo else old.world_size
         if before and before != rank_info.world_size:

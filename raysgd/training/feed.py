@@ -224,6 +224,11 @@ class Feed:
         return batch
 
     @property
+    def closing(self) -> bool:
+        """Return whether the current batch, or piece, is the last one before a step."""
+        return self._closing
+
+    @property
     def uncommitted(self) -> list[Drawn]:
         """Return the batches of the open window, with the current one last."""
         return self._window if self._pending is None else [*self._window, self._pending]

@@ -73,6 +73,7 @@ class OperatorBase:
         self._settings = settings
         self._rank_info = rank_info or RankInfo()
         self._meter = AverageMeterCollection()
+        self._uncounted: list[tuple[dict[str, Any], Any, bool]] = []  # metrics, weight, and whether no piece follows
         self._complete_for: set[str] = set()
         self.timers = TimerCollection()
         self.global_step = 0
@@ -239,13 +240,21 @@ class OperatorBase:
     def _count(
         self, iterator: Any, metrics: Any, meter: AverageMeterCollection, of: str = "train_batch", batch: Any = None
     ) -> None:
-        """Add one batch's metrics. A batch that is repeated only to take part in a step has weight 0."""
+        """Add one batch's metrics; those of batches and pieces that share a step, together with the last one, because after a
+        failure all of them are processed again. A batch that is repeated only to take part in a step has weight 0."""
         if not isinstance(metrics, dict):
             raise TypeError(f"{type(self).__name__}.{of} must return a dict of metrics, got {shown(metrics)}")
         samples = metrics[NUM_SAMPLES] if NUM_SAMPLES in metrics else self._samples_in(batch)
         weight = samples if getattr(iterator, "fresh", True) else 0
         try:
-            meter.update({name: value for name, value in metrics.items() if name != NUM_SAMPLES}, n=weight)
+            values = {name: value for name, value in metrics.items() if name != NUM_SAMPLES}
+            self._uncounted.append((values, weight, getattr(iterator, "whole", True)))
+            if not getattr(iterator, "closing", True):
+                return
+            for values, counts, whole in self._uncounted:
+                meter.update(values, n=counts)
+                meter.batch_count -= not whole  # the last piece counts the batch
+            self._uncounted.clear()
         except (TypeError, ValueError) as error:
             raise type(error)(f"{type(self).__name__}.{of} returned an invalid metric: {error}") from None
 

@@ -39,6 +39,7 @@ class Position:
     stream         the position in a data set passed to `train(dataset=...)`
     parked         the epoch's position while a call trains on such a data set
     left_out       batches in a row up to now whose step was left out (`StepGuard`)
+    halvings       how often the ranks have halved their pieces, because one had run out of memory
     call           the number of the current call, or of the last one. The following belong to it:
     call_batches   batches committed
     call_expected  batches that the call will have, if that is known
@@ -61,6 +62,7 @@ class Position:
     call_epoch: int = 0
     stream: int = 0
     left_out: int = 0
+    halvings: int = 0
     parked: list[Any] | None = None
 
     def set_aside(self, *, restart: bool = False) -> None:

@@ -131,6 +131,11 @@ class ReplicaBase(ABC):
         except DataLoaderFailure as failure:
             name = self.data_names[PHASES.get(call.name, "train")]
             return failure.interrupted(name, self.partial(), self.progress)
+        except Exception as error:
+            interrupted = self._interruption(error) if call.name == "train" else None
+            if interrupted is None:
+                raise
+            return interrupted
         finally:
             self._control.phase = "idle"
 
@@ -364,6 +369,7 @@ class ReplicaBase(ABC):
         """Reset the timers and metrics. With `new_call` False, the call continues after a change of the group."""
         operator = self.operator
         operator._meter, operator._testing = AverageMeterCollection(), phase == "test"
+        operator._uncounted.clear()
         self._began, self._waited = time.perf_counter() if phase == "train" else None, 0.0
         timers = operator.timers
         timers.reset()
@@ -472,6 +478,10 @@ class ReplicaBase(ABC):
 
     def _help_with_snapshot(self) -> None:  # noqa: B027 - it is optional
         """Do what rank 0 needs from the other ranks for a snapshot. By default, it needs nothing."""
+
+    def _interruption(self, error: Exception) -> Interrupted | None:
+        """Return the outcome of a training call that ended in this error, if all ranks continue after it."""
+        return None
 
     def _undo_batch(self) -> None:  # noqa: B027 - it is optional
         """Undo what a batch has changed that was not applied. By default, that is nothing."""

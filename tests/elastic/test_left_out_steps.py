@@ -27,19 +27,18 @@ class Spoiled(Curve):
     finite; in the steps `spike`, rank 1's loss is large, which the rule refuses. Rank 1 is killed before a step. The steps `none`
     are not made."""
 
-    def setup(self, config: dict[str, Any]) -> None:
-        super().setup(config)
-        self._parts.models[0][0].register_forward_hook(lambda module, given, found: setattr(self, "first", found))
-
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         (x, y), step, config = batch, batch_info["global_step"], self.config
         if step in config.get("none", ()):
             return {"num_samples": len(x)}
+        found: list[torch.Tensor] = []  # what the first layer returns
+        hook = self._parts.models[0][0].register_forward_hook(lambda module, given, output: found.append(output))
         loss = self.criterion(self.model(x), y)
+        hook.remove()
         if step in config.get("nan", ()) and self.world_rank == 0:
             loss = loss * math.nan
         if step in config.get("row", ()):
-            loss = loss + (self.first[:, 0] * 0).sqrt().sum()  # 0 with the derivative inf, and inf * 0 is NaN
+            loss = loss + (found[0][:, 0] * 0).sqrt().sum()  # 0 with the derivative inf, and inf * 0 is NaN
         if step in config.get("spike", ()) and self.world_rank == 1:
             loss = loss * 1e6
         self.zero_grad()

@@ -63,17 +63,17 @@ def unit_size(loader: DataLoader[Any]) -> int:
 
 
 def plan_of(
-    loader: DataLoader[Any], total: int, world_size: int, *, pad: bool, step: int | None = None, pieces: bool = False
+    loader: DataLoader[Any], total: int, world_size: int, *, pad: bool, step: int | None = None, most: int | None = None
 ) -> SamplingPlan:
-    """Return how an epoch of `total` units is divided. `step` is how many units all ranks take together in a step. With
-    `pieces`, no rank processes more units at once than it takes in a step without `step`."""
+    """Return how an epoch of `total` units is divided. `step` is how many units all ranks take together in a step, and
+    `most` how many a rank processes at once."""
     return SamplingPlan(
         total=total,
         step_size=step or unit_size(loader) * world_size,
         world_size=world_size,
         drop_last=bool(getattr(loader, "drop_last", False)) and pad,
         pad=pad,
-        most=unit_size(loader) if pieces else None,
+        most=most,
     )
 
 

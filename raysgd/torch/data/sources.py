@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.ranks import RankInfo
-from raysgd.core.sampling_plan import RankPart, SamplingPlan
+from raysgd.core.sampling_plan import RankPart, SamplingPlan, halved
 from raysgd.errors import ConfigError
 from raysgd.ray_data.columns import RayData
 from raysgd.torch.data.iterable import sharded_live
@@ -29,6 +29,7 @@ from raysgd.torch.data.sampling import (
     plan_of,
     random_sources,
     set_epoch,
+    unit_size,
 )
 from raysgd.torch.foreign import end_processes, live_iterator
 from raysgd.training.feed import Drawn
@@ -44,6 +45,11 @@ class BatchSource:
     loader: Any
     counts_samples = False
     _epoch = 0
+
+    @property
+    def at_once(self) -> int | None:
+        """Return how many units a rank processes at once, if it gets a larger part in pieces."""
+        return None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Prepare a new epoch."""
@@ -82,10 +88,16 @@ class PlannedSource(BatchSource):
     """
 
     def __init__(
-        self, loader: DataLoader[Any], *, pad: bool, global_batch: int | None = None, pieces: bool = False
+        self,
+        loader: DataLoader[Any],
+        *,
+        pad: bool,
+        global_batch: int | None = None,
+        pieces: bool = False,
+        halvings: Callable[[], int] = lambda: 0,
     ) -> None:
         self.loader, self._pad = loader, pad
-        self._global_batch, self._pieces = global_batch, pieces
+        self._global_batch, self._pieces, self._halvings = global_batch, pieces, halvings
         self._own_batches = own = has_own_batches(loader)
         if global_batch is not None and not own and loader.batch_size is None:
             raise ConfigError(
@@ -154,12 +166,16 @@ class PlannedSource(BatchSource):
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
         return self._plan(rank_info).steps_left(offset)
 
+    @property
+    def at_once(self) -> int | None:
+        return halved(unit_size(self.loader), self._halvings()) if self._pieces else None
+
     def total(self) -> tuple[int, bool]:
         return len(self.order), bool(getattr(self.loader, "drop_last", False))
 
     def _plan(self, rank_info: RankInfo) -> SamplingPlan:
         ranks = rank_info.world_size
-        how: dict[str, Any] = {"pad": self._pad, "step": self._global_batch, "pieces": self._pieces}
+        how: dict[str, Any] = {"pad": self._pad, "step": self._global_batch, "most": self.at_once}
         return plan_of(self.loader, len(self.order), ranks, **how)
 
 
@@ -312,11 +328,16 @@ class RowSource(BatchSource):
         step: int | None,
         keep: int,
         pieces: bool = False,
+        halvings: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._pieces = pieces
+        self._pieces, self._halvings = pieces, halvings
         self.loader, self._rows, self._data, self._position = loader, rows, data, position
         self._pad, self._step, self._keep = pad, step, keep
         self._number = (position.call if own_call else -1, position.epoch)
+
+    @property
+    def at_once(self) -> int | None:
+        return halved(self._data.batch_size or 1, self._halvings()) if self._pieces else None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         self._number = (self._number[0], epoch + 1)
@@ -329,7 +350,7 @@ class RowSource(BatchSource):
 
     def batches(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
         ranks, size = rank_info.world_size, self._data.batch_size or 1
-        step, most = self._step or size * ranks, size if self._pieces else None
+        step, most = self._step or size * ranks, self.at_once
         place: dict[str, Any] = {"call": self._position.call, "number": self._number, "start": offset}
         for columns, after, fresh in self._rows.read(rank_info, **place, step=step, pad=self._pad, keep=self._keep):
             plan = SamplingPlan(total=after, step_size=step, world_size=ranks, pad=self._pad, most=most)
