@@ -122,13 +122,15 @@ def process_group() -> None:
 def sharded_model() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def shard(model: nn.Module) -> None:
         mesh = init_device_mesh("cpu", (1,))
         fully_shard(model[0], mesh=mesh)  # type: ignore[index]
         fully_shard(model, mesh=mesh)
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # Without sockets, because torch keeps meshes, and so their groups, until the process ends.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         plain, model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         before = {name: set(vars(each)) for name, each in model.named_modules()}
@@ -145,6 +147,7 @@ def sharded_model() -> None:
         for each in (model[0], model[1]):
             each.weight, each.bias = nn.Parameter(torch.ones(1, 2)), nn.Parameter(torch.ones(1))
         shard(model)
+        torch_foreign.forget_meshes()
     finally:
         dist.destroy_process_group()
 

@@ -210,8 +210,8 @@ class Generation:
     def rescue_state(self, worker: str, call: int) -> bool:
         """Keep the state of a worker that is about to end as the snapshot, taken in call number `call`. Return whether
         the worker gave its state. If it is sharded, all members take part, and the first one gives it."""
-        asked = self._table.members() if self.is_sharded else [worker]
-        outcomes = self._ask(asked, "state", {}, self._limits.setup_s, on_trouble=lambda: self.interrupt(asked))
+        asked, waiting = (self._table.members(),) * 2 if self.is_sharded else ([worker], [])
+        outcomes = self._ask(asked, "state", {}, self._limits.setup_s, on_trouble=lambda: self.interrupt(waiting))
         outcome = outcomes[asked[0]]
         if not isinstance(outcome, Ok):
             return False

@@ -29,6 +29,7 @@ __all__ = [
     "end_processes",
     "exposed_communication_s",
     "forget_iterator",
+    "forget_meshes",
     "full_parameters",
     "groups",
     "is_loaders_signal_handler",
@@ -181,6 +182,14 @@ def reset_iteration(model: Any) -> None:
     """Let an FSDP model forget an iteration that has failed, if it has had one."""
     if hasattr(model, "reset_iter_state") and model._get_fsdp_state()._is_root is not None:
         model.reset_iter_state()
+
+
+def forget_meshes() -> None:
+    """Let operations on sharded tensors use the process groups of this generation: torch remembers the results of earlier ones, with
+    their meshes, and takes a mesh of the same shape for the same one."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def remove_sharding(model: nn.Module) -> None:

@@ -12,7 +12,14 @@ from torch import nn
 
 from raysgd.core.shard_copies import layout
 from raysgd.errors import ConfigError
-from raysgd.torch.foreign import accumulated_gradients, full_parameters, groups, remove_sharding, reset_iteration
+from raysgd.torch.foreign import (
+    accumulated_gradients,
+    forget_meshes,
+    full_parameters,
+    groups,
+    remove_sharding,
+    reset_iteration,
+)
 
 __all__ = ["MESH", "Shards", "gathered", "placed", "placed_optimizer", "shard_layers"]
 
@@ -85,6 +92,7 @@ class Shards:
     def divide_anew(self, mesh: Any, models: list[dict[str, Any]] | None, states: list[dict[int, Any]]) -> None:
         """Shard the models for another generation. `models` has each model's new shards, by the names of parameters; None leaves them
         empty. `states` are the optimizers' states, by the numbers of parameters."""
+        forget_meshes()
         replaced: dict[int, nn.Parameter] = {}
         if not self.made:
             self._metadata_only = [_without_memory(model) for model in self._models]

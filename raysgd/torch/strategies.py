@@ -9,9 +9,11 @@ from importlib import import_module
 from typing import Any
 
 from raysgd.core.protocols import ProcessGroupBackend
+from raysgd.core.shard_copies import ShardedState
 from raysgd.errors import ConfigError
 from raysgd.torch.options import TrainingOptions
 from raysgd.torch.process_group import TorchBackend
+from raysgd.torch.replica import TorchReplica
 from raysgd.torch.wrapping import Exchange
 
 __all__ = ["Strategy", "choose_strategy"]
@@ -24,11 +26,13 @@ class Strategy:
     make_backend   makes the engine's backend, on the driver
     make_exchange  makes the object that averages gradients, in each worker
     wraps          whether models are wrapped in DistributedDataParallel
+    sharded        for FSDP: how the state is divided among the workers
     """
 
     make_backend: Callable[..., ProcessGroupBackend]
     make_exchange: Callable[[], Exchange] = Exchange
     wraps: bool = True
+    sharded: ShardedState | None = None
 
 
 def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *, use_gpu: bool) -> Strategy:
@@ -41,7 +45,10 @@ def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *
             raise ConfigError(
                 f"horovod_args are only for backend='horovod', got backend={name!r}: leave one of them out"
             )
-        return Strategy(make_backend=functools.partial(TorchBackend, name, replicas=options.replicas))
+        return Strategy(
+            make_backend=functools.partial(TorchBackend, name, replicas=options.replicas),
+            sharded=ShardedState(options.replicas, TorchReplica.hand_over) if options.parallel == "fsdp" else None,
+        )
     return _horovod(options, horovod_args, use_gpu=use_gpu)
 
 

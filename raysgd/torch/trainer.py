@@ -13,7 +13,6 @@ import torch
 from raysgd.callbacks.base import Callback
 from raysgd.config import ElasticConfig
 from raysgd.core.protocols import Call
-from raysgd.core.shard_copies import ShardedState
 from raysgd.engine.engine import Job
 from raysgd.errors import ConfigError, suggesting
 from raysgd.ray_data.reader import SharedRowReaders, local_row_reader
@@ -22,7 +21,6 @@ from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.save_load import Checkpoints, SaveHandle
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TrainingOptions
-from raysgd.torch.replica import TorchReplica
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.strategies import choose_strategy
 from raysgd.torch.wrapping import Exchange
@@ -149,9 +147,8 @@ class TorchTrainer(TrainerBase):
         calls, limits = CallRunner(callbacks, run, bar=use_tqdm), limits_of(timeout_s, elastic)
         self._factory = setup.replica_factory(training_operator_cls, worker_config, settings, calls.on_workers)
         make_backend = partial(strategy.make_backend, join_s=limits.join_s, collective_s=limits.collective_s)
-        sharded = ShardedState(options.replicas, TorchReplica.hand_over) if options.parallel == "fsdp" else None
         engine = make_engine(
-            self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, sharded=sharded
+            self._factory, calls, resources, elastic, limits, initialization_hook, make_backend, strategy.sharded
         )
         self._checkpoints = Checkpoints(engine)
         super().__init__(engine, calls, num_workers, folder, resume=resume is not None)

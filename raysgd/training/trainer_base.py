@@ -391,7 +391,6 @@ def make_engine(
     limits: Limits,
     hook: Callable[[], Any] | None,
     make_backend: Callable[..., ProcessGroupBackend],
-    *,
     sharded: ShardedState | None = None,
 ) -> Engine:
     """Return the engine, which starts its workers with the first call. If there can be several, connect to Ray, or start

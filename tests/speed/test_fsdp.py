@@ -187,7 +187,7 @@ def test_compiled_shards_are_saved_in_the_background(alone: Any, tmp_path: Path)
 
 @pytest.mark.elastic
 def test_the_shard_of_a_failed_worker_is_restored_from_the_snapshot(tmp_path: Path) -> None:
-    with trainer(2, 6, parallel="fsdp", elastic=ElasticConfig(snapshot_every=2)) as two:
+    with trainer(2, 6, parallel="fsdp", elastic=ElasticConfig(snapshot_every=2, batch="global")) as two:
         two.train(num_steps=2)
 
         mark = tmp_path / "died"
