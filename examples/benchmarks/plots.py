@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import matplotlib.patches
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -230,6 +231,30 @@ def gpu(rows: Rows) -> dict[str, Figure]:
     return pictures
 
 
+def scale(rows: Rows) -> dict[str, Figure]:
+    """The phases of a recovery over the number of ranks, and the time in which gloo's groups form."""
+    recovery, (axis,) = figure(6.0, 3.2)
+    failed = [row for row in rows if row["part"] == "engine" and row["case"] == "one rank fails"]
+    for name in failed[0]["phases_s"] if failed else ():
+        axis.plot([row["ranks"] for row in failed], [row["phases_s"][name] for row in failed], marker="o", label=name)
+    axis.plot(
+        [row["ranks"] for row in failed], [row["resumed_s"] for row in failed], "k--", marker="o", label="in total"
+    )
+    axis.set(xscale="log", yscale="log", xlabel="ranks (simulated)", ylabel="seconds")
+    groups, (other,) = figure(6.0, 3.2)
+    for case in ("eager", "lazy"):
+        own = [row for row in rows if row["part"] == "gloo" and row["case"] == case]
+        bars = zip(*(whiskers(row, "joined_s") for row in own), strict=True)
+        points = [median(row, "joined_s") for row in own]
+        other.errorbar(
+            [row["ranks"] for row in own], points, yerr=list(bars) or None, marker="o", capsize=3, label=case
+        )
+    other.set(xlabel="ranks (processes on 2 cores)", ylabel="seconds until the group is formed")
+    for each in (axis, other):
+        each.legend(fontsize=8, frameon=False)
+    return {"scale_recovery": recovery, "scale_gloo": groups}
+
+
 PLOTS: dict[str, Callable[[Rows], dict[str, Figure]]] = {
     "throughput": throughput,
     "startup": startup,
@@ -240,6 +265,7 @@ PLOTS: dict[str, Callable[[Rows], dict[str, Figure]]] = {
     "schedules": schedules,
     "driver_cost": driver_cost,
     "gpu": gpu,
+    "scale": scale,
 }
 
 
@@ -251,8 +277,10 @@ def plot_all(results: Path, into: Path) -> list[Path]:
         draw = PLOTS.get(document["benchmark"])
         for name, drawn in (draw(document["rows"]) if draw else {}).items():
             into.mkdir(parents=True, exist_ok=True)
-            written.append(into / f"{name}.png")
-            drawn.savefig(written[-1], dpi=DPI, metadata={"Software": None})
+            vector = document["benchmark"] == "scale"
+            written.append(into / f"{name}.{'svg' if vector else 'png'}")
+            with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+                drawn.savefig(written[-1], dpi=DPI, metadata={"Date": None} if vector else {"Software": None})
     return written
 
 

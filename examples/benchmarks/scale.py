@@ -62,7 +62,7 @@ MESSAGE = (0.0005, 0.5)  # a control message
 DISPATCH = (0.002, 0.5)  # from a call to its start on the worker, and from its end to the driver
 UNWIND = (0.005, 0.5)  # from a closed connection of gloo to the end of the interrupted batch
 LEAVE = (0.003, 0.5)  # to leave a process group
-CALL_S = 0.00003  # the control channel's processor time for one call of one rank and its answer (part "calls")
+CALL_S = 0.00007  # the control channel's processor time for one call of one rank and its answer (part "calls", less the engine)
 STORE_S = 0.0002  # the store's processor time for one rank's requests (part "rendezvous")
 
 

@@ -86,6 +86,9 @@ class TorchBackend:
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")  # it would retry only peers that have failed
+        # Two ranks connect when they first exchange something, so not every rank with every other one. Such connections, too,
+        # have one end at an address that the ranks have exchanged.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         if self.name != "gloo":
             self._connections.opening()
         try:
@@ -117,7 +120,7 @@ class TorchBackend:
             self._form_mesh(rank_info.world_size)
         if gloo:
             self._gloo.add_remote(exchange_addresses(store, rank_info, self._gloo.own, limit_s=self._join_s))
-        # The first collective opens every connection, so that a failure of one is a failure to join.
+        # The first collective opens the connections that most others use, so that a failure of one is a failure to join.
         dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
         if gloo:
             set_collective_limit(self._collective_s)
