@@ -25,7 +25,7 @@ from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
 from raysgd.training.seeding import derived_seed
 from raysgd.training.settings import ReplicaSettings
-from raysgd.training.snapshots import Snapshotter
+from raysgd.training.snapshots import LOADED_S, Snapshotter
 
 __all__ = [
     "Phase",
@@ -153,7 +153,12 @@ class ReplicaBase(ABC):
         new = call != position.call
         if new and dataset is None:
             position.resume_epoch()  # an earlier call on a data set of its own may have ended in an error
-        if not position.open_call(call):
+        done = not position.open_call(call)
+        if self._audit is not None:
+            self._audit.begin(self._rank_info, position)  # also if nothing is left to do, as it shows who is left
+        if done:
+            if self._audit is not None:
+                self._audit.done(position.step)
             return {"epoch": position.epoch, COMMITTED: position.call_units}
         self._begin_measuring("train", profile, new_call=new)
         self._units_before = position.call_units
@@ -162,8 +167,6 @@ class ReplicaBase(ABC):
             raise ConfigError(NOT_RESUMABLE)
         operator.global_step, operator._run_length = position.step, (epochs, num_steps)
         operator._last_epoch = position.call_epoch
-        if self._audit is not None:
-            self._audit.begin(self._rank_info, position)
         if snapshot_first:
             self.take_snapshot()
         own_loop = type(operator).train_epoch is not self.operator_class.train_epoch
@@ -446,6 +449,7 @@ class ReplicaBase(ABC):
         ranks = state.get("rng") or []
         if self.rank < len(ranks):
             self._restore_random_state(ranks[self.rank])
+        self._snapshots.wait(LOADED_S)  # otherwise the load would be undone if all workers failed now
 
     def state(self) -> memoryview:
         """Return the state as bytes, for a rank that is behind or new."""
