@@ -30,7 +30,6 @@ class Checker:
     least       the steps in the state that the user has loaded, if the driver has a snapshot of it
     told        the workers that were told of their preemption
     differing   the workers whose weights differ from those of most ranks, as the digests of a step have shown, and when
-    undecided   whether no more than half of such digests were equal
     """
 
     def __init__(self, plan: Any) -> None:
@@ -46,7 +45,6 @@ class Checker:
         self.redone = 0
         self.least = 0
         self.differing: dict[str, float] = {}
-        self.undecided = False
         self._digests: dict[tuple[int, int], dict[str, int]] = {}
         self._found: Violation | None = None
         self._began: dict[int, int] = {}
@@ -149,7 +147,6 @@ class Checker:
         digests[worker.name] = weights
         if len(digests) == len(group.members):
             usual, count = Counter(digests.values()).most_common(1)[0]
-            self.undecided |= 2 * count <= len(digests)
             for name, each in digests.items() if 2 * count > len(digests) else ():
                 if each != usual:
                     self.differing.setdefault(name, self.schedule.now)
@@ -189,7 +186,11 @@ class Checker:
             self.fail(f"{worker.name} had applied {len(old)} steps and takes a state of {len(new)}: a step is lost")
 
     def killed(self, worker: Any) -> None:
-        """Check that the driver does not kill a worker that waits for one whose process is stopped."""
+        """Check that the driver does not kill a worker that waits for one whose process is stopped. Note evictions."""
+        info = self.engine._table.get(worker.name)
+        if info is not None and info.killed_for is not None and info.killed_for.reason == "divergence":
+            if worker.name not in self.differing:
+                self.fail(f"{worker.name} was evicted, although its weights equal those of most ranks")
         group = worker.backend.group
         if self.schedule.phase == "train" and group is not None and group.waits(worker):
             stopped = [each.name for each in group.members if each.stopped_at is not None and not each.given_up]
@@ -218,6 +219,7 @@ class Checker:
         """Note that the user has loaded a checkpoint on all ranks."""
         self.truth, self.loads, self.least, self._discarded = list(steps), loads, 0, []
         self.begins_at = len(steps)
+        self.differing, self._digests = {}, {}
 
     def has_loaded(self, steps: int, *, shown: bool) -> None:
         """Note that the load has ended. `shown` is whether the driver has a snapshot of the state that was loaded."""

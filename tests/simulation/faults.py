@@ -57,6 +57,7 @@ class Schedule:
         self.first_call = 0
         self.struck: Counter[tuple[str, str]] = Counter()
         self.slowest_s = 0.0
+        self.corrupted = False
 
     @property
     def now(self) -> float:
@@ -193,9 +194,7 @@ class Schedule:
         others = [each for each in self.group.workers.values() if each.alive and each is not worker]
         start = fault.pick % len(others) if others else 0
         for victim in [*[*others[start:], *others[:start]][: fault.others], worker]:
-            self._count(
-                fault, victim.name, fault.seconds if fault.kind in LASTING else 0.0
-            )
+            self._count(fault, victim.name, fault.seconds if fault.kind in LASTING else 0.0)
             getattr(self, f"_{fault.kind}")(victim, fault.seconds)
 
     def _kill(self, victim: Worker, seconds: float) -> None:
@@ -221,8 +220,8 @@ class Schedule:
 
     def _corrupt(self, victim: Worker, seconds: float) -> None:
         if victim.replica is not None and self._plan.evict:
-            victim.replica.weights ^= 1 << 40
-            victim.replica.damaged = True
+            victim.replica.weights += 1 << 70
+            victim.replica.damaged = self.corrupted = True
 
     def _disconnect(self, victim: Worker, seconds: float) -> None:
         victim.lose_connection("its control connection was reset", "worker death", dies_in_s=min(seconds, 2.0))

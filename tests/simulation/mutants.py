@@ -116,6 +116,17 @@ def repeat_a_sample_after_loading(patch: Patch) -> None:
 
 
 @mutant
+def lose_a_sample_after_loading(patch: Patch) -> None:
+    original = Position.adopt
+
+    def adopt(self: Position, values: Any) -> None:
+        original(self, values)
+        self.offset += 1
+
+    patch.setattr(Position, "adopt", adopt)
+
+
+@mutant
 def begin_the_call_again_after_a_failure(patch: Patch) -> None:
     original = Position.open_call
 

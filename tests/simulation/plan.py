@@ -6,7 +6,7 @@ A plan prints as the Python expression that makes it, so that a schedule of faul
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -178,7 +178,8 @@ def plan_for(seed: int) -> Plan:
     nodes, later = _machines(draw, ranks)
     evict = draw.random() < 0.1
     faults = tuple(_fault(draw, evict) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4, 6, 9])))
-    return Plan(
+    places = {fault.at.removeprefix("in ") for fault in faults}
+    plan = Plan(
         seed=seed,
         ranks=ranks,
         nodes=nodes,
@@ -196,9 +197,30 @@ def plan_for(seed: int) -> Plan:
         audit=draw.choice([2, 3, 5]) if evict or draw.random() < 0.3 else 0,
         evict=evict,
         retries=draw.choice([-1, -1, -1, -1, -1, 0, 1, 2]),
-        script=_script(draw, ranks, {fault.at.removeprefix("in ") for fault in faults}),
+        script=_script(draw, ranks, places),
         faults=faults,
     )
+    return _with_causes(plan, places, draw.randint(2, 8))
+
+
+def _with_causes(plan: Plan, places: set[str], count: int) -> Plan:
+    """Return a plan in which what the faults need to hit something happens: that workers join, or a call is interrupted."""
+    if "growth" in places:
+        kill = Fault("kill", "applied", count)
+        plan = replace(
+            plan,
+            ranks=max(plan.ranks, 2),
+            nodes=(max(plan.ranks, 2), *plan.nodes),
+            step_s=0.3,
+            in_place=True,
+            grow=True,
+        )
+        plan = replace(
+            plan, min_workers=1, retries=-1, samples=max(plan.samples, 16 * plan.batch), faults=(kill, *plan.faults)
+        )
+    if "interruption" in places:
+        plan = replace(plan, step_s=0.3, faults=(Fault("ctrl-c", "in train", count), *plan.faults))
+    return plan
 
 
 def _machines(draw: random.Random, ranks: int) -> tuple[tuple[int, ...], tuple[tuple[float, int], ...]]:
@@ -226,15 +248,19 @@ def _script(draw: random.Random, ranks: int, places: set[str]) -> tuple[str, ...
 
 
 def _fault(draw: random.Random, evict: bool) -> Fault:
-    kind = draw.choice(draw.choice([ON_WORKERS, ON_WORKERS, ON_NODES, ON_DRIVER, ("raise", "raise", "raise", "loader")]))
-    if kind == "corrupt" and not evict:
+    kind = draw.choice(
+        draw.choice([ON_WORKERS, ON_WORKERS, ON_NODES, ON_DRIVER, ("raise", "raise", "raise", "loader")])
+    )
+    if evict and draw.random() < 0.3:
+        kind = "corrupt"
+    elif kind == "corrupt":
         kind = "kill"
     count = min(draw.randint(1, 40), draw.randint(1, 40))
     if kind == "raise":
         at = draw.choice(USERS)
     elif kind == "loader":
         at = "data"
-    elif kind in ON_DRIVER or draw.random() < 0.3:
+    elif kind in ON_DRIVER or (kind != "corrupt" and draw.random() < 0.4):
         at = f"in {draw.choice(PHASES)}"
     else:
         at = draw.choice(draw.choice([RUNNING, RUNNING, FORMING, FORMING, STARTING, OTHER]))

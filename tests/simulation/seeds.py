@@ -151,9 +151,7 @@ def simulate(first: int, count: int, *, tracing: bool = False) -> Summary:
             faults = Counter({f"{kind} in {phase}": count for (kind, phase), count in result.struck.items()})
             recovered = Counter(each.reason for each in result.recoveries)
             verified = int(result.verdict is not None)
-            summary.add(
-                Summary(1, result.steps, result.redone, verified, 0.0, result.slowest_s, faults, recovered, [])
-            )
+            summary.add(Summary(1, result.steps, result.redone, verified, 0.0, result.slowest_s, faults, recovered, []))
             if tracing:
                 print(result.plan, *result.trace, sep="\n")
             if result.error is not None:
