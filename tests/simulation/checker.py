@@ -45,6 +45,7 @@ class Checker:
         self.redone = 0
         self.least = 0
         self.differing: dict[str, float] = {}
+        self._differed: set[str] = set()  # before the user has loaded a state
         self._digests: dict[tuple[int, int], dict[str, int]] = {}
         self._found: Violation | None = None
         self._began: dict[int, int] = {}
@@ -82,8 +83,6 @@ class Checker:
         members = self.engine.world_size
         if recovery.world_size_after not in (0, members):
             self.fail(f"{recovery} names {recovery.world_size_after} workers, and there are {members}")
-        if recovery.reason == "divergence" and not self.differing:
-            self.fail(f"ranks {recovery.removed_ranks} were evicted, and all had equal weights")
         if recovery.reason not in PLANNED and self.schedule.calm:
             self.fail(f"{recovery.reason} in phase '{self.schedule.phase}', although no fault can be its cause")
         least = min(self._plan.min_workers, self.engine.target)
@@ -186,11 +185,11 @@ class Checker:
             self.fail(f"{worker.name} had applied {len(old)} steps and takes a state of {len(new)}: a step is lost")
 
     def killed(self, worker: Any) -> None:
-        """Check that the driver does not kill a worker that waits for one whose process is stopped. Note evictions."""
+        """Check that the driver does not kill a worker that waits for one whose process is stopped, nor one whose weights are right."""
         info = self.engine._table.get(worker.name)
-        if info is not None and info.killed_for is not None and info.killed_for.reason == "divergence":
-            if worker.name not in self.differing:
-                self.fail(f"{worker.name} was evicted, although its weights equal those of most ranks")
+        evicted = info is not None and info.killed_for is not None and info.killed_for.reason == "divergence"
+        if evicted and worker.name not in self.differing.keys() | self._differed:
+            self.fail(f"{worker.name} was evicted, although its weights equal those of most ranks")
         group = worker.backend.group
         if self.schedule.phase == "train" and group is not None and group.waits(worker):
             stopped = [each.name for each in group.members if each.stopped_at is not None and not each.given_up]
@@ -219,6 +218,7 @@ class Checker:
         """Note that the user has loaded a checkpoint on all ranks."""
         self.truth, self.loads, self.least, self._discarded = list(steps), loads, 0, []
         self.begins_at = len(steps)
+        self._differed |= self.differing.keys()
         self.differing, self._digests = {}, {}
 
     def has_loaded(self, steps: int, *, shown: bool) -> None:

@@ -206,18 +206,10 @@ def plan_for(seed: int) -> Plan:
 def _with_causes(plan: Plan, places: set[str], count: int) -> Plan:
     """Return a plan in which what the faults need to hit something happens: that workers join, or a call is interrupted."""
     if "growth" in places:
-        kill = Fault("kill", "applied", count)
-        plan = replace(
-            plan,
-            ranks=max(plan.ranks, 2),
-            nodes=(max(plan.ranks, 2), *plan.nodes),
-            step_s=0.3,
-            in_place=True,
-            grow=True,
-        )
-        plan = replace(
-            plan, min_workers=1, retries=-1, samples=max(plan.samples, 16 * plan.batch), faults=(kill, *plan.faults)
-        )
+        faults = (Fault("kill", "applied", count), *plan.faults)
+        ranks, samples = max(plan.ranks, 2), max(plan.samples, 16 * plan.batch)
+        plan = replace(plan, ranks=ranks, nodes=(ranks, *plan.nodes), samples=samples, global_batch=None, faults=faults)
+        plan = replace(plan, step_s=0.3, in_place=True, grow=True, min_workers=1, retries=-1)
     if "interruption" in places:
         plan = replace(plan, step_s=0.3, faults=(Fault("ctrl-c", "in train", count), *plan.faults))
     return plan
