@@ -154,11 +154,8 @@ class ReplicaBase(ABC):
         if new and dataset is None:
             position.resume_epoch()  # an earlier call on a data set of its own may have ended in an error
         done = not position.open_call(call)
-        if self._audit is not None:
-            self._audit.begin(self._rank_info, position)  # also if nothing is left to do, as it shows who is left
+        self._begin_audit(done=done)
         if done:
-            if self._audit is not None:
-                self._audit.done(position.step)
             return {"epoch": position.epoch, COMMITTED: position.call_units}
         self._begin_measuring("train", profile, new_call=new)
         self._units_before = position.call_units
@@ -189,6 +186,13 @@ class ReplicaBase(ABC):
         report = self._reported(result, profile, "train")
         self._end_call()
         return report
+
+    def _begin_audit(self, *, done: bool) -> None:
+        """Note who trains from now on, also if nothing is left to do: a rank that was evicted is not among them."""
+        if self._audit is not None:
+            self._audit.begin(self._rank_info, self._position)
+            if done:
+                self._audit.done(self._position.step)
 
     def _end_call(self) -> None:
         """Note that a call of `train` is done."""

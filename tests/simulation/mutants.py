@@ -6,7 +6,6 @@ seeds each one needs."""
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 
 from raysgd.core import metrics, policy
 from raysgd.core.messages import Interrupt, ProgressReport, ProposeBoundary
-from raysgd.core.policy import Observation, Recovery
+from raysgd.core.policy import Observation
 from raysgd.core.progress import Control, Progress
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.core.snapshot import Snapshot, SnapshotStore
@@ -24,7 +23,6 @@ from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Leaver, Membership
 from raysgd.engine.recovery import RecoveryLoop
-from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
@@ -32,8 +30,6 @@ from raysgd.training.feed import Feed
 from raysgd.training.position import Position
 from raysgd.workers.control_client import ControlClient
 from raysgd.workers.events import WorkerEnded
-from raysgd.workers.replica_host import ReplicaHost
-from tests.simulation.network import SimBackend
 from tests.simulation.seeds import simulate
 
 __all__ = ["MUTANTS", "seeds_needed"]
@@ -390,12 +386,6 @@ def count_metrics_of_an_earlier_call(patch: Patch) -> None:
 
 
 @mutant
-def keep_snapshots_from_before_a_load(patch: Patch) -> None:
-    original = SnapshotStore.forget
-    patch.setattr(SnapshotStore, "forget", lambda self, **given: original(self))
-
-
-@mutant
 def keep_the_older_snapshot(patch: Patch) -> None:
     def offer(self: SnapshotStore, snapshot: Snapshot) -> bool:
         self._latest = self._latest or snapshot
@@ -407,48 +397,6 @@ def keep_the_older_snapshot(patch: Patch) -> None:
 @mutant
 def keep_no_snapshot(patch: Patch) -> None:
     patch.setattr(SnapshotStore, "offer", lambda self, snapshot: False)
-
-
-@mutant
-def count_answers_to_older_proposals(patch: Patch) -> None:
-    original = WorkerTable.take_answers
-
-    def take_answers(self: WorkerTable, kind: Any, number: int) -> Any:
-        for worker, answer in [each for each in self._answers if isinstance(each[1], kind)]:
-            self._answers.remove((worker, answer))
-            self._answers.append((worker, replace(answer, round=number)))
-        return original(self, kind, number)
-
-    patch.setattr(WorkerTable, "take_answers", take_answers)
-
-
-@mutant
-def accept_proposals_of_another_call(patch: Patch) -> None:
-    original = ControlClient._handle
-
-    def handle(self: ControlClient, message: Any) -> None:
-        original(self, replace(message, call=self.call) if isinstance(message, ProposeBoundary) else message)
-
-    patch.setattr(ControlClient, "_handle", handle)
-
-
-@mutant
-def obey_a_confirmation_of_the_last_call(patch: Patch) -> None:
-    def withdraw(self: Control) -> None:
-        self._stop_at = None
-
-    patch.setattr(Control, "withdraw", withdraw)
-
-
-@mutant
-def ignore_interrupts(patch: Patch) -> None:
-    patch.setattr(Control, "interrupt", lambda self: None)
-
-
-@mutant
-def form_without_leaving(patch: Patch) -> None:
-    patch.setattr(ReplicaHost, "_leave", lambda self: None)
-    patch.setattr(SimBackend, "leave", lambda self: None)
 
 
 @mutant
@@ -474,28 +422,6 @@ def let_old_progress_replace_new(patch: Patch) -> None:
 
 
 @mutant
-def take_pauses_for_failures(patch: Patch) -> None:
-    original = engine.classify
-
-    def classify(outcomes: Any) -> Observation:
-        seen = original(outcomes)
-        return Observation("paused") if seen.reason == "network" and not seen.failed_workers else seen
-
-    patch.setattr(engine, "classify", classify)
-
-
-@mutant
-def prefer_failures_to_errors_of_the_user(patch: Patch) -> None:
-    original = engine.classify
-
-    def classify(outcomes: Any) -> Observation:
-        seen = original(outcomes)
-        return Observation("broken", seen.failed_workers, reason="worker death") if seen.failed_workers else seen
-
-    patch.setattr(engine, "classify", classify)
-
-
-@mutant
 def allow_one_failure_more(patch: Patch) -> None:
     original = recovery.decide
 
@@ -513,16 +439,6 @@ def allow_one_failure_less(patch: Patch) -> None:
         return original(replace(now, failures=now.failures + 1), wait_s=wait_s)
 
     patch.setattr(recovery, "decide", decide)
-
-
-@mutant
-def count_planned_changes_as_failures(patch: Patch) -> None:
-    patch.setattr(RecoveryLog, "failures_since", lambda self, count: len(self.recoveries[count:]))
-
-
-@mutant
-def evict_nobody(patch: Patch) -> None:
-    patch.setattr(call, "outliers", lambda digests: [])
 
 
 @mutant
@@ -546,115 +462,8 @@ def compare_digests_of_different_steps(patch: Patch) -> None:
 
 
 @mutant
-def keep_digests_of_an_older_load(patch: Patch) -> None:
-    original = WorkerTable._message_received
-
-    def received(self: WorkerTable, info: WorkerInfo, message: Any) -> None:
-        original(self, info, message)
-        info.digests = {(0, step): digest for (_, step), digest in info.digests.items()}
-
-    patch.setattr(WorkerTable, "_message_received", received)
-    patch.setattr(Progress, "loads", 0, raising=False)
-
-
-@mutant
 def give_new_workers_no_state(patch: Patch) -> None:
     patch.setattr(Generation, "load", lambda self, workers, state: True)
-
-
-@mutant
-def dismiss_no_leaver(patch: Patch) -> None:
-    original = Membership._leaving_now
-    patch.setattr(Membership, "_leaving_now", lambda self: {} if self._told else original(self))
-
-
-@mutant
-def join_on_machines_that_are_drained(patch: Patch) -> None:
-    patch.setattr(Replacements, "dismiss_preempted", lambda self, draining: None)
-
-
-@mutant
-def never_start_replacements(patch: Patch) -> None:
-    patch.setattr(Replacements, "launch", lambda self, count: None)
-
-
-@mutant
-def use_replacements_that_failed(patch: Patch) -> None:
-    patch.setattr(Replacements, "_drop", lambda self, worker, why: None)
-
-
-@mutant
-def wait_for_silent_workers(patch: Patch) -> None:
-    patch.setattr(WorkerTable, "end_if_silent", lambda self, worker, verb: None)
-    patch.setattr(WorkerTable, "_end_late", lambda self, late, verb, limit_s: None)
-
-
-@mutant
-def wait_for_ever_after_an_interruption(patch: Patch) -> None:
-    patch.setattr(call, "CTRL_C_S", 1000.0)
-
-
-@mutant
-def end_others_on_an_interruption(patch: Patch) -> None:
-    patch.setattr(call, "CTRL_C_S", 0.0)
-
-
-@mutant
-def lose_events_after_an_error(patch: Patch) -> None:
-    def pump(self: WorkerTable, timeout: float) -> int:
-        events, self._inbox = self.group.poll(timeout), deque()
-        for event in events:
-            self._take(event)
-        self._raise_cancelled()
-        return len(events)
-
-    patch.setattr(WorkerTable, "pump", pump)
-
-
-@mutant
-def forget_the_failure_of_a_data_loader(patch: Patch) -> None:
-    original = engine.classify
-
-    def classify(outcomes: Any) -> Observation:
-        seen = original(outcomes)
-        return Observation("done") if seen.reason == "data loader" else seen
-
-    patch.setattr(engine, "classify", classify)
-
-
-@mutant
-def name_the_wrong_number_of_workers(patch: Patch) -> None:
-    original = RecoveryLog.record
-
-    def record(self: RecoveryLog, seen: Recovery, **given: Any) -> None:
-        original(self, replace(seen, world_size_after=seen.world_size_after + 1), **given)
-
-    patch.setattr(RecoveryLog, "record", record)
-
-
-@mutant
-def divide_an_epoch_among_too_few_ranks(patch: Patch) -> None:
-    original = SamplingPlan.offset_after
-    patch.setattr(SamplingPlan, "offset_after", lambda self, offset: max(original(self, offset) - 1, offset + 1))
-
-
-@mutant
-def count_repeated_samples(patch: Patch) -> None:
-    original = SamplingPlan.parts
-    patch.setattr(
-        SamplingPlan, "parts", lambda self, offset: [part._replace(fresh=True) for part in original(self, offset)]
-    )
-
-
-@mutant
-def commit_a_batch_before_its_step(patch: Patch) -> None:
-    original = Feed.cut_short
-
-    def cut_short(self: Feed) -> bool:
-        self._stepped = True
-        return original(self)
-
-    patch.setattr(Feed, "cut_short", cut_short)
 
 
 if __name__ == "__main__":
