@@ -191,7 +191,7 @@ class SimReplica:
         worker.checker.applied(worker, group, self.steps, contributions)
         worker.point("applied")
         size = part.stop - part.start
-        mean = sum(value_of(sample) for sample in range(part.start, part.stop)) / size
+        mean = sum(value_of(sample) for sample in range(part.start, part.stop)) / max(size, 1)
         self._meter.update({"value": mean}, size * feed.fresh)
 
     def validate(self, call: int) -> Any:
