@@ -14,7 +14,7 @@ import pytest
 
 from raysgd.core import metrics, policy
 from raysgd.core.messages import Interrupt, ProgressReport, ProposeBoundary
-from raysgd.core.policy import Observation
+from raysgd.core.policy import Observation, Recovery
 from raysgd.core.progress import Control, Progress
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
 from raysgd.core.snapshot import Snapshot, SnapshotStore
@@ -23,6 +23,7 @@ from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Leaver, Membership
 from raysgd.engine.recovery import RecoveryLoop
+from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
@@ -464,6 +465,57 @@ def compare_digests_of_different_steps(patch: Patch) -> None:
 @mutant
 def give_new_workers_no_state(patch: Patch) -> None:
     patch.setattr(Generation, "load", lambda self, workers, state: True)
+
+
+@mutant
+def name_the_wrong_number_of_workers(patch: Patch) -> None:
+    original = RecoveryLog.record
+
+    def record(self: RecoveryLog, seen: Recovery, **given: Any) -> None:
+        original(self, replace(seen, world_size_after=seen.world_size_after + 1), **given)
+
+    patch.setattr(RecoveryLog, "record", record)
+
+
+@mutant
+def divide_an_epoch_among_too_few_ranks(patch: Patch) -> None:
+    original = SamplingPlan.offset_after
+    patch.setattr(SamplingPlan, "offset_after", lambda self, offset: max(original(self, offset) - 1, offset + 1))
+
+
+@mutant
+def count_repeated_samples(patch: Patch) -> None:
+    original = SamplingPlan.parts
+    patch.setattr(
+        SamplingPlan, "parts", lambda self, offset: [part._replace(fresh=True) for part in original(self, offset)]
+    )
+
+
+@mutant
+def never_start_replacements(patch: Patch) -> None:
+    patch.setattr(Replacements, "launch", lambda self, count: None)
+
+
+@mutant
+def forget_the_failure_of_a_data_loader(patch: Patch) -> None:
+    original = engine.classify
+
+    def classify(outcomes: Any) -> Observation:
+        seen = original(outcomes)
+        return Observation("done") if seen.reason == "data loader" else seen
+
+    patch.setattr(engine, "classify", classify)
+
+
+@mutant
+def commit_a_batch_before_its_step(patch: Patch) -> None:
+    original = Feed.cut_short
+
+    def cut_short(self: Feed) -> bool:
+        self._stepped = True
+        return original(self)
+
+    patch.setattr(Feed, "cut_short", cut_short)
 
 
 if __name__ == "__main__":
