@@ -51,10 +51,10 @@ test: $(VENV)/dev.stamp
 pure: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest -q $(PURE)
 
-# SEED=17 shows all that happens in one. STATE=build/sim.json adds the results up: a later run with more seeds continues.
+# SEED=17 shows all that happens in one. STATE=build/sim.json adds up the results of this version: a later run continues.
 sim: $(VENV)/dev.stamp
 	@PYTHONPATH=. $(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) \
-		$(addprefix --seed ,$(SEED)) $(addprefix --state ,$(STATE)) $(ARGS)
+		$(addprefix --seed ,$(SEED)) $(addprefix --state ,$(STATE)) $(addprefix --processes ,$(PROCESSES)) $(ARGS)
 
 # Those tests too that take minutes, and larger numbers in others (hours).
 soak: $(VENV)/dev.stamp

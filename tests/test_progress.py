@@ -161,3 +161,15 @@ def test_the_store_keeps_the_newest_snapshot() -> None:
     assert latest is not None and latest.data == b"same"
     store.forget()
     assert store.latest() is None
+
+
+def test_a_snapshot_from_before_a_load_does_not_undo_it() -> None:
+    store = SnapshotStore()
+    store.forget(least_loads=1)
+    assert not store.offer(Snapshot(b"it was on its way", Progress(step=9)))
+    assert store.latest() is None
+    assert store.offer(Snapshot(b"loaded", Progress(step=5, loads=1)))
+    store.forget(least_loads=2)
+    store.restore(Snapshot(b"loaded", Progress(step=5, loads=1)))  # the second load has failed
+    latest = store.latest()
+    assert latest is not None and latest.data == b"loaded"

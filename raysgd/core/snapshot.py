@@ -26,16 +26,20 @@ class Snapshot:
 
 
 class SnapshotStore:
-    """Owns the newest snapshot. The thread that receives uploads writes it, and the engine reads it."""
+    """Owns the newest snapshot, and how many loads of the user it must contain. The thread that receives uploads writes
+    it, and the engine reads it."""
 
     def __init__(self) -> None:
         self._latest: Snapshot | None = None
+        self._least_loads = 0
         self._lock = threading.Lock()
 
     def offer(self, snapshot: Snapshot) -> bool:
         """Keep this snapshot, unless there is a newer one: uploads of an old generation can be late. Return whether it
         was kept."""
         with self._lock:
+            if snapshot.progress.loads < self._least_loads:
+                return False
             if self._latest is not None and self._latest.progress.order > snapshot.progress.order:
                 return False
             self._latest = snapshot
@@ -45,7 +49,15 @@ class SnapshotStore:
         with self._lock:
             return self._latest
 
-    def forget(self) -> None:
-        """Drop the snapshot, because the user has replaced the state (with `load`)."""
+    def forget(self, *, least_loads: int = 0) -> None:
+        """Drop the snapshot, because the user replaces the state (with `load`). Refuse those with fewer loads from now on:
+        an earlier one may still be on its way."""
         with self._lock:
-            self._latest = None
+            self._latest, self._least_loads = None, least_loads
+
+    def restore(self, snapshot: Snapshot | None) -> None:
+        """Restore the snapshot that was dropped, because the load has failed."""
+        with self._lock:
+            self._least_loads = 0
+        if snapshot is not None:
+            self.offer(snapshot)

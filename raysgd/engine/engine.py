@@ -249,12 +249,12 @@ class Engine:
         """Drop the newest snapshot before the workers load another state, because they may send a snapshot of that
         state meanwhile. Restore it if loading fails."""
         kept = self._table.snapshots.latest()
-        self.state_changed_by_hand(replaced=True)
+        self._snapshot_is_stale = True
+        self._table.snapshots.forget(least_loads=self.progress.loads + 1)
         try:
             yield
         except BaseException:
-            if kept is not None:
-                self._table.snapshots.offer(kept)
+            self._table.snapshots.restore(kept)
             raise
 
     # -- members --------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class WorkerInfo:
     ended        how it failed
     killed_for   why the driver killed it: the reason and the details of its failure
     unfinished   what it did not finish in time, with its stack; empty if its process is stopped and shows none
-    digests      of its weights after the newest steps that all ranks compare, in this generation
+    digests      of its weights after the newest steps that all ranks compare, in this generation, by (loads, step)
     busy         the call that it has not answered yet
     last_call    the newest call that it was given
     is_exact     whether `progress` is that of its replica: it came with the answer to the newest call
@@ -79,7 +79,7 @@ class WorkerInfo:
     ended: WorkerEnded | None = None
     killed_for: KillReason | None = None
     unfinished: str = ""
-    digests: dict[int, str] = field(default_factory=dict)
+    digests: dict[tuple[int, int], str] = field(default_factory=dict)
     busy: int | None = None
     last_call: int = -1
     is_exact: bool = False
@@ -202,13 +202,15 @@ class WorkerTable:
         self._workers[worker].holds_state = holds_state
 
     def take_digests(self, workers: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
-        """Return the digests of each step of which all these workers have sent one, and forget them and older ones."""
+        """Return the digests of each step of which all these workers have sent one, and forget them and older ones. Those
+        from before the user's newest load do not count, because it has replaced the weights."""
         infos = [self._workers[worker] for worker in workers]
-        steps = sorted(set.intersection(*(set(info.digests) for info in infos)))
-        taken = [(step, {info.worker: info.digests[step] for info in infos}) for step in steps]
-        if steps:
+        loads = max(info.progress.loads for info in infos)
+        places = sorted(set.intersection(*(set(info.digests) for info in infos)))
+        taken = [(p[1], {info.worker: info.digests[p] for info in infos}) for p in places if p[0] == loads]
+        if places:
             for info in infos:
-                info.digests = {step: digest for step, digest in info.digests.items() if step > steps[-1]}
+                info.digests = {place: digest for place, digest in info.digests.items() if place > places[-1]}
         return taken
 
     # -- calls ----------------------------------------------------------------------------------------
@@ -448,7 +450,7 @@ class WorkerTable:
     def _message_received(self, info: WorkerInfo, message: Message) -> None:
         if isinstance(message, ProgressReport):
             if message.progress.digest:
-                info.digests[message.progress.step] = message.progress.digest
+                info.digests[message.progress.loads, message.progress.step] = message.progress.digest
             if message.call < info.last_call or (message.call == info.last_call and info.busy is None):
                 return  # the call's answer arrived first, because a large one is sent through Ray
             if message.progress != info.progress:

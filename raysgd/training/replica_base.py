@@ -25,7 +25,7 @@ from raysgd.training.operator_base import OperatorBase
 from raysgd.training.position import Position
 from raysgd.training.seeding import derived_seed
 from raysgd.training.settings import ReplicaSettings
-from raysgd.training.snapshots import Snapshotter
+from raysgd.training.snapshots import LOADED_S, Snapshotter
 
 __all__ = [
     "Phase",
@@ -158,7 +158,9 @@ class ReplicaBase(ABC):
         new = call != position.call
         if new and dataset is None:
             position.resume_epoch()  # an earlier call on a data set of its own may have ended in an error
-        if not position.open_call(call):
+        done = not position.open_call(call)
+        self._begin_audit(done=done)
+        if done:
             self.take_snapshot()  # the rank that was the first when the call ended may have failed before it sent its own
             return {"epoch": position.epoch, COMMITTED: position.call_units}
         self._begin_measuring("train", profile, new_call=new)
@@ -168,8 +170,6 @@ class ReplicaBase(ABC):
             raise ConfigError(NOT_RESUMABLE)
         operator.global_step, operator._run_length = position.step, (epochs, num_steps)
         operator._last_epoch = position.call_epoch
-        if self._audit is not None:
-            self._audit.begin(self._rank_info, position)
         if snapshot_first:
             self.take_snapshot()
         own_loop = type(operator).train_epoch is not self.operator_class.train_epoch
@@ -193,6 +193,13 @@ class ReplicaBase(ABC):
         report = self._reported(result, profile, "train")
         self._end_call()
         return report
+
+    def _begin_audit(self, *, done: bool) -> None:
+        """Note who trains from now on, also if nothing is left to do: a rank that was evicted is not among them."""
+        if self._audit is not None:
+            self._audit.begin(self._rank_info, self._position)
+            if done:
+                self._audit.done(self._position.step)
 
     def _end_call(self) -> None:
         """Note that a call of `train` is done."""
@@ -454,6 +461,7 @@ class ReplicaBase(ABC):
         ranks = state.get("rng") or []
         if self.rank < len(ranks):
             self._restore_random_state(ranks[self.rank])
+        self._snapshots.wait(LOADED_S)  # otherwise the load would be undone if all workers failed now
 
     def state(self) -> memoryview:
         """Return the state as bytes, for a rank that is behind or new."""

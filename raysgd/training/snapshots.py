@@ -10,7 +10,10 @@ from typing import Any
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.progress import Control
 
-__all__ = ["Snapshotter"]
+__all__ = ["LOADED_S", "Snapshotter"]
+
+# For the snapshot of a state that the user has loaded; a hang in the driver's eyes must take longer.
+LOADED_S = 5.0
 
 
 class Snapshotter:
@@ -40,10 +43,10 @@ class Snapshotter:
         self._due_at = time.monotonic() + every
         return True
 
-    def wait(self) -> None:
+    def wait(self, limit_s: float | None = None) -> None:
         """Wait until the previous upload has ended. The newest snapshot must not be skipped because of an older one."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(limit_s)
 
     def send(self, message: SnapshotUpload, dump: Callable[[], Any]) -> None:
         """Upload what `dump` returns. It runs in the thread of the upload, so its state must be a copy."""

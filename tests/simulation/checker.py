@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,9 @@ class Checker:
     newest      the generation of the last group that has formed
     begins_at   the fewest steps with which a generation has begun to train, since the script's call began
     discarded   the most steps of a healthy worker that the driver has dismissed since the last group began to train
+    least       the steps in the state that the user has loaded, if the driver has a snapshot of it
     told        the workers that were told of their preemption
+    differing   the workers whose weights differ from those of most ranks, as the digests of a step have shown, and when
     """
 
     def __init__(self, plan: Any) -> None:
@@ -40,6 +43,10 @@ class Checker:
         self.begins_at = 0
         self.told: set[str] = set()
         self.redone = 0
+        self.least = 0
+        self.differing: dict[str, float] = {}
+        self._differed: set[str] = set()  # before the user has loaded a state
+        self._digests: dict[tuple[int, int], dict[str, int]] = {}
         self._found: Violation | None = None
         self._began: dict[int, int] = {}
         self._discarded: list[tuple[str, int]] = []
@@ -73,10 +80,13 @@ class Checker:
             self.fail(f"{worker.name}, in generation {worker.client.generation}, obeyed {message}")
 
     def recovered(self, recovery: Recovery) -> None:
+        members = self.engine.world_size
+        if recovery.world_size_after not in (0, members):
+            self.fail(f"{recovery} names {recovery.world_size_after} workers, and there are {members}")
         if recovery.reason not in PLANNED and self.schedule.calm:
             self.fail(f"{recovery.reason} in phase '{self.schedule.phase}', although no fault can be its cause")
         least = min(self._plan.min_workers, self.engine.target)
-        if recovery.reason not in PLANNED and recovery.world_size_after < least:
+        if recovery.reason not in PLANNED and 0 < recovery.world_size_after < least:  # 0: the call ends with an error
             self.fail(f"training continues with {recovery.world_size_after} workers, and at least {least} are wanted")
 
     # -- preemption -----------------------------------------------------------------------------------
@@ -113,6 +123,7 @@ class Checker:
             return  # the driver ended it between the all-reduce and its step, and the others continued without it
         self._check_step(contributions, steps[-1])
         self._check_order(steps)
+        self._check_evicted(worker)
         if group.generation < self.newest:
             self.fail(f"{worker.name} trained in generation {group.generation}, but {self.newest} has formed")
         if group.generation not in self._began:
@@ -126,10 +137,31 @@ class Checker:
                 f"{worker.name} applied step {number} as {steps[-1]}, and others applied {self.truth[number - 1 :]}"
             )
 
+    def showed(self, worker: Any, step: int, weights: int) -> None:
+        """Note a digest that a worker sends. If those of most ranks are equal, the others must be evicted."""
+        group = worker.backend.group
+        if not self._plan.evict or group is None or worker.given_up or worker.lost:
+            return
+        digests = self._digests.setdefault((group.generation, step), {})
+        digests[worker.name] = weights
+        if len(digests) == len(group.members):
+            usual, count = Counter(digests.values()).most_common(1)[0]
+            for name, each in digests.items() if 2 * count > len(digests) else ():
+                if each != usual:
+                    self.differing.setdefault(name, self.schedule.now)
+
+    def _check_evicted(self, worker: Any) -> None:
+        """Check that a rank that differs is evicted soon after the driver can know it."""
+        since = self.differing.get(worker.name)
+        if since is not None and self.schedule.now > max(since, self.schedule.over_at, self.schedule.call_began) + 5.0:
+            self.fail(f"{worker.name} still trains, although its weights differ from those of most ranks")
+
     def _begin(self, group: ProcessGroup, base: int) -> None:
         """Check the first step of a generation: it must continue from the most advanced healthy worker."""
         self._began[group.generation] = base
         self.begins_at = min(self.begins_at, base)
+        if base < self.least:
+            self.fail(f"generation {group.generation} begins at step {base}, and the user has loaded {self.least}")
         for name, steps in self._discarded:
             if steps > base:
                 self.fail(
@@ -153,7 +185,11 @@ class Checker:
             self.fail(f"{worker.name} had applied {len(old)} steps and takes a state of {len(new)}: a step is lost")
 
     def killed(self, worker: Any) -> None:
-        """Check that the driver does not kill a worker that waits for one whose process is stopped."""
+        """Check that the driver does not kill a worker that waits for one whose process is stopped, nor one whose weights are right."""
+        info = self.engine._table.get(worker.name)
+        evicted = info is not None and info.killed_for is not None and info.killed_for.reason == "divergence"
+        if evicted and worker.name not in self.differing.keys() | self._differed:
+            self.fail(f"{worker.name} was evicted, although its weights equal those of most ranks")
         group = worker.backend.group
         if self.schedule.phase == "train" and group is not None and group.waits(worker):
             stopped = [each.name for each in group.members if each.stopped_at is not None and not each.given_up]
@@ -180,8 +216,16 @@ class Checker:
 
     def loaded(self, steps: Sequence[Step], loads: int) -> None:
         """Note that the user has loaded a checkpoint on all ranks."""
-        self.truth, self.loads, self._discarded = list(steps), loads, []
+        self.truth, self.loads, self.least, self._discarded = list(steps), loads, 0, []
         self.begins_at = len(steps)
+        self._differed |= self.differing.keys()
+        self.differing, self._digests = {}, {}
+
+    def has_loaded(self, steps: int, *, shown: bool) -> None:
+        """Note that the load has ended. `shown` is whether the driver has a snapshot of the state that was loaded."""
+        self.least = steps if shown else 0
+        if not shown and self.schedule.calm and self._plan.snapshot_every is not None:
+            self.fail("load() has returned, and the driver has no snapshot of the state that was loaded")
 
     def weights(self) -> int:
         """Return the weights of an undisturbed run with these steps."""
@@ -191,10 +235,13 @@ class Checker:
         return weights
 
     def _check_step(self, contributions: Sequence[Any], step: Step) -> None:
-        states = {each[:5] for each in contributions}
+        states = {each[:5] for each in contributions if not each[7]}
+        known = next(iter(states), (0, 0))[1]
+        states |= {(each[0], known, *each[2:5]) for each in contributions if each[7]}
         if len(states) != 1:
             self.fail(f"the ranks of one all-reduce were not in the same step and state: {sorted(states)}")
-        seen = [index for *_, part, _ in contributions if part.fresh for index in range(part.start, part.stop)]
+        parts = [each[5] for each in contributions]
+        seen = [index for part in parts if part.fresh for index in range(part.start, part.stop)]
         if sorted(seen) != list(range(step[1], step[2])):
             self.fail(f"step {step} used the samples {sorted(seen)}")
 
@@ -211,6 +258,17 @@ class Checker:
         size = self._plan.global_batch
         if size is not None and (start % size or stop != min(start + size, total)):
             self.fail(f"step {steps[-1]} differs from those of an undisturbed run")
+
+    # -- limits on failures ---------------------------------------------------------------------------
+
+    def gave_up(self, failures: int) -> None:
+        """Check that a call that raised TrainingFailedError has survived as many failures as it may."""
+        if failures <= self._plan.retries or self._plan.retries < 0:
+            self.fail(f"a call gave up after {failures} failures, and may survive {self._plan.retries}")
+
+    def survived(self, failures: int) -> None:
+        if failures > self._plan.retries >= 0:
+            self.fail(f"a call survived {failures} failures, and may survive {self._plan.retries}")
 
     # -- the user's code ------------------------------------------------------------------------------
 

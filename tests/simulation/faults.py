@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from raysgd.core.outcomes import DataLoaderFailure
 from raysgd.core.policy import LEAVE_BEFORE_S
 from tests.simulation.checker import Checker
 from tests.simulation.group import CallDidNotEnd, Node, SimGroup, Worker
@@ -23,6 +24,9 @@ GRACE_S = 31.0
 # Within this many seconds of a call's beginning, or after the last fault, the longest chain of waits of the table in
 # docs/guarantees.md must have ended: to notice a hang, release the ranks, agree, start new processes, set them up, meet.
 SETTLE_S = 60.0
+LASTING = ("stop", "slow", "cut", "partition", "split", "lose")
+# A connection that takes nothing for longer means a driver that does nothing, which is a fault of its own.
+LOSES_S = 4.0
 # A fault can be the cause of what the driver notices this long after it: some it notices only in the next call.
 CAUSE_S = 120.0
 
@@ -53,6 +57,11 @@ class Schedule:
         self.first_call = 0
         self.struck: Counter[tuple[str, str]] = Counter()
         self.slowest_s = 0.0
+        self.corrupted = False
+
+    @property
+    def now(self) -> float:
+        return self._world.now
 
     @property
     def phase(self) -> str:
@@ -81,6 +90,28 @@ class Schedule:
                 return original(*args, **kwargs)
 
         setattr(owner, method, call)
+
+    def wrap_change(self, membership: Any) -> None:
+        """Let the phase be "growth" while workers join and none leaves."""
+        original = membership._replace
+
+        def replace(stay: list[str], leavers: list[str], joining: list[str], call: int) -> bool:
+            with self.during(self.phase if leavers else "growth"):
+                done: bool = original(stay, leavers, joining, call)
+                return done
+
+        membership._replace = replace
+
+    def wrap_interruptions(self, engine: Any) -> None:
+        """Let the phase be "interruption" while a call that an error has ended waits for its workers."""
+        original = engine._fan_out
+
+        def fan_out(job: Any) -> Any:
+            made = original(job)
+            self.wrap(made, "_cut_short", "interruption")
+            return made
+
+        engine._fan_out = fan_out
 
     def begin_call(self, work_s: float = 0.0) -> None:
         """Note that a call of the script begins, in which training takes about `work_s`."""
@@ -157,12 +188,13 @@ class Schedule:
             ends_call = fault.at not in ("hook", "setup", "closing") and worker.client.call > self.first_call
             self._checker.thrown(error, worker if ends_call else None, self.recoveries())
             raise error
+        if fault.kind == "loader":
+            self._count(fault, worker.name)
+            raise DataLoaderFailure("planned")
         others = [each for each in self.group.workers.values() if each.alive and each is not worker]
         start = fault.pick % len(others) if others else 0
         for victim in [*[*others[start:], *others[:start]][: fault.others], worker]:
-            self._count(
-                fault, victim.name, fault.seconds if fault.kind in ("stop", "slow", "cut", "partition") else 0.0
-            )
+            self._count(fault, victim.name, fault.seconds if fault.kind in LASTING else 0.0)
             getattr(self, f"_{fault.kind}")(victim, fault.seconds)
 
     def _kill(self, victim: Worker, seconds: float) -> None:
@@ -181,6 +213,15 @@ class Schedule:
 
     def _skew(self, victim: Worker, seconds: float) -> None:
         victim.ahead_s += seconds
+
+    def _lose(self, victim: Worker, seconds: float) -> None:
+        victim.loses = True
+        self._world.at(min(seconds, LOSES_S), lambda: setattr(victim, "loses", False))
+
+    def _corrupt(self, victim: Worker, seconds: float) -> None:
+        if victim.replica is not None and self._plan.evict:
+            victim.replica.weights += 1 << 70
+            victim.replica.damaged = self.corrupted = True
 
     def _disconnect(self, victim: Worker, seconds: float) -> None:
         victim.lose_connection("its control connection was reset", "worker death", dies_in_s=min(seconds, 2.0))
@@ -206,6 +247,11 @@ class Schedule:
 
     def _partition(self, victim: Worker, seconds: float) -> None:
         self.group.block(victim.node, DRIVER, seconds)
+
+    def _split(self, victim: Worker, seconds: float) -> None:
+        others = [node.name for node in self.group.nodes if node is not victim.node and node.alive]
+        if others:
+            self.group.network.block(victim.node.name, others[0], seconds)
 
     def _add(self, victim: Worker, seconds: float) -> None:
         self.group.nodes.append(Node(f"added{len(self.group.nodes)}", victim.node.slots))

@@ -53,7 +53,7 @@ class SimClient(ControlClient):
     def __init__(self, worker: Worker) -> None:
         self._worker_process, self._worker = worker, worker.name
         self._abort, self._open = worker.backend.abort, True
-        self._writable: Any = SimpleNamespace(select=lambda timeout: True)  # the driver always reads
+        self._writable: Any = SimpleNamespace(select=lambda timeout: not worker.loses)
         self.generation = self.call = -1
         self._call_lock = threading.Lock()
         self.control = Control(self._publish, clock=worker.clock, changed=Condition(worker))  # type: ignore[arg-type]
@@ -101,6 +101,7 @@ class Worker(Process):
         self.host = ReplicaHost(self.backend, self.client.control, remote=False)
         self.replica: SimReplica | None = None
         self.slow = 1.0
+        self.loses = False  # whether what it sends without waiting for an answer gets lost
         self.given_up = False
         self.lost = False  # whether the driver has seen the end of its control connection
         self.announced_at: float | None = None  # since when its machine is known to be stopped soon
@@ -195,11 +196,23 @@ class Worker(Process):
     def send(self, message: Message) -> None:
         self._to_driver.send(lambda: self.lost or self._group.emit(MessageReceived(self.name, message)))
 
-    def upload(self, message: SnapshotUpload, body: bytes) -> None:
-        """Send a snapshot on a connection of its own. It arrives completely or not at all, and later than other
-        messages."""
-        received = MessageReceived(self.name, message, body)
-        self._bulk.send(lambda: self.alive and self._group.emit(received))
+    def upload(self, message: SnapshotUpload, body: bytes, *, wait_s: float = 0.0) -> None:
+        """Send a snapshot on a connection of its own, and wait for up to `wait_s` until it has arrived. It arrives
+        completely or not at all, and later than other messages."""
+        received, wake = MessageReceived(self.name, message, body), Wake(self)
+
+        def arrive() -> None:
+            if self.alive:
+                self._group.emit(received)
+                wake()
+
+        if not self.loses:
+            self._bulk.send(arrive)
+        if wait_s:
+            self.at(wait_s, wake)
+            wake.wait()
+        else:
+            wake.used = True
 
     def deliver(self, message: Message) -> None:
         self._from_driver.send(lambda: self.at(0.0, lambda: self.client.receive(message)))

@@ -5,22 +5,25 @@ seeds each one needs."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from raysgd.core import metrics
-from raysgd.core.messages import Interrupt, ProposeBoundary
-from raysgd.core.policy import Observation
+from raysgd.core import metrics, policy
+from raysgd.core.messages import Interrupt, ProgressReport, ProposeBoundary
+from raysgd.core.policy import Observation, Recovery
 from raysgd.core.progress import Control, Progress
 from raysgd.core.sampling_plan import RankPart, SamplingPlan
-from raysgd.engine import boundary, engine, generation, membership, recovery, watchdog
+from raysgd.core.snapshot import Snapshot, SnapshotStore
+from raysgd.engine import boundary, call, engine, generation, membership, recovery, watchdog
 from raysgd.engine.engine import Engine
 from raysgd.engine.generation import Generation
 from raysgd.engine.membership import Leaver, Membership
 from raysgd.engine.recovery import RecoveryLoop
+from raysgd.engine.recovery_log import RecoveryLog
 from raysgd.engine.replacements import Replacements
 from raysgd.engine.watchdog import Watchdog
 from raysgd.engine.worker_table import WorkerInfo, WorkerTable
@@ -123,6 +126,17 @@ def repeat_a_sample_after_loading(patch: Patch) -> None:
     def adopt(self: Position, values: Any) -> None:
         original(self, values)
         self.offset = max(self.offset - 1, 0)
+
+    patch.setattr(Position, "adopt", adopt)
+
+
+@mutant
+def lose_a_sample_after_loading(patch: Patch) -> None:
+    original = Position.adopt
+
+    def adopt(self: Position, values: Any) -> None:
+        original(self, values)
+        self.offset += 1
 
     patch.setattr(Position, "adopt", adopt)
 
@@ -381,6 +395,141 @@ def count_metrics_of_an_earlier_call(patch: Patch) -> None:
     patch.setattr(WorkerTable, "begin_run", lambda self, worker, method: None)
 
 
+# -- confirmations, numbers and comparisons -----------------------------------------------------------
+
+
+@mutant
+def keep_the_older_snapshot(patch: Patch) -> None:
+    def offer(self: SnapshotStore, snapshot: Snapshot) -> bool:
+        self._latest = self._latest or snapshot
+        return True
+
+    patch.setattr(SnapshotStore, "offer", offer)
+
+
+@mutant
+def keep_no_snapshot(patch: Patch) -> None:
+    patch.setattr(SnapshotStore, "offer", lambda self, snapshot: False)
+
+
+@mutant
+def use_late_replies(patch: Patch) -> None:
+    original = WorkerTable._call_ended
+
+    def call_ended(self: WorkerTable, info: WorkerInfo, event: Any) -> None:
+        original(self, info, replace(event, call=info.last_call))
+
+    patch.setattr(WorkerTable, "_call_ended", call_ended)
+
+
+@mutant
+def let_old_progress_replace_new(patch: Patch) -> None:
+    original = WorkerTable._message_received
+
+    def received(self: WorkerTable, info: WorkerInfo, message: Any) -> None:
+        if isinstance(message, ProgressReport):
+            message = replace(message, call=info.last_call, progress=replace(message.progress, step=0))
+        original(self, info, message)
+
+    patch.setattr(WorkerTable, "_message_received", received)
+
+
+@mutant
+def allow_one_failure_more(patch: Patch) -> None:
+    original = recovery.decide
+
+    def decide(now: Any, *, wait_s: float) -> Any:
+        return original(replace(now, failures=now.failures - 1), wait_s=wait_s)
+
+    patch.setattr(recovery, "decide", decide)
+
+
+@mutant
+def allow_one_failure_less(patch: Patch) -> None:
+    original = recovery.decide
+
+    def decide(now: Any, *, wait_s: float) -> Any:
+        return original(replace(now, failures=now.failures + 1), wait_s=wait_s)
+
+    patch.setattr(recovery, "decide", decide)
+
+
+@mutant
+def evict_the_majority(patch: Patch) -> None:
+    def outliers(digests: Any) -> list[str] | None:
+        found = policy.outliers(digests)
+        return [worker for worker in digests if worker not in found] if found else found
+
+    patch.setattr(call, "outliers", outliers)
+
+
+@mutant
+def compare_digests_of_different_steps(patch: Patch) -> None:
+    def take(self: WorkerTable, workers: Any) -> Any:
+        infos = [self._workers[worker] for worker in workers]
+        if not all(info.digests for info in infos):
+            return []
+        return [(0, {info.worker: info.digests[max(info.digests)] for info in infos})]
+
+    patch.setattr(WorkerTable, "take_digests", take)
+
+
+@mutant
+def give_new_workers_no_state(patch: Patch) -> None:
+    patch.setattr(Generation, "load", lambda self, workers, state: True)
+
+
+@mutant
+def name_the_wrong_number_of_workers(patch: Patch) -> None:
+    original = RecoveryLog.record
+
+    def record(self: RecoveryLog, seen: Recovery, **given: Any) -> None:
+        original(self, replace(seen, world_size_after=seen.world_size_after + 1), **given)
+
+    patch.setattr(RecoveryLog, "record", record)
+
+
+@mutant
+def divide_an_epoch_among_too_few_ranks(patch: Patch) -> None:
+    original = SamplingPlan.offset_after
+    patch.setattr(SamplingPlan, "offset_after", lambda self, offset: max(original(self, offset) - 1, offset + 1))
+
+
+@mutant
+def count_repeated_samples(patch: Patch) -> None:
+    original = SamplingPlan.parts
+    patch.setattr(
+        SamplingPlan, "parts", lambda self, offset: [part._replace(fresh=True) for part in original(self, offset)]
+    )
+
+
+@mutant
+def never_start_replacements(patch: Patch) -> None:
+    patch.setattr(Replacements, "launch", lambda self, count: None)
+
+
+@mutant
+def forget_the_failure_of_a_data_loader(patch: Patch) -> None:
+    original = engine.classify
+
+    def classify(outcomes: Any) -> Observation:
+        seen = original(outcomes)
+        return Observation("done") if seen.reason == "data loader" else seen
+
+    patch.setattr(engine, "classify", classify)
+
+
+@mutant
+def commit_a_batch_before_its_step(patch: Patch) -> None:
+    original = Feed.cut_short
+
+    def cut_short(self: Feed) -> bool:
+        self._stepped = True
+        return original(self)
+
+    patch.setattr(Feed, "cut_short", cut_short)
+
+
 if __name__ == "__main__":
-    for each in MUTANTS:
+    for each in sys.argv[1:] or MUTANTS:
         print(f"{seeds_needed(each, 2000)}  {each}", flush=True)

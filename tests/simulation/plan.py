@@ -6,16 +6,16 @@ A plan prints as the Python expression that makes it, so that a schedule of faul
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from raysgd.config import ElasticConfig, Limits
 
-__all__ = ["HARMLESS", "Fault", "Plan", "plan_for"]
+__all__ = ["HARMLESS", "KINDS", "PHASES", "Fault", "Plan", "plan_for"]
 
 # Moments in a worker at which a fault can be injected. Where the user's code runs, it can also raise an error.
-RUNNING = ("forward", "reduced", "applied", "message")
+RUNNING = ("data", "forward", "reduced", "applied", "message")
 FORMING = (
     "leave",
     "offer",
@@ -29,7 +29,7 @@ FORMING = (
     "load ended",
 )
 STARTING = ("process start", "warm", "warm ended", "prepare", "build", "build ended")
-OTHER = ("validate", "save", "restore", "run", "run ended", "noticed", "close", "close ended")
+OTHER = ("validate", "save", "restore", "function", "run", "run ended", "noticed", "close", "close ended")
 USERS = (
     "forward",
     "forward",
@@ -42,6 +42,9 @@ USERS = (
     "setup",
     "resized",
     "closing",
+    "function",
+    "state_dict",
+    "load_state_dict",
 )
 # What the driver is in, for faults that are injected while it waits for an event.
 PHASES = (
@@ -53,16 +56,21 @@ PHASES = (
     "load",
     "resize",
     "remove",
+    "idle",
     "recovery",
     "change",
+    "growth",
     "agreement",
     "rendezvous",
+    "interruption",
     "shutdown",
 )
+BRIEF = {"agreement", "resize", "remove", "load", "save", "apply", "idle", "change", "growth", "interruption"}
 
-ON_WORKERS = ("kill", "kill", "kill", "stop", "freeze", "slow", "disconnect", "reset", "notice")
-ON_NODES = ("node", "cut", "partition", "drain", "add")
+ON_WORKERS = (*["kill"] * 3, "stop", "freeze", "slow", "skew", "disconnect", "reset", "notice", "lose", "corrupt")
+ON_NODES = ("node", "cut", "partition", "split", "drain", "add")
 ON_DRIVER = ("ctrl-c", "ctrl-c", "cancel", "callback", "pause", "jump")
+KINDS = tuple(dict.fromkeys((*ON_WORKERS, *ON_NODES, "raise", "loader", *ON_DRIVER)))
 # Faults that alone need no recovery: planned changes, and errors that end a call.
 HARMLESS = {"add", "drain", "notice", "raise", "ctrl-c", "cancel", "callback"}
 
@@ -81,7 +89,21 @@ class Printed:
 class Fault(Printed):
     """A fault of this `kind`, injected the `count`th time that a worker reaches the point `at`, into it and `others` more
     workers. If `at` is a phase of the driver ("in recovery"), it counts how often the driver waits in that phase, and
-    `pick` chooses the worker. `seconds` is how long it lasts, for those that end."""
+    `pick` chooses the worker. `seconds` is how long it lasts, for those that end.
+
+    kill, stop, freeze    the process ends; stops for some seconds; stops for good
+    slow, skew            it computes ten times more slowly; its clock jumps
+    disconnect, reset     the driver loses its control connection; its peers lose their connections to it
+    notice, drain         SIGTERM, 31 s before its machine is stopped; its machine is drained
+    lose                  its reports of progress and its snapshots get lost for a while
+    corrupt               its weights change, in runs in which the driver compares them
+    node, add             its machine vanishes; a machine is added
+    cut, partition, split its machine's links are blocked: all of them, the one to the driver, the one to another machine
+    raise, loader         the user's code raises an error; a process of its data loader ends
+    ctrl-c, cancel        the call is interrupted; another thread cancels it
+    callback              the user's callback raises an error
+    pause, jump           the driver does nothing for a while; its clock jumps
+    """
 
     kind: str
     at: str
@@ -95,7 +117,9 @@ class Fault(Printed):
 class Plan(Printed):
     """Everything that decides a run. `seed` decides the delays, `later` when nodes are added and how large they are,
     `late` how many of the messages arrive up to half a second late, and `script` the calls of the user's script, such as
-    "train" (an epoch), "train 7" and "resize 2"."""
+    "train" (an epoch), "train 7" and "resize 2". `audit` is after how many steps a digest of the weights is written to
+    the audit log (0: no log), which with `evict` the driver compares, and `retries` how many failures a call may
+    survive."""
 
     seed: int = 0
     ranks: int = 2
@@ -111,6 +135,9 @@ class Plan(Printed):
     grow: Any = True
     spares: int = 0
     snapshot_every: Any = "epoch"
+    audit: int = 0
+    evict: bool = False
+    retries: int = -1
     script: tuple[str, ...] = ("train",)
     faults: tuple[Fault, ...] = ()
 
@@ -125,11 +152,17 @@ class Plan(Printed):
             grow=self.grow,
             snapshot_every=self.snapshot_every,
             hot_spares=self.spares,
+            audit="." if self.audit else None,
+            audit_weights_every=self.audit or 100,
+            on_divergence="evict" if self.evict else None,
         )
 
     @cached_property
     def limits(self) -> Limits:
         return Limits.derive(timeout_s=10.0, hang_timeout_s=10.0, start_s=20.0)
+
+
+OTHER_CALLS = ("validate", "apply", "save", "load", "resize", "remove", "idle")
 
 
 def plan_for(seed: int) -> Plan:
@@ -143,7 +176,10 @@ def plan_for(seed: int) -> Plan:
     batch, steps = draw.randint(1, 4), draw.randint(3, 12 if ranks < 8 else 5)
     grow = draw.choice([True, True, True, "epoch", False])
     nodes, later = _machines(draw, ranks)
-    return Plan(
+    evict = draw.random() < 0.1
+    faults = tuple(_fault(draw, evict) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4, 6, 9])))
+    places = {fault.at.removeprefix("in ") for fault in faults}
+    plan = Plan(
         seed=seed,
         ranks=ranks,
         nodes=nodes,
@@ -158,9 +194,25 @@ def plan_for(seed: int) -> Plan:
         grow=grow,
         spares=draw.choice([0, 0, 1, 2]) if grow else 0,
         snapshot_every=draw.choice(["epoch", "epoch", 1, 3, None]),
-        script=_script(draw, ranks),
-        faults=tuple(_fault(draw) for _ in range(draw.choice([0, 1, 1, 2, 2, 3, 4, 6, 9]))),
+        audit=draw.choice([2, 3, 5]) if evict or draw.random() < 0.3 else 0,
+        evict=evict,
+        retries=draw.choice([-1, -1, -1, -1, -1, 0, 1, 2]),
+        script=_script(draw, ranks, places),
+        faults=faults,
     )
+    return _with_causes(plan, places, draw.randint(2, 8))
+
+
+def _with_causes(plan: Plan, places: set[str], count: int) -> Plan:
+    """Return a plan in which what the faults need to hit something happens: that workers join, or a call is interrupted."""
+    if "growth" in places:
+        faults = (Fault("kill", "applied", count), *plan.faults)
+        ranks, samples = max(plan.ranks, 2), max(plan.samples, 16 * plan.batch)
+        plan = replace(plan, ranks=ranks, nodes=(ranks, *plan.nodes), samples=samples, global_batch=None, faults=faults)
+        plan = replace(plan, step_s=0.3, in_place=True, grow=True, min_workers=1, retries=-1)
+    if "interruption" in places:
+        plan = replace(plan, step_s=0.3, faults=(Fault("ctrl-c", "in train", count), *plan.faults))
+    return plan
 
 
 def _machines(draw: random.Random, ranks: int) -> tuple[tuple[int, ...], tuple[tuple[float, int], ...]]:
@@ -174,28 +226,38 @@ def _machines(draw: random.Random, ranks: int) -> tuple[tuple[int, ...], tuple[t
     return tuple(nodes[:-1]), ((round(draw.uniform(0.5, 15.0), 1), nodes[-1]),)
 
 
-def _script(draw: random.Random, ranks: int) -> tuple[str, ...]:
+def _script(draw: random.Random, ranks: int, places: set[str]) -> tuple[str, ...]:
+    """Draw the calls. Most of those in which faults are to be injected are among them."""
+    wanted = [each for each in OTHER_CALLS if each in places and draw.random() < 0.7]
     script = []
     for _ in range(draw.randint(1, 3)):
         script.append(draw.choice(["train", "train", f"train {draw.randint(1, 20)}", f"fit {draw.randint(1, 5)}"]))
-        other = draw.choice(["validate", "apply", "save", "load", "resize", "remove", "idle", "idle", "", ""])
+        other = wanted.pop() if wanted else draw.choice([*OTHER_CALLS, "idle", "", ""])
         if other == "load" and "save" not in script:
             script.insert(draw.randrange(len(script)), "save")
         script.append(f"resize {draw.randint(1, ranks)}" if other == "resize" else other)
     return tuple(filter(None, script))
 
 
-def _fault(draw: random.Random) -> Fault:
-    kind = draw.choice(draw.choice([ON_WORKERS, ON_WORKERS, ON_NODES, ON_DRIVER, ("raise",)]))
+def _fault(draw: random.Random, evict: bool) -> Fault:
+    kind = draw.choice(
+        draw.choice([ON_WORKERS, ON_WORKERS, ON_NODES, ON_DRIVER, ("raise", "raise", "raise", "loader")])
+    )
+    if evict and draw.random() < 0.3:
+        kind = "corrupt"
+    elif kind == "corrupt":
+        kind = "kill"
     count = min(draw.randint(1, 40), draw.randint(1, 40))
     if kind == "raise":
         at = draw.choice(USERS)
-    elif kind in ON_DRIVER or draw.random() < 0.2:
+    elif kind == "loader":
+        at = "data"
+    elif kind in ON_DRIVER or (kind != "corrupt" and draw.random() < 0.4):
         at = f"in {draw.choice(PHASES)}"
     else:
         at = draw.choice(draw.choice([RUNNING, RUNNING, FORMING, FORMING, STARTING, OTHER]))
     if at not in RUNNING:
-        count = min(count, draw.randint(1, 12))  # because these come less often
+        count = min(count, draw.randint(1, 4 if at.removeprefix("in ") in BRIEF else 12))  # as these come less often
     return Fault(
         kind=kind,
         at=at,

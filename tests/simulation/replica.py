@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+from raysgd.core.audit import FIRST, Chain
 from raysgd.core.messages import SnapshotUpload
 from raysgd.core.meters import AverageMeterCollection
 from raysgd.core.metrics import COMMITTED, for_all_ranks
-from raysgd.core.outcomes import Interrupted
+from raysgd.core.outcomes import DataLoaderFailure, Interrupted
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.core.sampling_plan import SamplingPlan
+from raysgd.training.audit import AuditLog, AuditSettings
 from raysgd.training.feed import Drawn, Feed, Source
 from raysgd.training.position import Position
+from raysgd.training.snapshots import LOADED_S
 from tests.simulation.network import NetworkError
 
 __all__ = ["SimReplica", "Step", "UserError", "steps_of", "value_of", "weights_after"]
@@ -49,11 +53,24 @@ def steps_of(state: bytes) -> list[Step]:
     return steps
 
 
-class SimSource(Source):
-    """A dataset of `total` samples, read in order."""
+class SimAudit(AuditLog):
+    """Writes the lines of the audit log to a list. The library's own code decides what they are."""
 
-    def __init__(self, total: int, batch_size: int, global_batch: int | None) -> None:
-        self._total, self._batch_size, self._global = total, batch_size, global_batch
+    def __init__(self, worker: str, every: int, shows_driver: bool, digest: Callable[[], str]) -> None:
+        self._settings, self._digest = AuditSettings("", "run", 0.0, every, shows_driver), digest
+        self._chain, self._joined, self._due = Chain(), (-1, -1), 0
+        self.lines: list[bytes] = []
+        self._write(f"{FIRST} run 0.000 {worker} node 1")
+
+    def _write(self, text: str) -> None:
+        self.lines.append(self._chain.line(text))
+
+
+class SimSource(Source):
+    """A dataset of `total` samples, read in order. `draws` is called before each batch."""
+
+    def __init__(self, total: int, batch_size: int, global_batch: int | None, draws: Callable[[], None]) -> None:
+        self._total, self._batch_size, self._global, self._draws = total, batch_size, global_batch, draws
         self.loader = range(total)
 
     @property
@@ -67,7 +84,8 @@ class SimSource(Source):
         plan = self._plan(rank_info)
         for part in plan.parts_of(rank_info.world_rank, offset):
             before, offset = offset, plan.offset_after(offset)
-            yield Drawn((before, offset, part), offset, part.fresh)
+            self._draws()
+            yield Drawn((before, offset, part), offset, part.fresh, units=(part.start, part.stop, 0))
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
         return self._plan(rank_info).steps_left(offset)
@@ -87,10 +105,12 @@ class SimReplica:
         self._worker, self._plan, self._rank_info, self._control = worker, plan, rank_info, control
         self._position = Position()
         self._feed: Feed | None = None
-        self._source = SimSource(plan.samples, plan.batch, plan.global_batch)
+        self._source = SimSource(plan.samples, plan.batch, plan.global_batch, lambda: worker.point("data"))
         self._mark = 0
         self.steps: list[Step] = []
         self.weights = 0
+        self.damaged = False  # whether a fault has changed the weights, or those that they were taken from
+        self.audit = SimAudit(worker.name, plan.audit, plan.evict, lambda: f"{self.weights:x}") if plan.audit else None
         self._meter, self._units_before = AverageMeterCollection(), 0
 
     @property
@@ -106,6 +126,8 @@ class SimReplica:
         self._control.phase = call.name
         try:
             return call.method(self, **call.arguments)
+        except DataLoaderFailure as failure:
+            return failure.interrupted("train_loader", self.partial(), self.progress)
         finally:
             self._control.phase = "idle"
 
@@ -113,8 +135,13 @@ class SimReplica:
 
     def train(self, call: int, num_steps: int | None, snapshot_first: bool = False, pause_at: int | None = None) -> Any:
         position = self._position
-        if not position.open_call(call):
+        done = not position.open_call(call)
+        if self.audit is not None:
+            self.audit.begin(self._rank_info, position)
+        if done:
             self._snapshot()
+            if self.audit is not None:
+                self.audit.done(position.step)
             return {"epoch": position.epoch, COMMITTED: position.call_units}
         self._meter, self._units_before = AverageMeterCollection(), position.call_units
         if snapshot_first:
@@ -128,6 +155,7 @@ class SimReplica:
             shared=True,
             pause_at=pause_at,
             on_commit=self._on_commit,
+            audit=self.audit,
         )
         try:
             for batch in feed:
@@ -141,6 +169,8 @@ class SimReplica:
             return Interrupted(self.partial(), "stopped at a batch boundary", self.progress, asked=asked)
         self._feed = None
         position.call_done = True
+        if self.audit is not None:
+            self.audit.done(position.step)
         self._snapshot()
         return self.partial()
 
@@ -149,20 +179,20 @@ class SimReplica:
         worker.compute()
         worker.point("forward")
         gradient = sum(gradient_of(self._position.epoch, each) for each in range(part.start, part.stop)) * part.fresh
-        given = (len(self.steps), self.weights, self._position.epoch, before, after, part, gradient)
+        given = (len(self.steps), self.weights, self._position.epoch, before, after, part, gradient, self.damaged)
         group = worker.backend.group
         if group is None:
             raise NetworkError("the process group was aborted")
         contributions = group.collective(worker, given, worker.backend.collective_s)
         worker.point("reduced")
-        self.weights = hash((self.weights, sum(each[-1] for each in contributions)))
+        self.weights = hash((self.weights, sum(each[6] for each in contributions)))
         self.steps.append((self._position.epoch, before, after))
         self._position.applied += 1
         feed.stepped()
         worker.checker.applied(worker, group, self.steps, contributions)
         worker.point("applied")
         size = part.stop - part.start
-        mean = sum(value_of(sample) for sample in range(part.start, part.stop)) / size
+        mean = sum(value_of(sample) for sample in range(part.start, part.stop)) / max(size, 1)
         self._meter.update({"value": mean}, size * feed.fresh)
 
     def validate(self, call: int) -> Any:
@@ -183,7 +213,7 @@ class SimReplica:
         self._worker.point("restore")
         self.load(data, by_user=True)
         self._position.call, self._position.call_done, self._position.loads = -1, False, loads
-        self._snapshot()
+        self._snapshot(wait_s=LOADED_S)
 
     def notice_preemption(self, deadline_s: float | None) -> None:
         self._worker.checker.told_of_preemption(self._worker, deadline_s)
@@ -191,6 +221,7 @@ class SimReplica:
 
     def apply(self, number: int) -> str:
         self._worker.compute()
+        self._worker.point("function")
         self._worker.checker.called_function(self._worker, number)
         return str(self._worker.name)
 
@@ -207,33 +238,39 @@ class SimReplica:
         return {"epoch": self._position.epoch, **self._meter.summary(), COMMITTED: self._position.call_units}
 
     def state(self) -> memoryview:
+        self._worker.point("state_dict")
         return memoryview(self._state())
 
     def _state(self) -> bytes:
-        return pickle.dumps((self._position.as_dict(), self.steps, self.weights))
+        return pickle.dumps((self._position.as_dict(), self.steps, self.weights, self.damaged))
 
     def load(self, data: Any, *, by_user: bool = False) -> None:
-        position, steps, weights = pickle.loads(data)
+        position, steps, weights, damaged = pickle.loads(data)
         if not by_user:
+            self._worker.point("load_state_dict")
             self._worker.checker.takes(self._worker, self.steps, self._position.loads, steps, position["loads"])
         self._position.adopt(position)
-        self.steps, self.weights = steps, weights
+        self.steps, self.weights, self.damaged = steps, weights, damaged
         self._feed = None
 
     def close(self) -> None:
         self._worker.point("closing")
 
     def _on_commit(self, last: bool = False) -> None:
-        if last or self._control.due():
-            self._control.report(self._position.progress("train"), self.partial())
+        digest = self.audit.committed(self._position.step) if self.audit is not None else ""
+        if digest:
+            self._worker.checker.showed(self._worker, self._position.step, self.weights)
+        if digest or self._control.due(last=last):
+            progress = self._position.progress("train")
+            self._control.report(replace(progress, digest=digest) if digest else progress, self.partial())
         every = self._plan.snapshot_every
         if not last and isinstance(every, int) and self._position.step // every > self._mark:
             self._snapshot()
             self._mark = self._position.step // every
 
-    def _snapshot(self) -> None:
+    def _snapshot(self, *, wait_s: float = 0.0) -> None:
         if self._rank_info.world_rank == 0 and self._plan.snapshot_every is not None:
             committed = self._position.call_units - self._units_before
             partial = for_all_ranks(self.partial(), self._rank_info.world_size, committed)
             message = SnapshotUpload(self.progress, self._position.call, partial)
-            self._worker.upload(message, self._state())
+            self._worker.upload(message, self._state(), wait_s=wait_s)

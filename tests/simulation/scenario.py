@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from greenlet import getcurrent
 
 from raysgd.constants import NUM_SAMPLES
 from raysgd.core import metrics
+from raysgd.core.audit import SUFFIX, AuditError, Verdict, verify
 from raysgd.core.policy import Recovery
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Engine, Job
-from raysgd.errors import ResourceError, WorkerStartError
+from raysgd.engine.recovery_log import PLANNED
+from raysgd.errors import ResourceError, TrainingFailedError, WorkerStartError
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.faults import Cancelled, Schedule
 from tests.simulation.group import Node, SimGroup
@@ -26,6 +30,8 @@ from tests.simulation.world import World
 
 __all__ = ["Result", "run"]
 
+# Calls that a failure does not end, however many there are.
+HARDY = ("resize", "remove", "idle")
 CTRL_C_S = 8.0  # 5 s for the workers to stop, and for those that had been dismissed to leave their places
 
 
@@ -41,6 +47,7 @@ class Result:
     slowest_s: float = 0.0
     struck: Counter[tuple[str, str]] = field(default_factory=Counter)
     recoveries: list[Recovery] = field(default_factory=list)
+    verdict: Verdict | None = None
 
 
 class Script:
@@ -56,6 +63,7 @@ class Script:
             world.at(when, lambda node=node: self.group.nodes.append(node))
             schedule.over_at = max(schedule.over_at, world.now + when)
         self._saved: tuple[bytes, list[Step]] | None = None
+        self._over = False  # whether nobody knows which weights are right
         limits = {"join_s": plan.limits.join_s, "collective_s": plan.limits.collective_s}
         self.engine = engine = Engine(
             self.group,
@@ -77,6 +85,8 @@ class Script:
         schedule.wrap(engine._membership, "change", "change")
         schedule.wrap(engine._generation, "_pass_state", "agreement")
         schedule.wrap(engine._generation, "_rendezvous", "rendezvous")
+        schedule.wrap_change(engine._membership)
+        schedule.wrap_interruptions(engine)
 
     # -- the user's code in the workers ---------------------------------------------------------------
 
@@ -100,7 +110,8 @@ class Script:
                 raise
         else:
             for line in self.plan.script:
-                self._until_done(*line.split())
+                if not self._over:
+                    self._until_done(*line.split())
         self._shut_down()
 
     def _start(self) -> None:
@@ -132,11 +143,13 @@ class Script:
         while True:
             self.world.note("SCRIPT %s %s", name, given)
             self.schedule.begin_call()
+            recoveries = len(self.engine.recoveries)
             try:
                 with self.schedule.during("train" if name == "fit" else name):
                     getattr(self, f"_{name}")(*map(int, given))
                 self.checker.raise_found()
                 self.checker.returned()
+                self.checker.survived(self._failures_since(recoveries) if name not in HARDY else 0)
                 return
             except UserError as error:
                 self.checker.raise_found()
@@ -147,12 +160,21 @@ class Script:
                 took_s = self.world.now - max(self.schedule.interrupted_at, self.schedule.over_at)
                 if took_s > CTRL_C_S:
                     raise Violation(f"{name} ended {took_s:.1f} s after Ctrl-C") from None
+            except TrainingFailedError as error:
+                self.checker.raise_found()
+                self._over = "no more than half of them are equal" in str(error) and self.plan.evict
+                if self._over:
+                    return
+                self.checker.gave_up(self._failures_since(recoveries))
             except (ResourceError, WorkerStartError):
                 if name != "resize" or not self.schedule.struck:
                     raise
                 return  # the machines that it asked for were not there in time
             self.world.note("SCRIPT an error was raised")
             self.checker.ended()
+
+    def _failures_since(self, count: int) -> int:
+        return sum(each.reason not in PLANNED for each in self.engine.recoveries[count:])
 
     # -- its calls ------------------------------------------------------------------------------------
 
@@ -162,12 +184,12 @@ class Script:
         checker.begins_at = before
         self.schedule.begin_call(2 * self.plan.step_s * (num_steps or self.plan.samples))
         call = Call(SimReplica.train, {"num_steps": num_steps})
-        parts = self.engine.run(Job(call, again="resume", max_failures=-1, **job))
+        parts = self.engine.run(Job(call, again="resume", max_failures=self.plan.retries, **job))
         truth, weights = checker.truth, checker.weights()
         for name in self.engine._table.members():
             replica = self.group.workers[name].replica
             assert replica is not None
-            if replica.steps != truth or replica.weights != weights:
+            if replica.steps != truth or (replica.weights != weights and not replica.damaged):
                 raise Violation(
                     f"after train(), {name} has {len(replica.steps)} steps, and an undisturbed run {len(truth)}"
                 )
@@ -222,7 +244,7 @@ class Script:
             raise Violation(f"a function's results are those of {ran}")
 
     def _call(self, method: Callable[..., Any], arguments: dict[str, Any], again: Any = "repeat") -> Any:
-        return self.engine.run(Job(Call(method, arguments), again=again, max_failures=-1))[-1].values
+        return self.engine.run(Job(Call(method, arguments), again=again, max_failures=self.plan.retries))[-1].values
 
     def _save(self) -> None:
         data = [value for value in self._call(SimReplica.checkpoint, {}) if value is not None]
@@ -237,6 +259,8 @@ class Script:
         with self.engine.state_replaced_by_hand():
             self.checker.loaded(steps, loads)
             self._call(SimReplica.restore, {"data": data, "loads": loads})
+        newest = self.engine._table.snapshots.latest()
+        self.checker.has_loaded(len(steps), shown=newest is not None and newest.progress.loads == loads)
 
     def _resize(self, count: int) -> None:
         self.engine.resize(count)
@@ -251,7 +275,27 @@ class Script:
                 raise Violation(f"{leaving} is still a member after remove()")
 
     def _idle(self) -> None:
-        self.world.run(8.0, lambda: False)
+        for _ in range(4):
+            self.schedule.driver_waits()
+            self.world.run(2.0, lambda: False)
+
+    # -- its audit log --------------------------------------------------------------------------------
+
+    def verified(self) -> Verdict | None:
+        """Let the library's verifier read what the workers wrote."""
+        replicas = [each.replica for each in self.group.workers.values() if each.replica is not None]
+        if not any(replica.audit for replica in replicas):
+            return None
+        with tempfile.TemporaryDirectory(prefix="raysgd-simulation-") as folder:
+            for number, replica in enumerate(replicas):
+                assert replica.audit is not None
+                Path(folder, f"{number}{SUFFIX}").write_bytes(b"".join(replica.audit.lines))
+            try:
+                return verify(Path(folder))
+            except AuditError as error:
+                if "the weights of the ranks differ" in str(error) and self.schedule.corrupted:
+                    return None  # which is true, if a rank was not evicted at once
+                raise
 
 
 def run(plan: Plan, *, tracing: bool = False) -> Result:
@@ -260,6 +304,7 @@ def run(plan: Plan, *, tracing: bool = False) -> Result:
     script, result = Script(plan, world), Result(plan, trace=world.trace)
     try:
         script.run()
+        result.verdict = script.verified()
     except (Exception, KeyboardInterrupt, Violation) as error:
         result.error = error
     finally:

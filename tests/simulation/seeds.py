@@ -1,15 +1,19 @@
 """Run many seeds: `python -m tests.simulation --seeds 2000`.
 
 `--seed 17` runs one, and prints all that happens. A seed that fails prints its plan, shortened. `--state FILE` adds the
-results to those in a file: the next run continues after the last seed in it.
+results to those in a file, which has them for each version of the engine and the simulation: the next run of the same
+version continues after its last seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import multiprocessing
+import os
+import subprocess
 import sys
 import time
 import traceback
@@ -17,27 +21,44 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.simulation.plan import plan_for
+from tests.simulation.plan import KINDS, PHASES, plan_for
 from tests.simulation.scenario import run
 from tests.simulation.shrink import shrink
 
-__all__ = ["Summary", "main", "simulate"]
+__all__ = ["State", "Summary", "main", "simulate"]
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 CHUNK = 50
+# What decides how a seed runs.
+SOURCES = (
+    "raysgd/config.py",
+    "raysgd/core/*.py",
+    "raysgd/engine/*.py",
+    "raysgd/training/audit.py",
+    "raysgd/training/feed.py",
+    "raysgd/training/position.py",
+    "raysgd/workers/control_client.py",
+    "raysgd/workers/replica_host.py",
+    *(
+        f"tests/simulation/{name}.py"
+        for name in ("checker", "faults", "group", "network", "plan", "replica", "scenario", "world")
+    ),
+)
 
 
 @dataclass
 class Summary:
     """The results of several seeds. Summaries can be added. `cpu_s` is processor time, `slowest_s` the longest that a
-    call took in virtual time after the last fault."""
+    call took in virtual time after the last fault. `faults` counts each kind in each phase of the driver, and `verified`
+    the runs whose audit log the verifier has read."""
 
     seeds: int = 0
     steps: int = 0
     redone: int = 0
+    verified: int = 0
     cpu_s: float = 0.0
     slowest_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
-    phases: Counter[str] = field(default_factory=Counter)
     recoveries: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
 
@@ -48,29 +69,74 @@ class Summary:
         self.slowest_s = slowest_s
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.seeds} seeds, {self.cpu_s:.1f} s of processor time, {len(self.failed)} failed",
-            f"  {self.steps} steps, {self.redone} of them redone; a call ended at most {self.slowest_s:.0f} s (virtual) after the "
-            "last fault",
-        ]
-        for name in ("faults", "phases", "recoveries"):
-            counts: Counter[str] = getattr(self, name)
-            lines.append(
-                f"  {counts.total()} {name}: " + ", ".join(f"{count} {each}" for each, count in counts.most_common())
-            )
-        return "\n".join(lines)
+        recoveries = ", ".join(f"{count} {each}" for each, count in self.recoveries.most_common())
+        return "\n".join(
+            [
+                f"{self.seeds} seeds, {self.cpu_s:.1f} s of processor time, {len(self.failed)} failed",
+                f"  {self.steps} steps, {self.redone} of them redone; {self.verified} audit logs were verified; a call ended at most "
+                f"{self.slowest_s:.0f} s (virtual) after the last fault",
+                f"  {self.recoveries.total()} recoveries: {recoveries}",
+                f"  {self.faults.total()} faults, by kind and by what the driver did:",
+                *self.coverage(),
+            ]
+        )
+
+    def coverage(self) -> list[str]:
+        """Return a table: how often each kind of fault was injected in each phase of the driver."""
+        rows = [["", *PHASES, "all"]]
+        for kind in KINDS:
+            counts = [self.faults[f"{kind} in {phase}"] for phase in PHASES]
+            rows.append([kind, *(str(count or "-") for count in counts), str(sum(counts))])
+        sums = [sum(self.faults[f"{kind} in {phase}"] for kind in KINDS) for phase in PHASES]
+        rows.append(["all", *map(str, sums), str(sum(sums))])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return ["  " + " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
     @classmethod
-    def read(cls, file: Path) -> Summary:
-        """Return the summary in a file, or an empty one if there is no such file."""
-        values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        return cls(**{name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()})
+    def of(cls, values: dict[str, object]) -> Summary:
+        return cls(**{name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()})  # type: ignore[arg-type]
 
-    def write(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_suffix(".new")
-        draft.write_text(json.dumps(vars(self), indent=1), encoding="utf-8")
-        draft.replace(file)
+
+@dataclass
+class State:
+    """A file with one summary for each version. `commit` says where a version was first run."""
+
+    file: Path
+    versions: dict[str, Summary]
+    commits: dict[str, str]
+
+    @classmethod
+    def read(cls, file: Path) -> State:
+        """Return what is in a file, or an empty state if there is no such file."""
+        entries = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        commits = {version: entry.pop("commit") for version, entry in entries.items()}
+        return cls(file, {version: Summary.of(entry) for version, entry in entries.items()}, commits)
+
+    def of_this_version(self) -> Summary:
+        version = digest()
+        if version not in self.versions:
+            self.versions[version], self.commits[version] = Summary(), commit()
+        return self.versions[version]
+
+    def write(self) -> None:
+        entries = {version: {"commit": self.commits[version], **vars(each)} for version, each in self.versions.items()}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.file.with_suffix(".new")
+        draft.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        draft.replace(self.file)
+
+
+def digest() -> str:
+    """Return a digest of the engine and the simulation, because another one gives other runs for the same seeds."""
+    hashed = hashlib.sha256()
+    for file in sorted(file for pattern in SOURCES for file in ROOT.glob(pattern)):
+        hashed.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    return hashed.hexdigest()[:12]
+
+
+def commit() -> str:
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return git.stdout.strip()
 
 
 def simulate(first: int, count: int, *, tracing: bool = False) -> Summary:
@@ -82,12 +148,10 @@ def simulate(first: int, count: int, *, tracing: bool = False) -> Summary:
     try:
         for seed in range(first, first + count):
             result = run(plan_for(seed), tracing=tracing)
-            kinds, phases = Counter[str](), Counter[str]()
-            for (kind, phase), struck in result.struck.items():
-                kinds[kind] += struck
-                phases[phase] += struck
+            faults = Counter({f"{kind} in {phase}": count for (kind, phase), count in result.struck.items()})
             recovered = Counter(each.reason for each in result.recoveries)
-            summary.add(Summary(1, result.steps, result.redone, 0.0, result.slowest_s, kinds, phases, recovered))
+            verified = int(result.verdict is not None)
+            summary.add(Summary(1, result.steps, result.redone, verified, 0.0, result.slowest_s, faults, recovered, []))
             if tracing:
                 print(result.plan, *result.trace, sep="\n")
             if result.error is not None:
@@ -118,27 +182,34 @@ def _shortened(failure: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=2000, help="how many; with --state, how many in all runs together")
+    parser.add_argument("--seeds", type=int, default=2000, help="how many; with --state, in all runs of this version")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, help="only this one, with all that happens in it")
-    parser.add_argument("--jobs", type=int, default=2, help="how many processes share the work")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many share the work")
     parser.add_argument("--state", type=Path, help="where the results of all runs are added up")
     options = parser.parse_args()
     if options.seed is not None:
         logging.basicConfig(stream=sys.stdout, format="%(message)s")
         total = simulate(options.seed, 1, tracing=True)
     else:
-        total = Summary.read(options.state) if options.state else Summary()
-        first, end = options.first + total.seeds, options.first + options.seeds
-        chunks = [(start, min(CHUNK, end - start)) for start in range(first, end, CHUNK)]
-        with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-            for summary in pool.imap(_simulate, chunks):
-                total.add(summary)
-                if options.state:
-                    total.write(options.state)
-                for failure in summary.failed:
-                    print(failure, flush=True)
+        total = _simulate_all(options)
     print(total)
     for failure in total.failed[:5]:
         print(_shortened(failure), flush=True)
     return bool(total.failed)
+
+
+def _simulate_all(options: argparse.Namespace) -> Summary:
+    """Run the seeds that are missing, in several processes, and print those that fail."""
+    state = State.read(options.state) if options.state else None
+    total = state.of_this_version() if state else Summary()
+    first, end = options.first + total.seeds, options.first + options.seeds
+    chunks = [(start, min(CHUNK, end - start)) for start in range(first, end, CHUNK)]
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        for summary in pool.imap(_simulate, chunks):
+            total.add(summary)
+            if state:
+                state.write()
+            for failure in summary.failed:
+                print(failure, flush=True)
+    return total

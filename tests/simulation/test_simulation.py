@@ -5,14 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from raysgd.core.audit import AuditError
+from raysgd.core.protocols import Call
+from raysgd.engine.call import Job
+from tests.simulation import seeds
+from tests.simulation.checker import Checker
 from tests.simulation.mutants import MUTANTS, seeds_needed
 from tests.simulation.plan import Fault, Plan, plan_for
-from tests.simulation.scenario import run
-from tests.simulation.seeds import Summary, simulate
+from tests.simulation.replica import SimReplica
+from tests.simulation.scenario import Script, run
+from tests.simulation.seeds import State, simulate
 from tests.simulation.shrink import kind_of, shrink
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -120,6 +127,31 @@ FOUND = {
         script=("train", "idle", "train 3"),
         faults=(Fault("notice", "run", others=2),),
     ),
+    "a snapshot from before a load arrived after it": Plan(
+        seed=1312,
+        samples=25,
+        global_batch=6,
+        step_s=0.3,
+        spares=2,
+        audit=2,
+        retries=0,
+        script=("train", "remove", "save", "train", "load", "fit 1"),
+        faults=(Fault("stop", "applied", count=15, seconds=25.0), Fault("kill", "data", count=21)),
+    ),
+    "ranks were evicted for weights that a load had replaced": Plan(
+        seed=253,
+        ranks=4,
+        nodes=(1,),
+        later=((11.5, 3),),
+        samples=1,
+        step_s=0.01,
+        late=0.1,
+        snapshot_every=3,
+        audit=3,
+        evict=True,
+        script=("save", "train 10", "load", "train 4"),
+        faults=(Fault("corrupt", "build ended"),),
+    ),
     # The simulation itself was wrong in these.
     "a state was saved that lacks steps, because the only worker was lost": Plan(
         seed=1977,
@@ -159,16 +191,16 @@ FOUND = {
 
 
 def test_two_thousand_schedules_of_faults_break_no_guarantee() -> None:
-    seeds = os.environ.get("SEEDS", "2000")
+    count = os.environ.get("SEEDS", "2000")
     run = subprocess.run(
-        [sys.executable, "-m", "tests.simulation", "--seeds", seeds],
+        [sys.executable, "-m", "tests.simulation", "--seeds", count],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert f"{seeds} seeds" in run.stdout
+    assert f"{count} seeds" in run.stdout
 
 
 @pytest.mark.parametrize("plan", FOUND.values(), ids=FOUND)
@@ -185,6 +217,49 @@ def test_a_leaver_that_fails_while_it_hands_over_its_state_is_a_failure() -> Non
     assert [(each.removed_ranks, each.batches_redone) for each in result.recoveries] == [((0,), result.redone)]
 
 
+AUDITED = Plan(ranks=3, nodes=(3, 1), samples=25, batch=2, audit=2, faults=(Fault("kill", "applied", count=4),))
+
+
+def test_the_verifier_accepts_what_the_replicas_wrote() -> None:
+    result = run(AUDITED)
+    assert result.error is None and result.recoveries and result.verdict is not None
+    assert (result.verdict.samples, result.verdict.epochs, result.verdict.generations) == (25, 1, 2)
+
+
+def test_the_verifier_sees_that_a_rank_was_evicted_when_no_step_was_left() -> None:
+    """The log did not show who was left after the last step, so its verdict was that a rank with other weights stayed."""
+    plan = Plan(seed=6, ranks=3, nodes=(3,), samples=12, step_s=0.01, late=0.1, audit=2, evict=True)
+    result = run(replace(plan, faults=(Fault("corrupt", "applied", count=6),)))
+    assert result.error is None and [each.reason for each in result.recoveries] == ["divergence"]
+    assert result.verdict is not None and result.verdict.evicted == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("assign_a_shard_twice", "were used twice"),
+        ("skip_a_sample", "were lost"),
+        ("repeat_a_sample_after_loading", "1 samples were used twice"),
+        ("lose_a_sample_after_loading", "1 samples were lost"),
+        ("end_epochs_early", "were lost"),
+    ],
+)
+def test_the_verifier_names_a_sample_that_is_lost_or_used_twice(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulation's own checks, which would end the run at once, are left out."""
+    monkeypatch.setattr(Checker, "fail", lambda self, text: None)
+    monkeypatch.setattr(Script, "_train", unchecked)
+    MUTANTS[name](monkeypatch)
+    alone = replace(AUDITED, ranks=1, nodes=(1,), snapshot_every=1, step_s=0.3)  # its replacement loads a snapshot
+    error = run(alone if name.endswith("after_loading") else AUDITED).error
+    assert isinstance(error, AuditError) and message in str(error)
+
+
+def unchecked(script: Script, num_steps: int | None = None) -> None:
+    script.engine.run(Job(Call(SimReplica.train, {"num_steps": num_steps}), again="resume", max_failures=-1))
+
+
 def test_a_seed_always_gives_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
     runs = []
     for _ in range(2):
@@ -193,14 +268,18 @@ def test_a_seed_always_gives_the_same_run(capsys: pytest.CaptureFixture[str]) ->
     assert runs[0] == runs[1] and "FAULT" in runs[0]
 
 
-def test_a_run_continues_where_an_earlier_one_stopped(tmp_path: Path) -> None:
-    parts, whole = Summary.read(tmp_path / "x" / "sim.json"), simulate(0, 6)
-    parts.add(simulate(0, 3))
-    parts.write(tmp_path / "x" / "sim.json")
-    parts = Summary.read(tmp_path / "x" / "sim.json")
-    parts.add(simulate(parts.seeds, 3))
-    parts.cpu_s = whole.cpu_s
-    assert parts == whole and parts.seeds == 6
+def test_a_run_continues_where_an_earlier_one_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, whole = tmp_path / "x" / "sim.json", simulate(0, 6)
+    for _ in range(2):
+        state = State.read(file)
+        total = state.of_this_version()
+        total.add(simulate(total.seeds, 3))
+        state.write()
+    total = State.read(file).of_this_version()
+    total.cpu_s = whole.cpu_s
+    assert total == whole and total.seeds == 6
+    monkeypatch.setattr(seeds, "digest", lambda: "another")
+    assert State.read(file).of_this_version().seeds == 0  # what another version has shown is not added to it
 
 
 def test_a_plan_prints_as_what_makes_it() -> None:

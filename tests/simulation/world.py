@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -60,7 +61,7 @@ class World:
         return when + next((ahead_s for jumped_at, ahead_s in self._jumps if when <= jumped_at), self._ahead_s)
 
     def between(self, low: float, high: float) -> float:
-        return self.random.uniform(low, high)
+        return low + (high - low) * self.random.random()
 
     def note(self, text: str, *values: Any) -> None:
         """Add a line to the trace, if there is one: `text` with its values, as in logging."""
@@ -74,13 +75,14 @@ class World:
 
     def run(self, seconds: float, enough: Callable[[], bool]) -> None:
         """Let time pass until `enough` returns True, or for this many seconds."""
-        deadline = self.now + seconds
+        deadline, queue = self.now + seconds, self._queue
         while not enough():
-            if not self._queue or self._queue[0][0] > deadline:
+            if not queue or queue[0][0] > deadline:
                 self.now = max(self.now, deadline)
                 return
-            when, _, _, do = heapq.heappop(self._queue)
-            self.now = max(self.now, when)
+            when, _, _, do = heapq.heappop(queue)
+            if when > self.now:
+                self.now = when
             do()
 
 
@@ -95,7 +97,7 @@ class Process:
         self._held: list[Callable[[], Any]] = []
 
     def at(self, delay: float, do: Callable[[], Any]) -> None:
-        self.world.at(delay, lambda: self._run(do))
+        self.world.at(delay, partial(self._run, do))
 
     def stop(self) -> None:
         if self.stopped_at is None:
@@ -138,7 +140,7 @@ class Wake:
     def __call__(self, value: Any = None) -> None:
         if not self.used:
             self.used = True
-            self._process.at(0.0, lambda: self._task.switch(value))
+            self._process.at(0.0, partial(self._task.switch, value))
 
     def wait(self) -> Any:
         return self._process.world.hub.switch()
