@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +257,7 @@ def fit(config: dict[str, Any]) -> list[float]:
 
 def test_functions(ready: Callable[[str], Field], tmp_path: Path) -> None:
     chosen = ready("functions")
-    trainer = Trainer("torch", num_workers=2, logdir=tmp_path, elastic=PATIENT)
+    trainer = Trainer("torch", num_workers=2, logdir=tmp_path, elastic=replace(PATIENT, batch="per_worker"))
     trainer.start(initialization_hook=chosen.hook)
     heard, config = Heard(), {"epochs": 20 if SOAK else 8, "pace": 0.01}
     undisturbed = trainer.run(fit, {**config, "pace": 0.0})
