@@ -8,7 +8,7 @@ from raysgd.core.outcomes import Failed, Interrupted, Ok
 from raysgd.core.progress import Control, Progress
 from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo, SingleWorkerBackend
-from raysgd.workers.ray_group import _with_value
+from raysgd.workers.calls import with_value
 from raysgd.workers.replica_host import ReplicaHost
 
 
@@ -51,13 +51,13 @@ def answer(value: Any) -> Any:
 
 def test_an_answer_is_pickled_only_once() -> None:
     before = Counted.pickled
-    received = _with_value(pickle.loads(pickle.dumps(answer(Counted()), protocol=5)))
+    received = with_value(pickle.loads(pickle.dumps(answer(Counted()), protocol=5)))
     assert isinstance(received, Ok) and isinstance(received.value, Counted) and received.progress.step == 3
     assert Counted.pickled == before + 1
 
 
 def test_a_partial_result_is_unpickled_on_the_driver() -> None:
-    received = _with_value(pickle.loads(pickle.dumps(answer(Interrupted({"loss": 1.0}, asked=True)), protocol=5)))
+    received = with_value(pickle.loads(pickle.dumps(answer(Interrupted({"loss": 1.0}, asked=True)), protocol=5)))
     assert received == Interrupted({"loss": 1.0}, asked=True)
 
 
@@ -68,6 +68,6 @@ def test_an_answer_that_cannot_be_pickled_is_an_error_that_names_it() -> None:
 
 
 def test_an_answer_that_cannot_be_unpickled_is_an_error_of_the_call() -> None:
-    received = _with_value(answer(NotReadable()))
+    received = with_value(answer(NotReadable()))
     assert isinstance(received, Failed) and isinstance(received.error, ValueError)
     assert received.progress.step == 3

@@ -13,7 +13,6 @@ import torch
 from raysgd.core.metrics import SECONDS, SKIPPED
 from raysgd.core.outcomes import OUT_OF_MEMORY, Interrupted
 from raysgd.core.progress import Control
-from raysgd.core.protocols import Call
 from raysgd.core.ranks import RankInfo
 from raysgd.errors import TrainingFailedError, described
 from raysgd.torch.checkpoint import states
@@ -87,10 +86,9 @@ class TorchReplica(ReplicaBase):
                 optimizer.register_step_post_hook(self._on_step)
         self._resharding = Resharding(operator, rank_info, self._options.replicas) if self.in_shards else None
 
-    def run(self, call: Call) -> Any:
+    def _begin_call(self) -> None:
         if self._resharding is not None:
             self._resharding.settled()
-        return super().run(call)
 
     # -- data -----------------------------------------------------------------------------------------
 

@@ -110,8 +110,6 @@ class OperatorBase:
             if getattr(iterator, "whole", True):
                 self.global_step += 1
                 batch_idx += 1
-            else:
-                meter.batch_count -= 1  # another piece of the same batch follows, and the last one counts the batch
         return dict(meter.summary())
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

@@ -126,6 +126,7 @@ class ReplicaBase(ABC):
 
     def run(self, call: Call) -> Any:
         self._control.phase = call.name
+        self._begin_call()
         try:
             return call.method(self, **call.arguments)
         except DataLoaderFailure as failure:
@@ -488,6 +489,9 @@ class ReplicaBase(ABC):
 
     def _help_with_snapshot(self) -> None:  # noqa: B027 - it is optional
         """Do what rank 0 needs from the other ranks for a snapshot. By default, it needs nothing."""
+
+    def _begin_call(self) -> None:  # noqa: B027 - it is optional
+        """Prepare for a call. That the driver makes one shows that the generation is complete on all ranks."""
 
     def _interruption(self, error: Exception) -> Interrupted | None:
         """Return the outcome of a training call that ended in this error, if all ranks continue after it."""

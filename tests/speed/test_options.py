@@ -182,7 +182,7 @@ def test_use_fp16_is_another_name_for_precision(options: dict[str, Any], use_fp1
 
 
 def test_every_field_reaches_the_operator() -> None:
-    given = TrainingOptions(
+    common = TrainingOptions(
         precision="bf16",
         parallel="ddp",
         gradients="ranks",
@@ -195,9 +195,15 @@ def test_every_field_reaches_the_operator() -> None:
         ddp_args={"bucket_cap_mb": 5},
         comm_hook="fp16",
     )
-    assert all(getattr(given, field.name) != getattr(TrainingOptions(), field.name) for field in fields(given))
-    with inline(options=given) as trainer:
-        assert operator_of(trainer)._settings.options == given
+    set_here: set[str] = set()
+    for given in (common, TrainingOptions(on_oom="halve", on_nonfinite="skip")):
+        set_here |= {
+            each.name for each in fields(given) if getattr(given, each.name) != getattr(TrainingOptions(), each.name)
+        }
+        with inline(options=given) as trainer:
+            assert operator_of(trainer)._settings.options == given
+    # As many copies need as many workers: tests/elastic/test_sharded_models.py.
+    assert set_here == {each.name for each in fields(TrainingOptions)} - {"replicas"}
 
 
 def test_one_object_under_three_names() -> None:
