@@ -63,18 +63,6 @@ def skip_the_agreement_on_state(patch: Patch) -> None:
 
 
 @mutant
-def trust_what_is_known_of_a_rank_that_has_not_answered(patch: Patch) -> None:
-    original = WorkerTable.submit
-
-    def submit(self: WorkerTable, worker: str, *given: Any, **more: Any) -> int:
-        call = original(self, worker, *given, **more)
-        self[worker].is_exact = True
-        return call
-
-    patch.setattr(WorkerTable, "submit", submit)
-
-
-@mutant
 def discard_the_most_advanced_state(patch: Patch) -> None:
     def least_advanced(progress: dict[str, Progress]) -> str:
         return min(progress, key=lambda worker: progress[worker].order)
