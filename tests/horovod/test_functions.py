@@ -133,3 +133,21 @@ def test_state_resumes_from_the_last_commit(trainer: train.Trainer, tmp_path: Pa
     results = trainer.run(synchronize, config={"mark": str(tmp_path / "mark"), "fault": "kill"})
     assert (tmp_path / "mark").exists()
     assert set(results) == {9.0}
+
+
+def over_a_loader(config: dict[str, Any]) -> list[int]:
+    import horovod.torch as hvd
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    hvd.init()
+    data = TensorDataset(torch.arange(12))
+    generator = torch.Generator().manual_seed(train.world_rank())
+    loader = train.torch.elastic_data_loader(DataLoader(data, batch_size=2, shuffle=True, generator=generator))
+    return [int(row) for (batch,) in loader for row in batch]
+
+
+def test_ranks_divide_an_elastic_loader(trainer: train.Trainer) -> None:
+    """Rank 0's order is sent to the others, whose generators are seeded differently."""
+    parts = trainer.run(over_a_loader, config={})
+    assert sorted(row for part in parts for row in part) == list(range(12))

@@ -1,6 +1,7 @@
 """Ranks agree on rank 0's order of an epoch. Of torch's own samplers they exchange only what the order depends on."""
 
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from raysgd.errors import ConfigError
 from raysgd.torch.data.sampling import Recipe, agree, epoch_order
 
 SAMPLES = 20_000
@@ -55,6 +57,7 @@ class Wire:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._content = b""
         patch.setattr(dist, "broadcast_object_list", self._broadcast)
+        patch.setattr(dist, "is_initialized", lambda: True)
 
     @property
     def sent(self) -> int:
@@ -126,3 +129,9 @@ def test_a_torch_that_draws_in_another_way(wire: Wire, monkeypatch: pytest.Monke
 def test_a_sampler_in_order_needs_no_recipe() -> None:
     assert Recipe.of(SequentialSampler(DATA)) is None
     assert epoch_order(DataLoader(DATA)) == (range(SAMPLES), None)
+
+
+def test_without_a_process_group_and_horovod_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "horovod.torch", raising=False)
+    with pytest.raises(ConfigError, match=r"call hvd\.init\(\) before the loop"):
+        agree(torch.arange(3), None, first=True)

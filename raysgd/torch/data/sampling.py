@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -195,15 +196,27 @@ def agree(order: Order, recipe: Recipe | None, *, first: bool) -> Order:
     """Return rank 0's order on every rank, because samplers draw from random states that differ between processes. `first`
     is whether this is rank 0. If rank 0's order has a recipe, it sends that, which is small, and the others draw the same
     order. It first draws the order once more, so that a torch whose sampler draws in another way is noticed."""
-    box: list[Any] = [None]
-    if first:
-        box = [recipe if recipe is not None and _equal(recipe.order(), order) else order]
-    dist.broadcast_object_list(box, src=0)
-    given = box[0]
+    sent = (recipe if recipe is not None and _equal(recipe.order(), order) else order) if first else None
+    given = _from_rank_0(sent)
     if not isinstance(given, Recipe):
         assert given is not None
         return given  # type: ignore[no-any-return]
     return order if first or given == recipe else given.order()
+
+
+def _from_rank_0(value: Any) -> Any:
+    """Return rank 0's value. A training function can have initialized Horovod only."""
+    hvd = sys.modules.get("horovod.torch")
+    if dist.is_initialized():
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+    if hvd is not None and hvd.is_initialized():
+        return hvd.broadcast_object(value, root_rank=0, name="raysgd.order")
+    raise ConfigError(
+        "the ranks cannot agree on the order of the samples, because neither torch's process group nor Horovod is "
+        "initialized: with backend='horovod', call hvd.init() before the loop over the loader"
+    )
 
 
 def _equal(one: Order, other: Order) -> bool:
