@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.errors import ConfigError
+from raysgd.torch.data import sampling
 from raysgd.torch.data.sampling import Recipe, agree, epoch_order
 
 SAMPLES = 20_000
@@ -56,17 +56,16 @@ class Wire:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._content = b""
-        patch.setattr(dist, "broadcast_object_list", self._broadcast)
-        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(sampling, "_from_rank_0", self._broadcast)
 
     @property
     def sent(self) -> int:
         return len(self._content)
 
-    def _broadcast(self, box: list[Any], src: int) -> None:
-        if box[0] is not None:
-            self._content = pickle.dumps(box[0])
-        box[0] = pickle.loads(self._content)
+    def _broadcast(self, value: Any) -> Any:
+        if value is not None:
+            self._content = pickle.dumps(value)
+        return pickle.loads(self._content)
 
 
 @pytest.fixture
