@@ -11,7 +11,7 @@ data set, and at the end the audit log is verified, as `raysgd verify` does it.
 With --state, parts with one seed each accumulate in a file, each a program of its own, and the table is of all of them. Where
 the system allows it, each part has its own processes, network, /tmp and /dev/shm, so that nothing it leaves can hide.
 
-Exit status 1: a sample was lost or used twice, weights differed, the audit log was refused, nobody took a step for too long,
+Exit status 1: a sample was lost or used twice, weights differed, the audit log was refused, no worker took a step for too long,
 training failed, or something was left behind.
 """
 
@@ -54,7 +54,7 @@ COLUMNS = (
 CALM_EPOCHS = 2
 LEAVE_S = 60.0
 HANGS_S = 900.0
-MEET_S = 60.0  # for the ranks of a generation to meet, after whatever had to be detected (docs/guarantees.md)
+RENDEZVOUS_S = 60.0  # for the rendezvous of a generation, after whatever had to be detected (docs/guarantees.md)
 FOLLOWS_S = 2.0
 MARK = "RAYSGD_CHAOS"
 # What docs/elasticity.md says a killed worker can leave, and torch's cache.
@@ -228,9 +228,9 @@ def chaos(args: argparse.Namespace, nodes: LocalNodes, disk: Disk, trace: str) -
     except Exception as error:
         broken.append(f"the audit log was refused: {error}")
     broken += [f"{name}: {result[name]}" for name in ("lost", "doubled", "differing") if result[name]]
-    result["wait_limit_s"] = args.hang_timeout_s + MEET_S
+    result["wait_limit_s"] = args.hang_timeout_s + RENDEZVOUS_S
     if result["longest_wait_s"] > result["wait_limit_s"]:
-        broken.append(f"nobody took a step for {result['longest_wait_s']} s")
+        broken.append(f"no worker took a step for {result['longest_wait_s']} s")
     return result, broken
 
 

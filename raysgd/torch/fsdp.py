@@ -50,7 +50,7 @@ class Shards:
         return bool(self._metadata_only)
 
     def joined(self) -> None:
-        """Shard the models for the first generation. `Resharding` divides them anew for each later one."""
+        """Shard the models for the first generation. `Resharding` shards them again for each later one."""
         if not self.made:
             self._shard()
 
@@ -89,7 +89,7 @@ class Shards:
         for module in self._modules():
             module.reshard()
 
-    def divide_anew(self, mesh: Any, models: list[dict[str, Any]] | None, states: list[dict[int, Any]]) -> None:
+    def shard_again(self, mesh: Any, models: list[dict[str, Any]] | None, states: list[dict[int, Any]]) -> None:
         """Shard the models for another generation. `models` has each model's new shards, by the names of parameters; None leaves them
         empty. `states` are the optimizers' states, by the numbers of parameters."""
         forget_meshes()

@@ -258,7 +258,7 @@ class TorchReplica(ReplicaBase):
         if self._resharding is not None:
             self._resharding.give(data)
             if self._audit is not None and self.operator._parts.shards_made:
-                self._audit = self._audit.anew()
+                self._audit = self._audit.reopened()
         else:
             self._take(torch.load(opened(data), map_location="cpu", weights_only=False))
 

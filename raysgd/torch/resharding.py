@@ -1,4 +1,4 @@
-"""Divide a sharded model anew when the workers change: survivors exchange the shards of the newest committed step. Worker."""
+"""Shard a model again when the workers change: survivors exchange the shards of the newest committed step. Worker."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class Resharding:
         mesh = shards.mesh()
         tensors = {path: _on_mesh(piece, mesh) for path, piece in moved.items()}
         state = _replaced(state if behind else mine, tensors)
-        shards.divide_anew(mesh, state["models"], [each.get("state", {}) for each in state["optimizers"]])
+        shards.shard_again(mesh, state["models"], [each.get("state", {}) for each in state["optimizers"]])
         self._earlier, self._live = used, (rank_info.generation, index, count)
         self._ready = None
         if not behind:
@@ -217,7 +217,7 @@ class Resharding:
     def _from_full_state(self, rank_info: RankInfo) -> dict[str, Any]:
         shards = self._operator._parts.shards
         assert shards is not None
-        shards.divide_anew(shards.mesh(), None, [{} for _ in self._operator._parts.optimizers])
+        shards.shard_again(shards.mesh(), None, [{} for _ in self._operator._parts.optimizers])
         state: dict[str, Any] = torch.load(opened(self._given), map_location="cpu", weights_only=False)
         self._given, self._ready, self._live = None, None, (rank_info.generation, *self._place(rank_info))
         return state

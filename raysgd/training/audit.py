@@ -98,7 +98,7 @@ class AuditLog:
     def done(self, step: int) -> None:
         self._write(f"done {step}")
 
-    def anew(self) -> AuditLog:
+    def reopened(self) -> AuditLog:
         """Return a log with a file of its own, because this worker goes back to a saved state, as a new worker would begin with it."""
         self.close()
         return AuditLog(self._settings, self._digest)

@@ -72,7 +72,7 @@ def test_a_process_is_ended_by_the_system(ground: Ground, rank: int, kind: str, 
 
 @pytest.mark.parametrize("where", ["before", "backward", "after"])
 def test_an_exception_at_any_moment_reaches_the_user(ground: Ground, where: str) -> None:
-    """Another thread raises it in the training thread. It is an error of the user's: nothing is retried, and nobody fails."""
+    """Another thread raises it in the training thread. It is a user error: nothing is retried, and no worker fails."""
     ground.arm(Fault(1, 9, "exception", where))
     before = len(ground.trainer.recoveries)
     with pytest.raises(Injected) as caught:

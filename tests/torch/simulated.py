@@ -24,8 +24,8 @@ from raysgd.torch.wrapping import Exchange
 LIMIT_S = 60
 
 
-class Meeting:
-    """Stands for the process group of a generation."""
+class ThreadGroup:
+    """A process group whose ranks are threads."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -48,8 +48,8 @@ class Meeting:
 class Mean(Exchange):
     """Averages gradients over the ranks when a backward pass ends, as DistributedDataParallel does."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting, self._rank = meeting, meeting.join()
+    def __init__(self, group: ThreadGroup) -> None:
+        self._group, self._rank = group, group.join()
         self._arrived = self._held = False
 
     def prepare(self, models: list[Any], optimizers: list[Any]) -> None:
@@ -67,11 +67,11 @@ class Mean(Exchange):
 
     def _exchange(self) -> None:
         self._arrived = False
-        parameters, meeting = self._parameters, self._meeting
-        meeting.brought[self._rank] = [p.grad.clone() for p in parameters]
-        meeting.barrier.wait()
-        means = [torch.stack(each).mean(0) for each in zip(*meeting.brought, strict=True)]
-        meeting.barrier.wait()
+        parameters, group = self._parameters, self._group
+        group.brought[self._rank] = [p.grad.clone() for p in parameters]
+        group.barrier.wait()
+        means = [torch.stack(each).mean(0) for each in zip(*group.brought, strict=True)]
+        group.barrier.wait()
         for parameter, mean in zip(parameters, means, strict=True):
             parameter.grad.copy_(mean)
 
@@ -92,13 +92,13 @@ def train(
     state: Any = None
     elastic = ElasticConfig(batch=batch, lr=settings.pop("lr", None))
     for number, (steps, ranks) in enumerate(schedule):
-        meeting = Meeting(ranks)
+        group = ThreadGroup(ranks)
         given = TorchSettings(
             distributed=True,
             num_workers=num_workers or schedule[0][1],
             options=options or TrainingOptions(parallel="ddp"),
             wrap_ddp=False,
-            exchange=lambda meeting=meeting: Mean(meeting),
+            exchange=lambda group=group: Mean(group),
             elastic=elastic,
             **{"scheduler_step_freq": "batch", **settings},
         )
@@ -107,14 +107,14 @@ def train(
         for replica in replicas if state is not None else []:
             replica.load(state)
 
-        def run(replica: Any, number: int = number, steps: Any = steps, meeting: Meeting = meeting) -> Any:
+        def run(replica: Any, number: int = number, steps: Any = steps, group: ThreadGroup = group) -> Any:
             try:
                 return replica.train(number + 1, steps, False, None)
             except BaseException:
-                meeting.barrier.abort()
+                group.barrier.abort()
                 raise
 
-        with patch("raysgd.torch.data.sources.agree", meeting.agree), ThreadPoolExecutor(ranks) as threads:
+        with patch("raysgd.torch.data.sources.agree", group.agree), ThreadPoolExecutor(ranks) as threads:
             futures = [threads.submit(run, replica) for replica in replicas]
         errors = [each.exception() for each in futures]
         own = [each for each in errors if each is not None and not isinstance(each, threading.BrokenBarrierError)]
