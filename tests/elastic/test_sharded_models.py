@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,24 @@ class Mortal(Layers):
     """Ranks kill themselves in the batches that `config["kills"]` names, as "step-rank": before its forward pass, or after its step."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self._meet_fate("before", batch_info["global_step"])
+        self._end_if_marked("before", batch_info["global_step"])
         result = super().train_batch(batch, batch_info)
-        self._meet_fate("after", batch_info["global_step"])
+        self._end_if_marked("after", batch_info["global_step"])
         return result
 
-    def _meet_fate(self, when: str, step: int) -> None:
+    def _end_if_marked(self, when: str, step: int) -> None:
         mark = Path(self.config["marks"]) / f"{when}-{step}-{self.world_rank}"
         if mark.exists():
             mark.unlink()
+            # The first death would keep the other ranks from getting here.
+            wait_until(lambda: not list(mark.parent.glob(f"{when}-{step}-*")), 30)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def mortal(marks: Path, workers: int = 4, **elastic: Any) -> TorchTrainer:
