@@ -25,12 +25,13 @@ def connections(backend: TorchBackend) -> int:
     return sum(here in known or there in backend._gloo._remote for here, there in ends)
 
 
-def live(plans: list[tuple[TorchBackend, Any, Any]], rank: int, answers: Any, stopped: Any) -> None:
+def live(plans: list[tuple[TorchBackend, Any, Any]], rank: int, answers: Any, counted: Any, stopped: Any) -> None:
     """Run in a process of its own: be a rank of two generations. The last rank of the first one stops responding while the
     others wait for it: rank 2 on a connection that was opened late."""
     (backend, info, settings), *later = plans
     backend.join(info, settings)
     before, mine, other = connections(backend), torch.full((1,), float(rank)), torch.zeros(1)
+    counted.wait(LIMIT_S)  # a peer that begins earlier would open its connection before this rank has counted
     first, second = (dist.send, dist.recv) if rank < RANKS // 2 else (dist.recv, dist.send)
     peer = (rank + RANKS // 2) % RANKS
     first(mine if first is dist.send else other, peer)
@@ -66,11 +67,13 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TorchBackend]]:
 
 def test_ranks_that_wait_on_a_late_connection_are_freed_and_go_on(backends: list[TorchBackend]) -> None:
     context: Any = multiprocessing.get_context("fork")
-    answers, stopped = context.Queue(), context.Event()
+    answers, counted, stopped = context.Queue(), context.Barrier(RANKS), context.Event()
     generations: list[list[RankInfo]] = [assign_ranks(["n"] * size, generation=size) for size in (RANKS, STOPPED)]
     plans = [(each, infos, each.plan(infos)) for each, infos in zip(backends, generations, strict=True)]
     mine = [[(b, infos[r], given[r]) for b, infos, given in plans if r < len(infos)] for r in range(RANKS)]
-    processes = [context.Process(target=live, args=(mine[rank], rank, answers, stopped)) for rank in range(RANKS)]
+    processes = [
+        context.Process(target=live, args=(mine[rank], rank, answers, counted, stopped)) for rank in range(RANKS)
+    ]
     for process in processes:
         process.start()
     try:
