@@ -86,9 +86,6 @@ class TorchBackend:
 
     def join(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         os.environ.setdefault("GLOO_DISABLE_CONNECTION_RETRIES", "1")  # it would retry only peers that have failed
-        # Two ranks connect when they first exchange something, so not every rank with every other one. Such connections, too,
-        # have one end at an address that the ranks have exchanged.
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         if self.name != "gloo":
             self._connections.opening()
         try:
@@ -100,12 +97,13 @@ class TorchBackend:
 
     def _form(self, rank_info: RankInfo, settings: dict[str, Any]) -> None:
         gloo = self.name == "gloo"
+        self._gloo.forget()
         form_s = min(FORM_S + rank_info.world_size / RANKS_PER_S, self._collective_s) if gloo else self._collective_s
         if gloo and not rank_info.solo:
             allow_connections(
-                rank_info.world_size, each=4
+                rank_info.world_size, each=8
             )  # to each peer, also in one more group of the user, and for shards
-            self._gloo.add_remote(addresses_of(settings))
+            self._gloo.add_store(addresses_of(settings))
         store = dist.HashStore() if rank_info.solo else self._connect(settings)  # type: ignore[attr-defined]
         store = dist.PrefixStore(f"generation-{rank_info.generation}", store)  # type: ignore[attr-defined]
         wait_for_all(store, rank_info, limit_s=self._join_s)
@@ -123,6 +121,7 @@ class TorchBackend:
         # The first collective opens the connections that most others use, so that a failure of one is a failure to join.
         dist.all_reduce(torch.zeros(1, device="cuda" if self.name == "nccl" else "cpu"))
         if gloo:
+            self._gloo.hold()
             set_collective_limit(self._collective_s)
 
     def _form_mesh(self, ranks: int) -> None:
@@ -148,13 +147,13 @@ class TorchBackend:
             self._groups_before, self._groups = self._groups, []
         self.abort()
         self._connections.forget()
-        self._gloo.forget()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a broken group may refuse an orderly end
                 dist.destroy_process_group()
+        self._gloo.end()
 
     def abort(self) -> None:
-        """Free this rank from a collective that waits. gloo cannot abort one, but shutting down its sockets ends it
+        """Free this rank from a collective that waits. gloo cannot abort one, but the end of its connections ends it
         within a millisecond."""
         if self.name == "nccl" and dist.is_initialized():
             self._keep_groups()

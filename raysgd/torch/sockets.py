@@ -13,20 +13,28 @@ Address = tuple[str, int]
 
 
 class GlooConnections:
-    """Owns the addresses at which gloo listens, in this process and in its peers, and the address of their store. Each
-    of gloo's connections has one end at such an address, so they are found exactly: no other connection is ever shut
-    down.
+    """Owns the addresses at which gloo listens, in this process and in its peers, the address of their store, and a copy
+    of each of gloo's connections. Each connection has one end at such an address, so they are found exactly: no other
+    connection is ever shut down.
 
     gloo opens its listening sockets inside torch's call that makes a process group, and torch does not report their
     ports. So the listening sockets that appear during that call count as gloo's. `shut` may be called from any thread,
     also during that call: then the peers' addresses are not known yet, and each rank shuts down the connections that
     its peers made.
+
+    gloo ends a collective call when it reads the end of a connection. But if its own thread cannot write what a peer has
+    asked for a moment ago, the call waits until its time limit. So no connection may refuse to be written to while a
+    rank of the group could be in a call: `shut` ends only what this rank receives. The copies keep a connection open
+    after gloo has closed it, because its peer could not write to a closed one. `end` ends what is sent, which the peers
+    read as the end, and `forget` closes the copies before the next group is formed.
     """
 
     def __init__(self) -> None:
         self._before: set[Address] | None = None
         self._own: set[Address] = set()
         self._remote: set[Address] = set()
+        self._store: set[Address] = set()
+        self._held: dict[int, socket.socket] = {}  # by the kernel's number
 
     def __reduce__(self) -> tuple[type[GlooConnections], tuple[()]]:
         return GlooConnections, ()  # another process has sockets of its own
@@ -46,20 +54,48 @@ class GlooConnections:
         """Return where gloo listens in this process."""
         return sorted(self._own)
 
+    def add_store(self, addresses: Iterable[tuple[str, int]]) -> None:
+        """Add the addresses of the group's store."""
+        self._store |= {_plain(address) for address in addresses}
+
     def add_remote(self, addresses: Iterable[tuple[str, int]]) -> None:
-        """Add addresses of the group outside this process: those of the peers' gloo, and of the store."""
+        """Add the addresses at which the peers' gloo listens."""
         self._remote |= {_plain(address) for address in addresses}
 
-    def shut(self) -> None:
+    def hold(self) -> None:
+        """Copy those of gloo's connections that are open now."""
         before = self._before
         own = self._own if before is None else self._own | set(_listening()) - before
         for connection in _sockets(listening=False):
             with contextlib.suppress(OSError):  # the connection has ended meanwhile
                 if _plain(connection.getsockname()) in own or _plain(connection.getpeername()) in self._remote:
+                    number = os.fstat(connection.fileno()).st_ino
+                    if number not in self._held:
+                        self._held[number] = connection.dup()
+
+    def shut(self) -> None:
+        """Free this rank from a call, or from the store, in which it waits."""
+        self.hold()
+        self._shut_held(socket.SHUT_RD)
+        for connection in _sockets(listening=False) if self._store else ():
+            with contextlib.suppress(OSError):
+                if _plain(connection.getpeername()) in self._store:
                     connection.shutdown(socket.SHUT_RDWR)
 
+    def end(self) -> None:
+        """Show the peers that this rank has left. Call this when it is in no call of the group any more."""
+        self._shut_held(socket.SHUT_WR)
+
+    def _shut_held(self, how: int) -> None:
+        for connection in list(self._held.values()):
+            with contextlib.suppress(OSError):  # the connection has ended meanwhile
+                connection.shutdown(how)
+
     def forget(self) -> None:
-        self._own, self._remote = set(), set()
+        """Forget the group, and close its connections."""
+        self._own, self._remote, self._store = set(), set(), set()
+        while self._held:
+            self._held.popitem()[1].close()
 
 
 class Connections:

@@ -136,9 +136,10 @@ class ControlServer:
             return False
         try:
             with self._sending:
-                if self._framed[0] is not message or self._framed[1] != len(body):
-                    self._framed = message, len(body), framed(message, len(body))
-                send_now(peer.connection, self._framed[2] + body)
+                newest = self._framed  # a signal handler that sends another message may replace it at any line
+                if newest[0] is not message or newest[1] != len(body):
+                    newest = self._framed = message, len(body), framed(message, len(body))
+                send_now(peer.connection, newest[2] + body)
         except BlockingIOError:
             peer.broken = "it has not read any message for a long time"
             with contextlib.suppress(OSError):
