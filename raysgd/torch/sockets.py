@@ -71,7 +71,9 @@ class GlooConnections:
                 if _plain(connection.getsockname()) in own or _plain(connection.getpeername()) in self._remote:
                     number = os.fstat(connection.fileno()).st_ino
                     if number not in self._held:
-                        self._held[number] = _copy(connection.fileno())  # not its own `dup`, which makes the socket blocking
+                        self._held[number] = _copy(
+                            connection.fileno()
+                        )  # not its own `dup`, which makes the socket blocking
 
     def shut(self) -> None:
         """Free this rank from a call, or from the store, in which it waits."""
