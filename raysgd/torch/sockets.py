@@ -23,8 +23,9 @@ class GlooConnections:
     its peers made.
 
     gloo ends a collective call when it reads the end of a connection. But if its own thread cannot write what a peer has
-    asked for a moment ago, the call waits until its time limit. So no connection may refuse to be written to while a
-    rank of the group could be in a call: `shut` ends only what this rank receives. The copies keep a connection open
+    asked for a moment ago, the call waits until its time limit. So no connection should refuse to be written to while a
+    rank of the group could be in a call: `shut` ends only what this rank receives. (gloo still loses a send in about one
+    of several hundred interruptions of a busy exchange, for a reason that is not known.) The copies keep a connection open
     after gloo has closed it, because its peer could not write to a closed one. `end` ends what is sent, which the peers
     read as the end, and `forget` closes the copies before the next group is formed.
     """
@@ -71,9 +72,8 @@ class GlooConnections:
                 if _plain(connection.getsockname()) in own or _plain(connection.getpeername()) in self._remote:
                     number = os.fstat(connection.fileno()).st_ino
                     if number not in self._held:
-                        self._held[number] = _copy(
-                            connection.fileno()
-                        )  # not its own `dup`, which makes the socket blocking
+                        # Not `connection.dup()`, which would make the connection blocking, also for gloo.
+                        self._held[number] = _copy(connection.fileno())
 
     def shut(self) -> None:
         """Free this rank from a call, or from the store, in which it waits."""
