@@ -145,11 +145,20 @@ def _end_forks_with_this_process() -> None:
     """
     main, forking = threading.get_ident(), threading.local()
 
-    def remember_parent() -> None:
+    def before() -> None:
         forking.parent = os.getpid()
+        # Python drops the signals that a new process receives before its `after_in_child`.
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+    def in_child() -> None:
+        end_with_parent()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the worker's handler treats it as a preemption notice
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
 
     def end_with_parent() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the worker's handler treats it as a preemption notice
         if sys.platform != "linux":
             return
         parent = forking.parent
@@ -165,7 +174,7 @@ def _end_forks_with_this_process() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ending)
         end_if_orphaned()  # the parent may have ended before `prctl` was called
 
-    os.register_at_fork(before=remember_parent, after_in_child=end_with_parent)
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
 
 
 def _leave() -> None:

@@ -114,6 +114,25 @@ def test_sigterm_ends_a_forked_process(trainer: TorchTrainer) -> None:
     assert trainer.train()["num_samples"] > 0 and trainer.recoveries == []
 
 
+def signal_during_forks(operator: Any) -> int:
+    """Send SIGTERM to many new processes at once, before they have run any Python. Return how many do not end."""
+    left = 0
+    for _ in range(50):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(1)
+            os._exit(0)
+        os.kill(pid, signal.SIGTERM)
+        _, status = os.waitpid(pid, 0)
+        left += os.waitstatus_to_exitcode(status) != -signal.SIGTERM
+    return left
+
+
+def test_sigterm_is_not_lost_while_a_process_is_forked(trainer: TorchTrainer) -> None:
+    assert trainer.apply_all_operators(signal_during_forks) == [0, 0]
+    assert trainer.train()["num_samples"] > 0 and trainer.recoveries == []
+
+
 def test_forked_processes_end_with_a_killed_worker(trainer: TorchTrainer) -> None:
     """This holds for every thread that forked them: their copies of the worker's sockets would let its peers wait."""
     main = trainer.apply_all_operators(in_the_main_thread(sleep_in_a_fork))
