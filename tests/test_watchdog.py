@@ -76,6 +76,7 @@ class Watched:
         self.now, self.step_s, self.asked, self.killed = 1000.0, step_s, 0, list[str]()
         self.silent = dict.fromkeys(map(str, range(ranks)), 0.0)
         self._events: list[Event] = []
+        self.stacks: dict[str, tuple[str, ...]] = {}  # what ranks answer
         group: Any = self
         self.table = WorkerTable(group, clock=lambda: self.now)
         self.table.launch(ranks)
@@ -106,7 +107,10 @@ class Watched:
         return self.silent[worker]
 
     def send(self, worker: str, message: Any) -> bool:
-        self.asked += isinstance(message, StackRequest)
+        if isinstance(message, StackRequest):
+            self.asked += 1
+            if worker in self.stacks:
+                self._events.append(MessageReceived(worker, StackReport(message.round, self.stacks[worker])))
         return True
 
     def kill(self, worker: str) -> None:
@@ -156,3 +160,51 @@ def test_a_call_without_progress_is_found_after_the_limit_in_a_group_of_any_size
         watched.silent = dict.fromkeys(watched.silent, watched.now - stopped_at)
         watched._watchdog.tick(watched.running)
     assert HANG_S <= watched.now - stopped_at <= HANG_S + 1.0
+
+
+IN_COLLECTIVE = ("/x/torch/distributed/distributed_c10d.py:3 all_reduce", "/u/train.py:7 train_epoch")
+COMPUTES = ("/u/train.py:9 train_batch",)
+
+
+def leave(stacks: dict[str, tuple[str, ...]], *, limit_s: float, has_survivor: bool) -> tuple[float, list[str]]:
+    """Interrupt ranks that do not leave the frames `stacks`. Return after how long the first one is killed, and which."""
+    ranks = len(stacks) + 2  # one has failed, and one may have survived
+    watched = Watched(ranks, range(len(stacks)), step_s=0.4, limit_s=limit_s)
+    watched.train(2 * report_interval_s(ranks))
+    began, watched.stacks = watched.now, stacks
+    while not watched.killed and watched.now < began + 3 * limit_s:
+        watched.now += 0.5
+        watched._watchdog.tick(watched.running, interrupted_s=watched.now - began, has_survivor=has_survivor)
+        watched.table.pump(0.0)
+    return watched.now - began, watched.killed
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "after_s"), [(600.0, 60.0), (60.0, 10.0)], ids=["a tenth of the limit", "10 seconds at least"]
+)
+def test_a_rank_that_does_not_leave_a_collective_call_is_killed(limit_s: float, after_s: float) -> None:
+    """If the connections' end does not end the call, another rank has the state of the training, so waiting saves nothing."""
+    seconds, killed = leave({"0": IN_COLLECTIVE, "1": COMPUTES}, limit_s=limit_s, has_survivor=True)
+    assert killed == ["0"] and after_s <= seconds <= after_s + 6.0
+
+
+def test_only_ranks_in_collective_calls_have_to_leave_soon() -> None:
+    seconds, killed = leave({"0": COMPUTES}, limit_s=60.0, has_survivor=True)
+    assert killed == ["0"] and seconds >= 60.0
+
+
+def test_the_last_rank_with_the_state_is_not_killed_before_the_limit() -> None:
+    seconds, _ = leave({"0": IN_COLLECTIVE}, limit_s=60.0, has_survivor=False)
+    assert seconds >= 60.0
+
+
+def test_ranks_that_were_interrupted_a_moment_ago_are_not_blamed() -> None:
+    """A rank that hung was killed at the limit, so there has been no progress for that long, and its peers are about to
+    leave."""
+    watched = Watched(3, range(2), step_s=0.4, limit_s=20.0)
+    watched.now += 21.0
+    watched.stacks = dict.fromkeys(watched.running, IN_COLLECTIVE)
+    for interrupted_s in (0.1, 0.2):
+        watched._watchdog.tick(watched.running, interrupted_s=interrupted_s)
+        watched.table.pump(0.0)
+    assert watched.asked and watched.killed == []

@@ -137,7 +137,11 @@ class FanOut:
         if self._evicts:
             self._evict()
         self._end_extra_calls()
-        self._watchdog.tick(running, others_failed=self._troubled_at is not None)
+        self._watchdog.tick(
+            running,
+            interrupted_s=None if self._troubled_at is None else self._table.clock() - self._troubled_at,
+            has_survivor=any(isinstance(outcome, Interrupted) for outcome in self._outcomes.values()),
+        )
 
     def _evict(self) -> None:
         """Compare the digests that all ranks have sent of the same step, once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from raysgd.core.hang import RankReport, blocking_ranks, describe_rank
+from raysgd.core.hang import RankReport, blocking_ranks, describe_rank, is_in_collective
 from raysgd.core.messages import StackReport
 from raysgd.core.progress import longest_silence_s
 from raysgd.engine.worker_table import SILENT_S, WorkerTable
@@ -14,34 +14,52 @@ __all__ = ["Watchdog"]
 
 logger = logging.getLogger("raysgd")
 
+# For a rank to leave a collective call, after it was interrupted: at least, and as a part of the limit of a hang.
+LEAVE_S, LEAVE_PART = 10.0, 0.1
+
 
 class Watchdog:
     """Watches one running call on `workers`. Owns the stacks that it asked for. Kills the ranks that block the others,
-    or all ranks if it cannot tell which ones do."""
+    or all ranks if it cannot tell which ones do, and ranks that do not leave a collective call."""
 
     def __init__(self, table: WorkerTable, workers: Sequence[str], limit_s: float) -> None:
         self._table, self._workers, self._limit_s = table, workers, limit_s
         self._asked_at: float | None = None
         self._round = 0
-        self._warned_at = 0.0
+        self._warned_at = self._judged_at = 0.0
         self._stacks: dict[str, StackReport] = {}
 
-    def tick(self, running: Sequence[str], *, others_failed: bool = False) -> None:
-        """Log or kill ranks that have made no progress for too long. With `others_failed`, ranks that waited for the
-        running ones have failed already."""
+    def tick(self, running: Sequence[str], *, interrupted_s: float | None = None, has_survivor: bool = False) -> None:
+        """Log or kill ranks that have made no progress for too long. All ranks were interrupted `interrupted_s` ago,
+        because one has failed; so ranks that waited for the running ones have ended their calls already. With
+        `has_survivor`, one of these has the state of the training."""
         now = self._table.clock()
         self._collect()
         quiet = self._quiet(running, now)
+        leaving = interrupted_s is not None and interrupted_s < max(LEAVE_S, self._limit_s * LEAVE_PART)
+        stuck = has_survivor and interrupted_s is not None and not leaving and quiet >= LEAVE_S
         if self._asked_at is None:
-            late = quiet >= self._limit_s
+            late = quiet >= self._limit_s or (stuck and now - self._judged_at > LEAVE_S / 2)
             if late or (quiet >= self._limit_s / 10 and now - self._warned_at > self._limit_s / 3):
                 self._ask(running)
             return
         if quiet < self._limit_s / 10:
             self._asked_at = None  # it makes progress again
         elif all(worker in self._stacks or self._frozen(worker) for worker in running):
-            self._judge(running, quiet, others_failed)
-            self._asked_at, self._warned_at = None, now
+            if not (stuck and self._kill_in_collectives(running, interrupted_s or 0.0)):
+                self._judge(running, quiet, others_failed=interrupted_s is not None, leaving=leaving)
+            self._asked_at, self._judged_at = None, now
+
+    def _kill_in_collectives(self, running: Sequence[str], interrupted_s: float) -> bool:
+        """Kill the ranks that are still in a collective call, which should have failed when they were interrupted. Return
+        whether there are any."""
+        waiting = [w for w in running if w in self._stacks and is_in_collective(self._stacks[w].frames)]
+        for worker in waiting:
+            story = describe_rank(self._report(worker))
+            why = f"it did not leave a collective call within {interrupted_s:.0f} s after it was interrupted: {story}"
+            logger.warning("killing a rank because %s", why)
+            self._table.kill(worker, "hang", why)
+        return bool(waiting)
 
     def _quiet(self, running: Sequence[str], now: float) -> float:
         """Return for how many seconds no rank has made progress, at least. If processes do not answer at all, only they
@@ -69,20 +87,25 @@ class Watchdog:
     def _collect(self) -> None:
         self._stacks |= dict(self._table.take_answers(StackReport, self._round))
 
-    def _judge(self, running: Sequence[str], quiet: float, others_failed: bool) -> None:
-        reports = {}
-        for worker in running:
-            info, answer = self._table[worker], self._stacks.get(worker)
-            reports[worker] = RankReport(
-                rank=info.rank or 0,
-                node=info.machine,
-                phase=answer.phase if answer else info.progress.phase,
-                batch=answer.batch if answer else info.progress.batches,
-                stack=answer.frames if answer else None,
-                silent_s=self._table.group.silent_for(worker),
-            )
+    def _report(self, worker: str) -> RankReport:
+        info, answer = self._table[worker], self._stacks.get(worker)
+        return RankReport(
+            rank=info.rank or 0,
+            node=info.machine,
+            phase=answer.phase if answer else info.progress.phase,
+            batch=answer.batch if answer else info.progress.batches,
+            stack=answer.frames if answer else None,
+            silent_s=self._table.group.silent_for(worker),
+        )
+
+    def _judge(self, running: Sequence[str], quiet: float, *, others_failed: bool, leaving: bool) -> None:
+        reports = {worker: self._report(worker) for worker in running}
         blocking = blocking_ranks(reports, still_s=min(quiet, self._limit_s), others_failed=others_failed)
         if quiet < self._limit_s:
+            now = self._table.clock()
+            if now - self._warned_at <= self._limit_s / 3:
+                return
+            self._warned_at = now
             for worker in blocking or running:
                 logger.warning(
                     "no progress for %.0f s (limit %.0f s): %s",
@@ -93,6 +116,8 @@ class Watchdog:
             return
         if not blocking and any(report.stack is None for report in reports.values()):
             return  # the silent rank will answer, or will soon have been silent for long enough
+        if not blocking and leaving:
+            return  # they were interrupted a moment ago
         if not blocking:
             stories = "; ".join(describe_rank(report) for report in reports.values())
             for worker in self._workers:
