@@ -294,7 +294,10 @@ def check_abort(ranks: Ranks) -> None:
 
 # A process joins TensorFlow's runtime only once, so this test starts its own processes. SingleWorkerBackend has no
 # peers.
-@pytest.mark.parametrize("name", ["gloo", pytest.param("horovod", marks=pytest.mark.horovod), "tensorflow"])
+@pytest.mark.parametrize(
+    "name",
+    ["gloo", pytest.param("horovod", marks=pytest.mark.horovod), pytest.param("tensorflow", marks=pytest.mark.soak)],
+)
 def test_the_failure_of_a_peer_ends_a_ranks_wait(name: str) -> None:
     ranks = Ranks(name)
     try:

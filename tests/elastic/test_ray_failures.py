@@ -206,6 +206,7 @@ def test_workers_without_a_raylet_end_themselves(outcome: Outcome) -> None:
 
 
 @pytest.mark.script("gcs", run=run)
+@pytest.mark.soak
 def test_the_control_service_is_killed(outcome: Outcome) -> None:
     facts = outcome()
     kind, text, seconds = facts["error"]
@@ -253,6 +254,7 @@ def test_ray_is_shut_down_while_a_trainer_is_idle(outcome: Outcome) -> None:
 
 
 @pytest.mark.script("ray.shutdown in a call", run=run)
+@pytest.mark.soak
 def test_ray_is_shut_down_during_a_call(outcome: Outcome) -> None:
     facts = outcome()
     assert facts["error"][0] == "NotActiveError" and facts["ended"][0] == ""

@@ -273,6 +273,7 @@ def mutated(state: Any, paths: list[tuple[Any, ...]], chance: random.Random) -> 
     return path, replaced(state, path, chance.choice(VALUES)(chance))
 
 
+@pytest.mark.soak
 def test_any_replaced_value_is_refused_or_loads(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The file is refused without a change, or it loads. The next train() works."""
     for here in bench(tmp_path_factory.mktemp("fuzz")):

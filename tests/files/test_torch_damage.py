@@ -81,6 +81,7 @@ def test_other_damage_is_detected(here: Bench) -> None:
 
 
 @pytest.mark.timeout(1500 if SOAK else 300)  # half of the files load, and each of these takes 0.1 s
+@pytest.mark.soak
 def test_damage_of_a_file_without_a_digest_never_breaks_training(tmp_path: Path) -> None:
     """A file of an older version can load with other values, but training continues with them."""
     for here in bench(tmp_path):

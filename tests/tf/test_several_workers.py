@@ -31,7 +31,7 @@ def undisturbed(epochs: int) -> tuple[dict[str, Any], dict[str, Any]]:
         return trainer.state_dict(), result
 
 
-@pytest.mark.parametrize(("workers", "library"), [(2, "keras"), (3, "tf_keras")])
+@pytest.mark.parametrize(("workers", "library"), [(2, "keras"), pytest.param(3, "tf_keras", marks=pytest.mark.soak)])
 def test_compiled_models_on_several_workers(ray_cluster: None, workers: int, library: str) -> None:
     pytest.importorskip(library)
     config = {"library": library}

@@ -222,6 +222,7 @@ def epochs_in_a_session(config: dict[str, Any]) -> None:
             raise RuntimeError("the session's trial fails")
 
 
+@pytest.mark.soak
 def test_checkpoints_of_a_users_function_reach_tune(ray_cluster: None, tmp_path: Path) -> None:
     """Each function fails once, and Tune restarts it from the checkpoint of its last report. A Trainer's checkpoints are
     added to reports that have none, and one that was saved after the last report is passed on, too."""

@@ -39,6 +39,7 @@ class KilledOnce(TFTrainable):
 
 
 @pytest.mark.elastic
+@pytest.mark.soak
 def test_a_grid_search_with_a_killed_trial(ray_cluster: None, tmp_path: Path) -> None:
     results = tune.Tuner(
         KilledOnce,
