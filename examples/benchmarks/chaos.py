@@ -58,7 +58,7 @@ RENDEZVOUS_S = 60.0  # for the rendezvous of a generation, after whatever had to
 FOLLOWS_S = 2.0
 MARK = "RAYSGD_CHAOS"
 # What docs/elasticity.md says a killed worker can leave, and torch's cache.
-EXPECTED = ("/dev/shm/torch_", "/tmp/raysgd-worker-", "/tmp/torchinductor_")
+EXPECTED = ("/dev/shm/torch_", "/tmp/raysgd-worker-", "/tmp/raysgd-code-", "/tmp/torchinductor_")
 
 
 class Run:

@@ -178,17 +178,18 @@ def counted_epoch(config: dict[str, Any]) -> dict[str, Any]:
     model, trace = small_model(), StepTrace(config["trace"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = train.torch.elastic_data_loader(loader(config["samples"], 1 + config["epoch"]))
-    counts, steps = torch.zeros(config["samples"], dtype=torch.int64), 0
+    counts, steps, ended = torch.zeros(config["samples"], dtype=torch.int64), 0, False
     found = train.load_checkpoint()
     if found:
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
     if found and found["epoch"] == config["epoch"]:
         data.load_state_dict(found["data"])
-        counts, steps = found["counts"], found["steps"]
+        counts, steps, ended = found["counts"], found["steps"], found["ended"]
     model_of_all, stepping, everybodys = connected(config["backend"], model, optimizer)
     state = train.elastic({"model": model, "optimizer": optimizer, "data": data, "counts": counts, "steps": steps})
-    for index, features, target in data:
+    # If an error was raised after the last save, nothing is left to do. Another loop would be another epoch.
+    for index, features, target in () if ended else data:
         obey(config["trace"])
         time.sleep(config["step_s"])
         used = everybodys(index)
@@ -202,15 +203,15 @@ def counted_epoch(config: dict[str, Any]) -> dict[str, Any]:
         trace.step(train.world_rank(), config["epoch"])
         state.commit()
         if state["steps"] % CHECKPOINT_EVERY == 0:
-            save(state, model, optimizer, data, config["epoch"])
-    save(state, model, optimizer, data, config["epoch"])
+            save(state, model, optimizer, data, epoch=config["epoch"], ended=False)
+    save(state, model, optimizer, data, epoch=config["epoch"], ended=True)
     weights = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()
     return {"counts": state["counts"].tolist(), "weights": weights}
 
 
-def save(state: Any, model: Any, optimizer: Any, data: Any, epoch: int) -> None:
+def save(state: Any, model: Any, optimizer: Any, data: Any, **progress: Any) -> None:
     parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict()}
-    train.save_checkpoint(**parts, counts=state["counts"], steps=state["steps"], epoch=epoch)
+    train.save_checkpoint(**parts, counts=state["counts"], steps=state["steps"], **progress)
 
 
 def injected(error: BaseException) -> bool:

@@ -115,6 +115,10 @@ class ElasticLoader:
         """Return how many batches are left of the open epoch for each rank."""
         return self._source.steps_left(self._rank_info, self._offset) if self._open else len(self._source.loader)
 
+    def close(self) -> None:
+        """End the loader's processes."""
+        self._source.close()
+
     def state_dict(self) -> dict[str, Any]:
         position = {"epochs_begun": self.epochs_begun, "offset": self._offset, "open": self._open}
         return {**position, "source": self._source.state()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -106,6 +107,7 @@ class Session:
         self.rank_info, self.attempt, self.commit = rank_info, attempt, commit
         self.dumps, self.at_boundary, self._wait = dumps, at_boundary, wait
         self.precision: Any = None  # set by train.torch.accelerate
+        self.at_end = contextlib.ExitStack()  # what is closed when the function has ended in any way
         self._control, self._encode, self._decode = control, encode, decode
         self._encoded = False  # whether `_payload` is this rank's own, which the driver has not decoded
         self._payload = attempt.checkpoint
@@ -253,6 +255,7 @@ class running:
 
     def __exit__(self, *error: object) -> None:
         _running.remove(self._session)
+        self._session.at_end.close()
 
 
 def trial_functions() -> Any:

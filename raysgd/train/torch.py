@@ -102,7 +102,9 @@ def elastic_data_loader(data_loader: DataLoader[Any], move_to_device: bool = Tru
     Pass it to `train.elastic` together with the model, and commit after each step.
     """
     session = current("torch.elastic_data_loader")
-    return ElasticLoader(data_loader, session.rank_info, get_device() if move_to_device else None)
+    loader = ElasticLoader(data_loader, session.rank_info, get_device() if move_to_device else None)
+    session.at_end.callback(loader.close)
+    return loader
 
 
 def enable_reproducibility(seed: int = 0) -> None:

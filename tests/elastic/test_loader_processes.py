@@ -1,6 +1,7 @@
 """If a process of a DataLoader is killed, its rank gets a new loader, and every sample is still used exactly once."""
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -364,3 +365,25 @@ def test_an_error_in_a_functions_own_loader_is_a_user_error(functions: Trainer, 
     assert isinstance(raised.value, (ConnectionError, EOFError)) or "DataLoader worker" in str(raised.value)
     assert raised.value.raysgd_rank in (0, 1)  # type: ignore[union-attr]
     assert functions.recoveries[before:] == []
+
+
+def half_an_epoch(config: dict[str, Any]) -> list[int]:
+    """Return the child processes of this worker. Then leave a loop over a loader in the way that `config` names."""
+    children = [process.pid for process in multiprocessing.active_children() if process.pid]
+    gc.enable() if config["collect"] else gc.disable()
+    loader = train.torch.elastic_data_loader(DataLoader(TensorDataset(torch.arange(64)), batch_size=4, num_workers=1))
+    for batches, _ in enumerate(loader):
+        if batches == 2 and config["leave"] == "raise":
+            raise ValueError("in the middle of an epoch")
+        if batches == 2:
+            break
+    return children
+
+
+@pytest.mark.parametrize("leave", ["raise", "return"])
+def test_the_processes_of_an_open_loader_end_with_the_function(functions: Trainer, leave: str) -> None:
+    """Otherwise later ones would be forked with copies of it, whose clean-up prints errors, and a garbage collection in
+    the middle of a later run would wait 5 s for each of its processes."""
+    with pytest.raises(ValueError, match="middle") if leave == "raise" else contextlib.nullcontext():
+        functions.run(half_an_epoch, {"leave": leave, "collect": False})
+    assert functions.run(half_an_epoch, {"leave": "return", "collect": True}) == [[], []]

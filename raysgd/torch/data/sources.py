@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -109,7 +109,7 @@ class PlannedSource(BatchSource):
         self.counts_samples = not own
         self._seed = torch.initial_seed()
         self.order: Order = range(0)
-        self._open: tuple[RankInfo, int, Iterator[Drawn]] | None = None
+        self._open: tuple[RankInfo, int, Generator[Drawn]] | None = None
 
     def begin(self, epoch: int, rank_info: RankInfo, shared: bool) -> None:
         """Take the new epoch's order from rank 0's sampler. Every rank still draws an order from its own sampler, so that
@@ -142,7 +142,7 @@ class PlannedSource(BatchSource):
         self._open = (rank_info, offset, fresh)
         return fresh
 
-    def _generate(self, rank_info: RankInfo, offset: int) -> Iterator[Drawn]:
+    def _generate(self, rank_info: RankInfo, offset: int) -> Generator[Drawn]:
         if self._pad and self._own_batches and self._global_batch is None:
             self.order = evened(self.order, rank_info.world_size, offset)
         if self._seed != torch.initial_seed():
@@ -161,6 +161,11 @@ class PlannedSource(BatchSource):
         self._open = None
 
     def close(self) -> None:
+        """End the loader's processes. If only the garbage collector did it, torch would wait 5 s for each: their queues
+        are collected first, so they would not be asked to end."""
+        if self._open is not None:
+            self._open[2].close()
+            self._open = None
         end_processes(live_iterator(self._twin))  # they persist from one epoch to the next
 
     def steps_left(self, rank_info: RankInfo, offset: int) -> int:
