@@ -13,7 +13,7 @@ __all__ = ["RankInfo", "SingleWorkerBackend", "assign_ranks"]
 @dataclass(frozen=True)
 class RankInfo:
     """World, local and node rank of one worker in one generation. `solo` marks a replacement worker that is set up
-    alone before it joins."""
+    alone before it joins. `local` says whether all ranks are on the driver's node."""
 
     world_rank: int = 0
     world_size: int = 1
@@ -22,9 +22,10 @@ class RankInfo:
     node_rank: int = 0
     generation: int = 0
     solo: bool = False
+    local: bool = False
 
 
-def assign_ranks(nodes: Sequence[str], *, generation: int = 0) -> list[RankInfo]:
+def assign_ranks(nodes: Sequence[str], *, generation: int = 0, local: bool = False) -> list[RankInfo]:
     """Return ranks in the order of the nodes that are given (survivors first, in their old order). Local ranks count
     the workers of one node.
 
@@ -43,6 +44,7 @@ def assign_ranks(nodes: Sequence[str], *, generation: int = 0) -> list[RankInfo]
                 local_world_size=sizes[node],
                 node_rank=node_ranks[node],
                 generation=generation,
+                local=local,
             )
         )
         seen[node] += 1

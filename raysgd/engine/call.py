@@ -206,8 +206,9 @@ class FanOut:
     def _user_error_waited(self) -> bool:
         """Return whether peers that are busy outside any collective have had enough time to end, after a user's
         error."""
-        failed = any(isinstance(outcome, Failed) for outcome in self._outcomes.values())
-        return failed and self._troubled_at is not None and self._table.clock() - self._troubled_at > USER_ERROR_S
+        if self._troubled_at is None or self._table.clock() - self._troubled_at <= USER_ERROR_S:
+            return False
+        return any(isinstance(outcome, Failed) for outcome in self._outcomes.values())
 
     def _cut_short(self, error: BaseException) -> None:
         """Stop the call at the next batch. The trainer stays usable. Ranks that do not stop in time are killed."""

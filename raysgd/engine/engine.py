@@ -427,7 +427,8 @@ class Engine:
         members = [self._table[worker] for worker in self._table.members()]
         if not members:
             return Observation("broken", reason="restart", detail="an error ended a call while it replaced all workers")
-        seen = classify({m.worker: Ok() if m.ended is None else self._table.failure_of(m) for m in members})
+        alive = Ok()
+        seen = classify({m.worker: alive if m.ended is None else self._table.failure_of(m) for m in members})
         if seen.kind == "done" and not self._generation.up and not self._backend.in_place:
             return Observation("broken", reason="restart", detail="an error ended the generation")
         return seen

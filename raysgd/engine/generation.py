@@ -242,7 +242,8 @@ class Generation:
     def _rendezvous(self, workers: Sequence[str]) -> bool:
         self._number += 1
         nodes = [self._table[worker].node for worker in workers]
-        rank_infos = assign_ranks(nodes, generation=self._number)
+        local = all(self._table[worker].local for worker in workers)
+        rank_infos = assign_ranks(nodes, generation=self._number, local=local)
         offers = self._offers(workers)
         if offers is None:
             return False

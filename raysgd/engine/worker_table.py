@@ -48,6 +48,7 @@ class WorkerInfo:
     """What the driver knows about one worker. Only `WorkerTable` changes it.
 
     address      of its machine, as the driver sees it
+    local        whether it is on the driver's node
     rank         its rank in the current generation, or the one that it will have in the next
     built        whether it hosts a replica
     in_group     whether it belongs to the current generation
@@ -67,6 +68,7 @@ class WorkerInfo:
     node: str = ""
     pid: int = 0
     address: str = ""
+    local: bool = False
     rank: int | None = None
     started: bool = False
     built: bool = False
@@ -426,7 +428,8 @@ class WorkerTable:
         if info is None:
             return
         if isinstance(event, WorkerStarted):
-            info.started, info.node, info.pid, info.address = True, event.node, event.pid, event.address
+            info.started, info.node, info.pid = True, event.node, event.pid
+            info.address, info.local = event.address, event.local
             info.moved_at = self.clock()
         elif isinstance(event, WorkerEnded):
             info.ended = event

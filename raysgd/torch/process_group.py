@@ -31,6 +31,7 @@ GLOO = re.compile(
 # A gloo rank that waits for a peer's connection cannot be interrupted, and the peer may have failed meanwhile. So this
 # wait is short; all ranks are in the store when it begins.
 FORM_S, RANKS_PER_S = 10.0, 10
+LOOPBACK = "127.0.0.1"
 
 
 class TorchBackend:
@@ -76,7 +77,10 @@ class TorchBackend:
         self._store = None
         if not rank_infos:
             return []
-        self._store, settings = open_store(self._host, limit_s=self._join_s)
+        # torch asks the name server for the name of every address that connects, and a lost answer costs 5 s. The name of
+        # this address is in a file.
+        host = LOOPBACK if all(each.local for each in rank_infos) else self._host
+        self._store, settings = open_store(host, limit_s=self._join_s)
         return [dict(settings) for _ in rank_infos]
 
     # -- worker ---------------------------------------------------------------------------------------

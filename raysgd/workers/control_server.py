@@ -98,7 +98,9 @@ class ControlServer:
     before Ray reports the end. A connection also ends if the other machine acknowledges nothing for `unreachable_s`.
     Whatever one connection sends, an error ends only that connection."""
 
-    def __init__(self, events: queue.SimpleQueue[Event], host: str) -> None:
+    def __init__(self, events: queue.SimpleQueue[Event], host: str, *, node: str = "") -> None:
+        """`node` is the name of this machine's node, as workers on it give it."""
+        self._node = node
         self.token = secrets.token_hex(TOKEN_BYTES // 2)
         self.unreachable_s = 60.0
         self.expected_workers = 0
@@ -310,7 +312,8 @@ class ControlServer:
         peer.worker = worker
         self._received_at[worker] = time.monotonic()
         self._workers[worker] = peer
-        self._events.put(WorkerStarted(worker, hello.node, hello.pid, peer.address.rpartition(":")[0]))
+        address = peer.address.rpartition(":")[0]
+        self._events.put(WorkerStarted(worker, hello.node, hello.pid, address, local=hello.node == self._node))
         ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(peer.connection, self._read, peer, worker, ended)
         try:

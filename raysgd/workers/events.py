@@ -13,12 +13,14 @@ __all__ = ["CallEnded", "Event", "MessageReceived", "WorkerEnded", "WorkerStarte
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """A launched worker's process has started, and its control client is connected from `address`."""
+    """A launched worker's process has started, and its control client is connected from `address`. `local` says whether
+    it is on the driver's node."""
 
     worker: str
     node: str
     pid: int
     address: str = ""
+    local: bool = False
 
 
 @dataclass(frozen=True)
