@@ -149,8 +149,12 @@ def left_behind(mark: str, before: set[str]) -> list[str]:
     deadline = time.monotonic() + LEAVE_S
     while time.monotonic() < deadline and marked(mark):
         time.sleep(0.2)
-    left = [f"process {each} ({state(each)}) {Path(f'/proc/{each}/cmdline').read_text()!r}" for each in marked(mark)]
+    left = [f"process {each} ({state(each)}) {command_of(each)}" for each in marked(mark)]
     return left + sorted(files() - before)
+
+
+def command_of(process: int) -> str:
+    return Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8").replace("\0", " ").strip()
 
 
 def files() -> set[str]:

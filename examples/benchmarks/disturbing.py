@@ -63,7 +63,7 @@ class LocalNodes:
         self._cpus, self.at_least, self.at_most, self._trace = cpus, at_least, at_most, folder
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0 if at_most else cpus, **PLAIN})
         self._nodes: list[Any] = []
-        self._without_raylet: list[Any] = []
+        self._without_raylet: list[int] = []  # workers
         for _ in range(at_most):
             self.add()
         ray.init(address=self.cluster.address, log_to_driver=False)
@@ -85,10 +85,11 @@ class LocalNodes:
         return workers
 
     def kill_raylet(self, number: int) -> list[int]:
-        """Kill only Ray's own process of a node. The node is gone for Ray; its workers, returned, must end themselves."""
+        """Kill only Ray's own process of a node. The node is gone for Ray; its workers, returned, must end themselves.
+        Those that are stopped cannot: the cluster ends them when it shuts down."""
         node = self._nodes.pop(number)
         workers = self._workers(node)
-        self._without_raylet.append(node)
+        self._without_raylet += workers
         send(raylet(node), signal.SIGKILL)
         return workers
 
@@ -101,6 +102,9 @@ class LocalNodes:
 
         ray.shutdown()
         self.cluster.shutdown()
+        for worker in self._without_raylet:
+            if state(worker) == "T":
+                send(worker, signal.SIGKILL)
 
 
 def raylet(node: Any) -> int:
