@@ -263,8 +263,12 @@ def stop_one_rank_a_batch_early(patch: Patch) -> None:
 
 
 @mutant
-def keep_the_boundary_of_the_last_call(patch: Patch) -> None:
+def keep_a_boundary_for_later_calls_and_generations(patch: Patch) -> None:
+    def clear(self: Control) -> None:
+        self._interrupted = False
+
     patch.setattr(Control, "withdraw", lambda self: None)
+    patch.setattr(Control, "clear", clear)
 
 
 @mutant
