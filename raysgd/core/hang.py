@@ -27,6 +27,8 @@ COLLECTIVE_FRAMES = (
     ("tensorflow/python/eager/execute.py", "quick_execute"),
     ("tensorflow/python/ops/gen_collective_ops.py", ""),
 )
+# The modules of these frames that users call, whose functions call each other.
+LIBRARIES = ("torch/distributed/distributed_c10d.py", "horovod/torch/mpi_ops.py")
 # A collective's frame can call other functions of these packages (logging and timing wrappers). If it calls any other
 # code (a hook in the backward pass), the rank is busy in that code.
 FRAMEWORKS = ("/torch/", "/tensorflow/", "/horovod/")
@@ -87,7 +89,7 @@ def collective_name(stack: Sequence[str]) -> str:
     found = ""
     for frame in stack:  # the outermost function of the library that a user calls: all_gather_object, not all_gather
         path, function = _path_and_function(frame)
-        if path.endswith("torch/distributed/distributed_c10d.py"):
+        if path.endswith(LIBRARIES):
             found = function
         elif _is_collective(path, function):
             found = found or ("backward" if function == "_engine_run_backward" else function)

@@ -63,7 +63,7 @@ def script(page_blocks: list[Block]) -> str:
 ALL = [b for path in PAGES for b in blocks(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))]
 PYTHON = [block for block in ALL if block.language == "python"]
 RUN_PAGES = sorted({block.page for block in PYTHON if not block.not_run})
-LONG_PAGES = ("docs/callbacks.md", "docs/ray_data.md", "docs/tune.md")  # these run in `make soak`
+LONG_PAGES = ("docs/callbacks.md", "docs/ray_data.md", "docs/recipes.md", "docs/tune.md")  # these run in `make soak`
 
 
 def program(page: str) -> str:
