@@ -192,7 +192,8 @@ class Membership:
             if self._replacements.unfinished and self._replacements.starting == 0:
                 raise unfinished_error([self._replacements.unfinished])
             if waited > limit_s:
-                raise no_room_error(self._table.group, lacking, self._target, limit_s)
+                no_room = self._replacements.starting < lacking
+                raise no_room_error(self._table.group, lacking, self._target, limit_s, no_room=no_room)
             if self._replacements.starting == 0:
                 warned = warned or warn_no_room(self._table.group, lacking, waited, limit_s)
 

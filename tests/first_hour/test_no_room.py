@@ -106,6 +106,18 @@ def test_workers_that_start_too_slowly_do_not_lack_room() -> None:
         assert part in text, text
 
 
+def test_workers_of_a_resize_that_start_too_slowly_do_not_lack_room() -> None:
+    group = Slots({"free": 4})
+    engine = engine_of(group, 2)
+    engine.start()
+    group.__class__ = Late  # the next worker never starts
+    with pytest.raises(
+        ResourceError, match=r"1 of 3 worker processes did not start within 0\.5 s, although .* had room"
+    ):
+        engine.resize(3)
+    engine.stop(force=True)
+
+
 def test_resize_beyond_the_cluster_changes_nothing() -> None:
     group = Slots({"free": 4})
     engine = engine_of(group, 2)
