@@ -121,10 +121,12 @@ def test_a_failed_save_in_the_background_leaves_the_older_one(ray_cluster: None,
         assert same(weights(sharded), before)
 
 
-def test_a_worker_in_this_process(tmp_path: Path) -> None:
+def test_a_worker_in_this_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="raysgd")
     with inline() as alone:
         handle = alone.save(tmp_path / "parts", sharded=True, blocking=False)
         assert handle.result(60) == str(tmp_path / "parts")
+        assert caplog.text.count("saved the checkpoint") == 1
         name = f"memory://{uuid.uuid4().hex}"
         assert alone.save(name, sharded=True) == name
         expected = torch.cat([each.flatten() for each in alone.get_model().parameters()])

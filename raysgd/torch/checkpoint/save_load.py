@@ -95,11 +95,12 @@ class Checkpoints:
         self._running.append(handle)
         return handle
 
-    def _destination(self, path: locations.Place, stall_s: float | None = None) -> Destination:
+    def _destination(self, path: locations.Place, *, report: bool = False) -> Destination:
         server = self._engine.group.checkpoint_server()
         if server is None:
-            return LocalSink(path)
-        return Receiver(path, server, stall_s=stall_s or max(self._engine.limits.hang_s, STALL_AT_LEAST_S))
+            return LocalSink(path, report=report)
+        stall_s = SHARDS_STALL_S if report else max(self._engine.limits.hang_s, STALL_AT_LEAST_S)
+        return Receiver(path, server, stall_s=stall_s, report=report)
 
     def _send_to(self, destination: Destination, *, blocking: bool) -> None:
         arguments = {"sink": destination.sink, "ranks": self._random_states(), "blocking": blocking}
@@ -257,10 +258,8 @@ class ShardedSave:
         self._draft: locations.Place | None = None
         self._parts: list[Destination] = []
         self._reports: tempfile.TemporaryDirectory[str] | None = None
-        self._older: shard_files.Files = {}
         if isinstance(where, locations.Uri):
-            self._older = remote.listed(where) if where.is_dir() else {}
-            other = where.is_file() or (self._older and not _is_sharded(self._older))
+            other = where.is_file() or (where.is_dir() and not _is_sharded(remote.listed(where)))
         else:
             assert self._target is not None
             other = os.path.lexists(self._target) and not shard_files.is_replaceable(self._target)
@@ -283,9 +282,10 @@ class ShardedSave:
             self._draft = self._uri / name[:8]
         if isinstance(self._draft, Path):
             self._draft.mkdir(parents=True)
-        self._reports = tempfile.TemporaryDirectory(prefix="raysgd-parts-")
+        self._reports = tempfile.TemporaryDirectory(prefix="raysgd-parts-") if ranks else None
         for rank in range(ranks):
-            self._parts.append(destination(Path(self._reports.name) / str(rank), SHARDS_STALL_S))
+            assert self._reports is not None
+            self._parts.append(destination(Path(self._reports.name) / str(rank), report=True))
         return {"folder": self._draft, "sinks": [part.sink for part in self._parts]}
 
     @property
@@ -308,9 +308,8 @@ class ShardedSave:
             manifest = shard_files.manifest(files)
             remote.write(draft / shard_files.MANIFEST, manifest)
             entries = {**files, shard_files.MANIFEST: entry_of_bytes(manifest)}
-            remote.complete_folder(
-                self._uri, {f"{draft.name}/{name}": each for name, each in entries.items()}, self._older
-            )
+            older = remote.listed(self._uri) if self._uri.is_dir() else {}
+            remote.complete_folder(self._uri, {f"{draft.name}/{name}": each for name, each in entries.items()}, older)
         self._draft = None
         locations.log_saved(self._where)
 
