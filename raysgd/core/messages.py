@@ -229,7 +229,8 @@ class Bye(Message):
 
 @dataclass(frozen=True)
 class SnapshotUpload(Message):
-    """Rank 0 sends this when a snapshot is due. Body: the full state. `call` and `partial` are those of
+    """Rank 0 sends this when a snapshot is due. Body: the full state, or nothing if the ranks keep
+    it themselves. `call` and `partial` are those of
     `ProgressReport`. The driver keeps the newest snapshot, in case all workers fail."""
 
     progress: Progress

@@ -6,20 +6,51 @@ torch.chunk divides them: all shards have equally many rows, except for the last
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Agreement", "ShardCopy", "ShardedState", "Transfer", "agreed", "covered", "layout", "rows", "transfers"]
+from raysgd.core.snapshot import Snapshot
+
+__all__ = [
+    "Agreement",
+    "HeldSnapshot",
+    "ShardCopy",
+    "ShardedState",
+    "Transfer",
+    "agreed",
+    "covered",
+    "layout",
+    "neighbour",
+    "newest_complete",
+    "rows",
+    "transfers",
+]
 
 
 @dataclass(frozen=True)
 class ShardedState:
-    """What the engine knows of a state that is divided among the workers: how many copies of each shard there should be, and the function
-    of a replica, called on all ranks, that divides the shards among the ranks `stay`, because the other ones leave."""
+    """What the engine knows of a state that is divided among the workers: how many copies of each shard there should be, and functions
+    of a replica.
+
+    hand_over   called on all ranks: divide the shards among the ranks `stay`, because the other ones leave
+    snapshots   return what the worker holds of snapshots, as a list of `HeldSnapshot`
+    restore     begin the next generation with this snapshot, of which all its ranks together hold each shard
+    """
 
     replicas: int
     hand_over: Callable[..., Any]
+    snapshots: Callable[..., Any]
+    restore: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class HeldSnapshot:
+    """What one worker holds of a snapshot: these of `count` shards, its own and a neighbour's."""
+
+    snapshot: Snapshot
+    count: int
+    indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, order=True)
@@ -58,12 +89,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The rows from `begin` to `end` of one tensor go from rank `source` to rank `target`; equal ranks copy their own."""
+    """The rows from `begin` to `end` of one tensor, of this shard, go from rank `source` to rank `target`; equal ranks copy their own."""
 
     source: int
     target: int
     begin: int
     end: int
+    shard: int
 
 
 def layout(workers: int, replicas: int) -> tuple[int, int]:
@@ -101,6 +133,34 @@ def agreed(copies: Sequence[Sequence[ShardCopy]]) -> Agreement | None:
     return None
 
 
+def neighbour(nodes: Sequence[Any], count: int) -> int:
+    """Return how many ranks after each rank the one is that also keeps its part of a snapshot: it holds another one of `count` > 1 shards,
+    and is on another of the ranks' nodes if possible.
+
+    >>> neighbour("aaaa", 4), neighbour("aabb", 4), neighbour("aabb", 2), neighbour("abab", 4)
+    (1, 2, 1, 1)
+    """
+    ranks = len(nodes)
+
+    def apart(distance: int) -> int:
+        return sum(nodes[rank] != nodes[(rank + distance) % ranks] for rank in range(ranks))
+
+    return max((each for each in range(1, ranks) if each % count), key=lambda each: (apart(each), -each))
+
+
+def newest_complete(held: Iterable[HeldSnapshot]) -> Snapshot | None:
+    """Return the newest snapshot of which these workers hold each shard, or None."""
+    complete: dict[tuple[int, int], Snapshot] = {}
+    found: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for each in held:
+        name = each.snapshot.held
+        assert name is not None
+        found.setdefault(name, set()).update((index, each.count) for index in each.indices)
+        if covered(found[name]):
+            complete[name] = each.snapshot
+    return complete[max(complete)] if complete else None
+
+
 def rows(index: int, count: int, length: int) -> tuple[int, int]:
     """Return the first row of a shard, and the one after its last row.
 
@@ -112,11 +172,11 @@ def rows(index: int, count: int, length: int) -> tuple[int, int]:
 
 
 def transfers(
-    holders: Mapping[int, int], count: int, targets: Mapping[int, int], new_count: int, length: int
+    holders: Mapping[int, Collection[int]], count: int, targets: Mapping[int, int], new_count: int, length: int
 ) -> list[Transfer]:
-    """Return who sends which rows of a tensor with `length` rows. `holders` are the present shards by rank, `targets` the ones that
+    """Return who sends which rows of a tensor with `length` rows. `holders` are the present shards of each rank, `targets` the ones that
     ranks are to hold. A rank keeps what it has; the copies of a shard share the work of sending it."""
-    by_shard = {index: sorted(rank for rank, held in holders.items() if held == index) for index in range(count)}
+    by_shard = {index: sorted(rank for rank, held in holders.items() if index in held) for index in range(count)}
     plan: list[Transfer] = []
     for number, (target, index) in enumerate(sorted(targets.items())):
         begin, end = rows(index, new_count, length)
@@ -125,5 +185,5 @@ def transfers(
             first, last = max(first, begin), min(last, end)
             if first < last:
                 source = target if target in ranks else ranks[number % len(ranks)]
-                plan.append(Transfer(source, target, first, last))
+                plan.append(Transfer(source, target, first, last, shard))
     return plan

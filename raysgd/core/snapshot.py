@@ -13,7 +13,8 @@ __all__ = ["Snapshot", "SnapshotStore"]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One replica's full state as bytes, and its progress when the snapshot was taken.
+    """One replica's full state as bytes, and its progress when the snapshot was taken. Of a model that is divided among the
+    workers, they keep the snapshot themselves, and `held` is its name there.
 
     `call` is the number of the call that was running, and `partial` that call's partial result over all ranks. Without
     data, training starts from the beginning.
@@ -23,6 +24,7 @@ class Snapshot:
     progress: Progress = field(default_factory=Progress)
     call: int = -1
     partial: dict[str, Any] | None = None
+    held: tuple[int, int] | None = None
 
 
 class SnapshotStore:

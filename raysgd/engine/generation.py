@@ -18,7 +18,7 @@ from raysgd.core.outcomes import Failed, Ok, Outcome, WorkerFailed
 from raysgd.core.progress import most_advanced
 from raysgd.core.protocols import Call, ProcessGroupBackend
 from raysgd.core.ranks import RankInfo, assign_ranks
-from raysgd.core.shard_copies import ShardedState, covered, layout
+from raysgd.core.shard_copies import ShardedState, covered, layout, newest_complete
 from raysgd.core.snapshot import Snapshot
 from raysgd.engine.failure import no_room_error, raise_user_error, unfinished_error, warn_no_room
 from raysgd.engine.worker_table import WorkerTable
@@ -219,8 +219,20 @@ class Generation:
         return True
 
     def load_snapshot(self, workers: Sequence[str], snapshot: Snapshot) -> bool:
-        """Let workers load the state of a snapshot."""
-        return self.load(workers, Blob(snapshot.data))
+        """Let workers load the state of a snapshot, also if it is theirs."""
+        if snapshot.held is None or self._sharded is None:
+            return self.load(workers, Blob(snapshot.data))
+        self._shards = {}
+        call = Call(self._sharded.restore, {"held": snapshot.held})
+        return self._succeeds(workers, "run", {"call": call}, self._limits.setup_s)
+
+    def snapshot_of(self, workers: Sequence[str]) -> Snapshot | None:
+        """Return the newest snapshot, or, of a state that is divided among the workers, the newest one of which these hold each shard."""
+        latest = self._table.snapshots.latest()
+        if latest is None or latest.data or self._sharded is None:
+            return latest
+        outcomes = self._ask(workers, "run", {"call": Call(self._sharded.snapshots)}, self._limits.hang_s)
+        return newest_complete(each for ok in outcomes.values() if isinstance(ok, Ok) for each in ok.value)
 
     def _prepare(self, new: Sequence[str]) -> bool:
         given = {worker: {"hook": self._hook, "rank": self._table[worker].rank} for worker in new}

@@ -138,7 +138,9 @@ class RecoveryLoop:
         """Return the members that can continue in place. With a backend whose processes cannot rejoin, there are none:
         their state is saved as a snapshot. There are none either if a shard is lost, and there is no snapshot of it."""
         survivors = self._table.members()
-        lost = self._generation.lacks_shards(survivors) and self._table.snapshots.latest() is None
+        lost = self._generation.lacks_shards(survivors) and self._generation.snapshot_of(survivors) is None
+        if survivors and lost:
+            logger.warning("no copy of a shard is left, nor a snapshot of it: training starts over with new workers")
         if survivors and (lost or not self._in_place):
             progress = {} if lost else {worker: self._table[worker].progress for worker in survivors}
             while progress and not self._generation.rescue_state(best := most_advanced(progress), case.call.number):
@@ -179,9 +181,13 @@ class RecoveryLoop:
     def _revive(self, joining: list[str], call: int) -> Snapshot:
         """Return the snapshot that these processes start from when no member is left, or members lack a shard: the newest one, or an empty
         one if they all take the initial state of the first of them."""
-        snapshot = self._table.snapshots.latest() or Snapshot()
+        snapshot = self._generation.snapshot_of(joining) or Snapshot()
         if self._generation.is_sharded:
-            if snapshot.data:
+            usable = bool(snapshot.data) or snapshot.held is not None
+            if usable or not self._table.members():
+                self._table.snapshots.forget()  # a newer one may be incomplete, and would be kept instead of later ones
+            if usable:
+                self._table.snapshots.offer(snapshot)
                 self._generation.load_snapshot(joining, snapshot)
             return snapshot
         holders = {w: self._table[w].progress for w in joining if self._table[w].holds_state}

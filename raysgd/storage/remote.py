@@ -10,7 +10,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +22,22 @@ from raysgd.storage import folders
 from raysgd.storage.folders import MARKER, FileEntry
 from raysgd.storage.masking import cause_of, mask, mask_message, split_query, without_secrets
 
-__all__ = ["MARKER", "Uri", "delete", "mirror", "names", "probe", "read_folder", "upload", "write", "write_folder"]
+__all__ = [
+    "MARKER",
+    "Uri",
+    "complete_folder",
+    "delete",
+    "fetch",
+    "is_in_this_process",
+    "listed",
+    "mirror",
+    "names",
+    "probe",
+    "read_folder",
+    "upload",
+    "write",
+    "write_folder",
+]
 
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 STALLED_S = 600.0
@@ -189,7 +204,7 @@ def delete(uri: Uri) -> None:
 def write_folder(uri: Uri, source: Path) -> None:
     """Upload the files in `source`, and then their list, without which readers see no folder. Of the files that were
     there before, only those that an older list names are deleted."""
-    older = _listed(uri) if uri.is_dir() else {}
+    older = listed(uri) if uri.is_dir() else {}
     found = list(folders.walk(source))  # raises for what a checkpoint cannot contain, before anything is deleted
     with _asked(uri, "written") as (system, path):
         for file in (path, f"{path}/{MARKER}"):
@@ -200,6 +215,11 @@ def write_folder(uri: Uri, source: Path) -> None:
         if not each.is_dir:
             entries[each.name] = folders.entry_of(each.path)
             upload(uri / each.name, each.path)
+    complete_folder(uri, entries, older)
+
+
+def complete_folder(uri: Uri, entries: Mapping[str, FileEntry], older: Mapping[str, FileEntry]) -> None:
+    """Write the list of a folder whose files are there, and delete those that only the older list names."""
     write(uri / MARKER, folders.dump_list(entries))
     with _asked(uri, "deleted") as (system, path):
         for name in older.keys() - entries.keys():
@@ -217,24 +237,30 @@ def mirror(uri: Uri, source: Path, refuse: Callable[[Path, str], None] = folders
 def read_folder(uri: Uri, target: Path) -> bool:
     """Download a folder's files to `target`, and verify that they are complete and unchanged. Return whether there were
     digests to verify them with: lists of older versions have none."""
-    listed = _listed(uri)
-    for name in listed:
-        file = target / name
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch(exist_ok=False)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise CheckpointError(f"{uri / MARKER} is damaged: {name!r} is listed as a file and a directory") from error
-        with _asked(uri / name) as (system, path):
-            size = system.info(path).get("size")
-            if size is not None:  # before the download, because a damaged object may be too large for the disk
-                folders.check_size(uri, name, size, listed)
-            system.get_file(path, str(file))
-        folders.check_entry(uri, name, folders.entry_of(file), listed)
-    return all(entry.digest is not None for entry in listed.values())
+    entries = listed(uri)
+    for name in entries:
+        fetch(uri, name, entries, target)
+    return all(entry.digest is not None for entry in entries.values())
 
 
-def _listed(uri: Uri) -> dict[str, FileEntry]:
+def fetch(uri: Uri, name: str, entries: Mapping[str, FileEntry], target: Path) -> None:
+    """Download one file of a folder to `target`, and verify it."""
+    file = target / name
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(exist_ok=False)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise CheckpointError(f"{uri / MARKER} is damaged: {name!r} is listed as a file and a directory") from error
+    with _asked(uri / name) as (system, path):
+        size = system.info(path).get("size")
+        if size is not None:  # before the download, because a damaged object may be too large for the disk
+            folders.check_size(uri, name, size, entries)
+        system.get_file(path, str(file))
+    folders.check_entry(uri, name, folders.entry_of(file), entries)
+
+
+def listed(uri: Uri) -> dict[str, FileEntry]:
+    """Return the list of a complete folder."""
     try:
         content = (uri / MARKER).read_bytes()
     except CheckpointError as error:
@@ -244,6 +270,12 @@ def _listed(uri: Uri) -> dict[str, FileEntry]:
             "use Checkpoint.from_directory(copy)"
         ) from error
     return folders.parse_list(content, uri / MARKER)
+
+
+def is_in_this_process(uri: Uri) -> bool:
+    """Return whether other processes cannot see what is stored there."""
+    with _asked(uri) as (system, _):
+        return "memory" in _protocols(system)
 
 
 # -- the boundary to fsspec ---------------------------------------------------------------------------

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
-from raysgd.core.metrics import SECONDS, SKIPPED
+from raysgd.core.messages import SnapshotUpload
+from raysgd.core.metrics import COMMITTED, SECONDS, SKIPPED, for_all_ranks
 from raysgd.core.outcomes import OUT_OF_MEMORY, Interrupted
 from raysgd.core.progress import Control
 from raysgd.core.ranks import RankInfo
+from raysgd.core.shard_copies import HeldSnapshot, ShardedState
+from raysgd.core.snapshot import Snapshot
 from raysgd.errors import TrainingFailedError, described
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.checks import check_fits
@@ -246,19 +249,48 @@ class TorchReplica(ReplicaBase):
     def _copied_state(self) -> dict[str, Any]:
         return states.unchanging(self._state_for_peers(), in_shards=self.in_shards)
 
-    def _help_with_snapshot(self) -> None:
-        if self.in_shards:
-            self.full_state()  # rank 0 gathers all shards
-
     def _dump(self, state: dict[str, Any]) -> memoryview:
         return states.dump(state)
+
+    def take_snapshot(self) -> None:
+        """Let the ranks keep a snapshot of their shards, for each other. The driver only gets to know that there is one."""
+        kept = self._resharding is not None and self._rank_info.world_size > 1
+        super().take_snapshot() if not kept else self._keep_snapshot(self.partial())
+
+    def _keep_snapshot(self, partial: dict[str, Any]) -> None:
+        if self._resharding is None or self._rank_info.world_size == 1 or not self._snapshots.wanted:
+            return
+        committed = self._position.call_units - self._units_before
+        partial = for_all_ranks(partial, self._rank_info.world_size, committed)
+        snapshot = Snapshot(b"", self.progress, self._position.call, partial)
+        self._resharding.keep_snapshot(snapshot, self._unsharded_state())
+        if self.rank == 0:
+            self._snapshots.wait()
+            self._snapshots.send(SnapshotUpload(snapshot.progress, snapshot.call, partial), lambda: b"")
+
+    def held_snapshots(self) -> list[HeldSnapshot]:
+        """Return what this rank holds of snapshots."""
+        return [] if self._resharding is None else self._resharding.held_snapshots()
+
+    def restore_snapshot(self, held: tuple[int, int]) -> None:
+        """Begin the next generation with this snapshot."""
+        self._give(held)
+
+    @classmethod
+    def sharded_state(cls, replicas: int) -> ShardedState:
+        return ShardedState(replicas, cls.hand_over, cls.held_snapshots, cls.restore_snapshot)
+
+    def _give(self, given: Any) -> None:
+        """Let the next generation begin with a full state, or with a snapshot that its ranks hold."""
+        assert self._resharding is not None
+        self._resharding.give(given)
+        if self._audit is not None and self.operator._parts.shards_made:
+            self._audit = self._audit.reopened()
 
     def load(self, data: Any) -> None:
         """Load the state of another replica of this trainer. It is trusted, and it fits. Shards are made of it in the next generation."""
         if self._resharding is not None:
-            self._resharding.give(data)
-            if self._audit is not None and self.operator._parts.shards_made:
-                self._audit = self._audit.reopened()
+            self._give(data)
         else:
             self._take(torch.load(opened(data), map_location="cpu", weights_only=False))
 
@@ -315,6 +347,8 @@ class TorchReplica(ReplicaBase):
         before = self._loaded_from if old.solo else old.world_size
         if before and before != rank_info.world_size:
             self.operator.resized(before, rank_info.world_size)
+        self._units_before = self._position.call_units
+        self._keep_snapshot({"epoch": self._position.epoch, COMMITTED: self._position.call_units})
 
     def hand_over(self, stay: list[int]) -> None:
         """Give the ranks that stay the shards of all ranks, before the others leave. All ranks call this together."""

@@ -9,9 +9,10 @@ import copy
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import astuple, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.core.outcomes import Interrupted
 from raysgd.errors import CheckpointError, shown
+from raysgd.storage.locations import Place
 from raysgd.torch.checkpoint import shard_files, states
 from raysgd.torch.checkpoint.checks import check_fits
 from raysgd.torch.checkpoint.files import SeenFile, UnseenError
@@ -119,22 +121,22 @@ def save(replica: TorchReplica, sink: Any, ranks: list[Any], blocking: bool) -> 
     if blocking:
         sink.send(lambda file: torch.save(state, file))
     else:
-        _save_in_background(sink, state, in_shards=replica.in_shards)
+        _send_in_background(sink, lambda: partial(torch.save, states.unchanging(state, in_shards=replica.in_shards)))
 
 
-def _save_in_background(sink: Any, state: dict[str, Any], *, in_shards: bool) -> None:
-    """Send a copy of the state to `sink` in a thread; training waits only for the copy. The connection is opened first,
-    so that the driver notices if this process ends."""
+def _send_in_background(sink: Any, copy_state: Callable[[], Callable[[Any], Any]]) -> None:
+    """Copy the state, and then send what the copy writes to `sink`, in a thread; training waits only for the copy. The
+    connection is opened first, so that the driver notices if this process ends."""
     stream = sink.connect()
     try:
-        kept = states.unchanging(state, in_shards=in_shards)
+        write_to = copy_state()
     except BaseException as error:
         stream.give_up(error)
         raise
 
     def write() -> None:
         try:
-            stream.send(lambda file: torch.save(kept, file))
+            stream.send(write_to)
         except Exception:
             logger.warning("a save in the background failed", exc_info=True)  # the driver raises the error
 
@@ -169,23 +171,37 @@ def restore(replica: TorchReplica, source: Any, trusted: bool, loads: int) -> Re
     return _or_refusal(lambda: replica.take_over(read, loads))
 
 
-def save_shards(replica: TorchReplica, folder: str, ranks: list[Any]) -> shard_files.Files:
-    """Write this rank's shard files. Return their sizes and digests."""
-    return shard_files.write(folder, {**replica.full_state(raw=True), "rng": ranks})
+def save_shards(
+    replica: TorchReplica, folder: Place, ranks: list[Any], sinks: Sequence[Any]
+) -> shard_files.Files | None:
+    """Write this rank's shard files. Return their sizes and digests, or send them to this rank's sink, if there are sinks: then the
+    files are written in the background."""
+    state = {**replica.full_state(raw=True), "rng": ranks}
+    if not sinks:
+        return shard_files.write(folder, state, later=False)()
+
+    def copy_state() -> Callable[[Any], None]:
+        store = shard_files.write(folder, state, later=True)
+        return lambda file: torch.save({name: astuple(entry) for name, entry in store().items()}, file)
+
+    _send_in_background(sinks[replica.rank], copy_state)
+    return None
 
 
-def restore_shards(replica: TorchReplica, folder: str, files: shard_files.Files, loads: int) -> Refusal | None:
+def restore_shards(replica: TorchReplica, folder: Place, files: shard_files.Files, loads: int) -> Refusal | None:
     """Load a sharded checkpoint, of which each rank verifies some files."""
     operator, ranks = replica.operator, replica.operator.world_size
+    source = shard_files.ShardFolder(folder, files)
 
     def check() -> None:
         with on_all_ranks(ranks):  # before anything is unpickled
-            shard_files.verify(folder, {name: files[name] for name in sorted(files)[replica.rank :: ranks]})
+            source.verify(replica.rank, ranks)
         with on_all_ranks(ranks):
-            check_fits(operator, states.shaped(shard_files.read_outline(folder)), metadata_only=True)
+            check_fits(operator, states.shaped(shard_files.read_outline(source.folder)), metadata_only=True)
 
-    refused = _or_refusal(check)  # the same on all ranks
-    if refused is not None:
-        return refused
-    state = shard_files.read(folder, operator)  # with the other ranks, so an error here must free them
-    return _or_refusal(lambda: replica.take_over(lambda: state, loads))
+    with closing(source):
+        refused = _or_refusal(check)  # the same on all ranks
+        if refused is not None:
+            return refused
+        state = shard_files.read(source, operator)  # with the other ranks, so an error here must free them
+        return _or_refusal(lambda: replica.take_over(lambda: state, loads))

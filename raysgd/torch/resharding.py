@@ -1,9 +1,10 @@
-"""Shard a model again when the workers change: survivors exchange the shards of the newest committed step. Worker."""
+"""Shard a model again when the workers change: survivors exchange the shards of the newest committed step, or, if those are not complete,
+of the newest snapshot, which each rank keeps for itself and a neighbour. Worker."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,18 @@ import torch.distributed as dist
 
 from raysgd.core.progress import Progress
 from raysgd.core.ranks import RankInfo
-from raysgd.core.shard_copies import Agreement, ShardCopy, agreed, layout, rows, transfers
+from raysgd.core.shard_copies import (
+    Agreement,
+    HeldSnapshot,
+    ShardCopy,
+    Transfer,
+    agreed,
+    layout,
+    neighbour,
+    rows,
+    transfers,
+)
+from raysgd.core.snapshot import Snapshot
 from raysgd.errors import ConfigError
 from raysgd.torch.checkpoint import states
 from raysgd.torch.checkpoint.files import opened
@@ -23,6 +35,7 @@ __all__ = ["Resharding"]
 
 PARTS = ("models", "optimizers", "averages")
 Path = tuple[Any, ...]
+Tensors = Mapping[Path, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,17 @@ class HeldShards:
     tree: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class KeptSnapshot:
+    """What one rank keeps of a snapshot, on the CPU: its own shard as a tree, with all that is not sharded, and the tensors of shards by
+    their numbers, also a neighbour's."""
+
+    snapshot: Snapshot
+    count: int
+    tree: dict[str, Any]
+    shards: dict[int, Tensors]
+
+
 class Resharding:
     """Owns what one rank holds for the next generation besides its live shards, and the agreement on each optimizer step.
 
@@ -56,7 +80,10 @@ class Resharding:
         self._operator, self._replicas = operator, replicas
         self._live = (rank_info.generation, *self._place(rank_info))  # generation, index and number of the live shards
         self._earlier: HeldShards | None = None
-        self._given: Any = None  # a full state, which all ranks have
+        self._given: Any = None  # a full state, which all ranks have, or the name of a snapshot that they hold
+        self._kept: list[KeptSnapshot] = []  # the newest one last; those before the newest complete one are dropped
+        self._node, self._nodes = rank_info.node_rank, list[int]()  # those of all ranks are known after a snapshot
+        self._taken = 0  # snapshots in this generation
         self._ready: tuple[Any, list[dict[str, Any]]] | None = (
             None  # an optimizer whose step waits for other ranks, and its settings
         )
@@ -90,13 +117,72 @@ class Resharding:
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
         ]
         self._ready = (optimizer, settings)
+        self._agree("a step")
+
+    def _agree(self, on: str) -> None:
+        """Return when all ranks are here."""
         arrived = torch.ones(1, device=self._operator.device)
         dist.all_reduce(arrived)
-        if int(arrived.item()) != ranks:  # an aborted collective of NCCL's leaves any number
-            raise dist.DistBackendError("the ranks could not agree on a step, because a peer failed")
+        if int(arrived.item()) != dist.get_world_size():  # an aborted collective of NCCL's leaves any number
+            raise dist.DistBackendError(f"the ranks could not agree on {on}, because a peer failed")
 
     def _after_step(self, *_: Any) -> None:
         self._ready = None
+
+    # -- snapshots ------------------------------------------------------------------------------------
+
+    def keep_snapshot(self, snapshot: Snapshot, others: dict[str, Any]) -> None:
+        """Keep this rank's shard and a neighbour's, with the state that is not sharded, `others`. All ranks call this together.
+        The snapshot before is kept until all ranks have this one."""
+        generation, index, count = self._live
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._nodes = self._nodes or _gathered(self._node)
+        self._taken += 1
+        assert self._operator._parts.shards is not None
+        self._operator._parts.shards.reshard()
+        tree = _in_pieces(_sharded_state(self._operator))
+        shards: dict[int, Tensors] = {index: {path: states.copied(each) for path, each in _locals(tree).items()}}
+        if count > 1:
+            distance = neighbour(self._nodes, count)
+            source = (rank - distance) % ranks
+            shards[source % count] = self._from_neighbour(tree, source, (rank + distance) % ranks, count)
+        content = states.copied({**others, **_without_content(tree)})
+        snapshot = replace(snapshot, held=(generation, self._taken))
+        self._kept.append(KeptSnapshot(snapshot, count, content, shards))
+        self._agree("a snapshot")
+        del self._kept[:-1]
+
+    def _from_neighbour(self, tree: Any, source: int, target: int, count: int) -> Tensors:
+        """Send this rank's shard to one rank, and return that of another one: one tensor after the other."""
+        received: dict[Path, torch.Tensor] = {}
+        for path, piece in _pieces(tree).items():
+            if piece.dim is None or piece.local is None:  # each rank has all of it
+                continue
+            # As many rows as the largest shard has, because the calls of all ranks are counted and compared.
+            largest, (begin, end) = rows(0, count, _length(piece))[1], rows(source % count, count, _length(piece))
+            shape = [largest if dim == piece.dim else size for dim, size in enumerate(piece.shape)]
+            sent, buffer = piece.local.new_zeros(shape), piece.local.new_empty(shape)
+            sent.narrow(piece.dim, 0, piece.local.shape[piece.dim]).copy_(piece.local)
+            calls = [dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, buffer, source)]
+            for work in dist.batch_isend_irecv(calls):
+                work.wait()
+            received[path] = states.copied(buffer.narrow(piece.dim, 0, end - begin))
+        return received
+
+    def held_snapshots(self) -> list[HeldSnapshot]:
+        return [HeldSnapshot(each.snapshot, each.count, tuple(each.shards)) for each in self._kept]
+
+    def _from_snapshot(self, rank_info: RankInfo) -> dict[str, Any]:
+        """Return the state of the snapshot that this generation begins with, with its shards divided among the ranks."""
+        kept = next((each for each in self._kept if each.snapshot.held == self._given), None)
+        everything = _gathered(None if kept is None else (kept.count, tuple(kept.shards)))
+        holders = {rank: found[1] for rank, found in enumerate(everything) if found is not None}
+        lead = min(holders)
+        state = _broadcast(kept.tree if kept is not None and rank_info.world_rank == lead else None, lead)
+        shards = kept.shards if kept is not None else {}
+        state = self._divided(rank_info, state, state, shards, holders, everything[lead][0])
+        self._given = None
+        return state
 
     # -- changes --------------------------------------------------------------------------------------
 
@@ -105,17 +191,17 @@ class Resharding:
         self._earlier = None
 
     def give(self, data: Any) -> None:
-        """Let the next generation begin with this full state, which all its ranks are given."""
+        """Let the next generation begin with this, which all its ranks are given."""
         self._given, self._earlier = data, None
 
     def hand_over(self, rank: int, stay: Sequence[int], at: Progress) -> None:
         """Divide the shards among the ranks that stay, while all ranks are there. All call this."""
         count = self._live[2]
-        holders = {each: each % count for each in range(dist.get_world_size())}
-        agreement = Agreement(self._live[0], False, count, holders)
+        holders = {each: [each % count] for each in range(dist.get_world_size())}
         tree = _in_pieces(_sharded_state(self._operator))
         outline = _broadcast(_without_content(tree), 0)
-        moved = self._moved(outline, tree, agreement, {each: index for index, each in enumerate(stay)}, len(stay))
+        targets = {each: index for index, each in enumerate(stay)}
+        moved = self._moved(outline, {rank % count: _locals(tree)}, holders, count, targets, len(stay))
         if rank in stay:
             copy = replace(self._copy(at), handed=True, count=len(stay), index=stay.index(rank))
             self._earlier = HeldShards(copy, _replaced(tree, moved))
@@ -130,10 +216,11 @@ class Resharding:
         assert shards is not None
         if shards.made:
             shards.rest()
+        self._node, self._nodes, self._taken = rank_info.node_rank, [], 0
         held = self._held(at())
         everything = _gathered((list(held), self._given is not None, at().order))
         if all(given for _, given, _ in everything):
-            return self._from_full_state(rank_info)
+            return (self._from_snapshot if isinstance(self._given, tuple) else self._from_full_state)(rank_info)
         agreement = agreed([copies for copies, *_ in everything])
         if agreement is None:
             if any(copies or given for copies, given, _ in everything):
@@ -196,23 +283,37 @@ class Resharding:
         *,
         behind: bool,
     ) -> dict[str, Any] | None:
-        parts, shards = self._operator._parts, self._operator._parts.shards
-        assert shards is not None
         mine = used.tree if used is not None else {}
         leads = rank_info.world_rank == lead
         state = _broadcast({**others(), **_without_content(mine)} if leads else None, lead)
-        index, count = self._place(rank_info)
-        targets = {rank: rank % count for rank in range(rank_info.world_size)}
-        moved = self._moved(state, mine, agreement, targets, count)
-        mesh = shards.mesh()
-        tensors = {path: _on_mesh(piece, mesh) for path, piece in moved.items()}
-        state = _replaced(state if behind else mine, tensors)
-        shards.shard_again(mesh, state["models"], [each.get("state", {}) for each in state["optimizers"]])
-        self._earlier, self._live = used, (rank_info.generation, index, count)
-        self._ready = None
+        held = {} if used is None else {used.copy.index: _locals(mine)}
+        holders = {rank: [index] for rank, index in agreement.holders.items()}
+        state = self._divided(rank_info, state, state if behind else mine, held, holders, agreement.count)
+        self._earlier = used
         if not behind:
-            parts.averages.load(state.get("averages"))
+            self._operator._parts.averages.load(state.get("averages"))
         return state if behind else None
+
+    def _divided(
+        self,
+        rank_info: RankInfo,
+        outline: dict[str, Any],
+        state: dict[str, Any],
+        held: Mapping[int, Tensors],
+        holders: Mapping[int, Collection[int]],
+        count: int,
+    ) -> dict[str, Any]:
+        """Divide the shards that ranks hold among all ranks. Return the state with this rank's new shards, which the models have now."""
+        shards = self._operator._parts.shards
+        assert shards is not None
+        index, new_count = self._place(rank_info)
+        targets = {rank: rank % new_count for rank in range(rank_info.world_size)}
+        moved = self._moved(outline, held, holders, count, targets, new_count)
+        mesh = shards.mesh()
+        state = _replaced(state, {path: _on_mesh(piece, mesh) for path, piece in moved.items()})
+        shards.shard_again(mesh, state["models"], [each.get("state", {}) for each in state["optimizers"]])
+        self._live, self._ready = (rank_info.generation, index, new_count), None
+        return state
 
     def _from_full_state(self, rank_info: RankInfo) -> dict[str, Any]:
         shards = self._operator._parts.shards
@@ -223,24 +324,30 @@ class Resharding:
         return state
 
     def _moved(
-        self, outline: Any, mine: Any, agreement: Agreement, targets: Mapping[int, int], count: int
+        self,
+        outline: Any,
+        held: Mapping[int, Tensors],
+        holders: Mapping[int, Collection[int]],
+        count: int,
+        targets: Mapping[int, int],
+        new_count: int,
     ) -> dict[Path, Piece]:
-        """Return this rank's new rows of each tensor in the outline, which the holders send: one tensor after the other."""
-        own, moved = _pieces(mine), {}
-        rank, device = dist.get_rank(), self._operator.device
+        """Return this rank's new rows of each tensor in the outline, which the holders send: one tensor after the other. `held` are the
+        shards that this rank holds."""
+        moved, rank, device = {}, dist.get_rank(), self._operator.device
         for path, piece in _pieces(outline).items():
-            holders, shards, to, parts = agreement.holders, agreement.count, targets, count
+            sources, shards, to, parts = holders, count, targets, new_count
+            own = {index: tensors.get(path) for index, tensors in held.items()}
             if piece.dim is None:  # each rank has all of it
-                holders, shards, to, parts = dict.fromkeys(holders, 0), 1, dict.fromkeys(targets, 0), 1
-            local = own[path].local if path in own else None
+                sources, shards, to, parts = dict.fromkeys(holders, (0,)), 1, dict.fromkeys(targets, 0), 1
+                own = {0: next((each for each in own.values() if each is not None), None)}
             plan = [
                 each
-                for each in transfers(holders, shards, to, parts, _length(piece))
+                for each in transfers(sources, shards, to, parts, _length(piece))
                 if rank in (each.source, each.target)
             ]
-            place = (rows(holders[rank], shards, _length(piece)) if rank in holders else (0, 0))[0]
             new_rows = rows(to[rank], parts, _length(piece)) if rank in to else (0, 0)
-            moved[path] = replace(piece, local=_exchanged(piece, local, place, new_rows, plan, rank, device))
+            moved[path] = replace(piece, local=_exchanged(piece, own, shards, new_rows, plan, rank, device))
         return moved
 
 
@@ -251,28 +358,29 @@ def _length(piece: Piece) -> int:
 
 def _exchanged(
     piece: Piece,
-    local: torch.Tensor | None,
-    first: int,
+    own: Mapping[int, torch.Tensor | None],
+    count: int,
     new_rows: tuple[int, int],
-    plan: Sequence[Any],
+    plan: Sequence[Transfer],
     rank: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the new rows of one tensor. `local` begins with row number `first`."""
+    """Return the new rows of one tensor. `own` are this rank's rows of it, by the numbers of `count` shards."""
     dim, shape = piece.dim or 0, list(piece.shape) or [1]
     shape[dim] = new_rows[1] - new_rows[0]
     new = torch.empty(shape, dtype=piece.dtype, device=device)
-    local = local.reshape(1) if local is not None and not local.dim() else local
     calls, arrived = [], []
     for each in plan:
         length = each.end - each.begin
         if each.source == rank:
+            local = own[each.shard]
             assert local is not None
-            sent = local.narrow(dim, each.begin - first, length)
+            first = rows(each.shard, count, _length(piece))[0]
+            sent = local.reshape(local.shape or (1,)).narrow(dim, each.begin - first, length)
             if each.target == rank:
                 new.narrow(dim, each.begin - new_rows[0], length).copy_(sent)
             else:
-                calls.append(dist.P2POp(dist.isend, sent.contiguous(), each.target))
+                calls.append(dist.P2POp(dist.isend, sent.contiguous().to(device), each.target))
         else:
             place = new.narrow(dim, each.begin - new_rows[0], length)
             buffer = torch.empty(place.shape, dtype=piece.dtype, device=device)
@@ -317,6 +425,11 @@ def _pieces(tree: Any, path: Path = ()) -> dict[Path, Piece]:
         return {path: tree}
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
     return {place: piece for key, each in items for place, piece in _pieces(each, (*path, key)).items()}
+
+
+def _locals(tree: Any) -> dict[Path, torch.Tensor | None]:
+    """Return this rank's rows of each sharded tensor in a tree."""
+    return {path: piece.local for path, piece in _pieces(tree).items()}
 
 
 def _replaced(tree: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:

@@ -47,7 +47,7 @@ def choose_strategy(backend: Any, options: TrainingOptions, horovod_args: Any, *
             )
         return Strategy(
             make_backend=functools.partial(TorchBackend, name, replicas=options.replicas),
-            sharded=ShardedState(options.replicas, TorchReplica.hand_over) if options.parallel == "fsdp" else None,
+            sharded=TorchReplica.sharded_state(options.replicas) if options.parallel == "fsdp" else None,
         )
     return _horovod(options, horovod_args, use_gpu=use_gpu)
 

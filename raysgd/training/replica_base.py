@@ -424,7 +424,6 @@ class ReplicaBase(ABC):
         if not self._snapshots.wanted:
             return
         if self.rank != 0:
-            self._help_with_snapshot()
             return
         self._snapshots.wait()
         state = self._copied_state()
@@ -486,9 +485,6 @@ class ReplicaBase(ABC):
     def _feed_options(self, phase: Phase) -> dict[str, Any]:
         """Return further arguments of the `Feed`."""
         return {}
-
-    def _help_with_snapshot(self) -> None:  # noqa: B027 - it is optional
-        """Do what rank 0 needs from the other ranks for a snapshot. By default, it needs nothing."""
 
     def _begin_call(self) -> None:  # noqa: B027 - it is optional
         """Prepare for a call. That the driver makes one shows that the generation is complete on all ranks."""

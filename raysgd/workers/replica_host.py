@@ -52,7 +52,8 @@ class ReplicaHost:
         self._remote = remote
         self._replica: Replica | None = None
         self._rank: int | None = None
-        control.collectives = backend.collectives
+        self._joining_calls = 0
+        control.collectives = self._collectives
 
     def perform(self, verb: str, arguments: dict[str, Any]) -> Outcome:
         try:
@@ -67,7 +68,13 @@ class ReplicaHost:
             return self._outcome_of(error, _called(verb, arguments))
         if isinstance(value, Interrupted):
             return value
-        return Ok(value, self._progress, self._backend.collectives() if verb == "run" else -1)
+        return Ok(value, self._progress, self._collectives() if verb == "run" else -1)
+
+    def _collectives(self) -> int:
+        """Return the number of collective calls since this rank joined its generation, or -1. For the join itself, ranks that divide a
+        model anew make different numbers of calls."""
+        made = self._backend.collectives()
+        return made - self._joining_calls if made >= 0 else -1
 
     @property
     def _progress(self) -> Progress:
@@ -75,7 +82,7 @@ class ReplicaHost:
 
     def _outcome_of(self, error: BaseException, called: str) -> Outcome:
         interrupted = self._is_interruption(error)
-        place = _collective_of(error, self._backend.collectives(), tuple(self._control.begun_after))
+        place = _collective_of(error, self._collectives(), tuple(self._control.begun_after))
         self._backend.leave()
         if interrupted:
             try:
@@ -129,10 +136,12 @@ class ReplicaHost:
         self._backend.leave()  # a replacement worker does not know if the group that it joined was never formed
         self._control.clear()
         self._rank = None if rank_info.solo else rank_info.world_rank
+        self._joining_calls = 0
         self._backend.join(rank_info, settings)
         self._control.set_rank(rank_info.world_rank, rank_info.world_size)
         if self._replica is not None:
             self._replica.joined(rank_info)
+            self._joining_calls = max(self._backend.collectives(), 0)
 
     def _offer(self) -> dict[str, Any]:
         return self._backend.offer()

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOptions
 from raysgd.core.audit import verify
+from raysgd.torch import TrainingOperator
+from raysgd.torch.resharding import Resharding
 from tests.speed.test_fsdp import Layers, same, trainer, weights
 
 pytestmark = [pytest.mark.elastic, pytest.mark.usefixtures("ray_cluster")]
@@ -41,13 +44,13 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.005)
 
 
-def mortal(marks: Path, workers: int = 4, **elastic: Any) -> TorchTrainer:
+def mortal(marks: Path, workers: int = 4, replicas: int = 2, **elastic: Any) -> TorchTrainer:
     return TorchTrainer(
         training_operator_cls=Mortal,
         config={"batch": 12 // workers, "marks": str(marks)},
         num_workers=workers,
         use_gpu=False,
-        options=TrainingOptions(clip_norm=0.5, parallel="fsdp", replicas=2),
+        options=TrainingOptions(clip_norm=0.5, parallel="fsdp", replicas=replicas),
         elastic=ElasticConfig(batch="global", **elastic),
     )
 
@@ -147,3 +150,122 @@ def test_a_step_that_only_some_ranks_have_made(tmp_path: Path, undisturbed: Any)
         four.train()
         assert [(each.in_place, each.removed_ranks) for each in four.recoveries] == [(True, (1,))]
         assert same(weights(four), undisturbed[0])
+
+
+@pytest.mark.parametrize(
+    ("fates", "redone"),
+    [(["before-3-1"], 1), (["after-3-0"], 2), (["before-3-1", "before-3-3"], 1), (["before-3-1", "before-3-2"], 3)],
+    ids=["one", "the first one after its step", "two", "one and its neighbour"],
+)
+def test_snapshots_in_the_memory_of_neighbours(
+    fates: list[str], redone: int, tmp_path: Path, undisturbed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is one copy of each shard. Rank 2 keeps the snapshot of rank 1's shard, and so on."""
+    for fate in fates:
+        (tmp_path / fate).touch()
+    with mortal(tmp_path, replicas=1, grow=False, snapshot_every=2, audit=tmp_path / "audit") as four:
+        pids = four.apply_all_workers(os.getpid)
+        four.train()
+        is_lost = redone == 3
+        assert not list(tmp_path.glob("*-*"))
+        assert [(each.in_place, each.batches_redone) for each in four.recoveries] == [(False, redone)]
+        assert same(weights(four), undisturbed[0])
+        assert ("no copy of a shard is left, nor a snapshot of it" in caplog.text) == is_lost
+        now = four.apply_all_workers(os.getpid)
+        assert set(now).isdisjoint(pids) if is_lost else set(now) == set(pids) - set(dead(pids))
+        four.train()
+        assert same(weights(four), undisturbed[1])
+        kept = four._engine._table.snapshots.latest()
+        assert kept is not None and kept.progress.step == 8 and not bytes(kept.data), "the driver has no shards"
+    verdict = verify(tmp_path / "audit")
+    assert verdict.repeated == redone or (fates[0].startswith("after") and verdict.repeated < redone)
+
+
+def test_one_death_after_another(tmp_path: Path, undisturbed: Any) -> None:
+    """The second one is not taken for ranks that make different collective calls, although they have divided the model anew."""
+    for fate in ("before-1-1", "before-3-1"):
+        (tmp_path / fate).touch()
+    with mortal(tmp_path, grow=False) as four:
+        four.train()
+        assert [(each.in_place, each.batches_redone) for each in four.recoveries] == [(True, 0), (False, 2)]
+        assert four.world_size == 2 and same(weights(four), undisturbed[0])
+
+
+def dead(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if not Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize(("when", "redone"), [("_from_neighbour", 2), ("_agree", 0)])
+def test_a_death_while_a_snapshot_is_exchanged(when: str, redone: int, tmp_path: Path, undisturbed: Any) -> None:
+    """Rank 1 dies before it sends its shard of the second snapshot, or when all have sent theirs, and none knows that the others have."""
+
+    def die_in_the_next(name: str) -> None:
+        def die(self: Resharding, *arguments: Any) -> Any:
+            if torch.distributed.get_rank() == 1 and self._taken > 2 and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return known(self, *arguments)
+
+        mark, known = tmp_path / "dead", getattr(Resharding, name)
+        setattr(Resharding, name, die)
+
+    with mortal(tmp_path, replicas=1, grow=False, snapshot_every=3) as four:
+        four.apply_all_workers(partial(die_in_the_next, when))
+        four.train(num_steps=1)
+        four.train()
+        assert [(each.in_place, each.batches_redone) for each in four.recoveries] == [(False, redone)]
+        assert same(weights(four), undisturbed[0])
+        four.train()
+        assert same(weights(four), undisturbed[1])
+
+
+def test_a_death_after_a_resize(tmp_path: Path, undisturbed: Any) -> None:
+    """The workers that leave take a part of the last snapshot with them, so the ones that stay have made a new one."""
+    with mortal(tmp_path, replicas=1, grow=False) as sharded:
+        sharded.train()
+        sharded.resize(3)
+        assert all(each.in_place for each in sharded.recoveries)
+        victim = sharded.apply_all_workers(os.getpid)[1]
+        os.kill(victim, signal.SIGKILL)
+        sharded.train()
+        assert sharded.world_size == 2 and [each.batches_redone for each in sharded.recoveries] == [0, 0]
+        assert same(weights(sharded), undisturbed[1])
+
+
+class Wide(Layers):
+    """Four layers of equal size, with Adam's state."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+        self.model, self.optimizer = self.register(models=model, optimizers=torch.optim.Adam(model.parameters()))
+        data = torch.utils.data.TensorDataset(torch.randn(8, 512), torch.randn(8, 512))
+        self.register_data(train_loader=torch.utils.data.DataLoader(data, batch_size=1))
+        self.criterion = torch.nn.MSELoss()
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return TrainingOperator.train_batch(self, batch, batch_info)
+
+
+def bytes_held(operator: Any) -> int:
+    """Return how many bytes of memory the parameters and the optimizer's state have, padding included."""
+    states = operator.optimizer.state.values()
+    tensors = [*operator.model.parameters(), *(each for state in states for each in state.values())]
+    storages = [getattr(each, "_local_tensor", each).untyped_storage() for each in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def test_memory_per_worker() -> None:
+    """Print how many bytes each of four workers holds for parameters and Adam's state."""
+    found = {}
+    for name, options in {"ddp": {}, "fsdp": {"replicas": 1}, "fsdp, replicas=2": {"replicas": 2}}.items():
+        wanted = TrainingOptions(parallel="fsdp", **options) if options else None
+        with TorchTrainer(
+            training_operator_cls=Wide, config={"batch": 1}, num_workers=4, use_gpu=False, options=wanted
+        ) as four:
+            four.train()
+            found[name] = max(four.apply_all_operators(bytes_held))
+    print(found)
+    whole = found["ddp"]
+    assert whole >= 3 * 4 * 4 * (512 * 512 + 512)
+    assert found["fsdp"] < 1.01 * whole / 4 and found["fsdp, replicas=2"] < 1.01 * whole / 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd import CheckpointError, ConfigError, ElasticConfig, NotActiveError
+from raysgd import CheckpointError, ElasticConfig, NotActiveError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.checkpoint import save_load
 from raysgd.torch.checkpoint.save_load import SaveHandle
@@ -188,11 +188,6 @@ def test_a_worker_that_hangs_in_a_save_is_ended(
         with pytest.raises(CheckpointError, match="it has made no progress for 1 s"):
             handle.result(25)
         assert os.listdir(tmp_path) == ["a.pt"] and (tmp_path / "a.pt").read_bytes() == b"the old one"
-
-
-def test_sharded_saves_block(tmp_path: Path) -> None:
-    with inline() as trainer, pytest.raises(ConfigError, match="blocking"):
-        trainer.save(tmp_path / "parts", sharded=True, blocking=False)
 
 
 def test_sharded_saves_without_sharded_models(tmp_path: Path) -> None:

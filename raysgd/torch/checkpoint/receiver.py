@@ -58,12 +58,12 @@ class Receiver:
     """Owns the connections of one save, a thread, and `done`, which gets the path or the error.
 
     If a worker fails, another one may send the checkpoint, until the workers' call has ended. After that, the worker that is
-    sending must make progress every `stall_s` seconds.
+    sending must make progress every `stall_s` seconds. With `report`, the file only tells what the worker has written elsewhere.
     """
 
-    def __init__(self, path: Place, server: CheckpointServer, *, stall_s: float = 600.0) -> None:
+    def __init__(self, path: Place, server: CheckpointServer, *, stall_s: float = 600.0, report: bool = False) -> None:
         self._path, self._server, self._stall_s = path, server, stall_s
-        self._result = SaveResult()
+        self._result = SaveResult(report=report)
         self.done = self._result.future
         self._writer: Writer | None = None
         self._call_ended_at: float | None = None

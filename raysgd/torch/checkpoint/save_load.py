@@ -6,6 +6,8 @@ import concurrent.futures
 import logging
 import os
 import shutil
+import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -13,10 +15,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from raysgd.core.protocols import Call
 from raysgd.engine.engine import Engine, Job
 from raysgd.errors import CheckpointError, ConfigError, RemoteTraceback
-from raysgd.storage import locations
+from raysgd.storage import locations, remote
+from raysgd.storage.folders import FileEntry, entry_of_bytes
 from raysgd.torch import replica_calls
 from raysgd.torch.checkpoint import shard_files
 from raysgd.torch.checkpoint.files import UnseenError, readable, verified, verified_file
@@ -28,15 +33,16 @@ __all__ = ["Checkpoints", "SaveHandle"]
 
 logger = logging.getLogger("raysgd")
 
-SHUTDOWN_S = 600.0
+SHUTDOWN_S, CLOSE_S = 600.0, 10.0
 STALL_AT_LEAST_S = 60.0  # a disk may need that long to flush its cache
+SHARDS_STALL_S = 24 * 3600.0  # a rank reports only when it has written its part
 Destination = LocalSink | Receiver
 
 
 class SaveHandle:
     """A save in the background. If it fails and the user has not seen the error, the trainer's next call raises it."""
 
-    def __init__(self, path: locations.Place, destination: Destination) -> None:
+    def __init__(self, path: locations.Place, destination: Destination | ShardedSave) -> None:
         self.path, self._shown = locations.text_of(path), str(path)
         self._destination = destination
         self._future: Future[str] = destination.done
@@ -74,13 +80,7 @@ class Checkpoints:
     def save(self, path: str | os.PathLike[str], *, blocking: bool, sharded: bool) -> Any:
         where = locations.place_to_save(path)
         if sharded:
-            if isinstance(where, locations.Uri):
-                raise ConfigError(
-                    f"sharded=True writes from every worker, to a folder that all of them see: name a path, not {where}"
-                )
-            if not blocking:
-                raise ConfigError("sharded=True writes from every worker and blocks: remove blocking=False")
-            return self._save_shards(where)
+            return self._save_shards(where, blocking=blocking)
         locations.check_file(where)
         destination = self._destination(where)
         try:
@@ -95,11 +95,12 @@ class Checkpoints:
         self._running.append(handle)
         return handle
 
-    def _destination(self, path: locations.Place) -> Destination:
+    def _destination(self, path: locations.Place, *, report: bool = False) -> Destination:
         server = self._engine.group.checkpoint_server()
         if server is None:
-            return LocalSink(path)
-        return Receiver(path, server, stall_s=max(self._engine.limits.hang_s, STALL_AT_LEAST_S))
+            return LocalSink(path, report=report)
+        stall_s = SHARDS_STALL_S if report else max(self._engine.limits.hang_s, STALL_AT_LEAST_S)
+        return Receiver(path, server, stall_s=stall_s, report=report)
 
     def _send_to(self, destination: Destination, *, blocking: bool) -> None:
         arguments = {"sink": destination.sink, "ranks": self._random_states(), "blocking": blocking}
@@ -153,26 +154,25 @@ class Checkpoints:
     def _failed(self) -> list[SaveHandle]:
         return [handle for handle in self._running if handle.done() and handle._future.exception() and not handle._seen]
 
-    def _save_shards(self, where: Path) -> str:
-        target = locations.check_folder(where)
-        assert target is not None
-        if os.path.lexists(target) and not shard_files.is_replaceable(target):
-            raise ConfigError(
-                f"{where} exists and contains something else: save(sharded=True) replaces only an empty directory or a sharded "
-                "checkpoint; name one of those, or a directory that does not exist"
-            )
-        # The path is absolute, because workers may run in another directory than the script.
-        draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
-        draft.mkdir(parents=True)
+    def _save_shards(self, where: locations.Place, *, blocking: bool) -> Any:
+        save = ShardedSave(where)
+
+        def prepare() -> dict[str, Any]:
+            return save.begin(0 if blocking else self._engine.world_size, self._destination)
+
         try:
-            written = self._run(replica_calls.save_shards, {"folder": str(draft), "ranks": self._random_states()})
-            shard_files.write_manifest(draft, {name: entry for files in written for name, entry in files.items()})
-            locations.put_folder(draft, target)
-            locations.log_saved(where)
-        except BaseException:
-            _remove(draft)
+            call = Call(replica_calls.save_shards, {"ranks": self._random_states()})
+            written = self._engine.run(Job(call, prepare=prepare))[-1].values
+            if blocking:
+                save.complete({name: entry for files in written for name, entry in files.items()})
+                return locations.text_of(where)
+            save.complete_later()
+        except BaseException as error:
+            save.close(error)
             raise
-        return str(where)
+        handle = SaveHandle(where, save)
+        self._running.append(handle)
+        return handle
 
     # -- load -----------------------------------------------------------------------------------------
 
@@ -181,6 +181,7 @@ class Checkpoints:
         try:
             with readable():
                 is_folder = isinstance(where, Path) and where.is_dir()
+                is_folder = is_folder or (isinstance(where, locations.Uri) and where.is_dir())
             load = self._load_shards if is_folder else self._load_file
             sealed = load(where, trusted=trusted)
         except CheckpointError as error:
@@ -214,10 +215,17 @@ class Checkpoints:
                 "this is a directory, as save(sharded=True) writes it: torch keeps a pickled index in it, and reading "
                 "that can run code. If you trust its author, pass trusted=True"
             )
-        with readable():
-            files = shard_files.read_manifest(folder)
-        self._take(replica_calls.restore_shards, {"folder": str(folder.absolute()), "files": files or {}})
-        return files is not None
+        if isinstance(folder, Path):
+            with readable():
+                files = shard_files.read_manifest(folder)
+            self._take(replica_calls.restore_shards, {"folder": folder.absolute(), "files": files or {}})
+            return files is not None
+        inner, files = shard_files.of_list(remote.listed(folder))
+        if remote.is_in_this_process(folder):
+            with locations.folder(folder) as local:
+                return self._load_shards(local / inner, trusted=trusted)
+        self._take(replica_calls.restore_shards, {"folder": folder / inner, "files": files})
+        return True
 
     def _take(self, restore: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Load a state on all ranks. If one of them refuses it, none loads it, and the reason is raised."""
@@ -235,6 +243,129 @@ class Checkpoints:
 
     def _run(self, method: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
         return self._engine.run(Job(Call(method, arguments)))[-1].values
+
+
+class ShardedSave:
+    """Owns the draft to which ranks write their parts of a sharded checkpoint, and what tells when each has. The draft becomes the
+    checkpoint when all parts are complete.
+
+    At a URI, the draft is a folder in that of the checkpoint. It replaces an older one when its files are listed."""
+
+    def __init__(self, where: locations.Place) -> None:
+        self._where, self._target = where, locations.check_folder(where)
+        self.done: Future[str] = Future()
+        self._thread: threading.Thread | None = None
+        self._draft: locations.Place | None = None
+        self._parts: list[Destination] = []
+        self._reports: tempfile.TemporaryDirectory[str] | None = None
+        if isinstance(where, locations.Uri):
+            other = where.is_file() or (where.is_dir() and not _is_sharded(remote.listed(where)))
+        else:
+            assert self._target is not None
+            other = os.path.lexists(self._target) and not shard_files.is_replaceable(self._target)
+        if other:
+            raise ConfigError(
+                f"{where} exists and contains something else: save(sharded=True) replaces only an empty directory or a sharded "
+                "checkpoint; name one of those, or a directory that does not exist"
+            )
+
+    def begin(self, ranks: int, destination: Callable[..., Destination]) -> dict[str, Any]:
+        """Return the arguments for the workers' call, whenever it is made: each time they write to a new draft, because ranks
+        from before a failure may still be writing to the old one. `ranks` of them will report what they wrote later."""
+        self._drop(CheckpointError("the workers' call is repeated"))
+        name = f"{uuid.uuid4().hex[:8]}.tmp"
+        if self._target is not None:  # absolute, because workers may run in another directory than the script
+            self._draft = self._target.parent / f".{self._target.name}.{name}"
+        elif remote.is_in_this_process(self._uri):
+            self._draft = Path(tempfile.mkdtemp(prefix="raysgd-shards-")) / name[:8]
+        else:
+            self._draft = self._uri / name[:8]
+        if isinstance(self._draft, Path):
+            self._draft.mkdir(parents=True)
+        self._reports = tempfile.TemporaryDirectory(prefix="raysgd-parts-") if ranks else None
+        for rank in range(ranks):
+            assert self._reports is not None
+            self._parts.append(destination(Path(self._reports.name) / str(rank), report=True))
+        return {"folder": self._draft, "sinks": [part.sink for part in self._parts]}
+
+    @property
+    def _uri(self) -> locations.Uri:
+        assert isinstance(self._where, locations.Uri)
+        return self._where
+
+    def complete(self, files: shard_files.Files) -> None:
+        """Let the draft become the checkpoint."""
+        draft = self._draft
+        if isinstance(draft, Path):
+            shard_files.write_manifest(draft, files)
+            if self._target is not None:
+                locations.put_folder(draft, self._target)
+            else:
+                remote.write_folder(self._uri, draft.parent)
+                _remove(draft.parent)
+        else:
+            assert draft is not None
+            manifest = shard_files.manifest(files)
+            remote.write(draft / shard_files.MANIFEST, manifest)
+            entries = {**files, shard_files.MANIFEST: entry_of_bytes(manifest)}
+            older = remote.listed(self._uri) if self._uri.is_dir() else {}
+            remote.complete_folder(self._uri, {f"{draft.name}/{name}": each for name, each in entries.items()}, older)
+        self._draft = None
+        locations.log_saved(self._where)
+
+    def complete_later(self) -> None:
+        """Note that the workers' call has succeeded, and let a thread wait for what the ranks report."""
+        for part in self._parts:
+            part.call_ended()
+        self._thread = threading.Thread(target=self._wait, name="raysgd-save", daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            files: shard_files.Files = {}
+            for part in self._parts:
+                reported = torch.load(part.done.result(), weights_only=True)
+                files |= {name: FileEntry(*entry) for name, entry in reported.items()}
+            self.complete(files)
+        except BaseException as error:
+            self._drop(error)
+            self.done.set_exception(error)
+        else:
+            self._drop(CheckpointError("the save is complete"))
+            self.done.set_result(locations.text_of(self._where))
+
+    def close(self, error: BaseException) -> None:
+        """Abandon the save, unless it is complete."""
+        if self._thread is None:
+            self._drop(error)
+            return
+        for part in self._parts:
+            part.close(error)
+        self._thread.join(CLOSE_S)
+
+    def _drop(self, error: BaseException) -> None:
+        """Delete the draft, if there is one."""
+        draft, self._draft = self._draft, None
+        for part in self._parts:
+            part.close(error)
+        self._parts.clear()
+        if self._reports is not None:
+            self._reports.cleanup()
+        if isinstance(draft, Path):
+            _remove(draft if self._target is not None else draft.parent)
+        elif draft is not None:
+            try:
+                remote.delete(draft)
+            except CheckpointError as failed:
+                logger.warning("%s, of a save that failed, could not be deleted: %s", draft, failed)
+
+
+def _is_sharded(listed: shard_files.Files) -> bool:
+    try:
+        shard_files.of_list(listed)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _abandon(destination: Destination, error: BaseException) -> None:

@@ -1,18 +1,23 @@
 """Save and load sharded checkpoints, of which each rank writes its own part, with `torch.distributed.checkpoint`. Both.
 
-A folder contains the tensors of models and optimizers in the files of each rank, torch's index of them (`.metadata`), all
-other content in the outline (`outline.pt`), and the manifest (`raysgd.json`): the size and digest of each file, written
-last. Any number of workers can load it.
+A rank writes its part to a folder that all ranks see, or uploads it to a URI itself. The folder contains the tensors of models
+and optimizers in the files of each rank, torch's index of them (`.metadata`), all other content in the outline
+(`outline.pt`), and the manifest (`raysgd.json`): the size and digest of each file, written last. Any number of workers
+can load it.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +25,26 @@ import torch
 import torch.distributed as dist
 
 from raysgd.errors import CheckpointError, causes_of
-from raysgd.storage import locations
+from raysgd.storage import locations, remote
 from raysgd.storage.digest import is_sealed, sealed
-from raysgd.storage.folders import FileEntry, entry_of
+from raysgd.storage.folders import FileEntry, entry_of, entry_of_bytes
 from raysgd.torch.checkpoint import states
 from raysgd.torch.operator import TrainingOperator
 
-__all__ = ["Files", "is_replaceable", "read", "read_manifest", "read_outline", "verify", "write", "write_manifest"]
+__all__ = [
+    "MANIFEST",
+    "Files",
+    "ShardFolder",
+    "is_replaceable",
+    "manifest",
+    "of_list",
+    "read",
+    "read_manifest",
+    "read_outline",
+    "verify",
+    "write",
+    "write_manifest",
+]
 
 OUTLINE, INDEX, MANIFEST = "outline.pt", ".metadata", "raysgd.json"
 FORMAT, VERSION = "raysgd-torch-sharded", 1
@@ -43,9 +61,23 @@ def write_manifest(folder: Path, files: Files) -> None:
     """Write the manifest of a folder, with the entries that the ranks returned. Others are computed here."""
     others = _names(folder) - files.keys()
     entries = {**files, **{name: entry_of(folder / name) for name in others}}
-    listed = {name: {"size": entry.size, "sha256": entry.digest} for name, entry in entries.items()}
+    locations.write(folder / MANIFEST, manifest(entries))
+
+
+def manifest(files: Files) -> bytes:
+    """Return the content of the manifest of these files."""
+    listed = {name: {"size": entry.size, "sha256": entry.digest} for name, entry in files.items()}
     content = {"format": FORMAT, "version": VERSION, "files": listed}
-    locations.write(folder / MANIFEST, json.dumps(content, indent=1, sort_keys=True).encode())
+    return json.dumps(content, indent=1, sort_keys=True).encode()
+
+
+def of_list(listed: Files) -> tuple[str, Files]:
+    """Return the name of the only folder in the list of a folder at a URI, and the files of the sharded checkpoint in it."""
+    inner = sorted({name.rpartition("/")[0] for name in listed})
+    files = {name.rpartition("/")[2]: entry for name, entry in listed.items()}
+    if len(inner) != 1 or not files.keys() >= {OUTLINE, INDEX, MANIFEST}:
+        raise CheckpointError(f"{INCOMPLETE}: it is a folder with {sorted(listed)[:4] or 'no files'}")
+    return inner[0], {name: entry for name, entry in files.items() if name != MANIFEST}
 
 
 def read_manifest(folder: Path) -> Files | None:
@@ -130,10 +162,10 @@ def _is_from_older_version(folder: Path) -> bool:
 # -- the content: workers, on all ranks together -------------------------------------------------------
 
 
-def write(folder: str, state: dict[str, Any]) -> Files:
-    """Write this rank's part of the tensors, and on rank 0 the outline. Return the entries of the files written here."""
-    path = Path(folder)
-    if not path.is_dir():
+def write(folder: locations.Place, state: dict[str, Any], *, later: bool) -> Callable[[], Files]:
+    """Write this rank's part of the tensors, and on rank 0 the outline. Return a function that returns the entries of the
+    files written here. With `later`, and to a URI, they are in memory until it is called, which may happen in any thread."""
+    if isinstance(folder, Path) and not folder.is_dir():
         raise CheckpointError(
             f"this worker does not see {folder}: save(sharded=True) needs a file system that all workers and "
             "the driver share"
@@ -145,21 +177,70 @@ def write(folder: str, state: dict[str, Any]) -> Files:
         return {TENSOR: key}
 
     outline = {**state, **{part: _mapped(state[part], part, take_out) for part in PARTS if part in state}}
-    _write_tensors(tensors, folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    written = {name for name in os.listdir(path) if name.startswith(f"__{rank}_")}
+    if later or isinstance(folder, locations.Uri):
+        kept = _write_tensors(tensors, "", in_memory=True)
+        if rank == 0:
+            kept[OUTLINE] = sealed(states.dump(outline))
+        return partial(_store, folder, kept)
+    _write_tensors(tensors, str(folder), in_memory=False)
+    written = {name for name in os.listdir(folder) if name.startswith(f"__{rank}_")}
     if rank == 0:
-        locations.write(path / OUTLINE, sealed(states.dump(outline)))
+        locations.write(folder / OUTLINE, sealed(states.dump(outline)))
         written |= {OUTLINE, INDEX}
-    return {name: entry_of(path / name) for name in sorted(written)}
+    return lambda: {name: entry_of(folder / name) for name in sorted(written)}
 
 
-def _write_tensors(tensors: dict[str, Any], folder: str) -> None:
-    """Write this rank's tensors. Raise an OSError, on all ranks, if the system of any rank refused to write, and a
-    CheckpointError for any other failure."""
+def _store(folder: locations.Place, kept: dict[str, Any]) -> Files:
+    """Write files that are in memory. A folder that was deleted since, because the save has failed, is not created again."""
+    with tempfile.TemporaryDirectory(prefix="raysgd-shards-") as local:
+        for name, data in kept.items():
+            path = (folder if isinstance(folder, Path) else Path(local)) / name
+            with open(path, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if isinstance(folder, locations.Uri):
+                remote.upload(folder / name, path)
+                path.unlink()
+    return {name: entry_of_bytes(data) for name, data in kept.items()}
+
+
+class _MemoryFile(io.BytesIO):
+    def close(self) -> None:
+        """Keep the content."""
+
+
+def _memory_files(files: dict[str, _MemoryFile]) -> Any:
+    """Return what torch's writer uses as a file system, which has only these files, by name."""
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    class _Memory(FileSystem):
+        @contextmanager
+        def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+            files[Path(path).name] = file = _MemoryFile()
+            yield file
+
+        def rename(self, path: Any, new_path: Any) -> None:
+            files[Path(new_path).name] = files.pop(Path(path).name)
+
+        def exists(self, path: Any) -> bool:
+            return Path(path).name in files
+
+        def mkdir(self, path: Any) -> None:
+            """Do nothing: there are no folders."""
+
+    return _Memory()
+
+
+def _write_tensors(tensors: dict[str, Any], folder: str, *, in_memory: bool) -> dict[str, Any]:
+    """Write this rank's tensors. Return its files if they are `in_memory`. Raise an OSError, on all ranks, if the system of
+    any rank refused to write, and a CheckpointError for any other failure."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
+
+    files: dict[str, _MemoryFile] = {}
 
     class _ShardWriter(FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
@@ -172,13 +253,48 @@ def _write_tensors(tensors: dict[str, Any], folder: str) -> None:
                 raise
 
     try:
-        save(tensors, storage_writer=_ShardWriter(folder), no_dist=not dist.is_initialized())
+        writer = _ShardWriter(folder, sync_files=not in_memory)
+        if in_memory:
+            writer.fs = _memory_files(files)
+        save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
     except CheckpointException as failed:  # not an Exception; all ranks raise the same one
         rank, error = min((rank, wrapped[0]) for rank, wrapped in failed.failures.items())
         where = f"rank {rank} could not write its part of the checkpoint"
         if isinstance(error, OSError) and error.errno in errno.errorcode:
             raise OSError(error.errno, f"{error.strerror} ({where})", folder) from error
         raise CheckpointError(f"{where}: {type(error).__name__}: {error}") from error
+    return {name: file.getbuffer() for name, file in files.items()}
+
+
+class ShardFolder:
+    """Owns the folder from which a rank reads a sharded checkpoint: that of the checkpoint, or a temporary one, to which it
+    downloads the files that it needs from a URI."""
+
+    def __init__(self, place: locations.Place, files: Files) -> None:
+        self._place, self._files = place, files
+        self._temporary = None if isinstance(place, Path) else tempfile.TemporaryDirectory(prefix="raysgd-shards-")
+        self.folder = str(place) if self._temporary is None else self._temporary.name
+
+    def verify(self, rank: int, ranks: int) -> None:
+        """Verify this rank's share of the files, or what each rank needs before anything else."""
+        if self._temporary is None:
+            verify(self.folder, {name: self._files[name] for name in sorted(self._files)[rank::ranks]})
+        else:
+            self.need([OUTLINE, INDEX])
+
+    def need(self, names: Iterable[str]) -> None:
+        """Download these files and verify them, if they are not there yet."""
+        if isinstance(place := self._place, Path):
+            return
+        for name in names:
+            if name not in self._files:
+                raise CheckpointError(f"{INCOMPLETE}: its index names {name!r:.80}, which is not one of its files")
+            if not os.path.exists(os.path.join(self.folder, name)):
+                remote.fetch(place, name, self._files, Path(self.folder))
+
+    def close(self) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
 
 def read_outline(folder: str) -> dict[str, Any]:
@@ -198,11 +314,18 @@ def read_outline(folder: str) -> dict[str, Any]:
     return state
 
 
-def read(folder: str, operator: TrainingOperator) -> dict[str, Any]:
+def read(source: ShardFolder, operator: TrainingOperator) -> dict[str, Any]:
     """Return the state, with each tensor sharded as this operator needs it. The state must fit the operator."""
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    class _ShardReader(FileSystemReader):
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            source.need(sorted({self.storage_data[each.storage_index].relative_path for each in plan.items}))
+            return super().read_data(plan, planner)
+
+    folder = source.folder
     outline = _outline(folder)
     owners = _owners(outline, operator)
     tensors: dict[str, torch.Tensor] = {}
@@ -213,7 +336,7 @@ def read(folder: str, operator: TrainingOperator) -> dict[str, Any]:
         else:
             tensors[key] = torch.zeros(size, dtype=dtype)
     try:
-        load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        load(tensors, storage_reader=_ShardReader(folder), no_dist=not dist.is_initialized())
     except CheckpointException as error:  # not an Exception; all ranks raise the same one
         # Its own text has the errors of all ranks, with their tracebacks.
         reasons = [

@@ -47,9 +47,11 @@ LONGEST_ERROR = 10_000
 
 
 class SaveResult:
-    """Owns the result of one save, a path or an error. It is set only once, by whichever thread is first."""
+    """Owns the result of one save, a path or an error. It is set only once, by whichever thread is first. With `report`, the file is
+    not a checkpoint itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, report: bool = False) -> None:
+        self._is_report = report
         self.future: Future[str] = Future()
         self._lock = threading.Lock()
         self._claimed_by: Any = None
@@ -62,7 +64,8 @@ class SaveResult:
             return self._claimed_by is writer
 
     def succeed(self, path: Place) -> None:
-        log_saved(path)  # before the result is set, so that a caller who waits for it finds the line in the log
+        if not self._is_report:
+            log_saved(path)  # before the result is set, so that a caller who waits for it finds the line in the log
         with self._lock:
             self.future.set_result(str(path))
 
@@ -76,8 +79,8 @@ class LocalSink:
     """Writes the file itself, for a worker in the driver's process. It has the methods of `StreamSink`, `Stream` and
     `Receiver`. Both."""
 
-    def __init__(self, path: Place) -> None:
-        self._path, self._result = path, SaveResult()
+    def __init__(self, path: Place, *, report: bool = False) -> None:
+        self._path, self._result = path, SaveResult(report=report)
         self.done = self._result.future
 
     @property
