@@ -104,6 +104,12 @@ def segmentation(output: str) -> None:
     assert len(numbers("background", output)) == len(numbers("bar", output)) == 4, output
 
 
+def fine_tuning(output: str) -> None:
+    loss_falls(output)
+    perplexities = numbers("val_perplexity", output)
+    assert perplexities[0] > 50 and perplexities[-1] < 15, output
+
+
 def language_model(output: str) -> None:
     loss_falls(output)
     assert 4 < numbers("val_perplexity", output)[-1] < 10, output
@@ -206,6 +212,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
         from_creators,
         save_and_resume,
         segmentation,
+        fine_tuning,
         language_model,
         horovod_digits,
         resnet_generated_images,
