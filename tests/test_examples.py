@@ -110,6 +110,11 @@ def fine_tuning(output: str) -> None:
     assert perplexities[0] > 50 and perplexities[-1] < 15, output
 
 
+def text_classification(output: str) -> None:
+    loss_falls(output)
+    assert numbers("val_f1", output)[-1] > 0.9 and numbers("val_mcc", output)[-1] > 0.85, output
+
+
 def language_model(output: str) -> None:
     loss_falls(output)
     assert 4 < numbers("val_perplexity", output)[-1] < 10, output
@@ -213,6 +218,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
         save_and_resume,
         segmentation,
         fine_tuning,
+        text_classification,
         language_model,
         horovod_digits,
         resnet_generated_images,
