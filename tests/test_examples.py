@@ -115,6 +115,17 @@ def text_classification(output: str) -> None:
     assert numbers("val_f1", output)[-1] > 0.9 and numbers("val_mcc", output)[-1] > 0.85, output
 
 
+def contrastive(output: str) -> None:
+    loss_falls(output)
+    assert numbers("val_text_recall_at_5", output)[-1] > 0.5, "guessing gives 0.05"
+
+
+def forecasting(output: str) -> None:
+    losses = numbers("train_loss", output)
+    assert losses[-1] < losses[0] and numbers("val_mase", output)[-1] < 0.5, output
+    assert 0.7 < numbers("val_coverage", output)[-1] < 0.9, output
+
+
 def language_model(output: str) -> None:
     loss_falls(output)
     assert 4 < numbers("val_perplexity", output)[-1] < 10, output
@@ -219,6 +230,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
         segmentation,
         fine_tuning,
         text_classification,
+        contrastive,
+        forecasting,
         language_model,
         horovod_digits,
         resnet_generated_images,
