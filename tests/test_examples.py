@@ -126,6 +126,11 @@ def forecasting(output: str) -> None:
     assert 0.7 < numbers("val_coverage", output)[-1] < 0.9, output
 
 
+def recommender(output: str) -> None:
+    loss_falls(output)
+    assert numbers("val_auc", output)[-1] > 0.8, output
+
+
 def language_model(output: str) -> None:
     loss_falls(output)
     assert 4 < numbers("val_perplexity", output)[-1] < 10, output
@@ -232,6 +237,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
         text_classification,
         contrastive,
         forecasting,
+        recommender,
         language_model,
         horovod_digits,
         resnet_generated_images,
