@@ -14,7 +14,7 @@ from raysgd.compat import MODULES as OLD_MODULES
 
 # Optional packages, without which the tests pass.
 OPTIONAL = {"tensorflow", "keras", "tf_keras", "horovod", "lightning", "torchmetrics", "pandas", "transformers", "peft"}
-OPTIONAL |= {"timm", "torchvision"}
+OPTIONAL |= {"timm", "tokenizers", "torchvision"}
 
 V1_NAMES = {
     "raysgd": "TorchTrainer TFTrainer TrainingOperator",
