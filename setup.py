@@ -32,6 +32,8 @@ TENSORFLOW = ["tensorflow>=2.16", "numpy", "tqdm"]
 HOROVOD = [*TORCH, "cffi", "cloudpickle", "cmake", "packaging", "psutil", "pyyaml", "setuptools>=64", "wheel"]
 LIGHTNING = [*TORCH, "lightning>=2.1"]
 TORCHMETRICS = [*TORCH, "torchmetrics>=1.0"]
+TRANSFORMERS = [*TORCHMETRICS, "transformers", "peft"]
+OPERATORS = [*TRANSFORMERS, "scikit-learn", "timm", "torchvision"]
 TUNE = ["ray[tune]"]
 DATA = ["ray[data]>=2.40", "numpy"]
 STORAGE = ["fsspec"]
@@ -43,7 +45,7 @@ BENCH = [*LIGHTNING, "accelerate", "ray[train]", "matplotlib"]
 DOCS = ["sphinx>=7", "myst-parser>=2", "sphinx-copybutton", "furo"]
 DEV = [
     *LIGHTNING,
-    *TORCHMETRICS,
+    *TRANSFORMERS,  # not timm: it needs torchvision, whose wheels cannot be imported beside the CPU build of torch
     *TUNE,
     *DATA,
     *S3,
@@ -83,6 +85,7 @@ setup(
         "horovod": HOROVOD,
         "lightning": LIGHTNING,
         "torchmetrics": TORCHMETRICS,
+        "operators": OPERATORS,
         "tune": TUNE,
         "data": DATA,
         "storage": STORAGE,

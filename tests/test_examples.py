@@ -98,6 +98,39 @@ def save_and_resume(output: str) -> None:
     assert "{'times_loaded': 1}" in output
 
 
+def segmentation(output: str) -> None:
+    loss_falls(output)
+    assert numbers("val_mean_iou", output)[-1] > 0.7, output
+    assert len(numbers("background", output)) == len(numbers("bar", output)) == 4, output
+
+
+def fine_tuning(output: str) -> None:
+    loss_falls(output)
+    perplexities = numbers("val_perplexity", output)
+    assert perplexities[0] > 50 and perplexities[-1] < 15, output
+
+
+def text_classification(output: str) -> None:
+    loss_falls(output)
+    assert numbers("val_f1", output)[-1] > 0.9 and numbers("val_mcc", output)[-1] > 0.85, output
+
+
+def contrastive(output: str) -> None:
+    loss_falls(output)
+    assert numbers("val_text_recall_at_5", output)[-1] > 0.5, "guessing gives 0.05"
+
+
+def forecasting(output: str) -> None:
+    losses = numbers("train_loss", output)
+    assert losses[-1] < losses[0] and numbers("val_mase", output)[-1] < 0.5, output
+    assert 0.7 < numbers("val_coverage", output)[-1] < 0.9, output
+
+
+def recommender(output: str) -> None:
+    loss_falls(output)
+    assert numbers("val_auc", output)[-1] > 0.8, output
+
+
 def language_model(output: str) -> None:
     loss_falls(output)
     assert 4 < numbers("val_perplexity", output)[-1] < 10, output
@@ -199,6 +232,12 @@ CHECKS: dict[str, Callable[[str], None]] = {
         custom_train_epoch,
         from_creators,
         save_and_resume,
+        segmentation,
+        fine_tuning,
+        text_classification,
+        contrastive,
+        forecasting,
+        recommender,
         language_model,
         horovod_digits,
         resnet_generated_images,
@@ -219,8 +258,11 @@ CHECKS: dict[str, Callable[[str], None]] = {
 def missing(name: str) -> list[str]:
     """What an example needs that is not installed here."""
     text = (EXAMPLES / name).read_text(encoding="utf-8")
-    packages = ("tensorflow", "keras", "tf_keras", "mlflow", "tensorboard", "torchmetrics", "pytorch_lightning")
-    needs = [package for package in packages if re.search(rf"^(import|from) {package}\b", text, re.MULTILINE)]
+    operators = re.findall(r"raysgd\.operators\.(\w+) import", text)
+    text += "".join((EXAMPLES.parent / f"operators/{each}.py").read_text(encoding="utf-8") for each in operators)
+    packages = ["tensorflow", "keras", "tf_keras", "mlflow", "tensorboard", "torchmetrics", "pytorch_lightning"]
+    packages += ["timm", "transformers", "peft"]
+    needs = [package for package in packages if re.search(rf"^ *(import|from) {package}\b", text, re.MULTILINE)]
     needs += ["horovod"] if 'backend="horovod"' in text else []
     return [package for package in needs if importlib.util.find_spec(package) is None]
 

@@ -13,7 +13,8 @@ from raysgd import constants
 from raysgd.compat import MODULES as OLD_MODULES
 
 # Optional packages, without which the tests pass.
-OPTIONAL = {"tensorflow", "keras", "tf_keras", "horovod", "lightning", "torchmetrics", "pandas"}
+OPTIONAL = {"tensorflow", "keras", "tf_keras", "horovod", "lightning", "torchmetrics", "pandas", "transformers", "peft"}
+OPTIONAL |= {"timm", "tokenizers", "torchvision"}
 
 V1_NAMES = {
     "raysgd": "TorchTrainer TFTrainer TrainingOperator",
