@@ -71,7 +71,9 @@ def program(page: str) -> str:
 
 
 def missing(page: str) -> list[str]:
-    imported = [package for package in ("tensorflow", "horovod") if f"import {package}" in program(page)]
+    imported = [
+        package for package in ("tensorflow", "horovod", "transformers", "peft") if f"import {package}" in program(page)
+    ]
     return [package for package in imported if importlib.util.find_spec(package) is None]
 
 
