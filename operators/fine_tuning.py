@@ -89,9 +89,8 @@ class FineTuningOperator(TrainingOperator):
         else:
             given = LlamaConfig(**given) if isinstance(given, dict) else given
             model = AutoModelForCausalLM.from_config(given, **options)
-        model.config.use_cache = (
-            False  # with a cache, which is for generating, transformers ignores where documents begin
-        )
+        # With a cache, which is for generating, transformers ignores where documents begin.
+        model.config.use_cache = False
         if config.get("gradient_checkpointing", False):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if "lora" in config:
