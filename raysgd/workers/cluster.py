@@ -54,6 +54,10 @@ NOT_JOINED = {
     "`ray job submit`, or after `ray start --address=...` here)",
     "it does not answer": "failed: something accepts connections there, or did so, but no Ray control service (GCS) answers",
 }
+NOT_STARTED = (
+    "The usual causes are a machine with too much other load, and too little memory or disk space (Ray's logs are in "
+    "/tmp/ray/session_latest/logs): end other programs, or call ray.init(...) with your own arguments before you create the trainer"
+)
 
 
 def ensure_cluster() -> None:
@@ -102,7 +106,10 @@ def _connect() -> None:
         _join(address, found != "local")
         return
     # Without the dashboard Ray starts in half the time. Users who want the dashboard call ray.init() first.
-    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+    try:
+        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+    except Exception as error:
+        raise ClusterError(f"Ray did not start on this machine: {described(error)}. {NOT_STARTED}") from error
     cpus = ray.cluster_resources().get("CPU", 0)
     logger.warning("no Ray cluster is running here: started a local one with %g CPUs for this script", cpus)
 

@@ -98,6 +98,18 @@ def test_an_error_of_ray_while_joining_says_what_to_do(monkeypatch: pytest.Monke
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_an_error_of_ray_while_starting_says_what_to_do(monkeypatch: pytest.MonkeyPatch, init: list[Any]) -> None:
+    def slow(**arguments: Any) -> None:
+        raise RuntimeError("The current node timed out during startup")
+
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr("ray.init", slow)
+    with pytest.raises(ClusterError) as caught:
+        cluster.ensure_cluster()
+    for part in ("did not start on this machine", "timed out during startup", "too much other load", "ray.init(...)"):
+        assert part in str(caught.value)
+
+
 def test_a_submitted_job_joins_its_cluster_without_a_probe(monkeypatch: pytest.MonkeyPatch, init: list[Any]) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
