@@ -72,7 +72,7 @@ class ReplicaHost:
 
     def _collectives(self) -> int:
         """Return the number of collective calls since this rank joined its generation, or -1. For the join itself, ranks that divide a
-        model anew make different numbers of calls."""
+        model again make different numbers of calls."""
         made = self._backend.collectives()
         return made - self._joining_calls if made >= 0 else -1
 

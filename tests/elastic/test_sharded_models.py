@@ -182,7 +182,7 @@ def test_snapshots_in_the_memory_of_neighbours(
 
 
 def test_one_death_after_another(tmp_path: Path, undisturbed: Any) -> None:
-    """The second one is not taken for ranks that make different collective calls, although they have divided the model anew."""
+    """The second one is not taken for ranks that make different collective calls, although they have divided the model again."""
     for fate in ("before-1-1", "before-3-1"):
         (tmp_path / fate).touch()
     with mortal(tmp_path, grow=False) as four:
